@@ -40,14 +40,12 @@ def to_samples(
         context = turn.prompt_ids[len(row.token_ids) :]  # what the turn saw and the row does not have yet
         known, new = len(context), len(sampled.token_ids)
         assert new, "a turn has sampled at least one token"
-        trained = [turns == "all" or number == count - 1] * new
-        if tokens == "last":
-            trained[:-1] = [False] * (new - 1)
+        used = 0 if turns == "last" and number < count - 1 else 1 if tokens == "last" else new
+        idle = known + new - used  # tokens before those that are trained
         row.token_ids += context + sampled.token_ids
-        row.loss_mask += [False] * known + trained
-        known_as = zip(sampled.logprobs, trained, strict=True)
-        row.logprobs += [0.0] * known + [value if used else 0.0 for value, used in known_as]
-        row.advantages += [0.0] * known + [advantage if used else 0.0 for used in trained]
+        row.loss_mask += [False] * idle + [True] * used
+        row.logprobs += [0.0] * idle + sampled.logprobs[new - used :]
+        row.advantages += [0.0] * idle + [advantage] * used
         row.rewards += [0.0] * (known + new - 1) + [reward]
         row.policy_version += [sampled.policy_version] * known + sampled.token_versions
     return rows

@@ -23,6 +23,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from TrainingFactory.texts import valid_text
 
 MARKUP = re.compile(r"[<\[{|｜].*[>\]}|｜]", re.DOTALL)
+# How byte-level tokenizers write bytes: one whose own character is no such sign by one behind 255, in order.
+_SIGNS = sorted(ByteLevel.alphabet())
+_BYTES = dict(zip(_SIGNS, sorted(range(256), key=lambda byte: chr(byte) not in _SIGNS), strict=True))
 CANARY = "Hello world,  f(x):\n\treturn '<b>wörld</b> 你好'\n\n"
 
 
@@ -36,23 +39,6 @@ def gives_back(tokenizer: Tokenizer) -> bool:
     """Return whether a text with everything that tokenizers lose comes back as it was."""
     ids = tokenizer.encode(CANARY, add_special_tokens=False).ids
     return tokenizer.decode(ids, skip_special_tokens=False) == CANARY
-
-
-class _TokenBytes(dict[int, bytes]):
-    """Holds the bytes of each token of a byte-level tokenizer, from when it is first asked for."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._token, signs = tokenizer.id_to_token, sorted(ByteLevel.alphabet())
-        # A byte whose own character is not in the alphabet is written by one of those behind 255, in order.
-        self._bytes = dict(
-            zip(signs, sorted(range(256), key=lambda byte: chr(byte) not in signs), strict=True)
-        )
-
-    def __missing__(self, number: int) -> bytes:
-        text = self._token(number) or ""
-        known = self._bytes.keys() >= set(text)
-        self[number] = bytes(map(self._bytes.__getitem__, text)) if known else text.encode()
-        return self[number]
 
 
 class TextEncoder:
@@ -75,7 +61,7 @@ class TextEncoder:
         self._plain = Tokenizer.from_str(json.dumps(state))
         self._whole = backend
         byte_level = (state["decoder"] or {}).get("type") == "ByteLevel"
-        self._token_bytes = _TokenBytes(backend) if byte_level else None
+        self._bytes_of = lru_cache(maxsize=None)(self._token_bytes) if byte_level else None
         # The clone numbers the added tokens that are left anew, except those in the vocabulary itself.
         self._numbers = {
             self._plain.token_to_id(token["content"]): token["id"] for token in state["added_tokens"]
@@ -125,9 +111,13 @@ class TextEncoder:
         return self._encode(text[:middle]) + self._encode(text[middle:])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        if self._token_bytes is not None:  # what the library does, in a tenth of its time
-            return b"".join(map(self._token_bytes.__getitem__, token_ids)).decode("utf-8", errors="replace")
+        if self._bytes_of is not None:  # what the library does, in a tenth of its time
+            return b"".join(map(self._bytes_of, token_ids)).decode("utf-8", errors="replace")
         return self._whole.decode(list(token_ids), skip_special_tokens=False)
+
+    def _token_bytes(self, number: int) -> bytes:
+        text = self._whole.id_to_token(number) or ""
+        return bytes(map(_BYTES.get, text)) if _BYTES.keys() >= set(text) else text.encode()
 
     def quoted(self, token_ids: Sequence[int], quote: Callable[[str], str]) -> str:
         """Decode a turn; text in ordinary tokens that reads like a control token is given to `quote`."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, SamplingSession
@@ -63,18 +62,22 @@ class _Over(Exception):
     error: str | None = None
 
 
-@contextlib.contextmanager
-def _foreign(what: str, caught: type[Exception] = Exception) -> Iterator[None]:
+@dataclass(slots=True)
+class _foreign:  # a generator would take three times as long
     """Around other people's code: what it raises ends its own episode and nothing else."""
-    try:
-        yield
-    except SamplersLost:  # by what samples inside the environment: it ends the run
-        raise
-    except ToolFailure as error:
-        raise _Over("tool_failure", f"{what}: {error}") from error
-    except (caught, SystemExit) as error:
-        log.info("%s failed", what, exc_info=True)
-        raise _Over("error", f"{what}{place_of(error)} raised {describe(error)}") from error
+
+    what: str
+    caught: type[Exception] = Exception
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ToolFailure):
+            raise _Over("tool_failure", f"{self.what}: {error}") from error
+        # What samples inside the environment may be lost: that ends the run.
+        if isinstance(error, (self.caught, SystemExit)) and not isinstance(error, SamplersLost):
+            log.info("%s failed", self.what, exc_info=True)
+            raise _Over("error", f"{self.what}{place_of(error)} raised {describe(error)}") from error
 
 
 class EpisodeRun:
@@ -167,8 +170,8 @@ class EpisodeRun:
             self.trajectory.tools = [tool.spec for tool in environment.tools]
             self.trajectory.prompt = _all_messages("reset", await environment.reset())
         with _foreign("the chat template", ValueError):
-            prompt, tools = self.trajectory.prompt, self.trajectory.tools
-            return await _off_loop(prompt, self.rules.chat.render, prompt, tools)
+            prompt, tools, render = self.trajectory.prompt, self.trajectory.tools, self.rules.chat.render
+            return await in_thread(render, prompt, tools) if _large(prompt) else render(prompt, tools)
 
     async def _sample(self, ids: list[int], number: int) -> Completion:
         room = self.max_length - len(ids)
@@ -178,7 +181,7 @@ class EpisodeRun:
         if self._ended:  # given up while the environment ignored its cancelling
             raise asyncio.CancelledError
         max_tokens = min(self.rules.params.max_tokens, room)
-        params = dataclasses.replace(self.rules.params, seed=self.seed_of(number), max_tokens=max_tokens)
+        params = self.rules.params.of_turn(self.seed_of(number), max_tokens)
         completion = await self.session.sample(list(ids), params)  # the sampler's own: ours is trained on
         assert completion.token_ids, "a turn has at least one token"
         assert (completion.finish == "stop") == (completion.token_ids[-1] in params.stop_ids), "forged stop"
@@ -193,22 +196,28 @@ class EpisodeRun:
             replies = _all_messages("step", step.replies)
         if self._ended:
             raise asyncio.CancelledError
-        turn.replies = await _off_loop(replies, self._cut, replies)
+        large = _large(replies)
+        turn.replies = await in_thread(self._cut, replies) if large else self._cut(replies)
         turn.tool_results = list(step.tool_results)
         turn.signals = dict(step.signals)
         # What follows would be judged by what was lost: a model must not learn to avoid tools because a server died.
-        if lost := next((result for result in turn.tool_results if result.error == "unavailable"), None):
-            raise _Over("tool_failure", lost.content)
+        if lost := [result for result in turn.tool_results if result.error == "unavailable"]:
+            raise _Over("tool_failure", lost[0].content)
         if step.done:
             raise _Over("done")
         with _foreign("the chat template", ValueError):
-            so_far = turn.prompt_ids + turn.completion.token_ids
-            return so_far + await _off_loop(turn.replies, self.rules.chat.extend, turn, turn.replies)
+            extend, so_far = self.rules.chat.extend, turn.prompt_ids + turn.completion.token_ids
+            more = await in_thread(extend, turn, turn.replies) if large else extend(turn, turn.replies)
+            return so_far + more
 
     def _cut(self, replies: Sequence[Message]) -> list[Message]:
         """Cut replies that are too long, in their content, before the template sees them."""
         cut, limit = self.rules.chat.cut, self.rules.max_reply_tokens
-        return [dataclasses.replace(each, content=cut(valid_text(each.content), limit)) for each in replies]
+        texts = [cut(valid_text(each.content), limit) for each in replies]
+        return [
+            Message(each.role, text, each.tool_calls, each.tool_call_id, each.name, each.reasoning)
+            for each, text in zip(replies, texts, strict=True)
+        ]
 
     async def _score(self) -> None:
         trajectory = self.trajectory
@@ -247,10 +256,9 @@ class EpisodeRun:
                     await within(self.rules.timeout, environment.executor.close())
 
     def _attached(self, executor: AsyncToolExecutor, environment: Environment) -> AsyncToolExecutor:
-        if self.rules.runtime is not None:
-            executor.attach(
-                self.rules.runtime, self.key, _scope(environment, self.trajectory.task), environment
-            )
+        if (runtime := self.rules.runtime) is not None:
+            scope = None if runtime.cache is None else _scope(environment, self.trajectory.task)
+            executor.attach(runtime, self.key, scope, environment)
         return executor
 
     def _end(self, status: Status, error: str | None) -> None:
@@ -264,14 +272,12 @@ def _scope(environment: Environment, task: Task) -> str:
     return digest(repr([type(environment).__qualname__, task]))
 
 
-async def _off_loop(messages: Sequence[Message], function: Callable[..., T], *args: Any) -> T:
-    """Call the function; on a thread where the texts are so large that the event loop would wait."""
-    if sum(len(message.content) for message in messages) < LARGE_TEXT:
-        return function(*args)
-    return await in_thread(function, *args)
+def _large(messages: Sequence[Message]) -> bool:
+    """Tell whether the texts are so large that the event loop would wait, so that they go to a thread."""
+    return sum([len(message.content) for message in messages]) >= LARGE_TEXT
 
 
 def _all_messages(method: str, messages: list[Message]) -> list[Message]:
-    if not isinstance(messages, list) or not all(isinstance(message, Message) for message in messages):
+    if not isinstance(messages, list) or [each for each in messages if not isinstance(each, Message)]:
         raise TypeError(f"{method} must give a list of Message, not {str(messages)[:60]}")
     return messages

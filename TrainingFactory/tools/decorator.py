@@ -30,7 +30,7 @@ class FunctionTool:
         self.spec = spec
         self.options = options
         self._model = model
-        self._is_method = _takes_self(function)
+        self._is_method, self._is_async = _takes_self(function), inspect.iscoroutinefunction(function)
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ class FunctionTool:
             values = self._values(arguments)
         except ValidationError as error:
             return ToolResult(model_problems(self.spec, error), ok=False, error="schema")
-        if inspect.iscoroutinefunction(self.function):
+        if self._is_async:
             return as_result(await self.function(**values))
         # The conversion runs on the thread too: a large value may take its time.
         return await in_thread(lambda: as_result(self.function(**values)))
@@ -70,7 +70,8 @@ def _aliases(model: type[BaseModel]) -> list[tuple[str, str]]:
 def as_result(value: Any) -> ToolResult:
     """Make a result of what a tool returned: texts as they are, other values as JSON."""
     if isinstance(value, ToolResult):
-        return dataclasses.replace(value, content=_text(value.content))
+        rest = value.ok, value.error, value.cached, value.seconds, value.attachments, value.id
+        return ToolResult(_text(value.content), *rest)
     return ToolResult(_text(value))
 
 

@@ -8,10 +8,11 @@ import difflib
 import json
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from TrainingFactory.protocols import Tool, ToolSession, ToolSource
@@ -28,7 +29,7 @@ from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 log = logging.getLogger(__name__)
 MAX_NAMES = 10
-DEFAULT_OPTIONS = ToolOptions()
+DEFAULT_OPTIONS, NOTHING = ToolOptions(), contextlib.nullcontext()
 _validator = ByIdentity(validator_of)
 _parts: ContextVar[tuple[tuple[AsyncToolExecutor, str], ...]] = ContextVar(
     "who makes calls of which executor, if no turn", default=()
@@ -52,25 +53,28 @@ class AsyncToolExecutor:
         self.max_output_chars = max_output_chars
         self.tools: list[Tool] = []
         self._sessions: list[ToolSession] = []
-        self._runtime = ToolRuntime()
         self._cache: EpisodeCache | None = None
         self._key: Hashable = ""
         self._owner: object = None
         self._batches = 0
-        self._made: Counter[tuple[str, str]] = Counter()
+        self._made: defaultdict[tuple[str, str], int] = defaultdict(int)
         for made in map(as_tool, tools):
             if not isinstance(made, FunctionTool) and isinstance(made, ToolSource):
                 self._sessions.append(made.session())  # which holds nothing before its first call
                 self.tools += self._sessions[-1].tools
             else:
                 self.tools.append(made)
-        names = Counter(tool.spec.name for tool in self.tools)
-        if twice := sorted(name for name, count in names.items() if count > 1):
+        names = [tool.spec.name for tool in self.tools]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(
                 f"two tools have the same name: {', '.join(twice)}; rename one with @tool(name=...), or with "
                 '"tfactory": {"prefix": true} of an MCP server'
             )
         self._entries = _with_states(self.tools)
+
+    @cached_property
+    def _runtime(self) -> ToolRuntime:
+        return ToolRuntime()  # of its own, unless it is attached to another
 
     def attach(
         self, runtime: ToolRuntime, key: Hashable, task: str | None = None, owner: object = None
@@ -118,7 +122,7 @@ class AsyncToolExecutor:
         return results  # type: ignore[return-value]
 
     def _places(self, calls: Sequence[ToolCall]) -> list[Place]:
-        part = next((name for executor, name in reversed(_parts.get()) if executor is self), None)
+        part = [None, *(name for executor, name in _parts.get() if executor is self)][-1]
         if part is None:
             self._batches += 1
             return [Place(self._key, self._batches - 1, index) for index in range(len(calls))]
@@ -137,22 +141,24 @@ class AsyncToolExecutor:
         recorder = self._runtime.recorder
         if recorder is None:
             return await self._answer(call)
+        token = _parts.set((*_parts.get(), (self, f"inside {place.batch}/{place.index}")))  # as `part` does
         try:
-            with self.part(f"inside {place.batch}/{place.index}"):
-                try:
-                    result = recorder.replay(place, call)
-                except BrokenOff:  # whoever gave it up waits as long again, and gives it up again
-                    result = await asyncio.get_running_loop().create_future()
-                if result is None:
-                    result = await self._answer(call)
-                else:
-                    await self._replayed(recorder, place, call, result)
+            try:
+                result = recorder.replay(place, call)
+            except BrokenOff:  # whoever gave it up waits as long again, and gives it up again
+                result = await asyncio.get_running_loop().create_future()
+            if result is None:
+                result = await self._answer(call)
+            else:
+                await self._replayed(recorder, place, call, result)
         except ToolFailure as failure:
             recorder.record(place, call, failure)
             raise
         except asyncio.CancelledError:
             recorder.record(place, call, BrokenOff())
             raise
+        finally:
+            _parts.reset(token)
         recorder.record(place, call, result)
         return result
 
@@ -186,7 +192,7 @@ class AsyncToolExecutor:
             result = self._refused(call)
             self._runtime.metrics.answered(None, result)
             return result
-        async with contextlib.nullcontext() if entry.state is None else entry.state.turn():
+        async with NOTHING if entry.state is None else entry.state.turn():
             metrics = self._runtime.metrics
             started = metrics.began(call.name)
             result: ToolResult | None = None
@@ -201,7 +207,6 @@ class AsyncToolExecutor:
                     result = (await pending.make(pending, time.monotonic() + pending.seconds)).result
             finally:
                 metrics.finished(call.name, started, result)
-        assert result is not None
         result.id, result.seconds = call.id, time.perf_counter() - started  # it is a copy, and only ours
         return result
 
@@ -225,15 +230,9 @@ class AsyncToolExecutor:
 
     def _pending(self, entry: _Entry, arguments: dict[str, Any]) -> PendingCall:
         runtime, timeout = self._runtime, entry.options.timeout or self.timeout
+        seconds, limit = max(runtime.deadline, timeout), self.max_output_chars
         return PendingCall(
-            entry.tool,
-            entry.options,
-            arguments,
-            entry.state,
-            timeout=timeout,
-            seconds=max(runtime.deadline, timeout),
-            max_output_chars=self.max_output_chars,
-            make=runtime.call,
+            entry.tool, entry.options, arguments, entry.state, timeout, seconds, limit, runtime.call
         )
 
 

@@ -13,6 +13,7 @@ from TrainingFactory.texts import describe, redacted
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 CALLS, SPECS = "tool_calls.jsonl", "tools.json"
+_ROW = ("step", "task", "member", "batch", "call", "tool", "arguments")
 _USUAL = dataclasses.asdict(ToolResult(""))
 _encoded = json.JSONEncoder(default=str).encode  # a reward may call a tool with any Python value
 MAX_SHOWN = 300  # characters of a call in an error text
@@ -30,8 +31,7 @@ class EpisodeKey(NamedTuple):
     member: int
 
 
-@dataclass(slots=True, frozen=True)
-class Place:
+class Place(NamedTuple):
     """Which call of a run it is: fixed by what the model did, whoever comes first."""
 
     key: Hashable  # of the episode, as it was given to `attach`
@@ -184,8 +184,8 @@ def _key(place: Place) -> EpisodeKey:
 
 
 def _line(place: Place, call: ToolCall, result: ToolResult | ToolFailure | BrokenOff) -> str:
-    row = _key(place)._asdict() | {"batch": place.batch, "call": place.index}
-    row |= {"tool": call.name, "arguments": call.arguments}
+    values = (*_key(place), place.batch, place.index, call.name, call.arguments)
+    row: dict[str, Any] = dict(zip(_ROW, values, strict=True))
     if isinstance(result, ToolFailure):
         row["failure"] = str(result)
     elif isinstance(result, BrokenOff):

@@ -96,19 +96,20 @@ class ToolRuntime:
         # A tool may have `async def until_ready()`, which waits until a call can begin, for a session say. It comes
         # before the limits: who has a session would else wait for places that are held by those who have none.
         ready: Callable[[], Awaitable[None]] | None = getattr(call.tool, "until_ready", None)
+        if limits is None and ready is None:
+            return await self._let_in(call, deadline, breaker)
         async with AsyncExitStack() as held:
-            if limits is not None or ready is not None:
-                arrived = time.monotonic()
-                try:
-                    async with asyncio.timeout(deadline - arrived):
-                        if ready is not None:
-                            await ready()
-                        if limits is not None:
-                            await held.enter_async_context(limits.place())
-                except TimeoutError:
-                    return _unavailable(call, BUSY)
-                finally:
-                    self.metrics.waited(call.name, time.monotonic() - arrived)
+            arrived = time.monotonic()
+            try:
+                async with asyncio.timeout(deadline - arrived):
+                    if ready is not None:
+                        await ready()
+                    if limits is not None:
+                        await held.enter_async_context(limits.place())
+            except TimeoutError:
+                return _unavailable(call, BUSY)
+            finally:
+                self.metrics.waited(call.name, time.monotonic() - arrived)
             return await self._let_in(call, deadline, breaker)
 
     async def _let_in(self, call: PendingCall, deadline: float, breaker: CircuitBreaker | None) -> Outcome:

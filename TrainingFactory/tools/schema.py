@@ -165,8 +165,26 @@ def _references(schema: Any) -> Iterator[str]:
             yield from _references(item)
 
 
+_SAID = {"type", "description", "title", "default"}  # any other keyword asks for more than a type
+_TYPES = {"string": {str}, "integer": {int}, "number": {int, float}, "boolean": {bool}, "array": {list}}
+
+
+def _plainly_right(schema: dict[str, Any], arguments: Any) -> bool:
+    """Tell whether the schema names nothing but types, and the arguments have exactly these: most do, soon seen."""
+    if schema.get("type") != "object" or schema.keys() - _SAID - {"properties", "required"}:
+        return False
+    for name, value in arguments.items() if type(arguments) is dict else [("", None)]:
+        asked = schema.get("properties", {}).get(name)
+        plain = isinstance(asked, dict) and asked.keys() <= _SAID
+        if not plain or type(value) not in _TYPES.get(str(asked.get("type")), ()):
+            return False
+    return all(name in arguments for name in schema.get("required", ()))
+
+
 def schema_problems(spec: ToolSpec, validator: Validator, arguments: Any) -> str | None:
     """Say what is wrong with the arguments; None if nothing is."""
+    if _plainly_right(spec.parameters, arguments):
+        return None
     errors = sorted(validator.iter_errors(arguments), key=lambda error: len(error.absolute_path))
     return _explain(spec, [_schema_problem(error) for error in errors]) if errors else None
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from pydantic.dataclasses import dataclass
@@ -70,6 +71,7 @@ class Extraction(FinalText):
         return text
 
 
+@lru_cache(maxsize=1)  # asked twice about each answer
 def marked(text: str) -> str | None:
     """Return the last marked answer, by any of the usual ways."""
     found = [_boxed(text), _tagged(text), _after_phrase(text)]
@@ -131,6 +133,8 @@ class AnswerRule(ReferenceRule):
 
 def without_reasoning(text: str) -> str:
     """Return the text without <think> blocks, also those that were never closed, or never opened."""
+    if OPENING not in text and CLOSING not in text:
+        return text
     kept: list[str] = []
     inside = False
     for piece in re.split(f"({OPENING}|{CLOSING})", text):

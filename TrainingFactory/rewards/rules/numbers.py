@@ -71,7 +71,9 @@ def same_number(
     def close(left: Fraction, right: Fraction) -> bool:
         share = relative
         if tolerance is None and relative is None:
-            share = 0.0 if left.denominator == right.denominator == 1 else 1e-6
+            if left.denominator == right.denominator == 1:
+                return left == right
+            share = 1e-6
         # By their decimal digits: 0.333333 is exactly 1e-6 away from 1/3.
         room = max(Fraction(str(tolerance or 0)), Fraction(str(share or 0)) * abs(right))
         return abs(left - right) <= room
