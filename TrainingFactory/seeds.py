@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from functools import lru_cache
-
-_quoted = lru_cache(maxsize=4096)(json.dumps)
 
 
 def turn_seed(run_seed: int, step: int, task: str, member: int, turn: int) -> int:
     """Return 64 bits for one turn. The fields are written as JSON, so that no two turns spell the same text."""
-    text = f"[{run_seed}, {step}, {_quoted(task)}, {member}, {turn}]"
+    text = f"[{run_seed}, {step}, {json.dumps(task)}, {member}, {turn}]"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -27,8 +27,7 @@ from TrainingFactory.models.templates import Template
 from TrainingFactory.openai_form import message_from_dict, spec_from_dict
 from TrainingFactory.types import Message, ToolCall, ToolSpec, Turn
 
-# Ids that a template's own text gives, and between them texts to be encoded: its own, and numbers of marks.
-Pieces = list[tuple[int, ...] | list[str | int]]
+Pieces = list[str | int | Control]  # a template's own text, a mark's number, or a control token
 MAX_SKELETONS = 512
 MAX_KEY = 50_000  # characters; the outline of a longer conversation is not kept
 WAYS_OUT = (
@@ -53,13 +52,12 @@ class TemplateChatFormat:
         chosen = get_family(family) if family else None
         self.tokenizer = tokenizer
         self._encoder = TextEncoder(tokenizer)
-        self._ends_open = lru_cache(maxsize=4096)(self._ends_in_thought)  # prompts end alike
+        self._last_text = lru_cache(maxsize=4096)(self._encoder.decode)  # prompts end alike
         options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         self._template = Template(tokenizer, options, day)
         self._marks = self._template.marks
-        self._header = (
-            self._template.text([probes.user(self._marks[0])]).rpartition(self._marks[0])[2].rstrip()
-        )
+        mark = self._marks[0]
+        self._header = self._template.text([probes.user(mark)]).rpartition(mark)[2].rstrip()
         self._style = probes.find_call_style(self._template)
         self._end = probes.end_of_turn(self._template, self._encoder.control_texts)
         self.family = chosen or self._detect() or FAMILIES["generic"]
@@ -112,10 +110,8 @@ class TemplateChatFormat:
         answers = self._as_user([as_message(reply) for reply in replies])
         texts: Texts = ["", ""]  # marks 0 and 1 stand in the part before the replies
         for reply in answers:
-            texts += [
-                self._outlines.shown(reply.role, reply.content) if reply.content else "",
-                reply.name or "tool",
-            ]
+            shown = self._outlines.shown(reply.role, reply.content) if reply.content else ""
+            texts += [shown, reply.name or "tool"]
         ids = self._fill(self._continuation(answers), texts)
         # where a turn has no end of its own, its stop token is the first token of what follows (GLM)
         return ids[1:] if self._end is None and ids[:1] == sampled[-1:] else ids
@@ -214,17 +210,13 @@ class TemplateChatFormat:
         """Return whether a turn after this prompt begins inside a thought; without one, the first turn is meant."""
         if not prompt_ids:
             return self._opens_thinking
-        return self._ends_open(tuple(prompt_ids[-16:]))
-
-    def _ends_in_thought(self, last_ids: tuple[int, ...]) -> bool:
-        return self.decode(last_ids).rstrip().endswith(self.family.think[0])
+        return self._last_text(tuple(prompt_ids[-16:])).rstrip().endswith(self.family.think[0])
 
     def _unquoted(self, message: Message, quotes: Texts) -> Message:
         def plain(value: Any) -> Any:
             if isinstance(value, str):
-                return "".join(
-                    quotes[part] if isinstance(part, int) else part for part in self._marks.split(value)
-                )
+                parts = self._marks.split(value)
+                return "".join(quotes[part] if isinstance(part, int) else part for part in parts)
             if isinstance(value, dict):
                 return {plain(key): plain(item) for key, item in value.items()}
             return [plain(item) for item in value] if isinstance(value, list) else value
@@ -244,29 +236,22 @@ class TemplateChatFormat:
     # marks and pieces
 
     def _pieces(self, text: str) -> Pieces:
-        """Cut a rendering: what stands between two control tokens, own and foreign, is encoded as one text."""
-        parts: list[str | int | Control] = []
-        for part in self._marks.split(text):
-            parts += [part] if isinstance(part, int) else self._encoder.split(part)
         pieces: Pieces = []
-        for control, found in groupby(parts, lambda part: isinstance(part, Control)):
-            run: list[Any] = list(found)
-            if control:
-                pieces.append(tuple(each.token for each in run))
-            else:
-                own = all(isinstance(each, str) for each in run)
-                pieces.append(tuple(self._encoder.plain("".join(run))) if own else run)
+        for part in self._marks.split(text):
+            pieces += [part] if isinstance(part, int) else self._encoder.split(part)
         return pieces
 
     def _fill(self, pieces: Pieces, texts: Texts) -> list[int]:
+        """Return ids; what stands between two control tokens, own and foreign, is encoded as one text."""
         ids: list[int] = []
+        run = ""
         for piece in pieces:
-            if isinstance(piece, tuple):
-                ids += piece
+            if isinstance(piece, Control):
+                ids += [*(self._encoder.plain(run) if run else ()), piece.token]
+                run = ""
             else:
-                run = [texts[part] if isinstance(part, int) else part for part in piece]
-                ids += self._encoder.plain("".join(run))
-        return ids
+                run += texts[piece] if isinstance(piece, int) else piece
+        return ids + self._encoder.plain(run) if run else ids
 
     def _remember(self, key: str | tuple[Any, ...], text: str) -> Pieces:
         pieces = self._pieces(text)
@@ -308,9 +293,8 @@ class TemplateChatFormat:
         if outlines[0]["role"] != "system":
             outlines.insert(0, {"role": "system", "content": ""})
         separator = "\n\n" if outlines[0]["content"] else ""
-        outlines[0]["content"] += separator + text.replace(
-            "{tools}", self._outlines.mark(describe(specs), texts)
-        )
+        listed = self._outlines.mark(describe(specs), texts)
+        outlines[0]["content"] += separator + text.replace("{tools}", listed)
 
     # probes
 
@@ -364,9 +348,8 @@ class TemplateChatFormat:
 
     def _why_no_tools(self) -> str:
         why = f"writes tool calls in a form that family {self.family.name!r} does not read"
-        return (
-            f"the chat template of this model {why if self._style else 'renders no tool calls'}; {WAYS_OUT}"
-        )
+        why = why if self._style else "renders no tool calls"
+        return f"the chat template of this model {why}; {WAYS_OUT}"
 
     def _find_stops(self, eos: int | None, extra: Sequence[int]) -> tuple[int, ...]:
         vocabulary = self._encoder.control_texts
@@ -377,9 +360,7 @@ class TemplateChatFormat:
                     first = self._continuation([reply])[0]
                 except ValueError:
                     continue
-                stops += (
-                    first[:1] if isinstance(first, tuple) and first[0] in self._encoder.control_ids else ()
-                )
+                stops += [first.token] if isinstance(first, Control) else []
         known = [vocabulary.get(text) for text in self.family.stop_texts]
         calls_end = probes.end_of_calls(self._template, self._style, vocabulary)
         self._calls_end = vocabulary.get(calls_end or "")

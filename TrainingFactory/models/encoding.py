@@ -17,14 +17,13 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers import Tokenizer, pre_tokenizers
 
 from TrainingFactory.texts import valid_text
 
 MARKUP = re.compile(r"[<\[{|｜].*[>\]}|｜]", re.DOTALL)
 # How byte-level tokenizers write bytes: one whose own character is no such sign by one behind 255, in order.
-_SIGNS = sorted(ByteLevel.alphabet())
+_SIGNS = sorted(pre_tokenizers.ByteLevel.alphabet())
 _BYTES = dict(zip(_SIGNS, sorted(range(256), key=lambda byte: chr(byte) not in _SIGNS), strict=True))
 CANARY = "Hello world,  f(x):\n\treturn '<b>wörld</b> 你好'\n\n"
 
@@ -64,7 +63,7 @@ class TextEncoder:
         self._bytes_of = lru_cache(maxsize=None)(self._token_bytes) if byte_level else None
         # The clone numbers the added tokens that are left anew, except those in the vocabulary itself.
         self._numbers = {
-            self._plain.token_to_id(token["content"]): token["id"] for token in state["added_tokens"]
+            self._plain.token_to_id(each["content"]): each["id"] for each in state["added_tokens"]
         }
         self.control_ids = frozenset(self.control_texts.values())
         longest_first = sorted(self.control_texts, key=len, reverse=True)
@@ -124,10 +123,8 @@ class TextEncoder:
         text = self.decode(token_ids)
         if len(self._control.findall(text)) == len(list(filter(self.control_ids.__contains__, token_ids))):
             return text
-        parts = [
-            (control, self.decode(list(run)))
-            for control, run in groupby(token_ids, self.control_ids.__contains__)
-        ]
+        runs = groupby(token_ids, self.control_ids.__contains__)
+        parts = [(control, self.decode(list(run))) for control, run in runs]
         return "".join(
             part if control else self._control.sub(lambda found: quote(found.group()), part)
             for control, part in parts

@@ -69,11 +69,8 @@ def read_bare_json(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list
                 return text, []
             calls += [unreadable("the call is not valid JSON")] if not calls or rest.startswith("{") else []
             break
-        value = (
-            value["function"]
-            if isinstance(value, dict) and isinstance(value.get("function"), dict)
-            else value
-        )
+        if isinstance(value, dict) and isinstance(value.get("function"), dict):
+            value = value["function"]
         if isinstance(value, dict) and (
             {"arguments", "parameters"} & set(value) or value.get("name") in names
         ):

@@ -52,9 +52,8 @@ class AsyncRolloutEngine:
         self.max_concurrency, self.gate = max_concurrency, gate
         self.seed = seed
         self.on_episode = on_episode
-        self.tail = (
-            0.0  # seconds in which fewer than a quarter of the episodes of a batch were left, added up
-        )
+        # Seconds in which fewer than a quarter of the episodes of a batch were left, added up.
+        self.tail = 0.0
 
     async def rollout_batch(
         self,

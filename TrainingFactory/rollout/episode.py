@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -181,7 +182,7 @@ class EpisodeRun:
         if self._ended:  # given up while the environment ignored its cancelling
             raise asyncio.CancelledError
         max_tokens = min(self.rules.params.max_tokens, room)
-        params = self.rules.params.of_turn(self.seed_of(number), max_tokens)
+        params = dataclasses.replace(self.rules.params, seed=self.seed_of(number), max_tokens=max_tokens)
         completion = await self.session.sample(list(ids), params)  # the sampler's own: ours is trained on
         assert completion.token_ids, "a turn has at least one token"
         assert (completion.finish == "stop") == (completion.token_ids[-1] in params.stop_ids), "forged stop"
@@ -206,18 +207,14 @@ class EpisodeRun:
         if step.done:
             raise _Over("done")
         with _foreign("the chat template", ValueError):
-            extend, so_far = self.rules.chat.extend, turn.prompt_ids + turn.completion.token_ids
+            extend = self.rules.chat.extend
             more = await in_thread(extend, turn, turn.replies) if large else extend(turn, turn.replies)
-            return so_far + more
+            return [*turn.prompt_ids, *turn.completion.token_ids, *more]
 
     def _cut(self, replies: Sequence[Message]) -> list[Message]:
         """Cut replies that are too long, in their content, before the template sees them."""
         cut, limit = self.rules.chat.cut, self.rules.max_reply_tokens
-        texts = [cut(valid_text(each.content), limit) for each in replies]
-        return [
-            Message(each.role, text, each.tool_calls, each.tool_call_id, each.name, each.reasoning)
-            for each, text in zip(replies, texts, strict=True)
-        ]
+        return [dataclasses.replace(each, content=cut(valid_text(each.content), limit)) for each in replies]
 
     async def _score(self) -> None:
         trajectory = self.trajectory

@@ -229,11 +229,10 @@ class AsyncToolExecutor:
         return None if problems is None else ToolResult(problems, ok=False, error="schema")
 
     def _pending(self, entry: _Entry, arguments: dict[str, Any]) -> PendingCall:
-        runtime, timeout = self._runtime, entry.options.timeout or self.timeout
-        seconds, limit = max(runtime.deadline, timeout), self.max_output_chars
-        return PendingCall(
-            entry.tool, entry.options, arguments, entry.state, timeout, seconds, limit, runtime.call
-        )
+        runtime, options, limit = self._runtime, entry.options, self.max_output_chars
+        timeout = options.timeout or self.timeout
+        seconds = max(runtime.deadline, timeout)
+        return PendingCall(entry.tool, options, arguments, entry.state, timeout, seconds, limit, runtime.call)
 
 
 def _with_states(tools: Sequence[Tool]) -> dict[str, _Entry]:

@@ -166,24 +166,23 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 _SAID = {"type", "description", "title", "default"}  # any other keyword asks for more than a type
-_TYPES = {"string": {str}, "integer": {int}, "number": {int, float}, "boolean": {bool}, "array": {list}}
+_EXACT = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list}
 
 
-def _plainly_right(schema: dict[str, Any], arguments: Any) -> bool:
+def _plainly_right(schema: dict[str, Any], arguments: dict[str, Any]) -> bool:
     """Tell whether the schema names nothing but types, and the arguments have exactly these: most do, soon seen."""
-    if schema.get("type") != "object" or schema.keys() - _SAID - {"properties", "required"}:
-        return False
-    for name, value in arguments.items() if type(arguments) is dict else [("", None)]:
+    for name, value in arguments.items():
         asked = schema.get("properties", {}).get(name)
         plain = isinstance(asked, dict) and asked.keys() <= _SAID
-        if not plain or type(value) not in _TYPES.get(str(asked.get("type")), ()):
+        if not plain or _EXACT.get(str(asked.get("type"))) is not type(value):
             return False
-    return all(name in arguments for name in schema.get("required", ()))
+    only = schema.get("type") == "object" and schema.keys() <= _SAID | {"properties", "required"}
+    return only and all(name in arguments for name in schema.get("required", ()))
 
 
 def schema_problems(spec: ToolSpec, validator: Validator, arguments: Any) -> str | None:
     """Say what is wrong with the arguments; None if nothing is."""
-    if _plainly_right(spec.parameters, arguments):
+    if isinstance(arguments, dict) and _plainly_right(spec.parameters, arguments):
         return None
     errors = sorted(validator.iter_errors(arguments), key=lambda error: len(error.absolute_path))
     return _explain(spec, [_schema_problem(error) for error in errors]) if errors else None
@@ -207,9 +206,8 @@ def _explain(spec: ToolSpec, problems: list[str]) -> str:
         f"{name} ({_expected(schema)}{'' if name in required else ', optional'})"
         for name, schema in properties.items()
     ]
-    return (
-        f"{spec.name}: {'; '.join(problems[:MAX_PROBLEMS])}{more}. Arguments: {', '.join(wanted) or 'none'}."
-    )
+    listed = ", ".join(wanted) or "none"
+    return f"{spec.name}: {'; '.join(problems[:MAX_PROBLEMS])}{more}. Arguments: {listed}."
 
 
 def _schema_problem(error: SchemaError) -> str:

@@ -28,7 +28,7 @@ class SelfCancelled(Exception):
 async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T]) -> T:
     """Return the coroutine's result; raise OutOfTime when it takes longer. Unlike `asyncio.timeout` this also comes
     back when the coroutine ignores its cancelling: it is then left behind."""
-    task = asyncio.ensure_future(coroutine)
+    task = asyncio.create_task(coroutine)
     try:
         await asyncio.wait({task}, timeout=seconds)
         in_time = task.done()
