@@ -164,10 +164,9 @@ class TemplateChatFormat:
         opening, closing = self.family.think
         alone = [Message("assistant", message.content)] if message.content else []
         alone += [Message("assistant", tool_calls=message.tool_calls)] if message.tool_calls else []
-        bodies = [self._as_template(part, texts, self._opens_thinking) for part in alone]
-        text = "\n".join(
-            probes.after_thought(body, self.family.think, self._opens_thinking).strip("\n") for body in bodies
-        )
+        opens = self._opens_thinking
+        bodies = [self._as_template(part, texts, opens) for part in alone]
+        text = "\n".join(probes.after_thought(each, self.family.think, opens).strip("\n") for each in bodies)
         if not (opened or message.reasoning):
             return text
         thought = self._outlines.mark(message.reasoning.strip("\n"), texts) if message.reasoning else ""

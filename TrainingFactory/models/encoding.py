@@ -62,9 +62,7 @@ class TextEncoder:
         byte_level = (state["decoder"] or {}).get("type") == "ByteLevel"
         self._bytes_of = lru_cache(maxsize=None)(self._token_bytes) if byte_level else None
         # The clone numbers the added tokens that are left anew, except those in the vocabulary itself.
-        self._numbers = {
-            self._plain.token_to_id(each["content"]): each["id"] for each in state["added_tokens"]
-        }
+        self._numbers = {self._plain.token_to_id(one["content"]): one["id"] for one in state["added_tokens"]}
         self.control_ids = frozenset(self.control_texts.values())
         longest_first = sorted(self.control_texts, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -137,9 +135,7 @@ class TextEncoder:
         return bool(text) and (
             _word(text) in self._words
             or self._control.search(text) is not None
-            or any(
-                "\0" + text[-size:] in self._joined or text[:size] + "\0" in self._joined for size in sizes
-            )
+            or any("\0" + text[-end:] in self._joined or text[:end] + "\0" in self._joined for end in sizes)
         )
 
     def cut(self, text: str, max_tokens: int) -> str:

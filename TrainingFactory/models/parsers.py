@@ -41,9 +41,8 @@ def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[To
             position = closing.start() if closing else len(text)
         else:
             whole = end > position and not text[end : closing.start()].strip()
-            calls.append(
-                call_from_value(value) if whole else _call_from_json(text[position : closing.start()])
-            )
+            inside = text[position : closing.start()]
+            calls.append(call_from_value(value) if whole else _call_from_json(inside))
             position = closing.end()
     return (outside + text[position:]).strip() if calls else text, calls
 
@@ -71,9 +70,7 @@ def read_bare_json(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list
             break
         if isinstance(value, dict) and isinstance(value.get("function"), dict):
             value = value["function"]
-        if isinstance(value, dict) and (
-            {"arguments", "parameters"} & set(value) or value.get("name") in names
-        ):
+        if isinstance(value, dict) and ({"arguments", "parameters"} & {*value} or value.get("name") in names):
             calls.append(call_from_value(value))
         elif not calls:
             return text, []
@@ -166,9 +163,7 @@ def call_from_tree(name: str, tree: ast.Call) -> ToolCall:
     if tree.args or any(keyword.arg is None for keyword in tree.keywords):
         return unreadable('arguments must be written as key="value"', name)
     try:
-        values = {
-            str(keyword.arg): ast.literal_eval(_Constants().visit(keyword.value)) for keyword in tree.keywords
-        }
+        values = {str(each.arg): ast.literal_eval(_Constants().visit(each.value)) for each in tree.keywords}
         json.dumps(values, allow_nan=False)
     except (ValueError, TypeError, RecursionError, MemoryError):
         return unreadable('the arguments are not of the form key="value"', name)

@@ -37,9 +37,8 @@ class BaseToolAdapter:
 
     def __init__(self, thing: Any) -> None:
         self.thing = thing
-        self.spec = ToolSpec(
-            thing.name, thing.description or "", _parameters(getattr(thing, "parameters", None))
-        )
+        schema = _parameters(getattr(thing, "parameters", None))
+        self.spec = ToolSpec(thing.name, thing.description or "", schema)
         check_schema(self.spec, type(thing).__name__)
         # What is cached must not be served for another class or other settings of the same name.
         self.options = ToolOptions(version=digest(definition(thing)))

@@ -105,11 +105,9 @@ class Recorder:
         ]
         if said[0] != said[1]:
             before, now = (_cut(repr(content)) for _, _, content, _ in said)
-            answers = (
-                f"a method of the environment, which now answers {now}, and what was recorded is {before}"
-            )
+            told = f"a method of the environment, which now answers {now}, and what was recorded is {before}"
             remedy = "such methods are run again, except pure ones: hand in as a tool what answers by chance"
-            raise self._departure(place, call, f"{answers}; {remedy}")
+            raise self._departure(place, call, f"{told}; {remedy}")
 
     def check(self) -> None:
         """End a run that has left its recording; whoever called the tool may have swallowed the error."""

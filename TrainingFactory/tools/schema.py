@@ -69,9 +69,8 @@ def _parameter_docs(doc: str) -> dict[str, str]:
     listed = inspect.cleandoc(section.group(1)) if section else ""
     numpy = re.search(r"^Parameters\n-{3,}\n((?:.*\n?)*?)(?=^\w+\n-{3,}|\Z)", doc, re.MULTILINE)
     found = re.findall(r"^(\w+)(?: \(.*\))?:[ \t]+(.+(?:\n[ \t]+.+)*)", listed, re.MULTILINE)
-    found += re.findall(
-        r"^(\w+)[ \t]*(?::.*)?\n((?:[ \t]+.+\n?)+)", numpy.group(1) if numpy else "", re.MULTILINE
-    )
+    underlined = numpy.group(1) if numpy else ""
+    found += re.findall(r"^(\w+)[ \t]*(?::.*)?\n((?:[ \t]+.+\n?)+)", underlined, re.MULTILINE)
     found += re.findall(r"^:param (?:[^:\n]+ )?(\w+):[ \t]+(.+(?:\n[ \t]+.+)*)", doc, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in found}
 
