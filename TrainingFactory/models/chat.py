@@ -27,7 +27,8 @@ from TrainingFactory.models.templates import Template
 from TrainingFactory.openai_form import message_from_dict, spec_from_dict
 from TrainingFactory.types import Message, ToolCall, ToolSpec, Turn
 
-Pieces = list[str | int | Control]  # a template's own text, a mark's number, or a control token
+# Ids that a template's own text gives, and between them texts to be encoded: its own, and numbers of marks.
+Pieces = list[tuple[int, ...] | list[str | int]]
 MAX_SKELETONS = 512
 MAX_KEY = 50_000  # characters; the outline of a longer conversation is not kept
 WAYS_OUT = (
@@ -52,7 +53,7 @@ class TemplateChatFormat:
         chosen = get_family(family) if family else None
         self.tokenizer = tokenizer
         self._encoder = TextEncoder(tokenizer)
-        self._last_text = lru_cache(maxsize=4096)(self._encoder.decode)  # prompts end alike
+        self._ends_open = lru_cache(maxsize=4096)(self._ends_in_thought)  # prompts end alike
         options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         self._template = Template(tokenizer, options, day)
         self._marks = self._template.marks
@@ -209,7 +210,10 @@ class TemplateChatFormat:
         """Return whether a turn after this prompt begins inside a thought; without one, the first turn is meant."""
         if not prompt_ids:
             return self._opens_thinking
-        return self._last_text(tuple(prompt_ids[-16:])).rstrip().endswith(self.family.think[0])
+        return self._ends_open(tuple(prompt_ids[-16:]))
+
+    def _ends_in_thought(self, last_ids: tuple[int, ...]) -> bool:
+        return self.decode(last_ids).rstrip().endswith(self.family.think[0])
 
     def _unquoted(self, message: Message, quotes: Texts) -> Message:
         def plain(value: Any) -> Any:
@@ -235,22 +239,28 @@ class TemplateChatFormat:
     # marks and pieces
 
     def _pieces(self, text: str) -> Pieces:
-        pieces: Pieces = []
+        """Cut a rendering: what stands between two control tokens, own and foreign, is encoded as one text."""
+        parts, pieces = list[Any](), Pieces()
         for part in self._marks.split(text):
-            pieces += [part] if isinstance(part, int) else self._encoder.split(part)
+            parts += [part] if isinstance(part, int) else self._encoder.split(part)
+        for control, found in groupby(parts, lambda part: isinstance(part, Control)):
+            run = list(found)
+            if control:
+                pieces.append(tuple(part.token for part in run))
+            else:
+                own = all(isinstance(part, str) for part in run)
+                pieces.append(tuple(self._encoder.plain("".join(run))) if own else run)
         return pieces
 
     def _fill(self, pieces: Pieces, texts: Texts) -> list[int]:
-        """Return ids; what stands between two control tokens, own and foreign, is encoded as one text."""
         ids: list[int] = []
-        run = ""
         for piece in pieces:
-            if isinstance(piece, Control):
-                ids += [*(self._encoder.plain(run) if run else ()), piece.token]
-                run = ""
+            if isinstance(piece, tuple):
+                ids += piece
             else:
-                run += texts[piece] if isinstance(piece, int) else piece
-        return ids + self._encoder.plain(run) if run else ids
+                run = [texts[part] if isinstance(part, int) else part for part in piece]
+                ids += self._encoder.plain("".join(run))
+        return ids
 
     def _remember(self, key: str | tuple[Any, ...], text: str) -> Pieces:
         pieces = self._pieces(text)
@@ -359,7 +369,8 @@ class TemplateChatFormat:
                     first = self._continuation([reply])[0]
                 except ValueError:
                     continue
-                stops += [first.token] if isinstance(first, Control) else []
+                own = isinstance(first, tuple) and first[0] in self._encoder.control_ids
+                stops += first[:1] if own else ()
         known = [vocabulary.get(text) for text in self.family.stop_texts]
         calls_end = probes.end_of_calls(self._template, self._style, vocabulary)
         self._calls_end = vocabulary.get(calls_end or "")

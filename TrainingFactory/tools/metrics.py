@@ -6,7 +6,6 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 
 from TrainingFactory.types import ToolResult
 
@@ -88,7 +87,6 @@ class ToolMetrics:
     def __init__(self) -> None:
         now = time.perf_counter()
         self._step, self._run = _Period(now, {}), _Period(now, {})
-        self._of = cache(self._find)
 
     def began(self, tool: str) -> float:
         """Note that a call of the tool is under way; `finished` must follow. Return the time."""
@@ -123,12 +121,11 @@ class ToolMetrics:
         """Return the metrics since the last snapshot."""
         now, ended = time.perf_counter(), self._step
         self._step = _Period(now, {tool: stats.running for tool, stats in ended.stats.items()})
-        self._of.cache_clear()
         return ended.named(now)
 
     def totals(self) -> dict[str, float]:
         """Return the metrics of the whole run."""
         return self._run.named(time.perf_counter())
 
-    def _find(self, *tools: str) -> list[_Stats]:
+    def _of(self, *tools: str) -> list[_Stats]:
         return [period.stats[tool] for period in (self._step, self._run) for tool in tools]
