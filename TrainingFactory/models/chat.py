@@ -369,8 +369,8 @@ class TemplateChatFormat:
                     first = self._continuation([reply])[0]
                 except ValueError:
                     continue
-                own = isinstance(first, tuple) and first[0] in self._encoder.control_ids
-                stops += first[:1] if own else ()
+                if isinstance(first, tuple) and first[0] in self._encoder.control_ids:
+                    stops.append(first[0])
         known = [vocabulary.get(text) for text in self.family.stop_texts]
         calls_end = probes.end_of_calls(self._template, self._style, vocabulary)
         self._calls_end = vocabulary.get(calls_end or "")

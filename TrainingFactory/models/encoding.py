@@ -114,7 +114,7 @@ class TextEncoder:
 
     def _token_bytes(self, number: int) -> bytes:
         text = self._whole.id_to_token(number) or ""
-        return bytes(map(_BYTES.get, text)) if _BYTES.keys() >= set(text) else text.encode()
+        return bytes(map(_BYTES.__getitem__, text)) if _BYTES.keys() >= set(text) else text.encode()
 
     def quoted(self, token_ids: Sequence[int], quote: Callable[[str], str]) -> str:
         """Decode a turn; text in ordinary tokens that reads like a control token is given to `quote`."""

@@ -207,6 +207,7 @@ class AsyncToolExecutor:
                     result = (await pending.make(pending, time.monotonic() + pending.seconds)).result
             finally:
                 metrics.finished(call.name, started, result)
+        assert result is not None
         result.id, result.seconds = call.id, time.perf_counter() - started  # it is a copy, and only ours
         return result
 

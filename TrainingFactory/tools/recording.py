@@ -38,7 +38,7 @@ class Place(NamedTuple):
     # Of a turn: calls of `batch_execute` before this one, and the number in the batch. Of calls that a reward or
     # another tool makes, which may come in any order: who makes them, and what is called how many times before.
     batch: int | str
-    index: int | str
+    index: int | str  # type: ignore[assignment]  # tuples have a method of this name
 
 
 class BrokenOff(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 from jinja2 import TemplateError
@@ -13,6 +14,7 @@ from tests.kits.tokenizers import LLAMA3, QWEN3, TEMPLATES, byte_tokenizer, deep
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.encoding import TextEncoder
 from TrainingFactory.models.loading import load_tokenizer
+from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.types import Completion, Message, ToolCall, ToolSpec, Turn
 
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja") if "tool" in path.read_text(encoding="utf-8"))
@@ -308,3 +310,14 @@ def test_a_new_family_needs_no_code(template: str) -> None:
     for message in turns("new"):
         if not message.reasoning:
             assert_read_back(chat, message, prompt)
+
+
+def test_turns_are_decoded_as_the_library_does() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["é ü", "<weird x>", "日本", "Ġx"])  # not all written in bytes
+    encoder, library = TextEncoder(tokenizer), tokenizer.backend_tokenizer
+    count, numbers = len(tokenizer), random.Random(0)
+    single = [n for n in range(count) if len(library.id_to_token(n)) == 1]  # broken UTF-8 among them
+    for few in ([count + 7], *([numbers.choice(single) for _ in range(6)] for _ in range(3000))):
+        ids = [*few, *(numbers.randrange(count) for _ in range(4)), numbers.randrange(count - 6, count)]
+        assert encoder.decode(ids) == library.decode(ids, skip_special_tokens=False)

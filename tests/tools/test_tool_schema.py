@@ -18,7 +18,7 @@ from TrainingFactory.tools import FunctionTool, ToolOptions, as_tool, tool
 from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.custom_tools import SearchTool, SqlTool, calculator
 from TrainingFactory.tools.decorator import OptionNames
-from TrainingFactory.tools.schema import check_schema, validator_of
+from TrainingFactory.tools.schema import check_schema, schema_problems, validator_of
 from TrainingFactory.types import ToolSpec
 
 
@@ -248,3 +248,29 @@ def test_tools_by_name(tmp_path: Any):
     made = make_tool({"name": "search", "options": options})
     assert isinstance(made, SearchTool) and made.spec.name == "look"
     assert catalog.find("tool", "sql") is SqlTool
+
+
+def test_a_quick_look_at_arguments_says_what_the_validator_says() -> None:
+    kinds = ["string", "integer", "number", "boolean", "array", "object", "null", ["string", "null"], None]
+    more: list[dict[str, Any]] = [
+        {},
+        {"description": "d", "default": 3},
+        {"minLength": 2},
+        {"items": {"type": "string"}},
+    ]
+    asked: list[Any] = [({} if kind is None else {"type": kind}) | each for kind in kinds for each in more]
+    around: list[dict[str, Any]] = [
+        {},
+        {"required": ["a"]},
+        {"required": ["b"]},
+        {"additionalProperties": False},
+    ]
+    given: list[Any] = [
+        {"a": v} for v in ("x", "xyz", 1, 1.0, 1.5, True, None, [], [1], ["x"], {}, Level.LOW)
+    ]
+    for a in [*asked, True, False]:
+        for rest in around:
+            schema = {"type": "object", "properties": {"a": a}} | rest
+            for arguments in [*given, {}, {"c": 1}, {"a": "xyz", "b": 1}, [], None]:
+                right = schema_problems(ToolSpec("t", "", schema), validator_of(schema), arguments) is None
+                assert right == validator_of(schema).is_valid(arguments), (schema, arguments)
