@@ -101,8 +101,10 @@ def why_not_shared(model: PreTrainedModel) -> str | None:
     model.eval()
     apart, probe = _probe(model, sharing=False), _probe(model, sharing=True)
     try:
-        with tree_mode(model):
-            shared = tree_states(model, probe)
+        # With gradients what a GPU compiles here is what training needs; shards want a backward pass after those.
+        train = model.device.type == "cuda" and not hasattr(next(model.parameters()), "device_mesh")
+        with tree_mode(model), torch.set_grad_enabled(train):
+            shared = tree_states(model, probe).detach()
     except Exception as error:  # foreign code, which may not know our keyword or ask for what we lack
         row_states(model, apart)  # a forward that broke off leaves the weights of its layer gathered
         return f"its layers do not run over a tree ({(str(error) or type(error).__name__).splitlines()[0]})"

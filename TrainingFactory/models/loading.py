@@ -95,7 +95,7 @@ def _freeze_imports() -> None:
 
     gc.collect()
     gc.freeze()
-    gc.set_threshold(25_000, 10, 10)  # or the living episodes of a step are looked over and over
+    gc.set_threshold(200_000, 10, 10)  # or the living episodes of a step are looked over and over
 
 
 def pick_device(device: str) -> torch.device:

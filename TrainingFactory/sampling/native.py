@@ -23,7 +23,7 @@ import torch
 
 from TrainingFactory.sampling.drafts import CONTEXT, Drafts
 from TrainingFactory.sampling.flights import Flight, FlightRunner
-from TrainingFactory.sampling.planning import Plan, Planner
+from TrainingFactory.sampling.planning import GUESSED_TOKENS, Plan, Planner
 from TrainingFactory.sampling.runner import Sampled
 from TrainingFactory.sampling.table import Request, Round, Seat, SlotTable
 from TrainingFactory.sampling.view import causal_model, refuse, routes_tokens
@@ -185,8 +185,8 @@ class NativeEngine:
         if size > most:
             raise ValueError(f"the prompt has {size} tokens, and max_length {most + 1} has room for {most}")
         prompt, vocabulary = np.array(prompt_ids, np.int64), self._runner.vocabulary
-        if len(wrong := prompt[(prompt < 0) | (prompt >= vocabulary)]):
-            raise ValueError(f"token id {wrong[0]} is not in the model's vocabulary of {vocabulary}")
+        if (wrong := int(prompt.min())) < 0 or (wrong := int(prompt.max())) >= vocabulary:
+            raise ValueError(f"token id {wrong} is not in the model's vocabulary of {vocabulary}")
         return prompt.astype(np.int32)
 
     def _post(self, item: Request | Seat) -> None:
@@ -302,7 +302,7 @@ class NativeEngine:
         table = self._table
         self.stats.sampled += len(sampled.slots)
         done = [table.finish(slot, self.policy_version) for slot in table.accept(*sampled)]
-        if self._drafts is not None:
+        if self._drafts is not None and len(sampled.slots) < GUESSED_TOKENS:  # with more rows none is guessed
             self._drafts.learn(table.recent(sampled.slots, sampled.places, CONTEXT), sampled.tokens)
         if done:
             self._deliver(done)

@@ -39,7 +39,10 @@ async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T]) -> T:
         raise OutOfTime
     if task.cancelled():
         raise SelfCancelled("it cancelled itself")
-    return task.result()
+    try:
+        return task.result()
+    finally:
+        del task  # or what it raises would hold itself, with all that its frames hold, until garbage is collected
 
 
 def at_once(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -214,9 +214,10 @@ def test_named_shapes_have_the_sizes_of_their_models(size: str, billions: float)
 
 
 @pytest.mark.parametrize(
-    ("engine", "rates"), [("native", {64: 8041, 256: 22014}), ("vllm", {64: 9756, 256: 14160})]
+    ("engine", "rates"), [("native", {64: 25445, 256: 54_539}), ("vllm", {64: 9756, 256: 14160})]
 )
 def test_figures_give_back_what_they_were_measured_by(engine: str, rates: dict[int, int]) -> None:
+    # At 256 rows the native engine makes 66,333: it reads the prompt of a group once, which is not counted.
     config = TrainingConfig(sampling={"engine": engine, "slots": 256}, training={"group_size": 2})
     planner = Planner(config, 1, size="0.6B")
     for rows, rate in rates.items():  # 256 + 128 tokens, 32 prompts
@@ -227,7 +228,7 @@ def test_figures_give_back_what_they_were_measured_by(engine: str, rates: dict[i
         assert step[1] / step[0] == pytest.approx(rate, rel=0.03)
     groups = 16 * [Played([[Turn(768, 256)]] * 8, [0.0] * 8)]
     passes = 4 / 3 if engine == "vllm" else 1.0  # log-probs of its own weights first
-    assert 131_072 * passes / planner.costs(1).update(groups) == pytest.approx(121_000, rel=0.01)
+    assert 131_072 * passes / planner.costs(1).update(groups) == pytest.approx(225_000, rel=0.01)
 
 
 def test_more_gpus_are_never_slower_and_larger_models_are() -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import logging
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import weakref
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,7 +20,7 @@ from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.running import hand_over
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.custom_tools import calculator
-from TrainingFactory.tools.waiting import never_waits
+from TrainingFactory.tools.waiting import never_waits, within
 from TrainingFactory.types import Task, ToolCall, ToolFailure, ToolResult
 
 
@@ -272,3 +275,25 @@ def test_a_tool_that_never_waits_needs_no_task_and_fails_as_others_do():
     assert not cancelled.ok and "it cancelled itself" in cancelled.content
     assert not ended.ok and "tried to end the program" in ended.content
     assert fine.ok and fine.content == "fine"
+
+
+def test_what_a_bounded_call_raises_holds_nothing_when_it_was_handled() -> None:
+    """Or every episode would stay until garbage is collected, which takes longer the more there is."""
+    seen: list[weakref.ref[threading.Event]] = []
+
+    async def raises() -> None:
+        held = threading.Event()
+        seen.append(weakref.ref(held))
+        await asyncio.sleep(0)
+        raise ValueError
+
+    async def handled() -> None:
+        with contextlib.suppress(ValueError):
+            await within(5, raises())
+        assert seen[0]() is None
+
+    gc.disable()
+    try:
+        asyncio.run(handled())
+    finally:
+        gc.enable()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from TrainingFactory.data.packing import Node, Pack
+from TrainingFactory.learning.tree.parts import below
 
 BLOCK = 128  # FlexAttention's own
 
@@ -47,22 +48,14 @@ def whole_blocks(pack: Pack) -> Pack:
 
 
 def block_mask(pack: Pack, device: torch.device) -> Any:
-    """A token sees another that is on its path (all below a node are numbered after it) and not later in the row."""
+    """A token sees those before it whose node it is in or below: these follow each other in the flat tree."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    ends = list(range(1, len(pack.nodes) + 1))  # one past the last node below each
-    for number in reversed(range(len(pack.nodes))):
-        parent = pack.nodes[number].parent
-        if parent >= 0:
-            ends[parent] = max(ends[parent], ends[number])
-    lengths = [node.length for node in pack.nodes]
-    number = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
-    end = torch.from_numpy(np.repeat(ends, lengths)).to(device)
-    position = torch.from_numpy(pack.positions).to(device)
+    ends, lengths = [each.stop for each in below(pack.nodes)], [node.length for node in pack.nodes]
+    end = torch.from_numpy(np.repeat(ends, lengths).astype(np.int32)).to(device)
 
     def sees(_b: Any, _h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        on_path = (number[k] <= number[q]) & (number[q] < end[k])
-        return on_path & (position[k] <= position[q])
+        return (k <= q) & (q < end[k])
 
     pairs, size = torch.from_numpy(seen_pairs(pack)), len(pack.token_ids)
     whole = pairs == BLOCK * BLOCK  # these need no look at the mask

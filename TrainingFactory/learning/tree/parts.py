@@ -63,7 +63,7 @@ class Part:
 
 def plan_parts(nodes: list[Node], device: torch.device) -> list[Part]:
     """First the nodes against themselves; then, level by level, what lies below nodes against these."""
-    below = _below(nodes)
+    under = below(nodes)
     levels: list[list[int]] = [[] for _ in range(1 + max(node.level for node in nodes))]
     for number, node in enumerate(nodes):
         levels[node.level].append(number)
@@ -74,9 +74,9 @@ def plan_parts(nodes: list[Node], device: torch.device) -> list[Part]:
         later = torch.full((length, length), -torch.inf).triu(1)[None, None].to(device)
         parts.append(Part(side, side, True, later if length > 1 else None))
     for numbers in levels:
-        above = [number for number in numbers if len(below[number])]
+        above = [number for number in numbers if len(under[number])]
         if above:
-            queries, _ = _side([below[number] for number in above], device)
+            queries, _ = _side([under[number] for number in above], device)
             keys, real = _side([_own(nodes[number]) for number in above], device)
             hidden = torch.where(torch.from_numpy(real), 0.0, -torch.inf)[:, None, None].to(device)
             parts.append(Part(queries, keys, False, None if keys.places is None else hidden))
@@ -102,7 +102,7 @@ def _own(node: Node) -> range:
     return range(node.start, node.start + node.length)
 
 
-def _below(nodes: list[Node]) -> list[range]:
+def below(nodes: list[Node]) -> list[range]:
     """The tokens below each node: nodes are in the order of a walk, so they follow its own without a gap."""
     ends = [node.start + node.length for node in nodes]
     for number in reversed(range(len(nodes))):

@@ -160,6 +160,7 @@ class TrainingLoop:
                 self.watcher.say(f"ending after step {batch.step + 1}: {reason}")
                 stream.end()
             self.watcher.phase("generate")
+            del batch  # its episodes need not be there while the next are played
         return reason
 
     async def _publish(self) -> SamplersLost | None:
