@@ -91,7 +91,7 @@ BUDGET: dict[str, int] = {
     "services/training": 1830,
     "services/views": 1125,
     "sql": 310,
-    "tools": 1720,
+    "tools": 1730,
     "tools/builtin": 590,
     "tools/cache": 530,
     "tools/mcp": 1560,

@@ -205,9 +205,9 @@ class EpisodeRun:
         if step.done:
             raise _Over("done")
         with _foreign("the chat template", ValueError):
-            extend = self.rules.chat.extend
+            extend, so_far = self.rules.chat.extend, turn.prompt_ids + turn.completion.token_ids
             more = await in_thread(extend, turn, turn.replies) if large else extend(turn, turn.replies)
-            return [*turn.prompt_ids, *turn.completion.token_ids, *more]
+            return so_far + more
 
     def _cut(self, replies: Sequence[Message]) -> list[Message]:
         """Cut replies that are too long, in their content, before the template sees them."""

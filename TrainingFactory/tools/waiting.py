@@ -42,7 +42,9 @@ async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         return task.result()
     finally:
-        del task  # or what it raises would hold itself, with all that its frames hold, until garbage is collected
+        del (
+            task
+        )  # or what it raises would hold itself, with all that its frames hold, until garbage is collected
 
 
 def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
