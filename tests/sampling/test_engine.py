@@ -181,6 +181,7 @@ def test_a_few_scattered_slots_cost_a_few_rows(few_shapes: bool) -> None:
     turns = list(zip(prompts, asyncio.run(everything()), strict=True))
     assert worst(model, turns) < 1e-4
     assert engine.stats.rows < 32 * 6 + 60 * (16 if few_shapes else 3), "the tail of three runs in a few rows"
+    assert engine._table.free.tolist() == [seat is None for seat in engine._table.seats]
 
 
 def test_training_between_rollouts() -> None:
