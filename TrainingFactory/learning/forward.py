@@ -94,7 +94,7 @@ def check_head(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def why_not_shared(model: PreTrainedModel) -> str | None:
-    """Why prefix trees would not give what single rows give, or None if they do: by the config, and tried."""
+    """Say why prefix trees would not give what single rows give, or None if they do: by the config, and tried."""
     layers = getattr(model.config.get_text_config(), "layer_types", None) or []  # foreign attribute
     if odd := sorted({str(layer) for layer in layers} - {"full_attention"}):
         return f"it has {' and '.join(odd)} layers"

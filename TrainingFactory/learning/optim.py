@@ -31,7 +31,7 @@ class OptimizerOptions:
     max_grad_norm: float = 1.0  # infinity: no clipping
 
     def factor(self, step: int) -> float:
-        """What the peak learning rates are multiplied with at a step, counted from 0."""
+        """Return what the peak learning rates are multiplied with at a step, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.schedule == "constant":
@@ -118,7 +118,7 @@ def make_optimizers(
 
 
 def check_adamw_8bit(device: str = "auto") -> None:
-    """Whether this machine can do it; before anything is loaded."""
+    """Refuse a machine that cannot do it, before anything is loaded."""
     wanted = "training.optimizer is adamw_8bit, which"
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(f"{wanted} needs bitsandbytes: pip install bitsandbytes, or use adamw")

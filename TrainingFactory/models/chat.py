@@ -1,4 +1,4 @@
-"""How a conversation becomes tokens and a sampled turn becomes a message, for any Hugging Face template.
+"""Turn conversations into tokens and sampled turns into messages, for any Hugging Face template.
 
 History is never decoded and encoded again. `render` writes the first prompt; after that a turn's ids stay as
 they were sampled, and `extend` adds what the template puts between this turn and the next one. That text is

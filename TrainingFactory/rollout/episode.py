@@ -41,7 +41,7 @@ LARGE_TEXT = 50_000  # characters; tokenising so many takes longer than going to
 
 @dataclass(slots=True, frozen=True)
 class EpisodeRules:
-    """What the episodes of an engine have in common."""
+    """Holds what the episodes of an engine have in common."""
 
     environment: Callable[[Task], Environment]
     chat: ChatFormat

@@ -32,7 +32,7 @@ class EpisodeKey(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Which call of a run it is: fixed by what the model did, whoever comes first."""
+    """Names a call of a run: fixed by what the model did, whoever comes first."""
 
     key: Hashable  # of the episode, as it was given to `attach`
     # Of a turn: calls of `batch_execute` before this one, and the number in the batch. Of calls that a reward or
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 class BrokenOff(Exception):
-    """How a call ended that was cancelled: nobody got an answer."""
+    """Says that a call was cancelled: nobody got an answer."""
 
 
 class NotRecorded(ToolFailure):

@@ -1,4 +1,4 @@
-"""What all executors of a run share, and how one call is really made: limits, time, further attempts."""
+"""Share among all executors of a run how one call is really made: limits, time, further attempts."""
 
 from __future__ import annotations
 

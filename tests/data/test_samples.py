@@ -31,6 +31,19 @@ def test_turns_merge_into_one_row():
     )
 
 
+@pytest.mark.parametrize(
+    ("chosen", "trained"),
+    [({"tokens": "last"}, [4, 7]), ({"turns": "last"}, [7]), ({"turns": "last", "tokens": "last"}, [7])],
+)
+def test_what_is_trained_of_a_row_has_its_own_numbers(chosen: dict, trained: list[int]):
+    played = trajectory(turn([1, 2, 3], [4, 5]), turn([1, 2, 3, 4, 5, 6, 7], [8]))
+    [row] = to_samples(played, advantages=[0.5, -1.0], **chosen)
+    assert [place for place, used in enumerate(row.loss_mask) if used] == trained
+    everything = [0, 0, 0, -0.4, -0.5, 0, 0, -0.8], [0, 0, 0, 0.5, 0.5, 0, 0, -1.0]
+    for found, values in zip((row.logprobs, row.advantages), everything, strict=True):
+        assert found == [value if place in trained else 0 for place, value in enumerate(values)]
+
+
 def test_every_token_keeps_the_version_that_sampled_it():
     """Weights may land within a turn: what is too old, and what is fresh, is told by the token."""
     played = trajectory(turn([1, 2], [3, 4, 5], version=6), turn([1, 2, 3, 4, 5, 9], [7], version=8))

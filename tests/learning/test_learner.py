@@ -317,13 +317,14 @@ def test_bfloat16_gradients_are_added_up_in_float32() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("elements", [2**24, 150])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", ["", "as on a GPU", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_gradients_of_log_probs_and_entropies_are_those_of_the_formulas(
-    monkeypatch: pytest.MonkeyPatch, temperature: float, elements: int, fused: bool
+    monkeypatch: pytest.MonkeyPatch, temperature: float, elements: int, fused: str
 ) -> None:
     monkeypatch.setattr(chunking, "CHUNK_ELEMENTS", elements)
-    if fused:  # as on a GPU, but not compiled
+    if fused:
         monkeypatch.setattr(chunking, "_Pick", chunking._FusedPick)
+    if fused != "compiled":
         monkeypatch.setattr(chunking, "compiled", lambda function: function)
     torch.manual_seed(3)
     hidden, weight = torch.randn(40, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)

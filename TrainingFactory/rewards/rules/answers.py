@@ -1,4 +1,4 @@
-"""Which part of an episode is its answer, and what the rules have in common that compare it with the right ones.
+"""Find the answer in an episode, and hold what the rules that compare it with the right ones have in common.
 
 Only the model's own final text counts: never what a tool said, nor what stands in the reasoning."""
 

@@ -49,7 +49,7 @@ class ToolCalls(Protocol):
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is; what a checkpoint holds beside the weights."""
+    """Tells how far a run is; a checkpoint holds it beside the weights."""
 
     ledger: Ledger  # of the tasks or examples
     done: int = 0  # steps
@@ -58,7 +58,7 @@ class Progress:
 
 @dataclass(slots=True)
 class HeldOut:
-    """What the policy is measured on while it learns: tasks to play, rows to read, or both."""
+    """Holds what the policy is measured on while it learns: tasks to play, rows to read, or both."""
 
     tasks: Sequence[Task] = ()
     rollouts: AsyncRolloutEngine | None = None

@@ -13,7 +13,7 @@ TAIL = 64  # bytes
 
 
 class Place(NamedTuple):
-    """How far a file was read, and the bytes before, by which one that was cut back and has grown again is noticed."""
+    """Tells how far a file was read, and the bytes before: they show one that was cut back and grew again."""
 
     offset: int = 0
     tail: bytes = b""
