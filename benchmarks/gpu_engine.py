@@ -83,10 +83,11 @@ def generate_run(model: Any, prompts: list[list[int]], new: int) -> None:
 
 @torch.inference_mode()
 def row_logprobs(model: Any, prompt: list[int], completion: Completion) -> torch.Tensor:
-    """One row, no cache: [new]."""
+    """One row, no cache, logits in float32 as the learner has them: [new]."""
     ids = torch.tensor([prompt + completion.token_ids], device=model.device)
     new = len(completion.token_ids)
-    logits = model(ids, use_cache=False, logits_to_keep=new + 1).logits[0, :-1].float()
+    states = model.base_model(ids, use_cache=False).last_hidden_state[0, -new - 1 : -1]
+    logits = states.float() @ model.get_output_embeddings().weight.float().T
     return torch.log_softmax(logits, -1).gather(1, ids[0, -new:, None])[:, 0].cpu()
 
 

@@ -50,6 +50,13 @@ class FlightRunner(Runner):
             self._fused_kind = fused.fused_kind if self.kind in fused.MODELS else None
             self.refresh()
 
+    def refresh(self) -> None:
+        super().refresh()
+        if self._kernels is not None:
+            from TrainingFactory.sampling.fused import widen
+
+            widen(self.view.get_output_embeddings())
+
     def _compare(self) -> None:
         try:
             super()._compare()

@@ -40,6 +40,20 @@ class FusedLayer(nn.Module):
         return (states + down(inner))[None]
 
 
+class WideHead(nn.Linear):
+    """Gives the logits of 16-bit states in float32, as the learner takes them."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.mm(input[0], self.weight.t(), out_dtype=torch.float32)[None]
+
+
+def widen(head: Any) -> None:
+    """Make a plain output layer of 16-bit weights on a GPU give float32."""
+    plain = type(head) is nn.Linear and head.bias is None
+    if plain and head.weight.is_cuda and head.weight.dtype != torch.float32:
+        head.__class__ = WideHead
+
+
 def fused_kind(module: nn.Module) -> type[nn.Module] | None:
     """Return what takes the module's place, if it is a layer and nobody has changed how its parts are called."""
     if not type(module).__name__.endswith("DecoderLayer"):

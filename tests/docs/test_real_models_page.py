@@ -20,5 +20,5 @@ def test_commands_and_configs_exist() -> None:
     sft, grpo = (load_config(ROOT / f"configs/smollm2_gsm8k_{name}.yaml") for name in ("sft", "grpo"))
     assert sft.model.tools_format == "hermes" and sft.training.num_epochs == 3
     sft2, grpo2 = (load_config(ROOT / f"configs/smollm2_wordnet_{name}.yaml") for name in ("sft", "grpo"))
-    assert (sft2.data.count, sft2.training.num_epochs) == (500, 2) and grpo2.training == grpo.training
+    assert (sft2.data.count, sft2.training.num_epochs) == (1000, 2) and grpo2.training == grpo.training
     assert (grpo.training.batch_size, grpo.training.group_size, grpo.training.learning_rate) == (64, 16, 4e-5)
