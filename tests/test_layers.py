@@ -51,7 +51,7 @@ SATELLITES = [
     "services/keywords.py", "services/trl.py", "services/model_registry.py", "services/sft_trainer.py",
     "services/rl_trainer.py", "services/reward_model.py", "services/async_executor.py", "services/process_reward.py",
 ]  # fmt: skip
-CORE_LINES = 17_105
+CORE_LINES = 17_155
 # Lines of Python in each folder. A change that raises one says why in its commit.
 BUDGET: dict[str, int] = {
     ".": 1650,
@@ -86,9 +86,9 @@ BUDGET: dict[str, int] = {
     "services/recipes": 250,
     "services/registry": 1050,
     "services/reports": 740,
-    "services/runs": 610,
+    "services/runs": 635,
     "services/serving": 900,
-    "services/training": 1830,
+    "services/training": 1840,
     "services/views": 1125,
     "sql": 310,
     "tools": 1730,

@@ -37,6 +37,7 @@ from TrainingFactory.cli.tools import tools
 from TrainingFactory.cli.train import train
 from TrainingFactory.cli.ui import ui
 from TrainingFactory.cluster.launcher import LAUNCHER, launched
+from TrainingFactory.services.runs.devices import device_failure
 from TrainingFactory.texts import clean
 
 FAILED = 1
@@ -92,14 +93,17 @@ def run(
         status = app(tokens)
         sys.stdout.flush()
         return status
-    except (ValueError, OSError) as error:  # a user's mistake, told in the text; a full disk
+    except Exception as error:  # a user's mistake, told in the text; a full disk; a device that failed
+        told = device_failure(error)
+        if told is None and not isinstance(error, ValueError | OSError):
+            raise
         if isinstance(error, BrokenPipeError) and _unread():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
             return FAILED
         if debug:
             traceback.print_exc()
-        fail(str(error))
-        return USER_ERROR if isinstance(error, ValueError) else FAILED
+        fail(told or str(error))
+        return FAILED if isinstance(error, OSError) else USER_ERROR
     except KeyboardInterrupt:
         fail("interrupted")
         return INTERRUPTED

@@ -13,6 +13,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import Algorithm, Policy, Sampler, Tracker
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.rollout.metrics import evaluation_metrics
+from TrainingFactory.services.runs.devices import device_failure
 from TrainingFactory.services.runs.findings import RunDoctor
 from TrainingFactory.services.runs.folder import (
     CONSUMED,
@@ -91,6 +92,7 @@ class TrainingLoop:
     scores: Scores = field(default_factory=Scores)
     rows: list[dict[str, float]] = field(default_factory=list)
     saved: int = -1  # the step of the last checkpoint
+    phase: str = "load"
 
     async def train(self) -> TrainingReport:
         await self._write_status("running")
@@ -102,17 +104,23 @@ class TrainingLoop:
             if not self.interrupts.asked:
                 raise
             return await self._finish("interrupted")  # at once: the last checkpoint is what remains
-        except SamplersLost as error:
-            reason = f"{error}; when that is mended, go on with: {self.run.resume_command}"
-            await self._finish("failed", reason)
-            raise ValueError(reason) from error
-        except OSError as error:
-            reason = f"{error}; when that is mended, go on with: {self.run.resume_command}"
-            await self._finish("failed", reason)
-            raise OSError(reason) from error
         except Exception as error:
-            await self._finish("failed", str(error))
-            raise
+            told = self._in_words(error)
+            await self._finish("failed", str(told))
+            if told is error:
+                raise
+            raise told from error
+
+    def _in_words(self, error: Exception) -> Exception:
+        """Return what says how to go on, where that helps; else the error itself."""
+        if (told := device_failure(error)) is not None:
+            at = f"in phase {self.phase}, after {self.progress.done} of {self.total} steps"
+            there = "Another machine with this folder and what its config names can go on with it too"
+            return ValueError(f"{at}: {told}. {there}. {self.run.mend}")
+        if isinstance(error, OSError | SamplersLost):
+            kind = OSError if isinstance(error, OSError) else ValueError
+            return kind(f"{error}; when that is mended, go on with: {self.run.resume_command}")
+        return error
 
     async def _to_the_end(self) -> tuple[State, str | None]:
         """Make the steps, and a checkpoint where they end early; return how they ended, and why."""
@@ -137,11 +145,11 @@ class TrainingLoop:
             await self._log(0, await self.interrupts.at_once(self._evaluate()))
         if (reason := self.scores.verdict()) is not None:  # or it was killed when it had just ended
             stream.end()
-        self.watcher.phase("generate")
+        self._begin("generate")
         async for batch in self.interrupts.over(stream):
             last = batch.step + 1 == self.total
             await self._guard(batch.step, self.guards.check(batch, last))
-            self.watcher.phase("update")
+            self._begin("update")
             started = time.perf_counter()
             writing = asyncio.ensure_future(in_thread(self._write_episodes, batch))
             try:
@@ -159,9 +167,13 @@ class TrainingLoop:
             if reason is not None:
                 self.watcher.say(f"ending after step {batch.step + 1}: {reason}")
                 stream.end()
-            self.watcher.phase("generate")
+            self._begin("generate")
             del batch  # its episodes need not be there while the next are played
         return reason
+
+    def _begin(self, phase: str) -> None:
+        self.phase = phase
+        self.watcher.phase(phase)
 
     async def _publish(self) -> SamplersLost | None:
         """Let the sampler go on with the newest weights; what is lost by it is raised when the step is written."""
@@ -259,7 +271,7 @@ class TrainingLoop:
         return every is not None and (done % every == 0 or done == self.total)
 
     async def _evaluate(self) -> dict[str, float]:
-        self.watcher.phase("evaluate")
+        self._begin("evaluate")
         started = time.perf_counter()
         metrics = await self._play_heldout() if self.heldout.tasks else {}
         if self.heldout.dataset is not None:
@@ -302,7 +314,7 @@ class TrainingLoop:
         progress, keep = self.progress, self.config.logging
         if self.saved == progress.done or not progress.done:
             return
-        self.watcher.phase("checkpoint")
+        self._begin("checkpoint")
         state = {
             "step": progress.done,
             "seconds": progress.seconds,

@@ -1,0 +1,34 @@
+"""Say in words that a device failed, and what to do about it: torch itself says it in a traceback."""
+
+from __future__ import annotations
+
+import re
+
+from TrainingFactory.types import SamplersLost
+
+_MEMORY = re.compile(r"out of memory|_ALLOC_FAILED|can't allocate memory")
+_FAILED = re.compile(r"(CUDA|HIP|cuDNN) error|Triton Error \[")
+_REST = re.compile(r"\s*(\n|Of the allocated memory|If reserved but).*", re.DOTALL)  # for those who program
+LESS = (
+    "Less is needed with a smaller training.token_budget, training.gradient_checkpointing=true and fewer "
+    "sampling.slots, which a run that goes on may change too; in a new one also with a smaller model.max_length, "
+    "lora.enabled=true or training.optimizer=adamw_8bit. tfactory doctor CONFIG estimates it, and nvidia-smi shows "
+    "what other processes take"
+)
+GONE = (
+    "nvidia-smi tells whether the device is still there; another one is named by model.device=cuda:1. Where the same "
+    "comes again, CUDA_LAUNCH_BLOCKING=1 and --debug show which line it comes from"
+)
+
+
+def device_failure(error: BaseException) -> str | None:
+    """Say what happened to the device, also to that of another process, and what to do; None where it is not that."""
+    text = str(error) if isinstance(error, RuntimeError | OSError | SamplersLost) else ""
+    said = _REST.sub("", text) if isinstance(error, RuntimeError) else " ".join(text.split())
+    for pattern, what, remedy in (
+        (_MEMORY, "the device has too little memory", LESS),
+        (_FAILED, "the device failed", GONE),
+    ):
+        if pattern.search(text):
+            return f"{what}: {said.rstrip('.')}. {remedy}"
+    return None
