@@ -60,62 +60,66 @@ def picked(
 
 def picked_gradient(
     logits: torch.Tensor, wanted: torch.Tensor, total: torch.Tensor, entropy: torch.Tensor,
-    slope: torch.Tensor, bend: torch.Tensor | None, temperature: float,
+    slope: torch.Tensor, bend: torch.Tensor | None, temperature: float, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     logs = logits.float() / temperature - total
     probabilities, hit = logs.exp(), torch.arange(logits.shape[-1], device=logits.device) == wanted
     found = (hit.float() - probabilities) * slope
     if bend is not None:
         found = found - probabilities * (logs + entropy) * bend
-    return (found / temperature).to(logits.dtype)
-
-
-class _FusedPick(torch.autograd.Function):
-    """Does what `_Pick` does on a GPU, where passes over [C, V] are what it costs: three there, one back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, wanted: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen, entropy, total = compiled(picked)(logits[None], wanted[None, :, None], temperature)
-        ctx.save_for_backward(logits, wanted, total, entropy)
-        ctx.temperature = temperature
-        ctx.set_materialize_grads(False)
-        return chosen[0, :, 0], entropy[0, :, 0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
-        logits, wanted, total, entropy = ctx.saved_tensors
-        slope, bend = (None if each is None else each[None, :, None] for each in gradients)
-        slope = torch.zeros_like(total) if slope is None else slope
-        given = (logits[None], wanted[None, :, None], total, entropy, slope, bend, ctx.temperature)
-        return compiled(picked_gradient)(*given)[0], None, None
+    return (found / temperature).to(dtype)
 
 
 def wide_product(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.mm(states, weight.t(), out_dtype=torch.float32)  # a GPU's alone
+    """Return the logits [C, V] in float32. In 16 bits those of 20 would have steps of 0.125."""
+    if states.dtype == torch.float32:
+        return states @ weight.t()
+    return torch.mm(states, weight.t(), out_dtype=torch.float32)  # on a GPU alone
 
 
-class _WideLinear(torch.autograd.Function):
-    """Gives the logits of 16-bit states and weights in float32. Rounded to 16 bits, of which a logit of 20 has steps of
-    0.125, they would be the larger part of what log-probs are off by."""
-
-    @staticmethod
-    def forward(ctx: Any, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(states, weight)
-        return wide_product(states, weight)
+class _PlainHead(torch.autograd.Function):
+    """Does all chunks of a head that is one matrix, on a GPU, where passes over [C, V] are what it costs: logits are
+    written once each way, and of the backward pass only their gradient, in the numbers of the model."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        states, weight = ctx.saved_tensors
-        slope = gradients[0].to(states.dtype)
-        return slope @ weight, slope.t() @ states
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, source: torch.Tensor, target: torch.Tensor,
+        temperature: float, size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        parts = []
+        for places, wanted in zip(source.split(size), target.split(size), strict=True):
+            logits = wide_product(hidden.index_select(0, places), weight)
+            parts.append(compiled(picked)(logits[None], wanted[None, :, None], temperature))
+        chosen, entropy, total = (torch.cat(each, 1) for each in zip(*parts, strict=True))  # [1, M, 1]
+        ctx.save_for_backward(hidden, weight, source, target, total, entropy)
+        ctx.temperature, ctx.size = temperature, size
+        ctx.set_materialize_grads(False)  # most losses have no use for the entropy
+        return chosen[0, :, 0], entropy[0, :, 0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, source, target, total, entropy = ctx.saved_tensors
+        slope, bend = (None if each is None else each[None, :, None] for each in gradients)
+        slope = torch.zeros_like(total) if slope is None else slope
+        of_hidden = torch.zeros_like(hidden)
+        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(source), ctx.size):
+            part = slice(start, start + ctx.size)
+            rows = hidden.index_select(0, source[part])
+            found = compiled(picked_gradient)(
+                wide_product(rows, weight)[None], target[None, part, None], total[:, part], entropy[:, part],
+                slope[:, part], None if bend is None else bend[:, part], ctx.temperature, rows.dtype,
+            )[0]  # fmt: skip
+            of_hidden.index_add_(0, source[part], found @ weight)
+            if of_weight is not None:
+                of_weight.addmm_(found.t(), rows)
+        return of_hidden, of_weight, None, None, None, None
 
 
-def _widens(head: Any, states: torch.Tensor) -> bool:
-    """Tell whether the head is a plain product of 16-bit numbers on a GPU."""
-    plain = type(head) is torch.nn.Linear and head.bias is None
-    return plain and states.is_cuda and states.dtype == head.weight.dtype != torch.float32
+def _is_plain(head: Any, states: torch.Tensor) -> bool:
+    """Tell whether the head is one matrix, on a GPU, in the numbers of the states."""
+    plain = states.is_cuda and type(head) is torch.nn.Linear and head.bias is None
+    return plain and states.dtype == head.weight.dtype
 
 
 def token_logprobs(
@@ -128,13 +132,13 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs [M] and entropies [M], both at the given temperature."""
     size = max(1, CHUNK_ELEMENTS * (GPU_FACTOR if hidden.is_cuda else 1) // vocabulary)
+    if _is_plain(head, hidden):
+        weight: Any = head.weight  # pyright: ignore[reportFunctionMemberAccess]
+        return _PlainHead.apply(hidden, weight, source, target, temperature, size)  # pyright: ignore
     several = len(source) > size and torch.is_grad_enabled()
-    pick = _FusedPick if hidden.is_cuda else _Pick
-    wide: Any = head if _widens(head, hidden) else None
 
     def chunk(rows: torch.Tensor, wanted: torch.Tensor) -> Any:
-        logits = head(rows) if wide is None else _WideLinear.apply(rows, wide.weight)
-        return pick.apply(logits, wanted, temperature)
+        return _Pick.apply(head(rows), wanted, temperature)
 
     parts = []
     for places, wanted in zip(source.split(size), target.split(size), strict=True):

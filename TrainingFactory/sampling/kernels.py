@@ -18,6 +18,8 @@ from TrainingFactory.sampling.slots import Layer, StepContext, Tiles
 LOG2E = 1.4426950408889634
 CHUNK = 2048  # tokens of the vocabulary that one program sums
 PROGRAMS = 264  # two for each of a large device's multiprocessors
+# Small arrays of a step are parts of one transfer and begin anywhere: without `do_not_specialize_on_alignment` kernels
+# would be compiled again, a second each time, whenever another of them begins at an odd place.
 
 
 @triton.jit
@@ -58,7 +60,7 @@ def _turn(x, cos, sin, weight, epsilon, heads, at, BLOCK: tl.constexpr, D: tl.co
     return a * c - b * e, b * d + a * f, place, inside
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["where"])
 def _rotate(
     q, k, v, cos, sin, q_weight, k_weight, where, keys, values, epsilon,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
@@ -78,7 +80,10 @@ def _rotate(
         tl.store(values + to + whole, tl.load(v + at * K * D + whole, whole < K * D), whole < K * D)
 
 
-@triton.jit(do_not_specialize=["tokens", "part", "splits", "T"])
+@triton.jit(
+    do_not_specialize=["tokens", "part", "splits", "T"],
+    do_not_specialize_on_alignment=["positions", "members", "slots", "begins", "ends"],
+)
 def _attend(
     q, keys, values, out, sums, positions, members, slots, begins, ends, tokens, capacity, scale, part,
     splits, T, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -126,7 +131,7 @@ def _attend(
     tl.store(out + query[:, None] + d[None, :], mix.to(out.dtype.element_ty), real[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens", "T", "count"])
+@triton.jit(do_not_specialize=["tokens", "T", "count"], do_not_specialize_on_alignment=["begins"])
 def _merge(
     parts, sums, out, begins, tokens, T, count, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -154,7 +159,7 @@ def _merge(
     tl.store(out + row[:, None] * D + d[None, :], mix.to(out.dtype.element_ty), inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature"])
 def _mass(logits, temperature, tops, masses, V, SCALED: tl.constexpr, CHUNK: tl.constexpr):
     row, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -168,7 +173,7 @@ def _mass(logits, temperature, tops, masses, V, SCALED: tl.constexpr, CHUNK: tl.
     tl.store(masses + row * chunks + chunk, tl.sum(tl.exp(x - safe)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "uniform"])
 def _choose(
     logits, temperature, uniform, tops, masses, out, V, chunks,
     SCALED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
