@@ -51,7 +51,7 @@ SATELLITES = [
     "services/keywords.py", "services/trl.py", "services/model_registry.py", "services/sft_trainer.py",
     "services/rl_trainer.py", "services/reward_model.py", "services/async_executor.py", "services/process_reward.py",
 ]  # fmt: skip
-CORE_LINES = 17_155
+CORE_LINES = 17_223
 # Lines of Python in each folder. A change that raises one says why in its commit.
 BUDGET: dict[str, int] = {
     ".": 1650,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "integrations/rl_factory": 960,
     "learning": 1720,
     "learning/tree": 450,
-    "models": 2370,
+    "models": 2380,
     "rewards": 1130,
     "rewards/judge": 1010,
     "rewards/rules": 1850,

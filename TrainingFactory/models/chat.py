@@ -58,10 +58,14 @@ class TemplateChatFormat:
         self._template = Template(tokenizer, options, day)
         self._marks = self._template.marks
         mark = self._marks[0]
-        self._header = self._template.text([probes.user(mark)]).rpartition(mark)[2].rstrip()
+        self._start = self._template.text([probes.user(mark)])
+        self._header = self._start.rpartition(mark)[2].rstrip()
         self._style = probes.find_call_style(self._template)
         self._end = probes.end_of_turn(self._template, self._encoder.control_texts)
         self.family = chosen or self._detect() or FAMILIES["generic"]
+        # the turns of a dataset differ in their texts, and few in their outlines
+        self._turn = lru_cache(MAX_SKELETONS)(self._written_turn)
+        self._turn_pieces = lru_cache(MAX_SKELETONS)(self._pieces)
         native = self._reads_template(self.family)
         self._template_tools = native and probes.renders_tools(self._template)
         knows_results = probes.shows_tool_results(self._template, self._style, self._end)
@@ -73,7 +77,7 @@ class TemplateChatFormat:
         self._calls_text: Callable[[Sequence[ToolCall]], str] | None = None
         # Our own form of calls is for templates that have none, or lose what stands beside a call.
         self._calls_text = None if native and not self._misread() else self.family.calls_text
-        self._outlines.calls_as_json = self._calls_text is not None
+        self._outlines.settle(calls_as_json=self._calls_text is not None)
         self._refusal = self._misread() if chosen or native else self._why_no_tools()
         self._template.watched = False
 
@@ -134,7 +138,7 @@ class TemplateChatFormat:
             except ValueError as error:
                 problem = problem or error
                 continue
-            ids = self._fill(self._pieces(body), texts)
+            ids = self._fill(self._turn_pieces(body), texts)
             end = self._encoder.control_texts[self._end] if self._end else self.stop_ids[0]
             ids += [] if ids[-1:] in ([end], [self._calls_end]) else [end]
             if not exact or same_turn(read := self.parse(ids, prompt_ids, tools), message):
@@ -147,7 +151,7 @@ class TemplateChatFormat:
         """Return a turn as the template writes it, from where the model begins to write to its end."""
         write_calls = self._calls_text if message.tool_calls else None
         outline = self._outlines.message(replace(message, tool_calls=[]) if write_calls else message, texts)
-        body = self._cut_end(probes.assistant_body(self._template, outline, self.family.think))
+        body = self._turn(json.dumps(outline))
         if write_calls:
             body += write_calls([self._outlines.call(call, texts) for call in message.tool_calls])
         if opened == self._opens_thinking:
@@ -158,6 +162,11 @@ class TemplateChatFormat:
         opening, closing = self.family.think
         thought, _, rest = body.partition(closing)
         return f"{opening}\n{thought.strip()}\n{closing}{rest}" if message.reasoning else rest.lstrip("\n")
+
+    def _written_turn(self, outline: str) -> str:
+        """Return what the template writes for an outline in JSON."""
+        body = probes.assistant_body(self._template, self._start, json.loads(outline), self.family.think)
+        return self._cut_end(body)
 
     def _in_parts(self, message: Message, texts: Texts, opened: bool) -> str:
         """Return a turn as its thought, its text and its calls, each as the template writes it alone, for templates
@@ -319,7 +328,7 @@ class TemplateChatFormat:
         def body(calls: Sequence[ToolCall]) -> str:
             if self._style is None:
                 raise ValueError("the chat template renders no tool calls")
-            written = probes.assistant_body(self._template, self._style.message(calls), think)
+            written = probes.assistant_body(self._template, self._start, self._style.message(calls), think)
             return self._cut_end(probes.after_thought(written, think, self._header.endswith(think[0])))
 
         return body

@@ -67,6 +67,7 @@ class TextEncoder:
         longest_first = sorted(self.control_texts, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._cached = lru_cache(maxsize=4096)(self._encode)
+        self.can_join = lru_cache(maxsize=512)(self._can_join)  # mostly names of tools and arguments
         self._joined = "\0".join(["", *self.control_texts, ""])
         self._words = {_word(text) for text in self.control_texts} - {""}
         self._longest = max(map(len, self.control_texts), default=0)
@@ -128,7 +129,7 @@ class TextEncoder:
             for control, part in parts
         )
 
-    def can_join(self, text: str) -> bool:
+    def _can_join(self, text: str) -> bool:
         """Return whether the text holds a control token, is the word in one, or could be its beginning or end."""
         text = text.strip()
         sizes = range(1, min(len(text), self._longest) + 1)

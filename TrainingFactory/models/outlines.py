@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -20,16 +22,23 @@ SCHEMA_WORDS = frozenset(
     "object string integer number boolean array null".split()
 )
 
+USUAL = re.compile(r"[\w\n -&(-~]*")  # templates do nothing to these characters that a canary does not show
+
 
 class Outlines:
-    """`calls_as_json`: calls are not written by the template but by us, as JSON."""
-
     def __init__(self, template: Template, style: CallStyle | None, encoder: TextEncoder) -> None:
         self._template, self._style, self._encoder = template, style, encoder
-        self.calls_as_json = False
+        self._calls_as_json = self._marks_arguments = False
         self._transforms: dict[str, Transform] = {}
         self._last_specs: list[ToolSpec] = []
         self._last_schemas: tuple[list[dict[str, Any]], str, Texts] = ([], "", [])
+
+    def settle(self, calls_as_json: bool) -> None:
+        """Set whether calls are written by us, as JSON, or by the template; where it is known how it writes texts as
+        arguments, usual ones become marks from now on, so that calls that differ in them have the same outline."""
+        self._calls_as_json = calls_as_json
+        with suppress(ValueError):
+            self._marks_arguments = not calls_as_json and self.shown("argument", "") == ""
 
     def mark(self, text: str, texts: Texts) -> str:
         texts.append(text)
@@ -37,7 +46,7 @@ class Outlines:
 
     def shown(self, what: str, text: str) -> str:
         """Return the text as the template writes it in that place (some strip it, some write it as JSON)."""
-        if self.calls_as_json and what.endswith("argument"):
+        if self._calls_as_json and what.endswith("argument"):
             return json_inner(text)
         if what not in self._transforms:
             render = probes.shown(self._template, what, self._style)
@@ -71,10 +80,15 @@ class Outlines:
 
     def call(self, call: ToolCall, texts: Texts) -> ToolCall:
         arguments = {
-            self.shield(key, texts, "nested argument"): self.shield(value, texts, "argument")
+            self.shield(key, texts, "nested argument"): self._argument(value, texts)
             for key, value in call.arguments.items()
         }
         return ToolCall(self.shield(call.name, texts, "argument"), arguments)
+
+    def _argument(self, value: Any, texts: Texts) -> Any:
+        if self._marks_arguments and isinstance(value, str) and value.strip() and USUAL.fullmatch(value):
+            return self.mark(self.shown("argument", value), texts)
+        return self.shield(value, texts, "argument")
 
     def message(self, message: Message, texts: Texts) -> dict[str, Any]:
         """The message as templates expect it, with marks in place of its texts."""

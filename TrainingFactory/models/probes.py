@@ -24,8 +24,9 @@ class CallStyle:
     def message(self, calls: Sequence[ToolCall], content: str = "") -> dict[str, Any]:
         rows = []
         for number, call in enumerate(calls):
-            text = json.dumps(call.arguments, ensure_ascii=False)
-            function = {"name": call.name, "arguments": text if self.arguments_as_text else call.arguments}
+            as_text = self.arguments_as_text
+            arguments = json.dumps(call.arguments, ensure_ascii=False) if as_text else call.arguments
+            function = {"name": call.name, "arguments": arguments}
             rows.append({"id": f"{CALL_ID}{number}", "type": "function", "function": function})
         return {"role": "assistant", "content": content or self.empty_content, "tool_calls": rows}
 
@@ -95,11 +96,10 @@ def shows_tool_results(template: Template, style: CallStyle | None, end_text: st
         return False
 
 
-def assistant_body(template: Template, outline: dict[str, Any], think: tuple[str, str]) -> str:
-    """Return the assistant's part of a rendering, from where the model begins to write."""
-    mark = template.marks[0]
-    start = template.text([user(mark)])
-    whole = template.text([user(mark), outline], header=False)
+def assistant_body(template: Template, start: str, outline: dict[str, Any], think: tuple[str, str]) -> str:
+    """Return the assistant's part of a rendering, from where the model begins to write: `start`, which the template
+    writes for mark 0 as the user's, ends there."""
+    whole = template.text([user(template.marks[0]), outline], header=False)
     if whole.startswith(start):
         return whole[len(start) :]
     # The header opens a thought that the finished turn no longer shows.

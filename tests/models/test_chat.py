@@ -294,3 +294,28 @@ def test_seed_names_are_faces_of_the_layer() -> None:
     face = Qwen3Model("builtin:tiny", thinking=False)
     assert face.chat.family.name == "qwen3" and face.model.config.model_type == "qwen3"
     assert (DeepSeekModel.family, LlamaModel.family) == ("deepseek", "llama3")
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen2.5", "llama3"])
+def test_calls_that_differ_in_their_texts_are_rendered_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = FORMATS[name][0]()
+    chat, own, rendered = chat_format(tokenizer), tokenizer.apply_chat_template, list[Any]()
+
+    def counted(*given: Any, **options: Any) -> Any:
+        rendered.append(given)
+        return own(*given, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    # the last two hold what templates may escape in ways of their own: each is given to the template itself
+    texts = ["48/2", "two words", 'a "quoted" \\ part\nand é', "it's", "a\rb"]
+    written = [chat.write(Message("assistant", tool_calls=[ToolCall("add", {"a": text})])) for text in texts]
+    assert len(rendered) == 3
+    for text, ids in zip(texts, written, strict=True):
+        function = {"name": "add", "arguments": {"a": text}}
+        made = [
+            said("user", "m"),
+            said("assistant", "", tool_calls=[{"type": "function", "function": function}]),
+        ]
+        assert chat.decode(ids).removesuffix("<|im_end|>").strip() in own(made, tokenize=False)
