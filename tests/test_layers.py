@@ -51,7 +51,7 @@ SATELLITES = [
     "services/keywords.py", "services/trl.py", "services/model_registry.py", "services/sft_trainer.py",
     "services/rl_trainer.py", "services/reward_model.py", "services/async_executor.py", "services/process_reward.py",
 ]  # fmt: skip
-CORE_LINES = 17_223
+CORE_LINES = 17_235
 # Lines of Python in each folder. A change that raises one says why in its commit.
 BUDGET: dict[str, int] = {
     ".": 1650,
@@ -66,7 +66,7 @@ BUDGET: dict[str, int] = {
     "integrations": 480,
     "integrations/hello_agents": 1450,
     "integrations/rl_factory": 960,
-    "learning": 1720,
+    "learning": 1750,
     "learning/tree": 450,
     "models": 2380,
     "rewards": 1130,
@@ -74,7 +74,7 @@ BUDGET: dict[str, int] = {
     "rewards/rules": 1850,
     "rewards/workers": 400,
     "rollout": 710,
-    "sampling": 2830,
+    "sampling": 2855,
     "services": 1450,
     "services/build": 3530,
     "services/demo": 420,
@@ -83,7 +83,7 @@ BUDGET: dict[str, int] = {
     "services/judge_audit": 590,
     "services/plan": 680,
     "services/proxy": 690,
-    "services/recipes": 250,
+    "services/recipes": 260,
     "services/registry": 1050,
     "services/reports": 740,
     "services/runs": 635,
