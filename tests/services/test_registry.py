@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,23 @@ def test_a_changed_or_missing_byte_is_found_and_mended(registry: ModelRegistry) 
     assert registry.verify() == {}
     shutil.rmtree(registry.folder(version))
     assert registry.verify()["agent:1"] == [f"{registry.folder(version)} is missing"]
+
+
+def test_a_model_that_is_swept_away_while_it_is_looked_at_is_stored_again(
+    registry: ModelRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, changed = registry.folder(registry.register("agent", "sft")), store.changed
+
+    def swept(path: Path, but: Collection[str] = ()) -> list[str]:
+        found = changed(path, but)
+        if path == folder:
+            monkeypatch.setattr(store, "changed", changed)
+            shutil.rmtree(path)
+        return found
+
+    monkeypatch.setattr(store, "changed", swept)
+    registry.register("agent", "sft")
+    assert folder.is_dir() and registry.verify() == {}
 
 
 def test_registries_of_others_are_left_alone(registry: ModelRegistry, tmp_path: Path) -> None:

@@ -113,12 +113,14 @@ class Store:
     def damage(self, digest: str) -> list[str]:
         """Return what is wrong with a stored model: files that are missing or changed, or not named by it."""
         folder = self.folder(digest)
-        if not folder.is_dir():
+        try:
+            wrong = [f"{folder / name} is missing or changed" for name in changed(folder)]
+            extra = {path.name for path in folder.iterdir()} - read_sums(folder).keys() - {SUMS}
+            stated = stated_digest(folder)
+        except FileNotFoundError:  # it is not there, or another process sweeps it away meanwhile
             return [f"{folder} is missing"]
-        wrong = [f"{folder / name} is missing or changed" for name in changed(folder)]
-        extra = {path.name for path in folder.iterdir()} - read_sums(folder).keys() - {SUMS}
         wrong += [f"{folder / name} does not belong there" for name in sorted(extra)]
-        if not wrong and stated_digest(folder) != digest:
+        if not wrong and stated != digest:
             wrong = [f"{folder / SUMS} is not that of model {digest[:12]}"]
         return wrong
 
