@@ -76,7 +76,7 @@ def main() -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     qwen = asked.model == "qwen3"
     rows = [4, 8] if asked.small else [64, 256] if qwen else [256, 1024]
-    sizes = SMALL if asked.small else REAL if qwen else LLAMA
+    sizes = SMALL | {"head_dim": 32} if asked.small else REAL if qwen else LLAMA
     kind, name = (Qwen3Config, "Qwen3ForCausalLM") if qwen else (LlamaConfig, "LlamaForCausalLM")
     given: dict[str, Any] = {"max_position_embeddings": 2048, "architectures": [name], "dtype": "bfloat16"}
     config = kind(**sizes | given)

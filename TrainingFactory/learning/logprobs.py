@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from TrainingFactory.learning.tree.layers import compiled
@@ -97,7 +98,10 @@ class _PlainHead(torch.autograd.Function):
         return chosen[0, :, 0], entropy[0, :, 0]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Any
+    ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, source, target, total, entropy = ctx.saved_tensors
         slope, bend = (None if each is None else each[None, :, None] for each in gradients)
         slope = torch.zeros_like(total) if slope is None else slope

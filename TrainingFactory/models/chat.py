@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Any
 
 from TrainingFactory.models import probes
-from TrainingFactory.models.encoding import Control, TextEncoder
+from TrainingFactory.models.encoding import Control, TextEncoder, remembered
 from TrainingFactory.models.families import FAMILIES, Family, get_family
 from TrainingFactory.models.forms import learn_reader
 from TrainingFactory.models.outlines import Outlines, Texts
@@ -64,8 +64,8 @@ class TemplateChatFormat:
         self._end = probes.end_of_turn(self._template, self._encoder.control_texts)
         self.family = chosen or self._detect() or FAMILIES["generic"]
         # the turns of a dataset differ in their texts, and few in their outlines
-        self._turn = lru_cache(MAX_SKELETONS)(self._written_turn)
-        self._turn_pieces = lru_cache(MAX_SKELETONS)(self._pieces)
+        self._turn = remembered(self._written_turn)
+        self._turn_pieces = remembered(self._pieces)
         native = self._reads_template(self.family)
         self._template_tools = native and probes.renders_tools(self._template)
         knows_results = probes.shows_tool_results(self._template, self._style, self._end)

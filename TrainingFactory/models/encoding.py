@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer, pre_tokenizers
 
@@ -25,6 +25,8 @@ MARKUP = re.compile(r"[<\[{|｜].*[>\]}|｜]", re.DOTALL)
 # How byte-level tokenizers write bytes: one whose own character is no such sign by one behind 255, in order.
 _SIGNS = sorted(pre_tokenizers.ByteLevel.alphabet())
 _BYTES = dict(zip(_SIGNS, sorted(range(256), key=lambda byte: chr(byte) not in _SIGNS), strict=True))
+T = TypeVar("T")
+SHORT = 2_000  # characters; longer outlines of a turn have a text of its own in them, and do not come back
 CANARY = "Hello world,  f(x):\n\treturn '<b>wörld</b> 你好'\n\n"
 
 
@@ -189,3 +191,9 @@ def _without_prefix_space(node: Any) -> Any:
     if "add_prefix_space" in node:
         node["add_prefix_space"] = False
     return node
+
+
+def remembered(function: Callable[[str], T]) -> Callable[[str], T]:
+    """Return the function, with what it gave for short texts kept."""
+    known = lru_cache(512)(function)
+    return lambda text: (known if len(text) <= SHORT else function)(text)

@@ -6,7 +6,9 @@ import re
 
 from TrainingFactory.types import SamplersLost
 
-_MEMORY = re.compile(r"out of memory|_ALLOC_FAILED|can't allocate memory")
+_MEMORY = re.compile(
+    r"(CUDA|HIP|XPU|MPS backend)( error:)? out of memory|_ALLOC_FAILED|can't allocate memory"
+)
 _FAILED = re.compile(r"(CUDA|HIP|cuDNN) error|Triton Error \[")
 _REST = re.compile(r"\s*(\n|Of the allocated memory|If reserved but).*", re.DOTALL)  # for those who program
 LESS = (
@@ -23,7 +25,8 @@ GONE = (
 
 def device_failure(error: BaseException) -> str | None:
     """Say what happened to the device, also to that of another process, and what to do; None where it is not that."""
-    text = str(error) if isinstance(error, RuntimeError | OSError | SamplersLost) else ""
+    told_by_another = type(error) is OSError and error.errno is None
+    text = str(error) if told_by_another or isinstance(error, RuntimeError | SamplersLost) else ""
     said = _REST.sub("", text) if isinstance(error, RuntimeError) else " ".join(text.split())
     for pattern, what, remedy in (
         (_MEMORY, "the device has too little memory", LESS),
