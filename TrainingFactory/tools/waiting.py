@@ -42,9 +42,8 @@ async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         return task.result()
     finally:
-        del (
-            task
-        )  # or what it raises would hold itself, with all that its frames hold, until garbage is collected
+        # Or what it raises would hold itself, with all that its frames hold, until garbage is collected.
+        del task
 
 
 def at_once(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -12,7 +12,8 @@ from tests.data.test_gsm8k import question, written
 from tests.kits.cli import Run
 from tests.kits.run import Quiet
 from tests.models.test_tools_format import bare
-from TrainingFactory.services.recipes.recipe import Recipe
+from TrainingFactory.services.build.model_names import as_started_from, find_model
+from TrainingFactory.services.recipes.recipe import TAKEN, Recipe
 from TrainingFactory.services.runs.folder import RunFolder
 
 # Luck decides, so that evaluations differ and there is something to learn.
@@ -84,6 +85,10 @@ def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run) -> None:
     assert run.config.model.tools_format is None and "tools_format: hermes" in (
         run.checkpoints()[-1] / "chat_template.jinja"
     ).read_text("utf-8")
+    # It began where SFT ended, and that is what it is compared with.
+    ended = RunFolder(Path("made/sft")).checkpoints()[-1].resolve()
+    assert Path(as_started_from(run).model.name).resolve() == ended and ended.name == "step-000004"
+    assert find_model(TAKEN["sft"], "made").folder == RunFolder(Path("made/sft")).checkpoints()[-1]
     # Nothing is played twice, and the test stays among the figures.
     status, out, err = tfactory("recipe", "gsm8k", *options, "--json")
     assert json.loads(out)["evaluations"] == found["evaluations"] and " on test at" not in err
