@@ -217,7 +217,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--real", action="store_true", help="a 0.6 B model and long rows, for a GPU")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing for all")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--token-budget", type=int, default=32_768)
+    parser.add_argument("--token-budget", type=int, default=65_536)
     parser.add_argument("--threads", type=int, help="threads of torch; its own default if not given")
     parser.add_argument("--no-memory", action="store_true", help="times only")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -95,16 +95,17 @@ class Runner:
 
     @torch.inference_mode()
     def _compare(self) -> None:
-        """Refuse a model whose own attention gives something else for seven tokens as a chunk and one as a row."""
-        ids = self._span[:8] % self.vocabulary
+        """Refuse a model whose own attention gives something else at most tokens, of a chunk or of rows: at a few, a
+        trained model's 16 bits are far off whoever adds them up."""
+        ids = (self._span[:15] + 1000) % self.vocabulary  # the first are special tokens
         expected = shared_view(self.model, "eager")(input_ids=ids[None], use_cache=False).logits[0].float()
         cache, found = SlotCache(1, 64, self.shapes), []
-        for at in self._span[:8].split((7, 1)):
-            part, alone = Part(slice(0, 1), self._mask(at[None], 64), 64), len(at) == 1
-            row = StepContext(cache, at, dense=part, tokens=1)
-            step = self._tile(row if alone else StepContext(cache, at, chunks=part), at)
-            found.append(self._logits(ids[at], at, step, 0))
-        off = (torch.cat(found).float() - expected).abs().mean() / expected.std().clamp(min=1e-6)
+        for at in self._span[:15].split([8] + 7 * [1]):
+            part = Part(slice(0, 1), self._mask(at[None], 64), 64)
+            how: Any = {"dense": part, "tokens": 1} if len(at) == 1 else {"chunks": part}
+            found.append(self._logits(ids[at], at, self._tile(StepContext(cache, at, **how), at), 0))
+        apart = (torch.cat(found).float() - expected).abs().mean(1) / expected.std(1).clamp(min=1e-6)
+        off = max(float(part.median()) for part in apart.split([8, 7]))
         if not off < (0.01 if self.dtype == torch.float32 else 0.1):
             raise refuse(self.kind, f"its logits through the slot cache are off by {off:.1%} of their spread")
 
