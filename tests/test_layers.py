@@ -51,7 +51,7 @@ SATELLITES = [
     "services/keywords.py", "services/trl.py", "services/model_registry.py", "services/sft_trainer.py",
     "services/rl_trainer.py", "services/reward_model.py", "services/async_executor.py", "services/process_reward.py",
 ]  # fmt: skip
-CORE_LINES = 17_250
+CORE_LINES = 17_290
 # Lines of Python in each folder. A change that raises one says why in its commit.
 BUDGET: dict[str, int] = {
     ".": 1650,
@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "integrations/hello_agents": 1450,
     "integrations/rl_factory": 960,
     "learning": 1755,
-    "learning/tree": 450,
+    "learning/tree": 490,
     "models": 2390,
     "rewards": 1130,
     "rewards/judge": 1010,
