@@ -1,0 +1,149 @@
+"""All that docs/REAL_MODELS.md tells of a GPU, by one command: `python -m benchmarks.real_models --data FOLDER`.
+
+First what needs the device for itself (figures of speed), then the runs, several at once: three seeds of GSM8K with the
+test set, then from the first one's SFT one run of GRPO for each factor that is changed, and WordNet. Each writes
+OUT/NAME.log; what has ended well is not done again, so that the same command goes on after a break. `--list` shows the
+commands, `--only NAME ...` takes some. FOLDER has gsm8k/train.jsonl and test.jsonl, wordnet/data.noun and index.noun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from TrainingFactory.services.recipes.recipe import SMALL
+
+FIRST = "gsm8k-0"  # whose SFT the factors begin with
+CREDIT = [
+    "reward.type=process_reward",
+    'reward.options={"outcome":{"rule":"numeric"}}',
+    'reward.step_rewards={"correct_tool":0.2}',
+]
+FACTORS = {
+    "groups-of-8": ["training.group_size=8"],
+    "rate-1e-5": ["training.learning_rate=1e-5"],
+    "credit-by-turn": CREDIT,
+}
+
+
+def speed(data: Path, out: Path) -> dict[str, list[str]]:
+    """Return what is measured alone."""
+    run = ["gpu_run", "--data", str(data / "gsm8k"), "--out", str(out / "gpu-run")]
+    update = ["update", "--device", "cuda", "--real", "--no-memory", "--repeats", "4"]
+    asked = {
+        "exactness": ["gpu_exactness"],
+        "engine": ["gpu_engine"],
+        "update": update,
+        "update-checkpointing": [*update, "--checkpointing"],
+        "run": [*run, "--profile", str(out / "profile.json")],
+        "shapes": ["gpu_shapes", "--steps", "1"],
+    }
+    return {name: ["-m", f"benchmarks.{words[0]}", *words[1:]] for name, words in asked.items()}
+
+
+def runs(data: Path, out: Path, small: bool = False) -> dict[str, list[str]]:
+    """Return what is trained, in the order in which it begins: the factors need the SFT of seed 0."""
+    tfactory, scale = ["-m", "TrainingFactory.cli"], ["--model", "builtin:tiny", "--scale", "small"]
+    ending = ["--final", *(scale if small else [])]
+    found = {
+        f"gsm8k-{seed}": [*tfactory, "recipe", "gsm8k", "--data", str(data / "gsm8k"), "--seed", str(seed),
+                          "--out", str(out / f"gsm8k-{seed}"), *ending]
+        for seed in range(3)
+    }  # fmt: skip
+    first = out / FIRST
+    common = ["model.name=sft", f"logging.output_dir={first}", f"data.tasks={first / 'data' / 'tasks.jsonl'}"]
+    common += [f"data.heldout={first / 'data' / 'dev.jsonl'}", "training.max_steps=40"]
+    common += [f"{key}={value}" for key, value in SMALL["grpo"].items()] if small else []
+    for name, options in FACTORS.items():
+        config = "configs/smollm2_gsm8k_grpo.yaml"
+        found[name] = [*tfactory, "train", config, "--name", name, *common, *options]
+    wordnet = ["--data", str(data / "wordnet"), "--out", str(out / "wordnet"), *ending]
+    return found | {"wordnet": [*tfactory, "recipe", "wordnet", *wordnet]}
+
+
+class Campaign:
+    def __init__(self, out: Path) -> None:
+        self.out, self.failed, self.first = out, list[str](), threading.Event()
+        out.mkdir(parents=True, exist_ok=True)
+
+    def do(self, name: str, words: list[str]) -> None:
+        if name in FACTORS:
+            self.first.wait()
+        try:
+            self._do(name, words)
+        finally:
+            if name == FIRST:
+                self.first.set()
+
+    def _do(self, name: str, words: list[str]) -> None:
+        done, log = self.out / f"{name}.done", self.out / f"{name}.log"
+        if done.exists():
+            self.say(f"{name}: done before")
+            return
+        if name in FACTORS and (self.out / FIRST / name).exists():
+            words = [*words[:2], "runs", "resume", name, "--runs", str(self.out / FIRST)]
+        self.say(f"{name} begins")
+        started = time.monotonic()
+        with log.open("a") as file:
+            code = subprocess.run([sys.executable, *words], stdout=file, stderr=file).returncode
+        self.say(
+            f"{name}: {'ended' if not code else f'FAILED, see {log}'}, {time.monotonic() - started:.0f} s"
+        )
+        if code:
+            self.failed.append(name)
+        else:
+            done.write_text(shlex.join(words) + "\n")
+
+    def say(self, line: str) -> None:
+        with (self.out / "campaign.log").open("a") as file:
+            print(f"{time.strftime('%H:%M:%S')} {line}", file=file)
+        print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--out", type=Path, default=Path("runs/real-models"))
+    parser.add_argument(
+        "--at-once", type=int, default=3, help="runs that share the device; each takes 30 to 45 GB"
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
+    parser.add_argument(
+        "--small", action="store_true", help="a few steps of the built-in model, to try it on a CPU"
+    )
+    parser.add_argument("--list", action="store_true", help="show the commands")
+    asked = parser.parse_args()
+    alone, together = speed(asked.data, asked.out), runs(asked.data, asked.out, asked.small)
+    if unknown := set(asked.only) - set(alone) - set(together):
+        parser.error(
+            f"no such names: {', '.join(sorted(unknown))}; there are {', '.join([*alone, *together])}"
+        )
+    chosen = [
+        {name: words for name, words in part.items() if name in (asked.only or part)}
+        for part in (alone, together)
+    ]
+    if asked.list:
+        for name, words in (chosen[0] | chosen[1]).items():
+            print(f"{name:22} python {shlex.join(words)}")
+        return
+    campaign = Campaign(asked.out)
+    if FIRST not in chosen[1]:
+        campaign.first.set()
+    for name, words in chosen[0].items():
+        campaign.do(name, words)
+    with ThreadPoolExecutor(asked.at_once) as pool:
+        list(pool.map(campaign.do, *zip(*chosen[1].items(), strict=True)) if chosen[1] else ())
+    if campaign.failed:
+        sys.exit(f"failed: {', '.join(campaign.failed)}")
+
+
+if __name__ == "__main__":
+    main()
