@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,14 +10,25 @@ from torch import nn
 
 from TrainingFactory.sampling import kernels
 from TrainingFactory.sampling.slots import Shape, StepContext
+from TrainingFactory.sampling.view import join
 
 MODELS = {"llama", "mistral", "qwen2", "qwen3"}
 
 
 class FusedLayer(nn.Module):
-    """Does what a decoder layer does in a dozen kernels. The projections are called as they are: they may be LoRA's."""
+    """Does what a decoder layer does in nine kernels. Projections that are not plain, as LoRA's, are called as they are."""
 
     plain: Any  # the class whose place it takes
+    joined: dict[str, torch.Tensor]  # of projections that take the same states: one product instead of several
+
+    def join(self) -> None:
+        attention: Any = self.self_attn
+        mlp: Any = self.mlp
+        found = {
+            "qkv": join([attention.q_proj, attention.k_proj, attention.v_proj]),
+            "gate": join([mlp.gate_proj, mlp.up_proj]),
+        }
+        self.__dict__["joined"] = {name: weight for name, weight in found.items() if weight is not None}
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         step: StepContext = kwargs["tfactory_step"]
@@ -27,17 +39,26 @@ class FusedLayer(nn.Module):
         mlp: Any = self.mlp
         layer, states = step.cache.layers[attention.layer_idx], hidden_states[0]
         normed, _ = kernels.norm(states, self.input_layernorm)
-        q, k, v = attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)
+        q, k, v = self._products("qkv", normed, (attention.q_proj, attention.k_proj, attention.v_proj))
         norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         kernels.rotate(q, k, v, kwargs["position_embeddings"], layer, step.where, norms)
         mixed = step.attend(q.unflatten(1, (-1, layer.keys.shape[3])), layer, step, attention.scaling)
         normed, states = kernels.norm(
             attention.o_proj(mixed.flatten(1)), self.post_attention_layernorm, states
         )
-        inner, down = kernels.gate(mlp.gate_proj(normed), mlp.up_proj(normed)), mlp.down_proj
+        inner = kernels.gate(*self._products("gate", normed, (mlp.gate_proj, mlp.up_proj)))
+        down = mlp.down_proj
         if type(down) is nn.Linear and down.bias is None:
             return states.addmm_(inner, down.weight.t())[None]
         return (states + down(inner))[None]
+
+    def _products(
+        self, name: str, states: torch.Tensor, projections: Sequence[Any]
+    ) -> Sequence[torch.Tensor]:
+        if name not in self.joined:
+            return [project(states) for project in projections]
+        sizes = [each.out_features for each in projections]
+        return torch.mm(states, self.joined[name].t()).split(sizes, 1)
 
 
 class WideHead(nn.Linear):

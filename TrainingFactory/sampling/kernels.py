@@ -36,11 +36,12 @@ def _norm(x, add, weight, out, total, size, epsilon, ADD: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def _gate(gate, up, out, size, BLOCK: tl.constexpr):
+def _gate(gate, up, out, size, width, stride, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    raw = tl.load(gate + at, at < size, 0)
+    place = at // width * stride + at % width
+    raw = tl.load(gate + place, at < size, 0)
     wide = raw.to(tl.float32)
-    tl.store(out + at, (wide * tl.sigmoid(wide)).to(raw.dtype) * tl.load(up + at, at < size, 0), at < size)
+    tl.store(out + at, (wide * tl.sigmoid(wide)).to(raw.dtype) * tl.load(up + place, at < size, 0), at < size)
 
 
 @triton.jit
@@ -62,22 +63,22 @@ def _turn(x, cos, sin, weight, epsilon, heads, at, BLOCK: tl.constexpr, D: tl.co
 
 @triton.jit(do_not_specialize_on_alignment=["where"])
 def _rotate(
-    q, k, v, cos, sin, q_weight, k_weight, where, keys, values, epsilon,
+    q, k, v, cos, sin, q_weight, k_weight, where, keys, values, epsilon, q_stride, stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     at, part = tl.program_id(0), tl.program_id(1)
     to = tl.load(where + at).to(tl.int64) * (K * D)
     if part == 0:
-        a, b, place, inside = _turn(q + at * H * D, cos, sin, q_weight, epsilon, H, at, BLOCK, D, NORM)
-        tl.store(q + at * H * D + place, a, inside)
-        tl.store(q + at * H * D + place + D // 2, b, inside)
+        a, b, place, inside = _turn(q + at * q_stride, cos, sin, q_weight, epsilon, H, at, BLOCK, D, NORM)
+        tl.store(q + at * q_stride + place, a, inside)
+        tl.store(q + at * q_stride + place + D // 2, b, inside)
     elif part == 1:
-        a, b, place, inside = _turn(k + at * K * D, cos, sin, k_weight, epsilon, K, at, BLOCK, D, NORM)
+        a, b, place, inside = _turn(k + at * stride, cos, sin, k_weight, epsilon, K, at, BLOCK, D, NORM)
         tl.store(keys + to + place, a, inside)
         tl.store(keys + to + place + D // 2, b, inside)
     else:
         whole = tl.arange(0, BLOCK)[:, None] * D + tl.arange(0, D)[None, :]
-        tl.store(values + to + whole, tl.load(v + at * K * D + whole, whole < K * D), whole < K * D)
+        tl.store(values + to + whole, tl.load(v + at * stride + whole, whole < K * D), whole < K * D)
 
 
 @triton.jit(
@@ -85,7 +86,7 @@ def _rotate(
     do_not_specialize_on_alignment=["positions", "members", "slots", "begins", "ends"],
 )
 def _attend(
-    q, keys, values, out, sums, positions, members, slots, begins, ends, tokens, capacity, scale, part,
+    q, keys, values, out, sums, positions, members, slots, begins, ends, tokens, capacity, stride, scale, part,
     splits, T, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     LISTED: tl.constexpr, BEGINS: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +108,8 @@ def _attend(
     begin = (begin + split * share).to(tl.int32)
     end = tl.minimum(end, begin + share).to(tl.int32)
     query = (at * H + head * G + m % G) * D
-    rows = tl.load(q + query[:, None] + d[None, :], real[:, None], 0)
+    own = at * stride + (head * G + m % G) * D
+    rows = tl.load(q + own[:, None] + d[None, :], real[:, None], 0)
     base = slot.to(tl.int64) * capacity * (K * D) + head * D
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -225,9 +227,9 @@ def norm(x: torch.Tensor, module: Any, add: torch.Tensor | None = None) -> tuple
 
 
 def gate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """silu(first) * second"""
-    out, size = torch.empty_like(first), first.numel()
-    _gate[(triton.cdiv(size, 1024),)](first, second, out, size, 1024)
+    """silu(first) * second, which may be columns of one tensor"""
+    out, size = first.new_empty(first.shape), first.numel()
+    _gate[(triton.cdiv(size, 1024),)](first, second, out, size, first.shape[1], first.stride(0), 1024)
     return out
 
 
@@ -235,19 +237,20 @@ def rotate(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], layer: Layer,
     where: torch.Tensor, norms: tuple[Any, Any],
 ) -> None:  # fmt: skip
-    """Norm and rotate q [N, H * D] in place; the same for k, which goes to the cache with v."""
+    """Norm and rotate q [N, H * D] in place; the same for k, which goes to the cache with v. All may be columns of one
+    tensor."""
     heads, size = layer.keys.shape[2:]
     first, second = norms
     _rotate[(len(q), 3)](
         q, k, v, *turn, first and first.weight, second and second.weight, where, layer.keys, layer.values,
-        first.variance_epsilon if first else 0.0, q.shape[1] // size, heads, size,
+        first.variance_epsilon if first else 0.0, q.stride(0), k.stride(0), q.shape[1] // size, heads, size,
         triton.next_power_of_2(max(q.shape[1] // size, heads)), first is not None,
     )  # fmt: skip
 
 
 def attend(q: torch.Tensor, layer: Layer, step: StepContext, scale: float) -> torch.Tensor:
     """[N, H, D] -> [N, H, D]"""
-    out = torch.empty_like(q)
+    out = q.new_empty(q.shape)
     dense = step.tokens
     if step.rows is not None:
         groups = step.groups
@@ -282,7 +285,7 @@ def _tiles(
     keys = min(64, max(16, (2048 if q.element_size() > 2 else 4096 if rows == 16 else 8192) // size))
     _attend[(tiles.count, heads, splits)](
         q, layer.keys, layer.values, out, sums, step.positions, tiles.members, tiles.slots, tiles.begins,
-        tiles.ends, step.tokens, capacity, scale * LOG2E, part, splits, tiles.tokens, q.shape[1],
+        tiles.ends, step.tokens, capacity, q.stride(0), scale * LOG2E, part, splits, tiles.tokens, q.shape[1],
         heads, size, rows, keys, listed, tiles.begins is not None, sums is not None,
         num_warps=2 if rows == 16 else 4, num_stages=3,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,23 @@ def shared_view(
     twin = view(model)
     assert isinstance(twin, PreTrainedModel)
     return twin
+
+
+def join(layers: Sequence[Any]) -> torch.Tensor | None:
+    """Let the weights of plain layers follow each other in memory, and return them as one; None for other layers."""
+    if any(type(each) is not nn.Linear or each.bias is not None for each in layers):
+        return None
+    weights, size = [each.weight for each in layers], sum(each.out_features for each in layers)
+    first, ends = weights[0], [each.data_ptr() + each.nbytes for each in weights]
+    together = all(end == each.data_ptr() for end, each in zip(ends, weights[1:], strict=False))
+    room = first.untyped_storage().nbytes() - first.storage_offset() * first.itemsize
+    with torch.inference_mode(False), torch.no_grad():  # they are trained, too
+        if together and room >= size * first.shape[1] * first.itemsize:
+            return first.detach().as_strided((size, first.shape[1]), first.stride())
+        whole = torch.cat(weights)
+        for weight, part in zip(weights, whole.split([len(each) for each in weights]), strict=True):
+            weight.data = part
+        return whole
 
 
 def check_model(model: PreTrainedModel) -> None:

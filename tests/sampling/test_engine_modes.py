@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ from tests.kits.engine import (
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.native import NativeSession
 from TrainingFactory.sampling.runner import Runner
-from TrainingFactory.sampling.view import OneCallNorm, fuses, shared_view
+from TrainingFactory.sampling.view import OneCallNorm, fuses, join, shared_view
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
 
@@ -318,3 +320,28 @@ def test_every_norm_is_tried_for_itself() -> None:
     wrapped.inner = nn.Linear(8, 8)
     replaced.forward = lambda states: states
     assert not any(fuses(each) for each in (before, after, wrapped, replaced))
+
+
+def test_weights_that_lie_side_by_side_are_trained_copied_and_saved_as_before(tmp_path: Path) -> None:
+    model = tiny()
+    before, attention = copy.deepcopy(model.state_dict()), model.model.layers[0].self_attn
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    with torch.inference_mode():
+        whole = join(layers)
+        again = join(layers)
+    assert whole is not None and again is not None
+    assert whole.shape == (sum(each.out_features for each in layers), model.config.hidden_size)
+    assert whole.data_ptr() == again.data_ptr() == attention.q_proj.weight.data_ptr()
+    assert all((each == before[name]).all() for name, each in model.state_dict().items())
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    words = torch.arange(9)[None]
+    model(input_ids=words, labels=words).loss.backward()
+    optimizer.step()
+    assert (whole == torch.cat([each.weight for each in layers])).all()
+    assert (whole[: len(attention.q_proj.weight)] != before["model.layers.0.self_attn.q_proj.weight"]).any()
+    model.save_pretrained(tmp_path)
+    for other in (type(model).from_pretrained(tmp_path), copy.deepcopy(model)):
+        assert all((each == model.state_dict()[name]).all() for name, each in other.state_dict().items())
+    apart = copy.deepcopy(model).model.layers[0].self_attn
+    assert join([apart.q_proj, apart.k_proj]) is not None  # a copy's lie apart, and are joined anew
+    assert join([nn.Linear(3, 3), nn.Linear(3, 3)]) is None  # a bias
