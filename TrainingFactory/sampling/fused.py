@@ -16,12 +16,10 @@ MODELS = {"llama", "mistral", "qwen2", "qwen3"}
 
 
 class FusedLayer(nn.Module):
-    """Does what a decoder layer does in nine kernels. Projections that are not plain (LoRA's) are called as they are."""
+    """Does what a decoder layer does in nine kernels. Projections that are not plain, LoRA's, are called."""
 
     plain: Any  # the class whose place it takes
-    joined: dict[
-        str, torch.Tensor
-    ]  # of projections that take the same states: one product instead of several
+    joined: dict[str, torch.Tensor]  # weights of projections that take the same states, as one
 
     def join(self) -> None:
         attention: Any = self.self_attn
