@@ -53,12 +53,9 @@ class FlightRunner(Runner):
     def refresh(self) -> None:
         super().refresh()
         if self._kernels is not None:
-            from TrainingFactory.sampling.fused import FusedLayer, widen
+            from TrainingFactory.sampling.fused import widen
 
             widen(self.view.get_output_embeddings())
-            for module in self.view.modules():
-                if isinstance(module, FusedLayer):
-                    module.join()
 
     def _compare(self) -> None:
         try:

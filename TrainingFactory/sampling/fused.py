@@ -19,16 +19,6 @@ class FusedLayer(nn.Module):
     """Does what a decoder layer does in nine kernels. Projections that are not plain, LoRA's, are called."""
 
     plain: Any  # the class whose place it takes
-    joined: dict[str, torch.Tensor]  # weights of projections that take the same states, as one
-
-    def join(self) -> None:
-        attention: Any = self.self_attn
-        mlp: Any = self.mlp
-        found = {
-            "qkv": join([attention.q_proj, attention.k_proj, attention.v_proj]),
-            "gate": join([mlp.gate_proj, mlp.up_proj]),
-        }
-        self.__dict__["joined"] = {name: weight for name, weight in found.items() if weight is not None}
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         step: StepContext = kwargs["tfactory_step"]
@@ -39,26 +29,25 @@ class FusedLayer(nn.Module):
         mlp: Any = self.mlp
         layer, states = step.cache.layers[attention.layer_idx], hidden_states[0]
         normed, _ = kernels.norm(states, self.input_layernorm)
-        q, k, v = self._products("qkv", normed, (attention.q_proj, attention.k_proj, attention.v_proj))
+        q, k, v = _products(normed, attention.q_proj, attention.k_proj, attention.v_proj)
         norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         kernels.rotate(q, k, v, kwargs["position_embeddings"], layer, step.where, norms)
         mixed = step.attend(q.unflatten(1, (-1, layer.keys.shape[3])), layer, step, attention.scaling)
         normed, states = kernels.norm(
             attention.o_proj(mixed.flatten(1)), self.post_attention_layernorm, states
         )
-        inner = kernels.gate(*self._products("gate", normed, (mlp.gate_proj, mlp.up_proj)))
-        down = mlp.down_proj
+        inner, down = kernels.gate(*_products(normed, mlp.gate_proj, mlp.up_proj)), mlp.down_proj
         if type(down) is nn.Linear and down.bias is None:
             return states.addmm_(inner, down.weight.t())[None]
         return (states + down(inner))[None]
 
-    def _products(
-        self, name: str, states: torch.Tensor, projections: Sequence[Any]
-    ) -> Sequence[torch.Tensor]:
-        if name not in self.joined:
-            return [project(states) for project in projections]
-        sizes = [each.out_features for each in projections]
-        return torch.mm(states, self.joined[name].t()).split(sizes, 1)
+
+def _products(states: torch.Tensor, *layers: Any) -> Sequence[torch.Tensor]:
+    """Return what the layers make of the states [N, E]: in one product, where they are plain."""
+    weight = join(layers)
+    if weight is None:
+        return [layer(states) for layer in layers]
+    return torch.mm(states, weight.t()).split([layer.out_features for layer in layers], 1)
 
 
 class WideHead(nn.Linear):

@@ -30,11 +30,13 @@ print("ATTENDED")
 """
 
 ENGINE = """
+import asyncio
 import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from tests.kits.engine import grouped_prompts, play, worst
 from TrainingFactory.sampling import NativeEngine, kernels
+from TrainingFactory.types import Weights
 
 shape = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=16, initializer_range=0.3, max_position_embeddings=512)
@@ -60,6 +62,13 @@ kernels.attend = attended
 engine._runner.use_kernels()
 engine._runner.ahead = engine._planner.tiled = engine._planner.few_shapes = True
 assert sampled(engine) == expected and any(groups), groups
+for layer in model.model.layers:
+    first, second = layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight
+    assert second.data_ptr() == first.data_ptr() + first.nbytes  # one product
+    first.data = first.data * -0.5  # replaced: nothing stale is used
+expected = sampled(NativeEngine(model, slots=6, max_length=256, guesses=0))
+asyncio.run(engine.update(Weights(1)))
+assert sampled(engine) == expected
 print("EQUAL")
 """
 
