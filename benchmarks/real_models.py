@@ -1,9 +1,10 @@
 """All that docs/REAL_MODELS.md tells of a GPU, by one command: `python -m benchmarks.real_models --data FOLDER`.
 
 First what needs the device for itself (figures of speed), then the runs, several at once: three seeds of GSM8K with the
-test set, then from the first one's SFT one run of GRPO for each factor that is changed, and WordNet. Each writes
+test set, WordNet, and one run of GRPO for each factor that is changed, from the SFT of one of the seeds. Each writes
 OUT/NAME.log; what has ended well is not done again, so that the same command goes on after a break. `--list` shows the
-commands, `--only NAME ...` takes some. FOLDER has gsm8k/train.jsonl and test.jsonl, wordnet/data.noun and index.noun.
+commands, `--only NAME ...` takes some, in that order. FOLDER has gsm8k/train.jsonl, gsm8k/test.jsonl, wordnet/data.noun
+and wordnet/index.noun.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import argparse
 import shlex
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from TrainingFactory.services.recipes.recipe import SMALL
+from TrainingFactory.services.runs.folder import RunFolder, is_run
 
-FIRST = "gsm8k-0"  # whose SFT the factors begin with
+SEEDS = ("gsm8k-0", "gsm8k-1", "gsm8k-2")
 CREDIT = [
     "reward.type=process_reward",
     'reward.options={"outcome":{"rule":"numeric"}}',
@@ -47,47 +48,49 @@ def speed(data: Path, out: Path) -> dict[str, list[str]]:
     return {name: ["-m", f"benchmarks.{words[0]}", *words[1:]] for name, words in asked.items()}
 
 
-def runs(data: Path, out: Path, small: bool = False) -> dict[str, list[str]]:
-    """Return what is trained, in the order in which it begins: the factors need the SFT of seed 0."""
+def runs(data: Path, out: Path, first: Path, small: bool = False) -> dict[str, list[str]]:
+    """Return what is trained; the factors begin with the SFT in the folder `first`."""
     tfactory, scale = ["-m", "TrainingFactory.cli"], ["--model", "builtin:tiny", "--scale", "small"]
     ending = ["--final", *(scale if small else [])]
     found = {
-        f"gsm8k-{seed}": [*tfactory, "recipe", "gsm8k", "--data", str(data / "gsm8k"), "--seed", str(seed),
-                          "--out", str(out / f"gsm8k-{seed}"), *ending]
-        for seed in range(3)
+        name: [*tfactory, "recipe", "gsm8k", "--data", str(data / "gsm8k"), "--seed", str(seed),
+               "--out", str(out / name), *ending]
+        for seed, name in enumerate(SEEDS)
     }  # fmt: skip
-    first = out / FIRST
+    wordnet = ["--data", str(data / "wordnet"), "--out", str(out / "wordnet"), *ending]
+    found["wordnet"] = [*tfactory, "recipe", "wordnet", *wordnet]
     common = ["model.name=sft", f"logging.output_dir={first}", f"data.tasks={first / 'data' / 'tasks.jsonl'}"]
     common += [f"data.heldout={first / 'data' / 'dev.jsonl'}", "training.max_steps=40"]
     common += [f"{key}={value}" for key, value in SMALL["grpo"].items()] if small else []
     for name, options in FACTORS.items():
         config = "configs/smollm2_gsm8k_grpo.yaml"
         found[name] = [*tfactory, "train", config, "--name", name, *common, *options]
-    wordnet = ["--data", str(data / "wordnet"), "--out", str(out / "wordnet"), *ending]
-    return found | {"wordnet": [*tfactory, "recipe", "wordnet", *wordnet]}
+    return found
 
 
 class Campaign:
-    def __init__(self, out: Path) -> None:
-        self.out, self.failed, self.first = out, list[str](), threading.Event()
+    def __init__(self, out: Path, first: Path) -> None:
+        self.out, self.first, self.failed, self.ended = out, first, list[str](), set[str]()
         out.mkdir(parents=True, exist_ok=True)
 
     def do(self, name: str, words: list[str]) -> None:
-        if name in FACTORS:
-            self.first.wait()
+        while name in FACTORS and self.first.name not in self.ended and not self._has_sft():
+            time.sleep(1)
         try:
             self._do(name, words)
         finally:
-            if name == FIRST:
-                self.first.set()
+            self.ended.add(name)
+
+    def _has_sft(self) -> bool:
+        return is_run(self.first / "sft") and RunFolder(self.first / "sft").state == "finished"
 
     def _do(self, name: str, words: list[str]) -> None:
         done, log = self.out / f"{name}.done", self.out / f"{name}.log"
         if done.exists():
             self.say(f"{name}: done before")
             return
-        if name in FACTORS and (self.out / FIRST / name).exists():
-            words = [*words[:2], "runs", "resume", name, "--runs", str(self.out / FIRST)]
+        if name in FACTORS and (self.first / name).exists():
+            words = [*words[:2], "runs", "resume", name, "--runs", str(self.first)]
         self.say(f"{name} begins")
         started = time.monotonic()
         with log.open("a") as file:
@@ -117,26 +120,26 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument(
+        "--first", choices=SEEDS, default=SEEDS[0], help="whose SFT the runs of the factors begin with"
+    )
+    parser.add_argument(
         "--small", action="store_true", help="a few steps of the built-in model, to try it on a CPU"
     )
     parser.add_argument("--list", action="store_true", help="show the commands")
     asked = parser.parse_args()
-    alone, together = speed(asked.data, asked.out), runs(asked.data, asked.out, asked.small)
+    first = asked.out / asked.first
+    alone, together = speed(asked.data, asked.out), runs(asked.data, asked.out, first, asked.small)
     if unknown := set(asked.only) - set(alone) - set(together):
         parser.error(
             f"no such names: {', '.join(sorted(unknown))}; there are {', '.join([*alone, *together])}"
         )
-    chosen = [
-        {name: words for name, words in part.items() if name in (asked.only or part)}
-        for part in (alone, together)
-    ]
+    chosen = [{name: part[name] for name in asked.only or part if name in part} for part in (alone, together)]
     if asked.list:
         for name, words in (chosen[0] | chosen[1]).items():
             print(f"{name:22} python {shlex.join(words)}")
         return
-    campaign = Campaign(asked.out)
-    if FIRST not in chosen[1]:
-        campaign.first.set()
+    campaign = Campaign(asked.out, first)
+    campaign.ended |= set(SEEDS) - set(chosen[1])
     for name, words in chosen[0].items():
         campaign.do(name, words)
     with ThreadPoolExecutor(asked.at_once) as pool:
