@@ -43,7 +43,7 @@ def speed(data: Path, out: Path) -> dict[str, list[str]]:
         "update": update,
         "update-checkpointing": [*update, "--checkpointing"],
         "run": [*run, "--profile", str(out / "profile.json")],
-        "shapes": ["gpu_shapes", "--steps", "1"],
+        "shapes": ["gpu_shapes", "--steps", "1", "--kinds", "full", "lora"],
     }
     return {name: ["-m", f"benchmarks.{words[0]}", *words[1:]] for name, words in asked.items()}
 
