@@ -2,8 +2,9 @@
 
 By the configs of `tfactory recipe gsm8k`: SFT, then steps of GRPO without evaluations, alone on the device. Measured,
 of all steps but the first two: sampled tokens a second of generation, and the share of generation, of updates and of
-both together in which a kernel was running (`nvidia-smi`, which looks every 50 ms; none on a CPU). `--profile FILE`
-also tells where the threads of the process were, by a look every 10 ms. FOLDER has GSM8K's train.jsonl and test.jsonl.
+both together in which a kernel was running (`nvidia-smi`, which looks every 50 ms; none on a CPU); and the seconds
+that each thread had a processor. `--profile FILE` also tells where the threads were, by a look every 10 ms, which costs
+some of the speed. FOLDER has GSM8K's train.jsonl and test.jsonl.
 """
 
 from __future__ import annotations
@@ -29,12 +30,19 @@ WARM_UP = 2
 ASK = ["nvidia-smi", "--query-gpu=timestamp,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "50"]
 
 
-class Phases(PlainLines):
-    """Notes when phases began, and what steps say."""
+def processor_seconds() -> dict[str, float]:
+    """Return what the threads of this process that are known by name have taken so far."""
+    clocks = {thread.name: time.pthread_getcpuclockid(thread.ident or 0) for thread in threading.enumerate()}
+    return {name: time.clock_gettime(clock) for name, clock in clocks.items()}
 
-    def __init__(self) -> None:
+
+class Phases(PlainLines):
+    """Notes when phases began, and what steps say; from the first step that counts on lets `look` begin."""
+
+    def __init__(self, profile: Path | None = None) -> None:
         self.begun: list[tuple[float, str]] = []
         self.steps: list[dict[str, float]] = []
+        self.before, self.profile = processor_seconds(), profile
 
     def phase(self, name: str) -> None:
         self.begun.append((time.time(), name if len(self.steps) >= WARM_UP else "warm-up"))
@@ -42,6 +50,11 @@ class Phases(PlainLines):
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         super().step(step, total, metrics)
         self.steps.append(metrics)
+        if len(self.steps) == WARM_UP:
+            self.before = processor_seconds()
+            if self.profile is not None:
+                threading.Thread(target=look, args=(self.profile,), name="look", daemon=True).start()
+        self.after = processor_seconds()
 
 
 @contextmanager
@@ -111,9 +124,7 @@ def main() -> None:
     recipe = Recipe(asked.data, asked.model, asked.out, scale=asked.scale, sft=sft, grpo=grpo)
     recipe.prepare(phases := Phases())
     recipe.train("sft", phases)
-    if asked.profile is not None:
-        threading.Thread(target=look, args=(asked.profile,), name="look", daemon=True).start()
-    phases, seen = Phases(), asked.out / "gpu.csv"
+    phases, seen = Phases(asked.profile), asked.out / "gpu.csv"
     with watched(seen):
         recipe.train("grpo", phases)
     steps = phases.steps[WARM_UP:] or phases.steps
@@ -129,6 +140,11 @@ def main() -> None:
         "update_s": sums["seconds/update"] / len(steps),
         "tail_share": statistics.mean(step.get("tail_share", 0.0) for step in steps),
         "logprob_diff": [step["logprob_diff"] for step in phases.steps if "logprob_diff" in step],
+        "processor_s": {
+            name: spent / len(steps)
+            for name, till in phases.after.items()
+            if (spent := till - phases.before.get(name, 0.0)) > 0.01 * len(steps)
+        },
         "sft_s": recipe.state["seconds"].get("sft"),
     }
     print("RESULT " + json.dumps(result))

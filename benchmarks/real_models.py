@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path, default=Path("runs/real-models"))
     parser.add_argument(
-        "--at-once", type=int, default=3, help="runs that share the device; each takes 30 to 45 GB"
+        "--at-once", type=int, default=2, help="runs that share the device; each takes up to 50 GB"
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from TrainingFactory.sampling.graphs import to_device
 from TrainingFactory.sampling.picking import finite, pick, split_picked, uniforms
-from TrainingFactory.sampling.planning import Plan
+from TrainingFactory.sampling.planning import NONE, Plan
 from TrainingFactory.sampling.runner import Flat, Runner, Sampled
 from TrainingFactory.sampling.slots import SlotCache, StepContext, Tiles
 from TrainingFactory.sampling.tiles import lay_out
@@ -22,10 +23,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Flight:
-    """Holds a step that runs while the next one is planned: each of its slots gets one token."""
+    """Holds a step that runs while the next one is planned: a token for each of its slots, and a second for those that
+    may go on."""
 
-    slots: np.ndarray
+    slots: np.ndarray  # those of the first tokens, then those of the second
     places: np.ndarray
+    first: int  # how many are first tokens
     epochs: np.ndarray  # a slot whose epoch has changed meanwhile has no use for its token
     live: np.ndarray  # [M] whose logits they are drawn from
     picked: torch.Tensor | None  # [2, M], on its way to the host
@@ -82,29 +85,39 @@ class FlightRunner(Runner):
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
         """Begin a plan without guesses, and move the table on as if its tokens were known; `land` returns them."""
-        table = self.table
+        table, plan.twice = self.table, True
         flat, picked = self._begin(plan)
-        slots, ready = flat.rows[flat.live], None
+        slots, offsets, ready = flat.rows[flat.live], flat.offsets[flat.live], None
         if picked is not None and picked.is_cuda:
             host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True)
             picked, ready = host.copy_(picked, non_blocking=True), torch.cuda.Event()
             ready.record()
-        flight = Flight(slots, table.known[slots], table.epoch[slots], flat.live, picked, ready)
+        first = int((offsets == 0).sum())
+        flight = Flight(
+            slots, table.known[slots] + offsets, first, table.epoch[slots], flat.live, picked, ready
+        )
         table.advance(plan.dense, 1)
         if len(plan.slots):
             table.advance(plan.slots, plan.counts)
-        table.expect(slots)
+        table.expect(slots[:first])
+        table.advance(slots[first:], 1)
+        table.expect(slots[first:])
         return flight
 
     def land(self, flight: Flight) -> Sampled:
         """Wait for the tokens of a step, and return those whose turn still goes on."""
         if flight.ready is not None:
             flight.ready.synchronize()
-        tokens, logprobs = split_picked(flight.picked, flight.live)
-        same = self.table.epoch[flight.slots] == flight.epochs
-        slots, tokens, logprobs = flight.slots[same], tokens[flight.live][same], logprobs[flight.live][same]
-        self.table.flying[slots] -= 1
-        return Sampled(slots, flight.places[same], tokens, finite(logprobs))
+        table, first = self.table, flight.first
+        tokens, logprobs = (array[flight.live] for array in split_picked(flight.picked, flight.live))
+        good = table.epoch[flight.slots] == flight.epochs
+        if first < len(tokens):  # nothing follows a stop
+            ended = np.zeros(table.slots, bool)
+            ended[flight.slots[:first]] = table.stopped(flight.slots[:first], tokens[:first])
+            good[first:] &= ~ended[flight.slots[first:]]
+        slots = flight.slots[good]
+        table.flying -= np.bincount(slots, minlength=table.slots)
+        return Sampled(slots, flight.places[good], tokens[good], finite(logprobs[good]))
 
     def _feed(
         self, plan: Plan, cache: SlotCache, dense_end: int, chunk_end: int
@@ -117,26 +130,53 @@ class FlightRunner(Runner):
         draws = uniforms(table.seed[flat.rows], table.known[flat.rows] + flat.offsets)
         into = np.where(flat.live, flat.rows, table.slots)
         limits = self._limits(flat.rows[flat.live], flat.rows)
-        arrays = [flat.tokens, flat.positions, flat.where, flat.keep, into, draws, *limits, *layout.arrays]
+        legs = [[flat.tokens, flat.positions, flat.where, flat.keep, into, draws, *limits]]
+        recorded = layout.recorded and len(limits) < 2
+        if recorded and plan.twice and plan.rows:
+            legs.append(self._second(plan, flat, cache))
+            legs[1] += [table.temperature[: plan.rows]] if limits else []
+        arrays = [*chain(*legs), *layout.arrays]
 
         def step(tensors: list[torch.Tensor]) -> torch.Tensor:
-            tokens, positions, where, keep, into, draws = tensors[:6]
-            heat, rest = tensors[6 : 6 + len(limits)], tensors[6 + len(limits) :]
-            context = StepContext(cache, where, tokens=plan.rows * (plan.span or 1), positions=positions)
-            context.attend = kernels.attend
-            layout.enter(context, plan, rest)
-            logits = self._logits(self._known(tokens), positions, context, keep if len(plan.slots) else 0)
-            if len(heat) > 1:
-                picked = pick(logits, draws, heat[0], heat[1:])
-            else:
-                picked = kernels.choose(logits, draws, heat[0] if heat else None)
-            self._latest.index_copy_(0, into, picked[0].long())
-            return picked
+            size, rest, found = len(legs[0]), tensors[len(legs) * len(legs[0]) :], []
+            for number in range(len(legs)):
+                tokens, positions, where, keep, into, draws, *heat = tensors[number * size :][:size]
+                context = StepContext(cache, where, tokens=plan.rows * (plan.span or 1), positions=positions)
+                context.attend = kernels.attend
+                layout.enter(context, plan, rest)
+                chunks = len(plan.slots) and not number
+                context.pieces = context.pieces if chunks else None
+                logits = self._logits(self._known(tokens), positions, context, keep if chunks else 0)
+                if len(heat) > 1:
+                    picked = pick(logits, draws, heat[0], heat[1:])
+                else:
+                    picked = kernels.choose(logits, draws, heat[0] if heat else None)
+                self._latest.index_copy_(0, into, picked[0].long())
+                found.append(picked)
+            return torch.cat(found, 1) if len(found) > 1 else found[0]
 
         picked = None
-        if self._graphs is not None and len(limits) < 2 and layout.recorded:
+        if self._graphs is not None and recorded:
             self._check_graphs(cache)
-            picked = self._graphs.run((plan.rows, plan.span, len(limits), *layout.key), arrays, step)
+            key = plan.rows, plan.span, len(limits), len(legs), *layout.key
+            picked = self._graphs.run(key, arrays, step)
         if picked is None:
             picked = step(to_device(arrays, self.device))
         return flat, picked
+
+    def _second(self, plan: Plan, flat: Flat, cache: SlotCache) -> list[np.ndarray]:
+        """Let rows that sample a token, and may go on after it, feed it in the same launch, for what follows it: a
+        launch costs the host as much as the GPU needs for a token. Enter what they sample into `flat`."""
+        table, rows = self.table, np.arange(plan.rows)
+        slots = flat.rows[flat.live]
+        slots = slots[(slots < plan.rows) & (table.known[slots] + 1 < table.limit[slots])]
+        live, places = np.zeros(plan.rows, bool), table.known[slots]
+        live[slots] = True
+        tokens, positions = np.where(live, -1 - rows, 0), flat.positions[: plan.rows].copy()
+        positions[slots] = places
+        where = np.full(plan.rows, cache.slots * cache.capacity)
+        where[slots] = slots * cache.capacity + places
+        flat.rows, flat.live = np.concatenate((flat.rows, rows)), np.concatenate((flat.live, live))
+        flat.offsets = np.concatenate((flat.offsets, np.ones(plan.rows, np.int64)))
+        draws = uniforms(table.seed[: plan.rows], table.known[: plan.rows] + 1)
+        return [tokens, positions, where, NONE, np.where(live, rows, table.slots), draws]

@@ -268,21 +268,23 @@ class NativeEngine:
     def _step(self) -> None:
         self._compact()
         if self._runner.ahead and (self._drafts is None or 0 <= self._ahead < LOOK_AFTER):
-            self._launch()
+            self._launch(self._planner.plan(guess=False))
             return
         self._land()
         plan = self._planner.plan()
-        if len(plan.dense) or len(plan.slots):
+        if self._runner.ahead and plan.guesses is None:
+            self._launch(plan)
+        elif len(plan.dense) or len(plan.slots):
             self._count(plan)
             self._enter(self._runner.run(plan))
         self._ahead = -1 if 2 * plan.guessed.sum() > len(plan.dense) else 0
 
-    def _launch(self) -> None:
+    def _launch(self, plan: Plan) -> None:
         """Start the next step, then look at the tokens of the last; what follows a stop is computed in vain."""
-        plan, before, self._flight = self._planner.plan(guess=False), self._flight, None
+        before, self._flight = self._flight, None
         if len(plan.dense) or len(plan.slots):
-            self._count(plan)
             self._flight = self._runner.launch(plan)
+            self._count(plan, 1 + (self._flight.first < len(self._flight.slots)))
         self._ahead += 1
         if before is not None:
             self._enter(self._runner.land(before))
@@ -292,13 +294,13 @@ class NativeEngine:
         if flight is not None:
             self._enter(self._runner.land(flight))
 
-    def _count(self, plan: Plan) -> None:
+    def _count(self, plan: Plan, legs: int = 1) -> None:
         counts = self.stats
         counts.prefilled += int(plan.counts.sum())
         counts.guessed += int(plan.guessed.sum())
-        counts.forwards += 1
-        counts.decodes += bool(plan.rows)
-        counts.rows += plan.rows if plan.fixed else len(plan.dense)
+        counts.forwards += legs
+        counts.decodes += legs if plan.rows else 0
+        counts.rows += (plan.rows if plan.fixed else len(plan.dense)) * legs
 
     def _enter(self, sampled: Sampled) -> None:
         """Note what was sampled, and hand out the turns that have ended."""

@@ -28,6 +28,7 @@ class Plan:
     span: int = 0  # feed all rows so many tokens, for shapes that come back; 0: as many as they have
     slots: np.ndarray = field(default_factory=lambda: NONE)  # [P] slots that feed a chunk, in order
     counts: np.ndarray = field(default_factory=lambda: NONE)  # [P] tokens of each chunk
+    twice: bool = False  # what is sampled may be fed at once, for the token after it
 
 
 class Planner:

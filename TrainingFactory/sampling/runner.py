@@ -166,7 +166,7 @@ class Runner:
         stored, guessed = table.stored, plan.guessed if plan.guesses is not None else 0
         dense_end = int((stored[plan.dense] + guessed).max()) + 1 if len(plan.dense) else 0
         chunk_end = int((stored[plan.slots] + plan.counts).max()) if len(plan.slots) else 0
-        cache = self.reserve(max(dense_end, chunk_end))
+        cache = self.reserve(max(dense_end, chunk_end) + plan.twice)
         return self._feed(plan, cache, dense_end, chunk_end)
 
     def _feed(

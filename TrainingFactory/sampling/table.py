@@ -295,8 +295,12 @@ class SlotTable:
         self.logprobs[slots, places] = logprobs
         np.maximum.at(self.known, slots, places + 1)
         np.add.at(self.hashes, slots, self.marks(tokens, places))
-        done = (places + 1 >= self.limit[slots]) | (self.stops[slots] == tokens[:, None]).any(1)
+        done = (places + 1 >= self.limit[slots]) | self.stopped(slots, tokens)
         return slots[done].tolist() if done.any() else []
+
+    def stopped(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Return which of the tokens end the turns of their slots."""
+        return (self.stops[slots] == tokens[:, None]).any(1)
 
     def finish(self, slot: int, version: int) -> tuple[Request, Completion]:
         request = self.stop(slot)

@@ -88,7 +88,7 @@ async def episode(
     await asyncio.sleep(clock.random() * pause)
     record: Turns = []
     for turn in range(turns):
-        how = SamplingParams(max_tokens=12, stop_ids=STOPS, seed=1000 * seed + turn, **params)
+        how = SamplingParams(max_tokens=12 - turn % 2, stop_ids=STOPS, seed=1000 * seed + turn, **params)
         completion = await session.sample(prompt, how)
         record.append((list(prompt), completion))
         if completion.finish == "length" and len(prompt) + len(completion.token_ids) >= engine.max_length - 8:

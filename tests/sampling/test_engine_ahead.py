@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.kits.engine import VOCABULARY, grouped_prompts, play, tiny, worst
 from TrainingFactory.sampling import NativeEngine, native
+from TrainingFactory.sampling.flights import Flight
+from TrainingFactory.sampling.picking import pick
 from TrainingFactory.sampling.planning import Plan
+from TrainingFactory.sampling.slots import Layer, SlotCache, StepContext
 from TrainingFactory.sampling.table import SlotTable
 from TrainingFactory.sampling.tiles import lay_out
 from TrainingFactory.types import SamplingParams, Weights
@@ -43,9 +47,69 @@ def test_what_is_launched_ahead_is_what_would_have_been_sampled(
     assert guesses or not ahead.stats.guessed  # whether guesses pay is a matter of time
 
 
-def test_turns_are_cancelled_and_sessions_closed_while_a_step_is_under_way() -> None:
+class PlainKernels:
+    """Does what the GPU's kernels do, token by token: each looks at the keys of its own slot up to its place."""
+
+    @staticmethod
+    def attend(q: torch.Tensor, layer: Layer, step: StepContext, scale: float) -> torch.Tensor:
+        assert step.positions is not None
+        slots = {row: row for row in range(step.tokens)}
+        if step.pieces is not None and step.pieces.members is not None and step.pieces.slots is not None:
+            tiles = step.pieces.members.unflatten(0, (step.pieces.count, -1)).tolist()
+            pairs = zip(step.pieces.slots.tolist(), tiles, strict=True)
+            slots |= {token: slot for slot, tile in pairs for token in tile if token >= 0}
+        out = torch.zeros_like(q)
+        for token, slot in slots.items():
+            seen = slice(0, int(step.positions[token]) + 1)
+            grouped = q[token].unflatten(0, (layer.keys.shape[2], -1))  # [Hkv, G, d]
+            weights = torch.einsum("hgd,nhd->hgn", grouped, layer.keys[slot, seen]) * scale
+            out[token] = torch.einsum("hgn,nhd->hgd", weights.softmax(-1), layer.values[slot, seen]).flatten(
+                0, 1
+            )
+        return out
+
+    choose = staticmethod(pick)
+
+
+def with_plain_kernels(model: Any, slots: int) -> NativeEngine:
+    engine = NativeEngine(model, slots=slots, max_length=256, guesses=0)
+    runner, planner = engine._runner, engine._planner
+    runner._kernels, runner.ahead, planner.tiled, planner.few_shapes = PlainKernels, True, True, True
+    runner.refresh = lambda: None  # which is for weights that the kernels read
+    return engine
+
+
+def test_two_tokens_of_a_launch_are_what_two_launches_would_have_sampled() -> None:
+    model, seconds, room = tiny(), 0, 0
+    expected = play(NativeEngine(model, slots=5, max_length=256, guesses=0), PROMPTS)
+    engine = with_plain_kernels(model, 5)
+    launch, reserve = engine._runner.launch, engine._runner.reserve
+
+    def counted(plan: Plan) -> Flight:
+        nonlocal seconds
+        flight = launch(plan)
+        seconds += len(flight.slots) - flight.first
+        assert room >= flight.places.max(initial=0)  # for the tokens before what is sampled
+        return flight
+
+    def noted(length: int) -> SlotCache:
+        nonlocal room
+        room = length
+        return reserve(length)
+
+    engine._runner.launch, engine._runner.reserve = counted, noted
+    played = play(engine, PROMPTS)
+    assert sampled(played) == sampled(expected)
+    assert {completion.finish for turns in played for _, completion in turns} == {"stop", "length"}
+    assert max(worst(model, turns) for turns in played) < 1e-4
+    assert 3 * seconds > engine.stats.sampled  # nearly every other token is the second of its launch
+    assert engine._flight is None and not engine._table.flying.any()
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_turns_are_cancelled_and_sessions_closed_while_a_step_is_under_way(kernels: bool) -> None:
     model = tiny()
-    engine = NativeEngine(model, slots=3, max_length=256)
+    engine = with_plain_kernels(model, 3) if kernels else NativeEngine(model, slots=3, max_length=256)
     engine._runner.ahead = True
     rng = random.Random(0)
 
