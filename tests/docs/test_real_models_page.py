@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 from tests.kits.docs import ROOT, Page
 from TrainingFactory.config import load_config
@@ -20,5 +22,20 @@ def test_commands_and_configs_exist() -> None:
     sft, grpo = (load_config(ROOT / f"configs/smollm2_gsm8k_{name}.yaml") for name in ("sft", "grpo"))
     assert sft.model.tools_format == "hermes" and sft.training.num_epochs == 3
     sft2, grpo2 = (load_config(ROOT / f"configs/smollm2_wordnet_{name}.yaml") for name in ("sft", "grpo"))
-    assert (sft2.data.count, sft2.training.num_epochs) == (1000, 2) and grpo2.training == grpo.training
+    assert (sft2.data.count, sft2.training.num_epochs) == (1200, 2)
+    assert grpo2.training.max_steps == 40 and grpo.training.max_steps == 80
+    assert grpo2.training == grpo.training.model_copy(update={"max_steps": 40})
     assert (grpo.training.batch_size, grpo.training.group_size, grpo.training.learning_rate) == (64, 16, 4e-5)
+
+
+def test_figures_are_those_of_the_results() -> None:
+    def told(side: dict[str, Any]) -> str:
+        return f"({side['success_low']:.3f} to {side['success_high']:.3f})"
+
+    for name in ("gsm8k-seed-1", "wordnet"):
+        found = json.loads((ROOT / f"docs/results/{name}.json").read_text(encoding="utf-8"))
+        for each in found["evaluations"]["test"].values():
+            row = next(line for line in PAGE.text.splitlines() if told(each["sft"]) in line)
+            assert told(each["grpo"]) in row
+            assert f"{each['better']} better, {each['worse']} worse" in row
+            assert f"+{each['difference']:.3f} (+{each['difference_low']:.3f}" in row
