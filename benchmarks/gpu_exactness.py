@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
 VOCABULARY, EPISODES, TURNS = 500, 24, 3
+LIMIT = 1e-4  # of what float32 may differ
 Sampled = tuple[list[int], Completion, float]  # prompt, what was sampled, at which temperature
 
 
@@ -127,7 +129,10 @@ def main() -> None:
         result[f"{name}, few rows"] = worst(engine, model, 7, episodes=3)
     for name, difference in result.items():
         print(f"{name:26} {difference:.1e}")
-    print("RESULT " + json.dumps({"worst": max(result.values()), "limit": 1e-4, "differences": result}))
+    wrong = [name for name, difference in result.items() if not difference < LIMIT]
+    print("RESULT " + json.dumps({"worst": max(result.values()), "limit": LIMIT, "differences": result}))
+    if wrong:
+        sys.exit(f"the engine's log-probs are off: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":
