@@ -42,7 +42,7 @@ def speed(data: Path, out: Path) -> dict[str, list[str]]:
         "engine": ["gpu_engine"],
         "update": update,
         "update-checkpointing": [*update, "--checkpointing"],
-        "run": [*run, "--profile", str(out / "profile.json")],
+        "run": run,
         "shapes": ["gpu_shapes", "--steps", "1", "--kinds", "full", "lora"],
     }
     return {name: ["-m", f"benchmarks.{words[0]}", *words[1:]] for name, words in asked.items()}
