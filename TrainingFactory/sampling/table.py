@@ -61,9 +61,6 @@ class Round:
     moved: dict[int, int] = field(default_factory=dict)  # slot that is to get a prefix: where that lies
     must_wait: set[bytes] = field(default_factory=set)  # prompts; equal ones must wait too
     full: bool = False  # no slot is left, and none can be taken from an idle session
-    seated: dict[bytes, int] = field(
-        default_factory=dict
-    )  # prompts that are copied nearly whole: a slot of theirs
 
 
 class SlotTable:
@@ -164,10 +161,12 @@ class SlotTable:
             self.stats.kept += stored
             self._start(request, own, stored, continues=True)
             return True
-        twin = this.seated.get(request.prompt.tobytes()) if own is None else None
-        if twin is not None:  # a search would find no more than its twin's did
-            self._copy(request, this, twin, int(self.stored[twin]), np.zeros(self.slots, np.int64))
-            return True
+        if own is None and not self.deterministic:
+            # Who began with this very prompt, and has it in the cache: a search would find no more.
+            alike = (self.mark == self.marks(request.prompt, np.arange(need + 1)).sum()) & (self.pure >= need)
+            if alike.any():
+                self._copy(request, this, int(alike.argmax()), need, np.where(alike, need, 0))
+                return True
         common = np.minimum(self.common(request.prompt), need)
         have = np.minimum(common, self.pure)
         if own is not None and (mine := min(int(common[own]), stored)) > have[own]:
@@ -180,9 +179,7 @@ class SlotTable:
         if int(coming.max()) >= best + WAIT_FOR:
             this.must_wait.add(request.prompt.tobytes())
             return False
-        slot = self._copy(request, this, source, best, have)
-        if not self.deterministic and best + WAIT_FOR > need and this.moved.get(slot) is not None:
-            this.seated[request.prompt.tobytes()] = slot
+        self._copy(request, this, source, best, have)
         return True
 
     def _copy(self, request: Request, this: Round, source: int, best: int, have: np.ndarray) -> int:
