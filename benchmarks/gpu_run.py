@@ -31,9 +31,11 @@ ASK = ["nvidia-smi", "--query-gpu=timestamp,utilization.gpu", "--format=csv,nohe
 
 
 def processor_seconds() -> dict[str, float]:
-    """Return what the threads of this process that are known by name have taken so far."""
-    clocks = {thread.name: time.pthread_getcpuclockid(thread.ident or 0) for thread in threading.enumerate()}
-    return {name: time.clock_gettime(clock) for name, clock in clocks.items()}
+    """Return what the threads of this process have taken so far, by name: those of a pool together."""
+    spent = Counter[str]()
+    for thread in threading.enumerate():
+        spent[thread.name] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
+    return dict(spent)
 
 
 class Phases(PlainLines):

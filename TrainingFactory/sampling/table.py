@@ -182,7 +182,7 @@ class SlotTable:
         self._copy(request, this, source, best, have)
         return True
 
-    def _copy(self, request: Request, this: Round, source: int, best: int, have: np.ndarray) -> int:
+    def _copy(self, request: Request, this: Round, source: int, best: int, have: np.ndarray) -> None:
         """Start the request in a slot that has its first `best` tokens, or is to get them from `source`."""
         seat = request.seat
         own, slot = seat.slot, self._slot_for(seat, have, best)
@@ -196,7 +196,6 @@ class SlotTable:
         self.seats[slot], self.free[slot], seat.slot = seat, False, slot
         self.pure[slot] = best
         self._start(request, slot, best)
-        return slot
 
     def _may_sit(self, seat: Seat, this: Round) -> bool:
         if self.deterministic:
