@@ -12,7 +12,7 @@ from TrainingFactory.sampling.table import SlotTable
 
 NONE = np.zeros(0, np.int64)
 CHUNK = 32  # deterministic mode: tokens of one prefill forward, at multiples of it
-PIECE = 512  # chunk tokens of a forward that also decodes, if the GPU's kernel runs it and few are waiting
+PIECES = (64, 512, 2048)  # chunk tokens of a forward for which there are graphs, if the GPU's kernel runs it
 GUESSED_TOKENS = 512  # dense tokens of a forward with guesses, at most
 
 
@@ -54,8 +54,9 @@ class Planner:
         if self.few_shapes and rows:
             rows = graph_rows(rows, table.slots)
         taken, counts, longest, budget = [], [], 0, self.prefill_tokens
-        if self.tiled and rows and (table.chunked[queue] - table.stored[queue]).sum() <= 3 * PIECE:
-            budget = min(budget, PIECE)
+        if self.tiled and rows:
+            waiting = (table.chunked[queue] - table.stored[queue]).sum()
+            budget = min(budget, next((size for size in PIECES[1:] if waiting <= 2 * size), budget))
         for slot in queue[table.used[queue].argsort(kind="stable")].tolist():
             count = min(int(table.chunked[slot] - table.stored[slot]), budget)
             size = sum(counts) + count if self.tiled else (len(taken) + 1) * max(longest, count)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from TrainingFactory.sampling.planning import PIECE, Plan
+from TrainingFactory.sampling.planning import PIECES, Plan
 from TrainingFactory.sampling.slots import StepContext, Tiles
 from TrainingFactory.sampling.table import SlotTable
 
-PIECES = (64, PIECE)  # chunk tokens of a forward for which there are graphs
 WORTH = 0.5  # of all keys that are read, how many groups must save
 SHORT = 64  # a shared beginning under so many tokens is not worth a group
 QUERIES = 64  # of a tile, whatever the sizes of groups: graphs are recorded for few shapes
@@ -51,7 +50,9 @@ def lay_out(plan: Plan, table: SlotTable, heads: int) -> Layout:
     if len(plan.slots):
         arrays = _pieces(plan, dense, tokens)
         layout.pieces = len(arrays[1])
-        fitting = [extra for extra in PIECES if layout.extra <= extra and layout.pieces <= extra // 8]
+        most = 2 * max(layout.extra, PIECES[1])  # in more than that too much would be unused
+        sizes = [size for size in PIECES if layout.extra <= size < most]
+        fitting = [size for size in sizes if layout.pieces <= size // 8]
         if fitting:
             layout.extra, layout.pieces = fitting[0], fitting[0] // 8
         layout.recorded = bool(fitting)

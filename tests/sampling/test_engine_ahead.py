@@ -14,7 +14,7 @@ from tests.kits.engine import VOCABULARY, grouped_prompts, play, tiny, worst
 from TrainingFactory.sampling import NativeEngine, native
 from TrainingFactory.sampling.flights import Flight
 from TrainingFactory.sampling.picking import pick
-from TrainingFactory.sampling.planning import Plan
+from TrainingFactory.sampling.planning import PIECES, Plan, Planner
 from TrainingFactory.sampling.slots import Layer, SlotCache, StepContext
 from TrainingFactory.sampling.table import SlotTable
 from TrainingFactory.sampling.tiles import lay_out
@@ -158,6 +158,20 @@ def test_rows_that_begin_alike_and_chunks_are_laid_out_in_tiles() -> None:
     assert begins.tolist() == [100] * 5 + [0] + [100] * 6 + [0] * 4
     table.mark[:] = np.arange(16)
     assert lay_out(plan, table, 3).groups == 0
-    assert not lay_out(
-        Plan(plan.dense, 16, True, slots=plan.slots, counts=np.array([600, 3])), table, 3
-    ).recorded
+    sizes = {400: 512, 600: 603, 1200: 2048, 3000: 3003}  # 603 would leave most of 2048 unused
+    for tokens, extra in sizes.items():
+        plan.counts = np.array([tokens, 3])
+        layout = lay_out(plan, table, 3)
+        assert (layout.extra, layout.recorded) == (extra, extra in PIECES)
+
+
+def test_chunks_of_a_step_that_decodes_fill_what_is_recorded() -> None:
+    table = SlotTable(128, 256)
+    planner = Planner(table, 8192, None, 0, few_shapes=True)
+    planner.tiled = True
+    table.running[:], table.stored[:], table.known[:], table.limit[:] = True, 100, 101, 200
+    for waiting, fed in ((10, 400), (25, 480), (26, 1040), (60, 2040), (102, 2040), (103, 4120)):
+        table.chunked[:] = 0
+        table.known[1 : 1 + waiting] = table.chunked[1 : 1 + waiting] = 140
+        assert planner.plan(guess=False).counts.sum() == fed
+        table.known[:] = 101
