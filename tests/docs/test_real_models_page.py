@@ -32,10 +32,18 @@ def test_figures_are_those_of_the_results() -> None:
     def told(side: dict[str, Any]) -> str:
         return f"({side['success_low']:.3f} to {side['success_high']:.3f})"
 
-    for name in ("gsm8k-seed-1", "wordnet"):
+    for name in ("gsm8k-seed-0", "gsm8k-seed-1", "gsm8k-seed-2", "wordnet"):
         found = json.loads((ROOT / f"docs/results/{name}.json").read_text(encoding="utf-8"))
         for each in found["evaluations"]["test"].values():
             row = next(line for line in PAGE.text.splitlines() if told(each["sft"]) in line)
             assert told(each["grpo"]) in row
             assert f"{each['better']} better, {each['worse']} worse" in row
             assert f"+{each['difference']:.3f} (+{each['difference_low']:.3f}" in row
+
+
+def test_measured_sizes_are_those_of_the_results() -> None:
+    found = json.loads((ROOT / "docs/results/shapes.json").read_text(encoding="utf-8"))
+    for row in found["rows"]:
+        kind = {"full": "all weights", "lora": "LoRA"}[row["kind"]]
+        told = f"{row['peak_gib']:.1f} | {row['sample_s']:.2f} | {row['update_s']:.2f}"
+        assert f"| {row['size']}, {kind} | {told} |" in PAGE.text
