@@ -51,7 +51,7 @@ SATELLITES = [
     "services/keywords.py", "services/trl.py", "services/model_registry.py", "services/sft_trainer.py",
     "services/rl_trainer.py", "services/reward_model.py", "services/async_executor.py", "services/process_reward.py",
 ]  # fmt: skip
-CORE_LINES = 17_390
+CORE_LINES = 17_420
 # Lines of Python in each folder. A change that raises one says why in its commit.
 BUDGET: dict[str, int] = {
     ".": 1650,
@@ -74,7 +74,7 @@ BUDGET: dict[str, int] = {
     "rewards/rules": 1850,
     "rewards/workers": 400,
     "rollout": 710,
-    "sampling": 2935,
+    "sampling": 2965,
     "services": 1450,
     "services/build": 3530,
     "services/demo": 420,

@@ -20,8 +20,9 @@ def add_lora(
     rslora: bool = False,
     seed: int = 0,
 ) -> PeftModel:
-    """Return the model, frozen, with a fresh adapter in float32 that starts as no change. `target_modules` is
-    all-linear (every linear layer but the head), or the endings of layer names."""
+    """Return the model, frozen, with a fresh adapter that starts as no change, in the precision that the model computes
+    with: one in float32 over bfloat16 would keep each layer's input twice. `target_modules` is all-linear (every linear
+    layer but the head), or the endings of layer names."""
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     config = LoraConfig(
         r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type=TaskType.CAUSAL_LM,
@@ -33,5 +34,5 @@ def add_lora(
     assert isinstance(adapted, PeftModel)
     for param in adapted.parameters():
         if param.requires_grad:
-            param.data = param.data.float()
+            param.data = param.data.to(model.dtype)
     return adapted

@@ -274,7 +274,7 @@ def _with_adapter(model: Any, adapter: str) -> Any:
         if not (folder / file).is_file():
             raise ValueError(f"model.adapter {adapter!r}: there is no {file} in that folder")
     try:
-        return PeftModel.from_pretrained(model, str(folder)).eval()
+        return PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False).eval()
     except (ValueError, RuntimeError, KeyError) as error:
         raise ValueError(f"model.adapter {adapter!r} does not fit the model: {_first_line(error)}") from error
 

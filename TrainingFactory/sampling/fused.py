@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
 from TrainingFactory.sampling import kernels
@@ -16,7 +17,7 @@ MODELS = {"llama", "mistral", "qwen2", "qwen3"}
 
 
 class FusedLayer(nn.Module):
-    """Does what a decoder layer does in nine kernels. Projections that are not plain, LoRA's, are called."""
+    """Does what a decoder layer does in nine kernels, and eleven more with LoRA. Other projections are called."""
 
     plain: Any  # the class whose place it takes
 
@@ -33,21 +34,50 @@ class FusedLayer(nn.Module):
         norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         kernels.rotate(q, k, v, kwargs["position_embeddings"], layer, step.where, norms)
         mixed = step.attend(q.unflatten(1, (-1, layer.keys.shape[3])), layer, step, attention.scaling)
-        normed, states = kernels.norm(
-            attention.o_proj(mixed.flatten(1)), self.post_attention_layernorm, states
-        )
-        inner, down = kernels.gate(*_products(normed, mlp.gate_proj, mlp.up_proj)), mlp.down_proj
-        if type(down) is nn.Linear and down.bias is None:
-            return states.addmm_(inner, down.weight.t())[None]
-        return (states + down(inner))[None]
+        (mixed,) = _products(mixed.flatten(1), attention.o_proj)
+        normed, states = kernels.norm(mixed, self.post_attention_layernorm, states)
+        inner = kernels.gate(*_products(normed, mlp.gate_proj, mlp.up_proj))
+        _products(inner, mlp.down_proj, onto=states)
+        return states[None]
 
 
-def _products(states: torch.Tensor, *layers: Any) -> Sequence[torch.Tensor]:
-    """Return what the layers make of the states [N, E]: in one product, where they are plain."""
-    weight = join(layers)
+class Projection(NamedTuple):
+    """Holds a layer and, where it is LoRA's, what is added to what it makes: the factors down and up, and a number."""
+
+    layer: Any
+    added: tuple[Any, Any, float] | None = None
+
+
+def _opened(layer: Any) -> Projection:
+    """Return what is in a layer of LoRA, if that is all that it does."""
+    if type(layer) is not LoraLinear or layer.disable_adapters or layer.merged:
+        return Projection(layer)
+    name = layer.active_adapters[0]
+    if len(layer.active_adapters) > 1 or name not in layer.lora_A or name in layer.lora_variant:
+        return Projection(layer)
+    down, up = layer.lora_A[name], layer.lora_B[name]
+    if up.bias is not None or up.weight.dtype != layer.base_layer.weight.dtype:
+        return Projection(layer)
+    return Projection(layer.base_layer, (down, up, layer.scaling[name]))
+
+
+def _products(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
+    """Return what the layers make of the states [N, E], in one product where they are plain, and one more for adapters
+    on them. What a single layer makes can be added `onto` a tensor."""
+    opened = [_opened(layer) for layer in layers]
+    downs = [each.added[0] for each in opened if each.added is not None]
+    weight, narrow = join([each.layer for each in opened]), join(downs) if downs else None
     if weight is None:
-        return [layer(states) for layer in layers]
-    return torch.mm(states, weight.t()).split([layer.out_features for layer in layers], 1)
+        made = [layer(states) for layer in layers]
+        return made if onto is None else [onto.add_(made[0])]
+    whole = torch.mm(states, weight.t()) if onto is None else onto.addmm_(states, weight.t())
+    made = whole.split([each.layer.out_features for each in opened], 1)
+    if narrow is not None:
+        low = iter(torch.mm(states, narrow.t()).split([down.out_features for down in downs], 1))
+        for part, (_, added) in zip(made, opened, strict=True):
+            if added is not None:
+                part.addmm_(next(low), added[1].weight.t(), alpha=added[2])
+    return made
 
 
 class WideHead(nn.Linear):

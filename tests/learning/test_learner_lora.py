@@ -55,6 +55,7 @@ def test_a_base_in_bfloat16_is_bit_identical_after_updates() -> None:
     base: Any = tiny().to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
     before = weights_of(base)
     model = add_lora(base, r=4, alpha=8)
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}  # no layer casts what goes in
     learner = Learner(model, OptimizerOptions(learning_rate=1e-2))
     assert learner.sharing and all("lora_" in name for name in learner._weights.names)
     assert {master.dtype for master in learner._weights.masters} == {torch.float32}

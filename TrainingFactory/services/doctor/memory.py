@@ -13,8 +13,6 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services.doctor.diagnosis import Diagnosis
 
 OPTIMIZER = {"adamw": 8, "adamw_8bit": 2, "muon": 8}  # bytes of state for each trained weight, at most
-# Values that a layer keeps for the backward pass, in widths of the model: attention by parts, an MLP of four widths.
-KEPT = 17
 
 
 class Held(NamedTuple):
@@ -86,16 +84,26 @@ def learner_bytes(
 
 
 def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int) -> int:
-    """Return the bytes that a pack of tokens leaves for the backward pass; `shape` is the text config."""
-    layers = shape.num_hidden_layers * (1 if checkpointing else KEPT)
-    return tokens * shape.hidden_size * size * (layers + KEPT * checkpointing)
+    """Return the bytes that a pack of tokens leaves for the backward pass; `shape` is the text config. A layer keeps
+    what comes in, what it adds, both norms, queries, keys and values before and after they are rotated, the mix of
+    values, and three times the width of its MLP."""
+    wide = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size  # foreign object
+    queries, keys = attention_widths(shape)
+    layer = 4 * shape.hidden_size + 3 * (queries + keys) + 3 * wide
+    each = shape.hidden_size if checkpointing else layer
+    return tokens * size * (shape.num_hidden_layers * each + layer * checkpointing)
 
 
 def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:
     """Return the bytes of the native engine's keys and values when all slots are full; `shape` is the text config."""
+    return 2 * shape.num_hidden_layers * attention_widths(shape)[1] * size * (slots + 1) * max_length
+
+
+def attention_widths(shape: Any) -> tuple[int, int]:
+    """Return the widths of a token's queries and of its keys."""
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads  # foreign object
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    return 2 * shape.num_hidden_layers * heads * width * size * (slots + 1) * max_length
+    return shape.num_attention_heads * width, heads * width
 
 
 def free_bytes(device: torch.device) -> int:

@@ -54,7 +54,7 @@ class Shape(NamedTuple):
         if not config.lora.enabled:
             return Held(self.params, stored, self.params, 0, 2)
         own = self.adapter(config.lora.r)
-        return Held(self.params + own, stored + 4 * own, own, own, 2)
+        return Held(self.params + own, stored + 2 * own, own, 0, 2)
 
     def forward(self, tokens: float, context: float) -> float:
         """Return the operations of the layers for tokens that look back on so many in the mean."""
