@@ -1,10 +1,10 @@
 """All that docs/REAL_MODELS.md tells of a GPU, by one command: `python -m benchmarks.real_models --data FOLDER`.
 
-First what needs the device for itself (figures of speed), then the runs, several at once: three seeds of GSM8K with the
-test set, WordNet, and one run of GRPO for each factor that is changed, from the SFT of one of the seeds. Each writes
-OUT/NAME.log; what has ended well is not done again, so that the same command goes on after a break. `--list` shows the
-commands, `--only NAME ...` takes some, in that order. FOLDER has gsm8k/train.jsonl, gsm8k/test.jsonl, wordnet/data.noun
-and wordnet/index.noun.
+First what needs the device for itself (figures of speed, vLLM's too where it is installed), then the runs, several at
+once: three seeds of GSM8K with the test set, WordNet, GSM8K without the calculator, and one run of GRPO for each factor
+that is changed, from the SFT of one of the seeds. Each writes OUT/NAME.log; what has ended well is not done again, so
+that the same command goes on after a break. `--list` shows the commands, `--only NAME ...` takes some, in that order.
+FOLDER has gsm8k/train.jsonl, gsm8k/test.jsonl, wordnet/data.noun and wordnet/index.noun.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 from TrainingFactory.services.recipes.recipe import SMALL
@@ -45,6 +46,8 @@ def speed(data: Path, out: Path) -> dict[str, list[str]]:
         "run": run,
         "shapes": ["gpu_shapes", "--steps", "1", "--kinds", "full", "lora"],
     }
+    if find_spec("vllm") is not None:  # beside ours, on the same shapes
+        asked |= {"vllm-qwen": ["vllm_alone"], "vllm-llama": ["vllm_alone", "--model", "llama"]}
     return {name: ["-m", f"benchmarks.{words[0]}", *words[1:]] for name, words in asked.items()}
 
 
@@ -59,6 +62,8 @@ def runs(data: Path, out: Path, first: Path, small: bool = False) -> dict[str, l
     }  # fmt: skip
     wordnet = ["--data", str(data / "wordnet"), "--out", str(out / "wordnet"), *ending]
     found["wordnet"] = [*tfactory, "recipe", "wordnet", *wordnet]
+    found["plain"] = [*tfactory, "recipe", "gsm8k", "--plain", "--data", str(data / "gsm8k"), "--out",
+                      str(out / "plain"), "--grpo", "training.max_steps=40", *ending[1:]]  # fmt: skip
     common = ["model.name=sft", f"logging.output_dir={first}", f"data.tasks={first / 'data' / 'tasks.jsonl'}"]
     common += [f"data.heldout={first / 'data' / 'dev.jsonl'}", "training.max_steps=40"]
     common += [f"{key}={value}" for key, value in SMALL["grpo"].items()] if small else []

@@ -50,7 +50,7 @@ def compare(
     Args:
         given: Models, runs, checkpoints, and recorded evaluations: an id, or a file of records, of which the last is
             taken; and options of the config for all, as key=value.
-        env: The environment; that of the first run that is named if none is.
+        env: The environment; else that of the first run that is named and has one.
         suite: A YAML file with several environments or files of tasks, or builtin or quick.
         episodes: Episodes per task.
         show_tasks: How many flipped tasks of each direction to print with both episodes.

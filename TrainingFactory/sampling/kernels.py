@@ -18,8 +18,8 @@ from TrainingFactory.sampling.slots import Layer, StepContext, Tiles
 LOG2E = 1.4426950408889634
 CHUNK = 2048  # tokens of the vocabulary that one program sums
 PROGRAMS = 264  # two for each of a large device's multiprocessors
-# Small arrays of a step are parts of one transfer and begin anywhere: without `do_not_specialize_on_alignment` kernels
-# would be compiled again, a second each time, whenever another of them begins at an odd place.
+# Small arrays are parts of one transfer or of one tensor and begin anywhere: without `do_not_specialize_on_alignment`
+# kernels would be compiled again, half a second each, where one begins at an odd place.
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def _merge(
     tl.store(out + row[:, None] * D + d[None, :], mix.to(out.dtype.element_ty), inside[:, None])
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature"])
+@triton.jit(do_not_specialize_on_alignment=["temperature", "masses"])
 def _mass(logits, temperature, tops, masses, V, SCALED: tl.constexpr, CHUNK: tl.constexpr):
     row, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -175,7 +175,7 @@ def _mass(logits, temperature, tops, masses, V, SCALED: tl.constexpr, CHUNK: tl.
     tl.store(masses + row * chunks + chunk, tl.sum(tl.exp(x - safe)))
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature", "uniform"])
+@triton.jit(do_not_specialize_on_alignment=["temperature", "uniform", "masses"])
 def _choose(
     logits, temperature, uniform, tops, masses, out, V, chunks,
     SCALED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,

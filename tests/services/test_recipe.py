@@ -13,6 +13,7 @@ from tests.kits.cli import Run
 from tests.kits.run import Quiet
 from tests.models.test_tools_format import bare
 from TrainingFactory.services.build.model_names import as_started_from, find_model
+from TrainingFactory.services.evaluation.comparison import sides
 from TrainingFactory.services.recipes.recipe import TAKEN, Recipe
 from TrainingFactory.services.runs.folder import RunFolder
 
@@ -89,6 +90,10 @@ def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run) -> None:
     ended = RunFolder(Path("made/sft")).checkpoints()[-1].resolve()
     assert Path(as_started_from(run).model.name).resolve() == ended and ended.name == "step-000004"
     assert find_model(TAKEN["sft"], "made").folder == RunFolder(Path("made/sft")).checkpoints()[-1]
+    # What is compared by name, in any order, is asked what the run that has tasks was asked.
+    for names in (["sft", "grpo@best"], ["grpo@best", "sft"]):
+        both, _ = sides(names, runs="made", again=True)
+        assert {wanted.total for side in both for wanted in side.wanted if wanted is not None} == {4}
     # Nothing is played twice, and the test stays among the figures.
     status, out, err = tfactory("recipe", "gsm8k", *options, "--json")
     assert json.loads(out)["evaluations"] == found["evaluations"] and " on test at" not in err

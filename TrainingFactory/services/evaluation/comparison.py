@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.services.build.model_names import find_model
@@ -121,7 +123,7 @@ def sides(
     again: bool = False,
 ) -> tuple[list[Side], list[float]]:
     """Return what is compared, checked, with the records there are, and the weights of the entries. Without a suite the
-    tasks are those of the environment, or of the first run that is named."""
+    tasks are those of the environment, or of the first run that is named, of those that have one if any has."""
     recorded = {name: found for name in names if (found := _recorded(name, runs, say)) is not None}
     if recorded and suite is not None:
         raise ValueError(f"{next(iter(recorded))} is one evaluation, and a suite has several: name its model")
@@ -136,8 +138,9 @@ def sides(
                 side.add(each, again)
         return made, weights
     if models:
-        first = next((name for name in models if find_model(name, runs).maker), models[0])
-        lead = ask(first, overrides, env, say, runs)
+        makers = {name: maker for name in models if (maker := find_model(name, runs).maker) is not None}
+        played = [name for name, maker in makers.items() if _plays(maker.config)]
+        lead = ask([*played, *makers, *models][0], overrides, env, say, runs)
     for side in made:
         if side.name in recorded:
             side.found.append(recorded[side.name])
@@ -147,6 +150,10 @@ def sides(
             asked = ask_model(side.name, overrides, runs).under(lead.config)
             side.add(RecordedEvaluation(asked, say=say), again)
     return made, weights
+
+
+def _plays(config: TrainingConfig) -> bool:
+    return config.environment.environment_id is not None or KINDS[config.training.algorithm].samples
 
 
 def compare(first: Side, second: Side, weights: Sequence[float] = (1.0,)) -> Comparison:
