@@ -133,7 +133,7 @@ def test_memory_is_what_the_parts_take(tiny: Any) -> None:
     asked = estimate(config, tiny.model, frozenset({"reference"}), 512)
     for part in ("weights", "gradients", "reference model"):
         assert asked[part] == 4 * count
-    assert asked["optimizer"] == 8 * count
+    assert asked["optimizer"] == 8 * count and asked["float32 copies"] == 0  # they are float32 themselves
     heads = shape.num_key_value_heads * shape.head_dim
     assert asked["cache"] == 4 * 512 * 4 * 2 * shape.num_hidden_layers * heads
     wide = shape.num_attention_heads * shape.head_dim + shape.intermediate_size
@@ -153,7 +153,8 @@ def test_memory_of_a_model_that_is_not_there(tfactory: Run) -> None:
 
     whole = told("--model-size", "8B", "--gpu", "h100")
     assert whole["status"] == 1 and whole["findings"][0]["name"] == "memory"
-    assert "weights 15.3 GiB" in whole["facts"]["memory"] and "8,190,427,136" in whole["facts"]["model"]
+    assert "weights 15.3 GiB, float32 copies 30.5 GiB, gradients 30.5 GiB" in whole["facts"]["memory"]
+    assert "8,190,427,136" in whole["facts"]["model"]
     assert told("--model-size", "8B", "lora.enabled=true")["status"] == 0
     small = told("--model-size", "0.6B", "training.gradient_checkpointing=true")
     assert small["status"] == 0 and "activations 1.6 GiB" in small["facts"]["memory"]

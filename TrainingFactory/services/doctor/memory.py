@@ -67,10 +67,10 @@ def learner_bytes(
     layer = (held.weights - ends * (1 if tied else 2)) / shape.num_hidden_layers
     gathered = 0.0 if learners == 1 else held.size * (2 * layer + ends)
     kept = held.stored if learners == 1 else held.stored * (1 - held.trained / held.weights)
-    copies = 4 * (held.trained - (held.exact if learners == 1 else 0)) / learners
     found = {
         "weights": kept / learners + gathered,
-        "gradients": copies + 4 * held.trained / learners,
+        "float32 copies": 4 * (held.trained - (held.exact if learners == 1 else 0)) / learners,
+        "gradients": 4 * held.trained / learners,
         "optimizer": OPTIMIZER[config.training.optimizer] * held.trained / learners,
     }
     learned = sum(found.values()) - gathered
@@ -123,7 +123,7 @@ def check_memory(found: Diagnosis, needed: dict[str, float], device: torch.devic
 
 def compare_memory(found: Diagnosis, needed: dict[str, float], there: float, device: str) -> None:
     total = sum(needed.values())
-    parts = ", ".join(f"{name} {amount(count)}" for name, count in needed.items())
+    parts = ", ".join(f"{name} {amount(count)}" for name, count in needed.items() if count)
     found.facts["memory"] = f"about {amount(total)} of {amount(there)} on {device}: {parts}"
     if total > 0.9 * there:
         largest = max(needed, key=lambda name: needed[name])
