@@ -23,7 +23,7 @@ from TrainingFactory.services.doctor.checks import (
 )
 from TrainingFactory.services.doctor.diagnosis import REMEDIES, Diagnosis
 from TrainingFactory.services.doctor.examination import examine
-from TrainingFactory.services.doctor.memory import check_memory, estimate, needed
+from TrainingFactory.services.doctor.memory import check_memory, estimate, needed, remedy
 from TrainingFactory.services.plan.shapes import find_shape
 from TrainingFactory.services.runs.tracking import PlainLines
 from TrainingFactory.services.training.source import StepGroups
@@ -140,10 +140,11 @@ def test_memory_is_what_the_parts_take(tiny: Any) -> None:
     kept = 4 * shape.hidden_size + 3 * heads + 3 * wide  # for each token of a layer
     assert asked["activations"] == 128 * 4 * kept * shape.num_hidden_layers
     found = Diagnosis()
-    check_memory(found, asked, torch.device("cpu"))
+    check_memory(found, config, asked, torch.device("cpu"))
     assert not found.findings
-    check_memory(found, {"weights": 1e18, "cache": 1.0}, torch.device("cpu"))
-    assert names(found) == {"memory": "error"} and "most of it is for weights" in found.findings[0].sentence
+    check_memory(found, config, {"weights": 1e18, "cache": 1.0}, torch.device("cpu"))
+    assert names(found) == {"memory": "error"} and "largest part: weights" in found.findings[0].sentence
+    assert found.findings[0].remedy == REMEDIES["memory"]  # weights of which all are trained stay as they are
 
 
 def test_memory_of_a_model_that_is_not_there(tfactory: Run) -> None:
@@ -155,11 +156,31 @@ def test_memory_of_a_model_that_is_not_there(tfactory: Run) -> None:
     assert whole["status"] == 1 and whole["findings"][0]["name"] == "memory"
     assert "weights 15.3 GiB, float32 copies 30.5 GiB, gradients 30.5 GiB" in whole["facts"]["memory"]
     assert "8,190,427,136" in whole["facts"]["model"]
-    assert told("--model-size", "8B", "lora.enabled=true")["status"] == 0
+    assert "of 79.2 GiB on one H100: " in whole["facts"]["memory"]
+    assert "GiB, where one H100 has 79.2 GiB; largest part: " in whole["findings"][0]["sentence"]
+    adapted = told("--model-size", "8B", "lora.enabled=true")
+    assert adapted["status"] == 0 and "of 139.8 GiB on one H200: " in adapted["facts"]["memory"]
     small = told("--model-size", "0.6B", "training.gradient_checkpointing=true")
     assert small["status"] == 0 and "activations 1.6 GiB" in small["facts"]["memory"]
     status, _, err = tfactory("doctor", "builtin:tiny", "--gpu", "abacus")
     assert status == 2 and "there are h200, h100, a100" in err
+
+
+def test_the_remedy_is_for_the_largest_parts_and_leaves_out_what_is_set() -> None:
+    def told(parts: dict[str, float], device: str = "cuda:0", **sections: dict[str, Any]) -> str:
+        return remedy(TrainingConfig(**sections), parts, device).removeprefix("What cuts most, first: ")
+
+    activations = {"weights": 15.0, "optimizer": 0.3, "activations": 75.0, "cache": 36.0}
+    pack, cache = "a smaller training.token_budget", "fewer sampling.slots, a shorter model.max_length"
+    assert told(activations) == f"training.gradient_checkpointing=true, {pack}, {cache}."
+    checkpointed = {"training": {"gradient_checkpointing": True}}
+    assert told(activations, **checkpointed) == f"{pack}, {cache}."
+    adapter = {"lora": {"enabled": True}}
+    assert told(activations, **checkpointed, **adapter) == f"{pack}, {cache}, model.quantization=4bit."
+    whole = {"weights": 2.0, "float32 copies": 4.0, "gradients": 4.0, "optimizer": 8.0}
+    assert told(whole) == "training.optimizer=adamw_8bit, lora.enabled=true."
+    assert told(whole, training={"optimizer": "adamw_8bit"}) == "lora.enabled=true."
+    assert told(whole, "cpu") == told(whole, compute={"learners": 2}) == "lora.enabled=true."
 
 
 ENVIRONMENT = """

@@ -22,7 +22,7 @@ from TrainingFactory.services.build.trackers import check_trackers
 from TrainingFactory.services.build.training import Training, make_loop, make_order, steps_in
 from TrainingFactory.services.doctor import checks
 from TrainingFactory.services.doctor.diagnosis import Diagnosis
-from TrainingFactory.services.doctor.memory import check_memory, compare_memory, estimate, needed
+from TrainingFactory.services.doctor.memory import CUTS, check_memory, compare_memory, estimate, needed, remedy
 from TrainingFactory.services.doctor.table import Table
 from TrainingFactory.services.plan.shapes import DATA, find_shape
 from TrainingFactory.services.runs.folder import RunFolder
@@ -59,7 +59,7 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
     except RuntimeError as error:
         if "out of memory" not in str(error):
             raise
-        found.add("memory", str(error).partition("\n")[0])
+        found.add("memory", str(error).partition("\n")[0], remedy=remedy(config, dict.fromkeys(CUTS, 1.0)))
     return found
 
 
@@ -72,8 +72,8 @@ def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
     length = config.model.max_length or build_sampler.DEFAULT_MAX_LENGTH
     parts = needed(config, shape, shape.held(config), make_algorithm(config).needs, length)
     found.facts["model"] = f"{shape.name}: {shape.params:,} weights; nothing was loaded"
-    there = DATA["gpus"][gpu]["gpu_memory_gb"][0] - DATA["figures"]["reserve_gb"][0]
-    compare_memory(found, parts, 1e9 * there, f"one {gpu}, less what CUDA takes")
+    there = 1e9 * DATA["gpus"][gpu]["gpu_memory_gb"][0]
+    compare_memory(found, config, parts, there, f"one {gpu.upper()}")
     return found
 
 
@@ -90,7 +90,7 @@ def _look_at_model(
     checks.check_tools(found, chat, [checks.PROBE])
     limit = build_sampler.max_length(config, loaded)
     parts = estimate(config, loaded.model, make_algorithm(config).needs, limit)
-    check_memory(found, parts, next(loaded.model.parameters()).device)
+    check_memory(found, config, parts, next(loaded.model.parameters()).device)
 
 
 class DryRun(Training):

@@ -7,12 +7,26 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
+import yaml
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services.doctor.diagnosis import Diagnosis
 
 OPTIMIZER = {"adamw": 8, "adamw_8bit": 2, "muon": 8}  # bytes of state for each trained weight, at most
+# part -> what makes it smaller, what changes least first
+CUTS = {
+    "activations": ["training.gradient_checkpointing=true", "a smaller training.token_budget"],
+    "optimizer": ["training.optimizer=adamw_8bit", "lora.enabled=true"],
+    "float32 copies": ["lora.enabled=true"],
+    "gradients": ["lora.enabled=true"],
+    "reference model": ["lora.enabled=true"],
+    "critic": ["lora.enabled=true"],
+    "the sampler's weights": ["lora.enabled=true"],
+    "weights": ["model.quantization=4bit"],
+    "cache": ["fewer sampling.slots", "a shorter model.max_length"],
+}
+SMALL = 0.05  # of all: a part that is not worth a remedy
 
 
 class Held(NamedTuple):
@@ -114,14 +128,18 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
-def check_memory(found: Diagnosis, needed: dict[str, float], device: torch.device) -> None:
+def check_memory(
+    found: Diagnosis, config: TrainingConfig, needed: dict[str, float], device: torch.device
+) -> None:
     """Say how much it is and whether it fits."""
     on_gpu = device.type == "cuda"
     there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
-    compare_memory(found, needed, there, str(device))
+    compare_memory(found, config, needed, there, str(device))
 
 
-def compare_memory(found: Diagnosis, needed: dict[str, float], there: float, device: str) -> None:
+def compare_memory(
+    found: Diagnosis, config: TrainingConfig, needed: dict[str, float], there: float, device: str
+) -> None:
     total = sum(needed.values())
     parts = ", ".join(f"{name} {amount(count)}" for name, count in needed.items() if count)
     found.facts["memory"] = f"about {amount(total)} of {amount(there)} on {device}: {parts}"
@@ -129,9 +147,26 @@ def compare_memory(found: Diagnosis, needed: dict[str, float], there: float, dev
         largest = max(needed, key=lambda name: needed[name])
         found.add(
             "memory",
-            f"training takes about {amount(total)}, and {device} has {amount(there)}; most of it is for {largest}",
-            severity="error" if total > there else "warning",
+            f"training takes about {amount(total)}, where {device} has {amount(there)}; largest part: {largest}",
+            "error" if total > there else "warning",
+            remedy(config, needed, device),
         )
+
+
+def remedy(config: TrainingConfig, needed: dict[str, float], device: str = "cuda") -> str:
+    """Return what to set, for the largest part first, without what is set already or cannot be."""
+    alone, adapted = not config.compute.learners, config.lora.enabled or config.model.adapter is not None
+    can = {"training.optimizer": alone and device != "cpu", "model.quantization": alone and adapted}
+    can["lora.enabled"] = not adapted
+    told = list[str]()
+    for part in sorted(needed, key=lambda name: -needed[name]):
+        for each in CUTS[part] if needed[part] > SMALL * sum(needed.values()) else []:
+            key, _, value = each.partition("=")
+            section, _, name = key.partition(".")
+            there = value and getattr(getattr(config, section), name) == yaml.safe_load(value)
+            if each not in told and not there and can.get(key, True):
+                told.append(each)
+    return f"What cuts most, first: {', '.join(told)}." if told else ""
 
 
 def amount(count: float) -> str:
