@@ -24,6 +24,7 @@ from TrainingFactory.services.doctor.checks import (
 from TrainingFactory.services.doctor.diagnosis import REMEDIES, Diagnosis
 from TrainingFactory.services.doctor.examination import examine
 from TrainingFactory.services.doctor.memory import check_memory, estimate, needed, remedy
+from TrainingFactory.services.plan.planning import Planner
 from TrainingFactory.services.plan.shapes import find_shape
 from TrainingFactory.services.runs.tracking import PlainLines
 from TrainingFactory.services.training.source import StepGroups
@@ -160,6 +161,10 @@ def test_memory_of_a_model_that_is_not_there(tfactory: Run) -> None:
     assert "GiB, where one H100 has 79.2 GiB; largest part: " in whole["findings"][0]["sentence"]
     adapted = told("--model-size", "8B", "lora.enabled=true")
     assert adapted["status"] == 0 and "of 139.8 GiB on one H200: " in adapted["facts"]["memory"]
+    assert "time" not in whole["facts"]  # it does not fit
+    tiny = TrainingConfig(model={"max_length": 1024}, lora={"enabled": True})
+    planned = Planner(tiny, 1, size="8B").plan()["step_seconds"]
+    assert adapted["facts"]["time"].startswith(f"about {planned:.3g} s a step")
     small = told("--model-size", "0.6B", "training.gradient_checkpointing=true")
     assert small["status"] == 0 and "activations 1.6 GiB" in small["facts"]["memory"]
     status, _, err = tfactory("doctor", "builtin:tiny", "--gpu", "abacus")
@@ -173,10 +178,10 @@ def test_the_remedy_is_for_the_largest_parts_and_leaves_out_what_is_set() -> Non
     activations = {"weights": 15.0, "optimizer": 0.3, "activations": 75.0, "cache": 36.0}
     pack, cache = "a smaller training.token_budget", "fewer sampling.slots, a shorter model.max_length"
     assert told(activations) == f"training.gradient_checkpointing=true, {pack}, {cache}."
-    checkpointed = {"training": {"gradient_checkpointing": True}}
-    assert told(activations, **checkpointed) == f"{pack}, {cache}."
-    adapter = {"lora": {"enabled": True}}
-    assert told(activations, **checkpointed, **adapter) == f"{pack}, {cache}, model.quantization=4bit."
+    saving = {"gradient_checkpointing": True}
+    assert told(activations, training=saving) == f"{pack}, {cache}."
+    adapted = told(activations, training=saving, lora={"enabled": True})
+    assert adapted == f"{pack}, {cache}, model.quantization=4bit."
     whole = {"weights": 2.0, "float32 copies": 4.0, "gradients": 4.0, "optimizer": 8.0}
     assert told(whole) == "training.optimizer=adamw_8bit, lora.enabled=true."
     assert told(whole, training={"optimizer": "adamw_8bit"}) == "lora.enabled=true."

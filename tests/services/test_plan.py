@@ -313,9 +313,13 @@ def test_the_command_prints_figures_with_sources_and_json(
         (
             {"gpus": 2, "size": "70B"},
             [
-                "--gpus 2 does not go with Llama-3.1-70B",
+                "--gpus 2 does not go with Llama-3.1-70B: the learner fits on no number of GPUs of 150.1 GB",
                 "training.gradient_checkpointing=true the learner takes 11",
             ],
+        ),
+        (
+            {"gpus": 1, "size": "8B"},
+            ["the learner takes 3 or more GPUs of 150.1 GB, a sampler takes 1, and one must hold both"],
         ),
         ({"gpus": 8, "size": "5B"}, ["--model-size 5B", "4B, 7B, 8B"]),
         ({"gpus": 8, "size": "4B", "gpu": "v100"}, ["--gpu v100", "h200, h100, a100"]),

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-import yaml
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
@@ -18,13 +17,9 @@ OPTIMIZER = {"adamw": 8, "adamw_8bit": 2, "muon": 8}  # bytes of state for each 
 CUTS = {
     "activations": ["training.gradient_checkpointing=true", "a smaller training.token_budget"],
     "optimizer": ["training.optimizer=adamw_8bit", "lora.enabled=true"],
-    "float32 copies": ["lora.enabled=true"],
-    "gradients": ["lora.enabled=true"],
-    "reference model": ["lora.enabled=true"],
-    "critic": ["lora.enabled=true"],
-    "the sampler's weights": ["lora.enabled=true"],
     "weights": ["model.quantization=4bit"],
     "cache": ["fewer sampling.slots", "a shorter model.max_length"],
+    "all": ["lora.enabled=true"],  # others: something for every weight that is trained
 }
 SMALL = 0.05  # of all: a part that is not worth a remedy
 
@@ -153,20 +148,22 @@ def compare_memory(
         )
 
 
-def remedy(config: TrainingConfig, needed: dict[str, float], device: str = "cuda") -> str:
-    """Return what to set, for the largest part first, without what is set already or cannot be."""
-    alone, adapted = not config.compute.learners, config.lora.enabled or config.model.adapter is not None
-    can = {"training.optimizer": alone and device != "cpu", "model.quantization": alone and adapted}
-    can["lora.enabled"] = not adapted
-    told = list[str]()
-    for part in sorted(needed, key=lambda name: -needed[name]):
-        for each in CUTS[part] if needed[part] > SMALL * sum(needed.values()) else []:
-            key, _, value = each.partition("=")
-            section, _, name = key.partition(".")
-            there = value and getattr(getattr(config, section), name) == yaml.safe_load(value)
-            if each not in told and not there and can.get(key, True):
-                told.append(each)
-    return f"What cuts most, first: {', '.join(told)}." if told else ""
+def remedy(config: TrainingConfig, needed: dict[str, float] | None = None, device: str = "cuda") -> str:
+    """Return what to set, for the largest part first, without what is set already or cannot be; for every part where
+    it is not known how large they are."""
+    needed = needed or dict.fromkeys(CUTS, 1.0)
+    training, alone = config.training, not config.compute.learners
+    adapted = config.lora.enabled or config.model.adapter is not None
+    helps = {
+        "training.gradient_checkpointing=true": not training.gradient_checkpointing,
+        "training.optimizer=adamw_8bit": training.optimizer != "adamw_8bit" and alone and device != "cpu",
+        "lora.enabled=true": not adapted,
+        "model.quantization=4bit": config.model.quantization != "4bit" and alone and adapted,
+    }
+    large = [part for part in needed if needed[part] > SMALL * sum(needed.values())]
+    parts = sorted(large, key=lambda part: -needed[part])
+    told = [each for part in parts for each in CUTS.get(part, CUTS["all"]) if helps.get(each, True)]
+    return f"What cuts most, first: {', '.join(dict.fromkeys(told))}." if told else ""
 
 
 def amount(count: float) -> str:
