@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu_shapes import estimated, table
 from tests.kits.cli import Run
 from tests.kits.docs import ROOT
 from TrainingFactory.config import TrainingConfig
@@ -23,7 +24,7 @@ from TrainingFactory.services.doctor.checks import (
 )
 from TrainingFactory.services.doctor.diagnosis import REMEDIES, Diagnosis
 from TrainingFactory.services.doctor.examination import examine
-from TrainingFactory.services.doctor.memory import check_memory, estimate, needed, remedy
+from TrainingFactory.services.doctor.memory import check_memory, estimate, remedy
 from TrainingFactory.services.plan.planning import Planner
 from TrainingFactory.services.plan.shapes import find_shape
 from TrainingFactory.services.runs.tracking import PlainLines
@@ -275,10 +276,22 @@ def test_the_estimate_is_near_what_a_gpu_was_measured_to_take() -> None:
     measured = [row for row in rows if row["kind"] == "full"]
     assert len(measured) > 1
     for row in measured:
-        shape = find_shape("", row["size"])
-        config = TrainingConfig(
-            training={"batch_size": 16, "group_size": 8, "token_budget": 16_384},
-            sampling={"slots": 128},
+        assert estimated(row["size"], "full", "cuda")["estimated_gib"] == pytest.approx(
+            row["peak_gib"], rel=0.05
         )
-        found = sum(needed(config, shape, shape.held(config), frozenset(), 1024).values()) / 2**30
-        assert found == pytest.approx(row["peak_gib"], rel=0.05)
+
+
+def test_the_benchmark_prints_estimates_beside_peaks_and_why_one_failed() -> None:
+    whole, saving, eight = (
+        estimated("8B", kind, "cuda") for kind in ("full", "checkpointed", "checkpointed_8bit")
+    )
+    states = 6 * find_shape("", "8B").params / 2**30  # 2 bytes instead of 8
+    assert saving["estimated_gib"] - eight["estimated_gib"] == pytest.approx(states)
+    measured = whole | {"peak_gib": 139.5, "sample_s": 12.0, "update_s": 3.0}
+    head, *lines = table([measured, eight | {"failed": "  File x\nNo module"}]).splitlines()
+    assert head.split() == ["size", "kind", "estimated_gib", "peak_gib", "sample_s", "update_s"]
+    assert lines[0].split() == ["8B", "full", f"{whole['estimated_gib']:.2f}", "139.50", "12.00", "3.00"]
+    assert (
+        lines[1].endswith("-  No module") and lines[1].index("checkpointed_8bit") == head.index("kind") - 13
+    )
+    assert len(lines[0]) == len(head)
