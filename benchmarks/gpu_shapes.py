@@ -1,10 +1,11 @@
 """What a GPU holds: `python -m benchmarks.gpu_shapes` (to try it: `--device cpu --sizes builtin:tiny --kinds lora`).
 
 Qwen3's shapes with random weights in bfloat16, the smallest first, with all weights trained (`full`), the same with
-gradient checkpointing (`checkpointed`), and with LoRA of rank 16 (`lora`). A step is one of GRPO: 16 groups of 8 rows,
-prompts of 768 tokens and answers of 256, sampled by the native engine, then trained in packs of 16,384 tokens. Each is
-measured in a process of its own: seconds of sampling and update, the peak of allocated memory, and beside it what
-`tfactory doctor --model-size` estimates. One that does not fit is named as such.
+gradient checkpointing (`checkpointed`), that with AdamW in 8 bits (`checkpointed_8bit`), and with LoRA of rank 16
+(`lora`). A step is one of GRPO: 16 groups of 8 rows, prompts of 768 tokens and answers of 256, sampled by the native
+engine, then trained in packs of 16,384 tokens. Each is measured in a process of its own: seconds of sampling and
+update, the peak of allocated memory, and beside it what `tfactory doctor --model-size` estimates. One that does not fit
+is named as such.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ from TrainingFactory.services.doctor.memory import needed
 from TrainingFactory.services.plan.shapes import find_shape
 from TrainingFactory.types import SamplingParams, Weights
 
-KINDS = {"full": {}, "checkpointed": {"gradient_checkpointing": True}, "lora": {}}
+KINDS = {
+    "full": {},
+    "checkpointed": {"gradient_checkpointing": True},
+    "checkpointed_8bit": {"gradient_checkpointing": True, "optimizer": "adamw_8bit"},
+    "lora": {},
+}
+COLUMNS = ("size", "kind", "estimated_gib", "peak_gib", "sample_s", "update_s")
 
 
 def config_of(kind: str, device: str) -> TrainingConfig:
@@ -56,16 +63,20 @@ def random_model(size: str, device: str) -> Any:
     return model
 
 
-def measure(size: str, kind: str, device: str, steps: int) -> dict[str, Any]:
+def estimated(size: str, kind: str, device: str) -> dict[str, Any]:
     config, shape = config_of(kind, device), find_shape("", size)
+    parts = needed(config, shape, shape.held(config), make_algorithm(config).needs, 1024)
+    gib = sum(parts.values()) / 2**30
+    return {"size": size, "kind": kind, "parameters": shape.params, "estimated_gib": gib}
+
+
+def measure(size: str, kind: str, device: str, steps: int) -> dict[str, Any]:
+    config, found = config_of(kind, device), estimated(size, kind, device)
     algorithm = make_algorithm(config)
-    found: dict[str, Any] = {"size": size, "kind": kind, "parameters": shape.params}
-    estimated = needed(config, shape, shape.held(config), algorithm.needs, 1024)
-    found["estimated_gib"] = sum(estimated.values()) / 2**30
     loaded = LoadedModel(size, random_model(size, device), tiny_tokenizer())
     make_trainable(config, loaded)
     learner, engine = make_learner(config, loaded, algorithm, steps), make_engine(config, loaded, 128)
-    rows = make_rows(True, shape.vocab_size)
+    rows = make_rows(True, find_shape("", size).vocab_size)
     asked = [row.token_ids[:768] for row in rows]
 
     async def sample(step: int) -> int:
@@ -90,6 +101,16 @@ def measure(size: str, kind: str, device: str, steps: int) -> dict[str, Any]:
     return found
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the estimate beside what was measured, a line for each row; of one that failed, the last line of why."""
+    found = [[row.get(name, "-") for name in COLUMNS] for row in rows]
+    cells = [COLUMNS, *([f"{one:.2f}" if isinstance(one, float) else one for one in row] for row in found)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(map(str.rjust, row, widths)) for row in cells]
+    why = ["", *(row.get("failed", "").rpartition("\n")[2] for row in rows)]
+    return "\n".join(f"{line}  {text}".rstrip() for line, text in zip(lines, why, strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -106,24 +127,15 @@ def main() -> None:
     rows = []
     for size in asked.sizes:
         for kind in asked.kinds:
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.gpu_shapes",
-                "--one",
-                "--sizes",
-                size,
-                "--kinds",
-                kind,
-            ]
-            command += ["--device", asked.device, "--steps", str(asked.steps)]
+            given = f"--one --sizes {size} --kinds {kind} --device {asked.device} --steps {asked.steps}"
+            command = [sys.executable, "-m", "benchmarks.gpu_shapes", *given.split()]
             done = subprocess.run(command, capture_output=True, text=True)
             last = done.stdout.rpartition("RESULT ")[2]
             why = "does not fit" if "out of memory" in done.stderr else done.stderr.strip()[-300:]
-            rows.append(
-                json.loads(last) if not done.returncode else {"size": size, "kind": kind, "failed": why}
-            )
+            failed = estimated(size, kind, asked.device) | {"failed": why}
+            rows.append(failed if done.returncode else json.loads(last))
             print(json.dumps(rows[-1]), flush=True)
+    print(table(rows))
     print("RESULT " + json.dumps(rows))
 
 

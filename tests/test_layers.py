@@ -78,7 +78,7 @@ BUDGET: dict[str, int] = {
     "services": 1450,
     "services/build": 3530,
     "services/demo": 420,
-    "services/doctor": 730,
+    "services/doctor": 755,
     "services/evaluation": 1710,
     "services/judge_audit": 590,
     "services/plan": 680,

@@ -27,8 +27,8 @@ def doctor(
 
     Args:
         config_or_model: A config (a YAML file); or a model: a short name, a hub id, a folder, a run.
-        gpu: Only say how much memory it takes on one of these, which need not be there: h200, h100 or a100.
-        model_size: The same for a model of this size (0.6B, 1.7B, 4B, 8B, ...) instead of the config's.
+        gpu: Only say how much memory, and time, it takes on one of these, which need not be there: h200, h100 or a100.
+        model_size: The same for a model of this size (135M, 0.6B, 1.7B, 4B, 8B, ...) instead of the config's.
     """
     if config_or_model.endswith((".yaml", ".yml")):
         from TrainingFactory.services.build.named_files import read_config

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu_shapes import estimated, table
 from tests.kits.cli import Run
 from tests.kits.docs import ROOT
 from TrainingFactory.config import TrainingConfig
@@ -23,7 +24,8 @@ from TrainingFactory.services.doctor.checks import (
 )
 from TrainingFactory.services.doctor.diagnosis import REMEDIES, Diagnosis
 from TrainingFactory.services.doctor.examination import examine
-from TrainingFactory.services.doctor.memory import check_memory, estimate, needed
+from TrainingFactory.services.doctor.memory import check_memory, estimate, remedy
+from TrainingFactory.services.plan.planning import Planner
 from TrainingFactory.services.plan.shapes import find_shape
 from TrainingFactory.services.runs.tracking import PlainLines
 from TrainingFactory.services.training.source import StepGroups
@@ -133,17 +135,18 @@ def test_memory_is_what_the_parts_take(tiny: Any) -> None:
     asked = estimate(config, tiny.model, frozenset({"reference"}), 512)
     for part in ("weights", "gradients", "reference model"):
         assert asked[part] == 4 * count
-    assert asked["optimizer"] == 8 * count
+    assert asked["optimizer"] == 8 * count and asked["float32 copies"] == 0  # they are float32 themselves
     heads = shape.num_key_value_heads * shape.head_dim
     assert asked["cache"] == 4 * 512 * 4 * 2 * shape.num_hidden_layers * heads
     wide = shape.num_attention_heads * shape.head_dim + shape.intermediate_size
     kept = 4 * shape.hidden_size + 3 * heads + 3 * wide  # for each token of a layer
     assert asked["activations"] == 128 * 4 * kept * shape.num_hidden_layers
     found = Diagnosis()
-    check_memory(found, asked, torch.device("cpu"))
+    check_memory(found, config, asked, torch.device("cpu"))
     assert not found.findings
-    check_memory(found, {"weights": 1e18, "cache": 1.0}, torch.device("cpu"))
-    assert names(found) == {"memory": "error"} and "most of it is for weights" in found.findings[0].sentence
+    check_memory(found, config, {"weights": 1e18, "cache": 1.0}, torch.device("cpu"))
+    assert names(found) == {"memory": "error"} and "largest part: weights" in found.findings[0].sentence
+    assert found.findings[0].remedy == REMEDIES["memory"]  # weights of which all are trained stay as they are
 
 
 def test_memory_of_a_model_that_is_not_there(tfactory: Run) -> None:
@@ -153,12 +156,37 @@ def test_memory_of_a_model_that_is_not_there(tfactory: Run) -> None:
 
     whole = told("--model-size", "8B", "--gpu", "h100")
     assert whole["status"] == 1 and whole["findings"][0]["name"] == "memory"
-    assert "weights 15.3 GiB" in whole["facts"]["memory"] and "8,190,427,136" in whole["facts"]["model"]
-    assert told("--model-size", "8B", "lora.enabled=true")["status"] == 0
+    assert "weights 15.3 GiB, float32 copies 30.5 GiB, gradients 30.5 GiB" in whole["facts"]["memory"]
+    assert "8,190,427,136" in whole["facts"]["model"]
+    assert "of 79.2 GiB on one H100: " in whole["facts"]["memory"]
+    assert "GiB, where one H100 has 79.2 GiB; largest part: " in whole["findings"][0]["sentence"]
+    adapted = told("--model-size", "8B", "lora.enabled=true")
+    assert adapted["status"] == 0 and "of 139.8 GiB on one H200: " in adapted["facts"]["memory"]
+    assert "time" not in whole["facts"]  # it does not fit
+    tiny = TrainingConfig(model={"max_length": 1024}, lora={"enabled": True})
+    planned = Planner(tiny, 1, size="8B").plan()["step_seconds"]
+    assert adapted["facts"]["time"].startswith(f"about {planned:.3g} s a step")
     small = told("--model-size", "0.6B", "training.gradient_checkpointing=true")
     assert small["status"] == 0 and "activations 1.6 GiB" in small["facts"]["memory"]
     status, _, err = tfactory("doctor", "builtin:tiny", "--gpu", "abacus")
     assert status == 2 and "there are h200, h100, a100" in err
+
+
+def test_the_remedy_is_for_the_largest_parts_and_leaves_out_what_is_set() -> None:
+    def told(parts: dict[str, float], device: str = "cuda:0", **sections: dict[str, Any]) -> str:
+        return remedy(TrainingConfig(**sections), parts, device).removeprefix("What cuts most, first: ")
+
+    activations = {"weights": 15.0, "optimizer": 0.3, "activations": 75.0, "cache": 36.0}
+    pack, cache = "a smaller training.token_budget", "fewer sampling.slots, a shorter model.max_length"
+    assert told(activations) == f"training.gradient_checkpointing=true, {pack}, {cache}."
+    saving = {"gradient_checkpointing": True}
+    assert told(activations, training=saving) == f"{pack}, {cache}."
+    adapted = told(activations, training=saving, lora={"enabled": True})
+    assert adapted == f"{pack}, {cache}, model.quantization=4bit."
+    whole = {"weights": 2.0, "float32 copies": 4.0, "gradients": 4.0, "optimizer": 8.0}
+    assert told(whole) == "training.optimizer=adamw_8bit, lora.enabled=true."
+    assert told(whole, training={"optimizer": "adamw_8bit"}) == "lora.enabled=true."
+    assert told(whole, "cpu") == told(whole, compute={"learners": 2}) == "lora.enabled=true."
 
 
 ENVIRONMENT = """
@@ -248,10 +276,22 @@ def test_the_estimate_is_near_what_a_gpu_was_measured_to_take() -> None:
     measured = [row for row in rows if row["kind"] == "full"]
     assert len(measured) > 1
     for row in measured:
-        shape = find_shape("", row["size"])
-        config = TrainingConfig(
-            training={"batch_size": 16, "group_size": 8, "token_budget": 16_384},
-            sampling={"slots": 128},
+        assert estimated(row["size"], "full", "cuda")["estimated_gib"] == pytest.approx(
+            row["peak_gib"], rel=0.05
         )
-        found = sum(needed(config, shape, shape.held(config), frozenset(), 1024).values()) / 2**30
-        assert found == pytest.approx(row["peak_gib"], rel=0.05)
+
+
+def test_the_benchmark_prints_estimates_beside_peaks_and_why_one_failed() -> None:
+    whole, saving, eight = (
+        estimated("8B", kind, "cuda") for kind in ("full", "checkpointed", "checkpointed_8bit")
+    )
+    states = 6 * find_shape("", "8B").params / 2**30  # 2 bytes instead of 8
+    assert saving["estimated_gib"] - eight["estimated_gib"] == pytest.approx(states)
+    measured = whole | {"peak_gib": 139.5, "sample_s": 12.0, "update_s": 3.0}
+    head, *lines = table([measured, eight | {"failed": "  File x\nNo module"}]).splitlines()
+    assert head.split() == ["size", "kind", "estimated_gib", "peak_gib", "sample_s", "update_s"]
+    assert lines[0].split() == ["8B", "full", f"{whole['estimated_gib']:.2f}", "139.50", "12.00", "3.00"]
+    assert (
+        lines[1].endswith("-  No module") and lines[1].index("checkpointed_8bit") == head.index("kind") - 13
+    )
+    assert len(lines[0]) == len(head)

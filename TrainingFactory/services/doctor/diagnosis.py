@@ -25,8 +25,7 @@ REMEDIES = {
     "mask": "This is a fault of the algorithm or of the data, not of the config: look at the rows of that step.",
     "episodes_fail": "Play it by hand, with its errors: tfactory rollout CONFIG.",
     "unscored": "Look at the reason; try the reward by itself, and the judge by tfactory judge audit.",
-    "memory": "Set lora.enabled=true, training.gradient_checkpointing=true, a smaller training.token_budget, fewer "
-    "sampling.slots, or a shorter model.max_length.",
+    "memory": "Take a smaller model, or a device with more memory.",  # where no option is left
 }
 
 
@@ -35,8 +34,8 @@ class Diagnosis:
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, sentence: str, severity: Severity = "error") -> None:
-        finding = Finding(name, sentence.rstrip("."), REMEDIES[name], severity)
+    def add(self, name: str, sentence: str, severity: Severity = "error", remedy: str = "") -> None:
+        finding = Finding(name, sentence.rstrip("."), remedy or REMEDIES[name], severity)
         if finding not in self.findings:  # a part may be tried alone and again with the whole
             self.findings.append(finding)
 

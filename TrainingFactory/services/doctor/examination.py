@@ -22,9 +22,10 @@ from TrainingFactory.services.build.trackers import check_trackers
 from TrainingFactory.services.build.training import Training, make_loop, make_order, steps_in
 from TrainingFactory.services.doctor import checks
 from TrainingFactory.services.doctor.diagnosis import Diagnosis
-from TrainingFactory.services.doctor.memory import check_memory, compare_memory, estimate, needed
+from TrainingFactory.services.doctor.memory import check_memory, compare_memory, estimate, needed, remedy
 from TrainingFactory.services.doctor.table import Table
-from TrainingFactory.services.plan.shapes import DATA, find_shape
+from TrainingFactory.services.plan.planning import Planner, find_figures
+from TrainingFactory.services.plan.shapes import find_shape
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.runs.tracking import Watcher
 from TrainingFactory.services.training.loop import TrainingLoop
@@ -59,21 +60,23 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
     except RuntimeError as error:
         if "out of memory" not in str(error):
             raise
-        found.add("memory", str(error).partition("\n")[0])
+        found.add("memory", str(error).partition("\n")[0], remedy=remedy(config))
     return found
 
 
 def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
-    """Return the memory that a config takes on a GPU that is not there, by the shape of its model, or of a size;
-    nothing is loaded."""
-    if gpu not in DATA["gpus"]:
-        raise ValueError(f"--gpu {gpu} is not known; there are {', '.join(DATA['gpus'])}")
+    """Return the memory that a config takes on a GPU that is not there, by the shape of its model, or of a size, and
+    where it fits the seconds of a step that `tfactory plan` tells; nothing is loaded."""
+    there = 1e9 * find_figures("native", gpu, None, ())["gpu_memory_gb"].value
     found, shape = Diagnosis(), find_shape(config.model.name, size)
     length = config.model.max_length or build_sampler.DEFAULT_MAX_LENGTH
     parts = needed(config, shape, shape.held(config), make_algorithm(config).needs, length)
     found.facts["model"] = f"{shape.name}: {shape.params:,} weights; nothing was loaded"
-    there = DATA["gpus"][gpu]["gpu_memory_gb"][0] - DATA["figures"]["reserve_gb"][0]
-    compare_memory(found, parts, 1e9 * there, f"one {gpu}, less what CUDA takes")
+    compare_memory(found, config, parts, there, f"one {gpu.upper()}")
+    if KINDS[config.training.algorithm].samples and not found.failed:
+        seconds, _ = Planner(config, 1, gpu, size).step(1, config.sampling.slots, config.optimization.bound)
+        plan = f"tfactory plan CONFIG --gpus 1 --gpu {gpu}" + (f" --model-size {size}" if size else "")
+        found.facts["time"] = f"about {seconds:.3g} s a step, by assumed lengths and latencies: {plan}"
     return found
 
 
@@ -90,7 +93,7 @@ def _look_at_model(
     checks.check_tools(found, chat, [checks.PROBE])
     limit = build_sampler.max_length(config, loaded)
     parts = estimate(config, loaded.model, make_algorithm(config).needs, limit)
-    check_memory(found, parts, next(loaded.model.parameters()).device)
+    check_memory(found, config, parts, next(loaded.model.parameters()).device)
 
 
 class DryRun(Training):

@@ -13,6 +13,15 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services.doctor.diagnosis import Diagnosis
 
 OPTIMIZER = {"adamw": 8, "adamw_8bit": 2, "muon": 8}  # bytes of state for each trained weight, at most
+# part -> what makes it smaller, what changes least first
+CUTS = {
+    "activations": ["training.gradient_checkpointing=true", "a smaller training.token_budget"],
+    "optimizer": ["training.optimizer=adamw_8bit", "lora.enabled=true"],
+    "weights": ["model.quantization=4bit"],
+    "cache": ["fewer sampling.slots", "a shorter model.max_length"],
+    "all": ["lora.enabled=true"],  # others: something for every weight that is trained
+}
+SMALL = 0.05  # of all: a part that is not worth a remedy
 
 
 class Held(NamedTuple):
@@ -67,10 +76,10 @@ def learner_bytes(
     layer = (held.weights - ends * (1 if tied else 2)) / shape.num_hidden_layers
     gathered = 0.0 if learners == 1 else held.size * (2 * layer + ends)
     kept = held.stored if learners == 1 else held.stored * (1 - held.trained / held.weights)
-    copies = 4 * (held.trained - (held.exact if learners == 1 else 0)) / learners
     found = {
         "weights": kept / learners + gathered,
-        "gradients": copies + 4 * held.trained / learners,
+        "float32 copies": 4 * (held.trained - (held.exact if learners == 1 else 0)) / learners,
+        "gradients": 4 * held.trained / learners,
         "optimizer": OPTIMIZER[config.training.optimizer] * held.trained / learners,
     }
     learned = sum(found.values()) - gathered
@@ -114,24 +123,47 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
-def check_memory(found: Diagnosis, needed: dict[str, float], device: torch.device) -> None:
+def check_memory(
+    found: Diagnosis, config: TrainingConfig, needed: dict[str, float], device: torch.device
+) -> None:
     """Say how much it is and whether it fits."""
     on_gpu = device.type == "cuda"
     there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
-    compare_memory(found, needed, there, str(device))
+    compare_memory(found, config, needed, there, str(device))
 
 
-def compare_memory(found: Diagnosis, needed: dict[str, float], there: float, device: str) -> None:
+def compare_memory(
+    found: Diagnosis, config: TrainingConfig, needed: dict[str, float], there: float, device: str
+) -> None:
     total = sum(needed.values())
-    parts = ", ".join(f"{name} {amount(count)}" for name, count in needed.items())
+    parts = ", ".join(f"{name} {amount(count)}" for name, count in needed.items() if count)
     found.facts["memory"] = f"about {amount(total)} of {amount(there)} on {device}: {parts}"
     if total > 0.9 * there:
         largest = max(needed, key=lambda name: needed[name])
         found.add(
             "memory",
-            f"training takes about {amount(total)}, and {device} has {amount(there)}; most of it is for {largest}",
-            severity="error" if total > there else "warning",
+            f"training takes about {amount(total)}, where {device} has {amount(there)}; largest part: {largest}",
+            "error" if total > there else "warning",
+            remedy(config, needed, device),
         )
+
+
+def remedy(config: TrainingConfig, needed: dict[str, float] | None = None, device: str = "cuda") -> str:
+    """Return what to set, for the largest part first, without what is set already or cannot be; for every part where
+    it is not known how large they are."""
+    needed = needed or dict.fromkeys(CUTS, 1.0)
+    training, alone = config.training, not config.compute.learners
+    adapted = config.lora.enabled or config.model.adapter is not None
+    helps = {
+        "training.gradient_checkpointing=true": not training.gradient_checkpointing,
+        "training.optimizer=adamw_8bit": training.optimizer != "adamw_8bit" and alone and device != "cpu",
+        "lora.enabled=true": not adapted,
+        "model.quantization=4bit": config.model.quantization != "4bit" and alone and adapted,
+    }
+    large = [part for part in needed if needed[part] > SMALL * sum(needed.values())]
+    parts = sorted(large, key=lambda part: -needed[part])
+    told = [each for part in parts for each in CUTS.get(part, CUTS["all"]) if helps.get(each, True)]
+    return f"What cuts most, first: {', '.join(dict.fromkeys(told))}." if told else ""
 
 
 def amount(count: float) -> str:

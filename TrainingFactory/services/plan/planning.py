@@ -211,8 +211,9 @@ class Planner:
     def _too_few(self, least: int, learners: int | None) -> str:
         """Say how many GPUs it takes, and what makes it fewer."""
         text = f"--gpus {self.gpus}" + (f" --learners {learners}" if learners else "") + " does not go with "
-        text += f"{self.shape.name}: the learner takes {least if least < 1025 else 'over 1024'} or more"
-        text += f" and a sampler {self.width} of {self['gpu_memory_gb']:g} GB"
+        takes = f"takes {least} or more" if least < 1025 else "fits on no number of"
+        text += f"{self.shape.name}: the learner {takes} GPUs of {self['gpu_memory_gb']:g} GB"
+        text += f", a sampler takes {self.width}" + (", and one must hold both" if self.gpus == 1 else "")
         for remedy in REMEDIES:
             key, _, value = remedy.partition("=")
             section, _, name = key.partition(".")

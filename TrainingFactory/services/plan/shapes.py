@@ -67,7 +67,7 @@ def find_shape(name: str, size: str | None) -> Shape:
     sizes, path = DATA["shapes"], Path(resolve(name)).expanduser() / "config.json"
     if size is None and path.is_file():
         return _read(name, json.loads(path.read_text(encoding="utf-8")))
-    written = [size] if size else [resolve(name), *re.findall(r"\d+(?:\.\d+)?B\b", resolve(name).upper())]
+    written = [size] if size else [resolve(name), *re.findall(r"\d+(?:\.\d+)?[BM]\b", resolve(name).upper())]
     for each in written:
         if (row := sizes.get(each) or sizes.get(each.upper())) is not None:
             return Shape(*row)
