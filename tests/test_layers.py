@@ -51,7 +51,7 @@ SATELLITES = [
     "services/keywords.py", "services/trl.py", "services/model_registry.py", "services/sft_trainer.py",
     "services/rl_trainer.py", "services/reward_model.py", "services/async_executor.py", "services/process_reward.py",
 ]  # fmt: skip
-CORE_LINES = 17_420
+CORE_LINES = 17_435
 # Lines of Python in each folder. A change that raises one says why in its commit.
 BUDGET: dict[str, int] = {
     ".": 1650,
@@ -83,7 +83,7 @@ BUDGET: dict[str, int] = {
     "services/judge_audit": 590,
     "services/plan": 680,
     "services/proxy": 690,
-    "services/recipes": 260,
+    "services/recipes": 280,
     "services/registry": 1050,
     "services/reports": 740,
     "services/runs": 635,

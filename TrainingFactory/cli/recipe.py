@@ -35,7 +35,8 @@ def recipe(
         data: gsm8k: a folder with train.jsonl and test.jsonl, or a hub id, openai/gsm8k:main unless named; wordnet: a
             folder with data.noun and index.noun, /usr/share/wordnet unless named (Debian's wordnet-base).
         model: Another model than smollm2-135m.
-        out: Folder for the rows, both runs, and results.json; runs/TASK if none is named.
+        out: Folder for the rows, both runs, and results.json; if none is named runs/TASK, of the small scale
+            runs/TASK-small.
         seed: For the order of rows and tasks, and for sampling.
         scale: small takes a few steps, to see on a CPU that everything goes together.
         final: Evaluate both on the test set as well, once: when nothing is to be chosen any more.

@@ -220,9 +220,10 @@ def stop(name: Run, *, where: Where = "runs") -> None:
 @runs.command
 def resume(name: Run, *, where: Where = "runs") -> int:
     """Go on with a run from its last checkpoint, exactly as if it had not stopped. Its options are those in its
-    config.yaml. What does not change what is learned may be edited there before: addresses, budgets and time-outs in
-    reward.options, reward.max_unscored, reward.max_equal_steps, environment.episode_timeout, logging.checkpoint_every,
-    compute.learners. Other changes belong into a new run.
+    config.yaml, and none are given here. What does not change what is learned may be edited there before: model.device,
+    training.token_budget, training.gradient_checkpointing, sampling.slots, compute.learners, addresses, budgets and
+    time-outs in reward.options, reward.max_unscored, reward.max_equal_steps, environment.episode_timeout,
+    logging.checkpoint_every. Other changes belong into a new run.
 
     ```
     tfactory runs resume grpo-search-1

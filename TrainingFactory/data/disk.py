@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SUMS = "SHA256SUMS"  # as `sha256sum -c` reads it
@@ -23,13 +24,23 @@ def sync(*paths: Path) -> None:
             os.close(descriptor)
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the file that could not be written: of a full disk the system itself names none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path} could not be written ({error.strerror or error})") from error
+
+
 def write_aside(path: Path, text: str) -> None:
     """Write a file aside first: what was there is whole until what comes is."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8", errors="surrogatepass", newline="\n")
-    sync(part)
-    os.replace(part, path)
-    sync(path.parent)
+    with writing(path):
+        part.write_text(text, encoding="utf-8", errors="surrogatepass", newline="\n")
+        sync(part)
+        os.replace(part, path)
+        sync(path.parent)
 
 
 def remove(folder: Path) -> None:

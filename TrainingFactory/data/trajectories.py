@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from pydantic_core import to_json
 
+from TrainingFactory.data.disk import writing
 from TrainingFactory.openai_form import message_from_dict, message_to_dict, spec_from_dict, spec_to_dict
 from TrainingFactory.types import Completion, Reward, Task, ToolResult, Trajectory, Turn
 
@@ -23,7 +24,8 @@ KEEP_ALL = "surrogatepass"  # how undecodable characters are written: whatever a
 def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], append: bool = False) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a" if append else "w", encoding="utf-8", errors=KEEP_ALL, newline="\n") as file:
+    mode = "a" if append else "w"
+    with writing(path), path.open(mode, encoding="utf-8", errors=KEEP_ALL, newline="\n") as file:
         for trajectory in trajectories:
             try:
                 file.write(_line(trajectory))

@@ -13,7 +13,7 @@ import torch
 from tests.kits.cli import Run
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.sampling.native import NativeEngine
-from TrainingFactory.services.runs.devices import device_failure
+from TrainingFactory.services.runs.devices import GONE, LESS, device_failure
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.types import SamplersLost
 
@@ -114,7 +114,7 @@ def test_it_is_told_and_the_run_goes_on(
     given = config.read_text()
     for old, new in (
         ("token_budget: 16384", "token_budget: 64"), ("slots: 64", "slots: 2"),
-        ("gradient_checkpointing: false", "gradient_checkpointing: true"),
+        ("gradient_checkpointing: false", "gradient_checkpointing: true"), ("device: auto", "device: cpu"),
     ):  # fmt: skip
         assert old in given
         given = given.replace(old, new)
@@ -137,6 +137,18 @@ def test_a_model_that_is_too_large(
     status, _, err = tfactory(*command)
     assert status == 2 and "error: the device has too little memory: CUDA out of memory" in err
     assert "Traceback" not in err and "lora.enabled=true" in err and not Path("runs/a").exists()
+
+
+def test_help_names_what_the_texts_say_may_change(tfactory: Run) -> None:
+    told = " ".join(tfactory("runs", "resume", "--help")[1].split())
+    for key in (*re.findall(r"\w+\.\w+", LESS.partition(", which a run")[0]), "model.device"):
+        assert key in told
+    assert (
+        "model.device" in GONE
+        and "takes from its config.yaml" in LESS
+        and "takes from its config.yaml" in GONE
+    )
+    assert tfactory("runs", "resume", "a", "sampling.slots=2")[0] != 0  # only there
 
 
 def test_what_is_a_device_failure() -> None:

@@ -14,6 +14,8 @@ from tests.kits.cli import Run
 from tests.kits.judge import judging
 from tests.kits.run import brief, go_on, train
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.disk import write_aside
+from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.services.evaluation import statistics
 from TrainingFactory.services.evaluation.identity import conditions, model_digest, weights_digest
 from TrainingFactory.services.evaluation.records import (
@@ -250,3 +252,18 @@ def test_a_run_records_its_evaluations_and_takes_them_back_when_it_resumes(tmp_p
     again = read_records(run.path / "evaluations.jsonl")
     assert again[:3] == [*records[:2], asked] and len(again) == 4
     assert again[3].outcomes == records[2].outcomes and again[3].model == records[2].model
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    for name in (".a.part", "b.jsonl", "c.jsonl", "metrics.jsonl"):
+        (tmp_path / name).symlink_to("/dev/full")
+    episodes = played("a", True)
+    for name, write in {
+        "a": lambda: write_aside(tmp_path / "a", "text"),
+        "b.jsonl": lambda: append_record(tmp_path / "b.jsonl", record_of(episodes)),
+        "metrics.jsonl": lambda: RunFolder(tmp_path).append("metrics.jsonl", {"step": 1}),
+        "c.jsonl": lambda: save_trajectories(tmp_path / "c.jsonl", episodes),
+    }.items():
+        with pytest.raises(OSError, match=rf"/{name} could not be written \(No space left on device\)$"):
+            write()

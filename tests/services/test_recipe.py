@@ -8,16 +8,20 @@ from typing import Any
 
 import pytest
 
+from tests.cli.test_device_failures import MEMORY
 from tests.data.test_gsm8k import question, written
 from tests.kits.cli import Run
 from tests.kits.run import Quiet
 from tests.models.test_tools_format import bare
+from TrainingFactory.sampling.native import NativeEngine
 from TrainingFactory.services.build.model_names import as_started_from, find_model
 from TrainingFactory.services.evaluation.comparison import sides
 from TrainingFactory.services.recipes.recipe import TAKEN, Recipe
 from TrainingFactory.services.runs.folder import RunFolder
 
 # Luck decides, so that evaluations differ and there is something to learn.
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+append = RunFolder.append
 SCORE = "def score(episode):\n    return float(sum(episode.trajectory.turns[0].completion.token_ids) % 2)\n"
 
 
@@ -38,7 +42,17 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"source": "g", "model": "bare", "out": "made", "scale": "small", "grpo": lucky}
 
 
-def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run) -> None:
+def full(run: RunFolder, name: str, row: dict[str, Any]) -> None:
+    """Stand for `RunFolder.append` while the disk becomes full, also for recipe.json."""
+    if row["step"] < 3:
+        append(run, name, row)
+    else:
+        (run.path.parent / ".recipe.json.part").symlink_to("/dev/full")
+        raise OSError("No space left")
+
+
+@FULL
+def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--data", "g", "--model", "bare", "--scale", "small", "--out", "made"]
     options += [word for given in asked["grpo"] for word in ("--grpo", given)]
     with pytest.raises(ValueError, match="there is no file of data at /gone/g"):
@@ -46,8 +60,15 @@ def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run) -> None:
     # Broken off in both runs: they go on, with the tokens that were added to the model.
     recipe = Recipe(**asked)
     recipe.prepare(Quiet())
-    with pytest.raises(RuntimeError):
-        recipe.train("sft", Quiet(fail_at=3))
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "append", full)
+        with pytest.raises(OSError, match=r"^No space left; .* go on with: tfactory runs resume made/sft$"):
+            recipe.train("sft", Quiet())
+        with pytest.raises(
+            OSError, match=r"^made/recipe.json could not .*\(No space left.*same command again$"
+        ):
+            recipe.train("sft", Quiet())
+    Path("made/.recipe.json.part").unlink()
     recipe.train("sft", again := Quiet())
     assert any("model.tools_format=hermes adds them" in text for text in again.said)
     assert any("step 2" in text for text in again.said)
@@ -56,6 +77,25 @@ def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run) -> None:
     status, out, err = tfactory("recipe", "gsm8k", *options)
     assert status == 0, err
     assert "sft: finished before" in err and "going on" in err and "dev" in out and "test" not in out
+    # What breaks an evaluation off is told, and the same command goes on; slots are those of the run.
+    Path("made/episodes/sft-test-0.jsonl.part").symlink_to("/dev/full")
+    status, _, err = tfactory("recipe", "gsm8k", *options, "--final")
+    assert status == 1 and "sft-test-0.jsonl.part could not be written (No space left on device); when" in err
+    assert err.endswith("; when that is mended, run the same command again\n")
+    Path("made/episodes/sft-test-0.jsonl.part").unlink()
+    config = Path("made/grpo/config.yaml")
+    config.write_text(config.read_text("utf-8").replace("slots: 8", "slots: 3"), encoding="utf-8")
+    slots = list[int]()
+
+    def too_large(_: NativeEngine, *given: Any, **options: Any) -> None:
+        slots.append(options["slots"])
+        raise MEMORY
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeEngine, "__init__", too_large)
+        status, _, err = tfactory("recipe", "gsm8k", *options, "--final")
+    assert status == 2 and slots == [3] and "the device has too little memory: CUDA out of memory" in err
+    assert err.endswith("; when that is mended, run the same command again\n")
     status, out, err = tfactory("recipe", "gsm8k", *options, "--final", "--json")
     assert (
         status == 0
@@ -97,5 +137,36 @@ def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run) -> None:
     # Nothing is played twice, and the test stays among the figures.
     status, out, err = tfactory("recipe", "gsm8k", *options, "--json")
     assert json.loads(out)["evaluations"] == found["evaluations"] and " on test at" not in err
-    with pytest.raises(ValueError, match="made by other options"):
-        Recipe(**{**asked, "seed": 1})
+    with pytest.raises(
+        ValueError, match=r"made by other options \(model was bare, is gone; seed was 0, is 1\); "
+    ):
+        Recipe(**{**asked, "model": "gone", "seed": 1})
+    Recipe(**asked | {"source": "elsewhere"}).prepare(Quiet())  # its rows are here
+
+
+@FULL
+def test_until_a_run_is_there_options_may_change(asked: dict[str, Any]) -> None:
+    for part, file in ((".recipe.json.part", "recipe.json"), ("data/.tasks.jsonl.part", "data/tasks.jsonl")):
+        made, link = Recipe(**asked), Path("made", part)
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to("/dev/full")
+        told = rf"^made/{file} could not be written \(No space left on device\); when .* same command again$"
+        with pytest.raises(OSError, match=told):
+            made.prepare(Quiet())
+        Recipe(**asked)  # the same command is not refused for what is half there
+        link.unlink()
+    made = Recipe(**asked | {"model": "nomodel"})
+    made.prepare(Quiet())
+    with pytest.raises(ValueError, match="nomodel"):
+        made.train("sft", Quiet())
+    changed = Path("made/data/sft.jsonl").stat().st_mtime_ns
+    again = Recipe(**asked)
+    again.prepare(Quiet())
+    assert (
+        again.state["asked"]["model"] == "bare" and Path("made/data/sft.jsonl").stat().st_mtime_ns == changed
+    )
+    plain = Recipe(**{**asked, "plain": True})
+    plain.prepare(Quiet())
+    assert "tool_calls" not in Path("made/data/sft.jsonl").read_text("utf-8")
+    assert json.loads(Path("made/recipe.json").read_text("utf-8"))["asked"]["plain"]
+    assert str(Recipe("g").out) == "runs/gsm8k" and str(Recipe("g", scale="small").out) == "runs/gsm8k-small"

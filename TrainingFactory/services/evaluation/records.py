@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from TrainingFactory.data.disk import writing
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.services.evaluation import statistics
 from TrainingFactory.services.runs.folder import EVALUATIONS, list_runs
@@ -199,7 +200,7 @@ def append_record(path: Path, record: EvaluationRecord) -> None:
     """Write the record as one more line, brought to the disk. A line that a killed process left half is ended first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(record.model_dump()).encode() + b"\n"
-    with path.open("a+b") as file:
+    with writing(path), path.open("a+b") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX)
         end = file.seek(0, os.SEEK_END)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from TrainingFactory.services.build.training import Training, resume
 from TrainingFactory.services.datasets import write_rows
 from TrainingFactory.services.evaluation.asked import RecordedEvaluation, ask_model
 from TrainingFactory.services.evaluation.comparison import Comparison, Side, compare
+from TrainingFactory.services.runs.devices import device_failure
 from TrainingFactory.services.runs.folder import RunFolder, is_run
 from TrainingFactory.services.runs.tracking import Watcher
 from TrainingFactory.tools.builtin.calculator import calculator
@@ -35,7 +36,7 @@ from TrainingFactory.wordnet.questions import ask
 from TrainingFactory.wordnet.tools import FOLDER, WordNet
 
 Scale = Literal["full", "small"]
-RUNS = ("sft", "grpo")
+RUNS, STATE = ("sft", "grpo"), "recipe.json"
 # Of sft the last checkpoint, which solves more tasks than the one of least loss; of grpo the one that solves most.
 TAKEN = {"sft": "sft", "grpo": "grpo@best"}
 TEMPERATURES = {"greedy": 0.0, "temperature 1": 1.0}
@@ -90,19 +91,24 @@ class Recipe:
         scale: Scale = "full", plain: bool = False, sft: Sequence[str] = (), grpo: Sequence[str] = (),
         task: str = "gsm8k",
     ) -> None:  # fmt: skip
-        self.source, self.out = source or TASKS[task][0], Path(out or f"runs/{task}").expanduser()
+        usual = f"runs/{task}-small" if scale == "small" else f"runs/{task}"
+        self.source, self.out = source or TASKS[task][0], Path(out or usual).expanduser()
         self.plain, self.task = plain, task
-        asked = {"source": self.source, "model": model, "seed": seed, "scale": scale, "plain": plain}
-        self.state: dict[str, Any] = {"asked": asked | {"sft": list(sft), "grpo": list(grpo)}, "seconds": {}}
-        self._path, self.compared = self.out / "recipe.json", dict[str, dict[str, Comparison]]()
-        if self._path.is_file():
-            before = json.loads(self._path.read_text(encoding="utf-8"))
-            if "data" in before and before["asked"] != self.state["asked"]:
-                raise ValueError(
-                    f"{self.out} was made by other options ({before['asked']}); choose another --out"
-                )
-            self.state = before if "data" in before else self.state  # without rows nothing was begun
-        elif self.out.is_dir() and any(self.out.iterdir()):
+        asked = {"task": task, "source": self.source, "plain": plain, "model": model, "seed": seed}
+        asked |= {"scale": scale, "sft": list(sft), "grpo": list(grpo)}
+        self.state: dict[str, Any] = {"asked": asked, "seconds": {}}
+        self.compared = dict[str, dict[str, Comparison]]()
+        if (path := self.out / STATE).is_file():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            was = asked | before["asked"]  # earlier versions wrote no task
+            other = {key: f"{key} was {was[key]}, is {asked[key]}" for key in asked if asked[key] != was[key]}
+            begun = any(is_run(self.out / name) for name in RUNS)
+            if begun and other.keys() - {"source"}:  # the rows are there, wherever they came from
+                told = "; ".join(text for key, text in other.items() if key != "source")
+                raise ValueError(f"{self.out} was made by other options ({told}); choose another --out")
+            if begun or not other.keys() & {"task", "source", "plain"}:  # else rows are made again
+                self.state = before | {"asked": was if begun else asked}
+        elif self.out.is_dir() and any(self.out.glob("[!.]*")):
             raise ValueError(f"{self.out} is there already, and no recipe made it; name another with --out")
         data = {part: str(self.out / "data" / f"{part}.jsonl") for part in ("sft", "sft_dev", "tasks", "dev")}
         common = {"training.seed": seed, "logging.output_dir": str(self.out)}
@@ -127,7 +133,7 @@ class Recipe:
     def prepare(self, watcher: Watcher) -> None:
         """Write the rows, and say how many could not be used."""
         if "data" not in self.state:
-            with self._spent("data"):
+            with self._spent("data"), _told():
                 done = TASKS[self.task][1](self.source, self.out / "data", self.plain)
                 self.state["data"] = {"rows": done.counts, "left_out": dict(done.dropped)}
         for what, counts in self.state["data"].items():
@@ -155,7 +161,7 @@ class Recipe:
 
     def measure(self, part: str, watcher: Watcher) -> None:
         """Play the tasks of dev or test with both models; an evaluation that is recorded stands."""
-        with self._spent(part):
+        with self._spent(part), _told():
             for how, temperature in TEMPERATURES.items():
                 before, after = (self._played(name, part, temperature, watcher) for name in RUNS)
                 self.compared.setdefault(part, {})[how] = compare(before, after)
@@ -163,6 +169,7 @@ class Recipe:
     def _played(self, name: str, part: str, temperature: float, watcher: Watcher) -> Side:
         asked = {"data.tasks": str(self.out / "data" / f"{part}.jsonl"), "data.heldout": None}
         asked |= {"data.split": "heldout", "training.group_size": 1, "sampling.temperature": temperature}
+        asked["sampling.slots"] = RunFolder(self.out / "grpo").config.sampling.slots  # may be edited there
         model = ask_model(TAKEN[name], (), self.out).under(self._config("grpo", asked))
         file, side = self.out / "episodes" / f"{name}-{part}-{temperature:g}.jsonl", Side(name)
         side.add(RecordedEvaluation(model, file, say=watcher.say))
@@ -192,23 +199,38 @@ class Recipe:
         last = list(self.compared.values())[-1]["greedy"]
         changed = last.episodes([*last.better[:FEW], *last.worse[:FEW]])
         found["examples"] = [_example(*episodes) for _, episodes in changed]
-        write_aside(self.out / "results.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        self._write("results.json", found)
         return found
 
     @contextmanager
     def _spent(self, part: str) -> Iterator[None]:
         """Count the seconds of a part, those of a process that was interrupted too."""
         started, seconds = time.perf_counter(), self.state["seconds"]
-        self._write()
+        self._write(STATE, self.state)
         try:
             yield
         finally:
             seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - started
-            self._write()
+            with suppress(OSError):  # it must hide no error of the part, and the next one writes first
+                self._write(STATE, self.state)
 
-    def _write(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        write_aside(self._path, json.dumps(self.state, indent=1))
+    def _write(self, name: str, found: dict[str, Any]) -> None:
+        with _told():
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_aside(self.out / name, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Say of a full disk, or of a device that failed, that the same command goes on."""
+    try:
+        yield
+    except Exception as error:
+        told, full = device_failure(error), isinstance(error, OSError)
+        if told is None and not full:
+            raise
+        kind = OSError if full else ValueError
+        raise kind(f"{told or error}; when that is mended, run the same command again") from error
 
 
 def _options(given: dict[str, Any]) -> list[str]:

@@ -13,13 +13,13 @@ _FAILED = re.compile(r"(CUDA|HIP|cuDNN) error|Triton Error \[")
 _REST = re.compile(r"\s*(\n|Of the allocated memory|If reserved but).*", re.DOTALL)  # for those who program
 LESS = (
     "Less is needed with a smaller training.token_budget, training.gradient_checkpointing=true and fewer "
-    "sampling.slots, which a run that goes on may change too; in a new one also with a smaller model.max_length, "
-    "lora.enabled=true or training.optimizer=adamw_8bit. tfactory doctor CONFIG estimates it, and nvidia-smi shows "
-    "what other processes take"
+    "sampling.slots, which a run that goes on takes from its config.yaml; in a new one also with a smaller "
+    "model.max_length, lora.enabled=true or training.optimizer=adamw_8bit. tfactory doctor CONFIG estimates it, and "
+    "nvidia-smi shows what other processes take"
 )
 GONE = (
-    "nvidia-smi tells whether the device is still there; another one is named by model.device=cuda:1. Where the same "
-    "comes again, CUDA_LAUNCH_BLOCKING=1 and --debug show which line it comes from"
+    "nvidia-smi tells whether the device is still there; another one is named by model.device=cuda:1, which a run that "
+    "goes on takes from its config.yaml. Where the same comes again, CUDA_LAUNCH_BLOCKING=1 and --debug show the line"
 )
 
 

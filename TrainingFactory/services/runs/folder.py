@@ -42,7 +42,7 @@ from pydantic import TypeAdapter
 from TrainingFactory import __version__
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.problems import Problem
-from TrainingFactory.data.disk import remove, sync, write_aside
+from TrainingFactory.data.disk import remove, sync, write_aside, writing
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
 from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.texts import redacted, secrets_in
@@ -133,7 +133,7 @@ class RunFolder:
             sync(path.parent)
         except OSError as error:
             run.discard()
-            raise ValueError(f"the run's folder {path} cannot be written: {error.strerror}") from error
+            raise ValueError(f"run folder {path} cannot be written: {error.strerror or error}") from error
         run.path = path
         return run
 
@@ -257,7 +257,7 @@ class RunFolder:
         write_aside(self.path / STATUS, json.dumps(redacted(asdict(status)), indent=1))
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        with (self.path / name).open("a", encoding="utf-8", newline="\n") as file:
+        with writing(path := self.path / name), path.open("a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(row) + "\n")
 
     def append_trajectories(self, trajectories: Iterable[Trajectory], name: str = TRAJECTORIES) -> None:
