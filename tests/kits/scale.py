@@ -62,7 +62,7 @@ class Shared:
         return self.run(self.place.call(method, *args))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm_place(scale: None) -> Iterator[Shared]:
     """The one vLLM engine of the suite: builtin:tiny in float32, up to 512 tokens, with room for adapters of rank 4. It
     has whatever weights the last test has loaded: every test loads its own."""
@@ -82,16 +82,3 @@ def vllm_place(scale: None) -> Iterator[Shared]:
     yield shared
     shared.run(places.close())
     publisher.close()
-
-
-@pytest.fixture(scope="session")
-def ray_head(scale: None) -> Iterator[str]:
-    """One Ray on this machine for all tests; its address, which `compute.address` takes."""
-    from TrainingFactory.cluster.ray_session import RaySession
-
-    session = RaySession()
-    session._connect()  # in this thread, which lives as long
-    import ray  # pyright: ignore[reportMissingImports]
-
-    yield ray.get_runtime_context().gcs_address
-    session._disconnect()

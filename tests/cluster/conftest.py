@@ -1,0 +1,20 @@
+"""One Ray for all tests of this folder, which ends with the last of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="package")
+def ray_head(scale: None) -> Iterator[str]:
+    """One Ray on this machine for all tests that ask for it; its address, which `compute.address` takes."""
+    from TrainingFactory.cluster.ray_session import RaySession
+
+    session = RaySession()
+    session._connect()  # in this thread, which lives as long
+    import ray  # pyright: ignore[reportMissingImports]
+
+    yield ray.get_runtime_context().gcs_address
+    session._disconnect()
