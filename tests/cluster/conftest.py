@@ -6,15 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.kits.scale import importable
+
 
 @pytest.fixture(scope="package")
-def ray_head(scale: None) -> Iterator[str]:
+def ray_head() -> Iterator[str]:
     """One Ray on this machine for all tests that ask for it; its address, which `compute.address` takes."""
     from TrainingFactory.cluster.ray_session import RaySession
 
-    session = RaySession()
-    session._connect()  # in this thread, which lives as long
-    import ray  # pyright: ignore[reportMissingImports]
+    with importable():
+        session = RaySession()
+        session._connect()  # in this thread, which lives as long
+        import ray  # pyright: ignore[reportMissingImports]
 
-    yield ray.get_runtime_context().gcs_address
-    session._disconnect()
+        yield ray.get_runtime_context().gcs_address
+        session._disconnect()

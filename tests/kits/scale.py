@@ -8,6 +8,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,9 +30,10 @@ def packages() -> str:
     return str(found)
 
 
-@pytest.fixture(scope="session")
-def scale() -> Iterator[None]:
-    """Make ray and vllm importable, here and in the processes that a test starts."""
+@contextmanager
+def importable() -> Iterator[None]:
+    """Make ray and vllm importable, here and in the processes that are started meanwhile. Not for longer: whoever looks
+    whether vllm is there, as trl does, would import it."""
     folder = packages()
     before = os.environ.get("PYTHONPATH")
     sys.path.append(folder)
@@ -44,6 +46,12 @@ def scale() -> Iterator[None]:
         del os.environ["PYTHONPATH"]
     else:
         os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture(scope="module")
+def scale() -> Iterator[None]:
+    with importable():
+        yield
 
 
 @dataclass
