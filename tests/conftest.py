@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.kits.cli import Run
-from tests.kits.scale import ray_head, scale, vllm_place  # noqa: F401  # fixtures
+from tests.kits.scale import scale, vllm_place  # noqa: F401  # fixtures
 
 gc.disable()  # until all modules are imported: none of what they make is garbage, and looking for it takes seconds
 
@@ -70,15 +70,3 @@ def tfactory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         return int(ended.value.code or 0), out, err
 
     return run
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    """A real Chromium; see `tests/kits/browser.py`."""
-    from tests.kits.browser import PROGRAM, Browser
-
-    if not PROGRAM.is_file():
-        pytest.skip("there is no Chromium for this machine; make servers installs one where it can")
-    made = Browser()
-    yield made
-    made.close()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import Qwen3ForSequenceClassification
-from trl.trainer.reward_trainer import DataCollatorForPreference, RewardTrainer
 
 from tests.kits.engine import VOCABULARY, tiny
 from tests.kits.learner import far, gradients, make_learner, samples_of, words
@@ -110,6 +109,8 @@ def classifier(learner: Learner) -> Any:
 
 @pytest.mark.parametrize("algorithm", CASES)
 def test_outcome_equals_trl(algorithm: RewardModel) -> None:
+    from trl.trainer.reward_trainer import DataCollatorForPreference, RewardTrainer  # takes a second
+
     learner = headed_learner()
     samples = samples_of(algorithm, pair_groups(3))
     pairs = list(zip(samples[::2], samples[1::2], strict=True))

@@ -4,6 +4,8 @@ by a stand-in; tests/sampling/test_vllm.py has the real one."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from TrainingFactory.cluster import local_child
 from TrainingFactory.cluster.local import LocalPlace, LocalPlaces
 from TrainingFactory.cluster.places import PlaceLost
 from TrainingFactory.types import Completion, EngineSpec, SamplingParams
@@ -94,6 +97,28 @@ def test_whoever_dies_is_lost_and_leaves_nothing(tmp_path: Path) -> None:
     asyncio.run(everything())
     for number in range(3):
         all_goes(tmp_path / f"sampler-{number}.log")
+
+
+def test_the_watcher_hears_of_a_start_that_made_no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would look for them as long as the engine lives."""
+
+    class Engine:
+        async def start(self) -> None: ...
+
+        async def close(self) -> None:
+            await asyncio.sleep(0)  # what was asked is answered first
+
+    monkeypatch.setattr(local_child, "make_engine", lambda spec: Engine())
+    monkeypatch.setattr(local_child, "segments", lambda group: set())
+    lines, asks, answers, answer, told, tell = *os.pipe(), *os.pipe(), *os.pipe()
+    asked = json.dumps(dataclasses.asdict(SPEC)), json.dumps(["0", "start", []]), ""
+    os.write(asks, "\n".join(asked).encode())
+    os.close(asks)
+    asyncio.run(local_child.serve(os.fdopen(lines, "rb"), answer, tell))
+    os.close(tell)
+    assert os.read(told, 10) == b"\n"
+    for each in (answers, answer, told):
+        os.close(each)
 
 
 def test_an_engine_ends_with_the_program_however_that_ends(tmp_path: Path) -> None:

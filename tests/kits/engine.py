@@ -59,19 +59,23 @@ def plain_logprobs(
     model.eval()
     logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0].float()
     model.train(was_training)
-    every = torch.log_softmax(logits / (temperature or 1), -1)
-    return [float(every[len(prompt) + i - 1, token]) for i, token in enumerate(tokens)]
+    every = torch.log_softmax(logits[len(prompt) - 1 : -1] / (temperature or 1), -1)
+    return every.gather(1, torch.tensor(tokens, dtype=torch.long)[:, None])[:, 0].tolist()
 
 
 def worst(model: torch.nn.Module, turns: Turns, temperature: float = 1) -> float:
-    """The largest difference from the per-row log-probs over all sampled tokens."""
-    return max(
-        abs(ours - theirs)
-        for prompt, completion in turns
-        for ours, theirs in zip(
-            completion.logprobs, plain_logprobs(model, prompt, completion.token_ids, temperature), strict=True
-        )
-    )
+    """The largest difference from the per-row log-probs over all sampled tokens. Turns that go on from each other are
+    one row."""
+    found, rows = list[float](), list[tuple[list[int], list[float]]]()
+    for prompt, completion in sorted(turns, key=lambda turn: -len(turn[0])):
+        whole = prompt + completion.token_ids
+        row = next((each for each in rows if each[0][: len(whole)] == whole), None)
+        if row is None:
+            row = whole, plain_logprobs(model, whole[:1], whole[1:], temperature)
+            rows.append(row)
+        theirs = row[1][len(prompt) - 1 : len(whole) - 1]
+        found += [abs(ours - their) for ours, their in zip(completion.logprobs, theirs, strict=True)]
+    return max(found)
 
 
 def words(rng: random.Random, count: int) -> list[int]:

@@ -8,6 +8,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,9 +30,10 @@ def packages() -> str:
     return str(found)
 
 
-@pytest.fixture(scope="session")
-def scale() -> Iterator[None]:
-    """Make ray and vllm importable, here and in the processes that a test starts."""
+@contextmanager
+def importable() -> Iterator[None]:
+    """Make ray and vllm importable, here and in the processes that are started meanwhile. Not for longer: whoever looks
+    whether vllm is there, as trl does, would import it."""
     folder = packages()
     before = os.environ.get("PYTHONPATH")
     sys.path.append(folder)
@@ -44,6 +46,12 @@ def scale() -> Iterator[None]:
         del os.environ["PYTHONPATH"]
     else:
         os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture(scope="module")
+def scale() -> Iterator[None]:
+    with importable():
+        yield
 
 
 @dataclass
@@ -62,7 +70,7 @@ class Shared:
         return self.run(self.place.call(method, *args))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm_place(scale: None) -> Iterator[Shared]:
     """The one vLLM engine of the suite: builtin:tiny in float32, up to 512 tokens, with room for adapters of rank 4. It
     has whatever weights the last test has loaded: every test loads its own."""
@@ -82,16 +90,3 @@ def vllm_place(scale: None) -> Iterator[Shared]:
     yield shared
     shared.run(places.close())
     publisher.close()
-
-
-@pytest.fixture(scope="session")
-def ray_head(scale: None) -> Iterator[str]:
-    """One Ray on this machine for all tests; its address, which `compute.address` takes."""
-    from TrainingFactory.cluster.ray_session import RaySession
-
-    session = RaySession()
-    session._connect()  # in this thread, which lives as long
-    import ray  # pyright: ignore[reportMissingImports]
-
-    yield ray.get_runtime_context().gcs_address
-    session._disconnect()

@@ -57,7 +57,10 @@ def without_guesses(kind: str) -> tuple[Any, NativeEngine, list[Any]]:
     return model, plain, play(plain, PROMPTS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Those of one kind share a process of the suite, and with it what is sampled without guesses.
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.xdist_group(f"guesses-{kind}")) for kind in KINDS]
+)
 @pytest.mark.parametrize(("lies", "few_shapes"), [(0.0, False), (0.4, False), (1.0, False), (0.2, True)])
 def test_guesses_do_not_change_what_is_sampled(kind: str, lies: float, few_shapes: bool) -> None:
     """`few_shapes` is how rows are fed where CUDA graphs are used."""

@@ -1,4 +1,5 @@
-"""A page over the runs of a test module, and a tab of a real Chromium that shows it."""
+"""A page over the runs of a test module, and a tab of a real Chromium that shows it. The browser ends
+with the last test of this folder."""
 
 from __future__ import annotations
 
@@ -9,8 +10,18 @@ from pathlib import Path
 import pytest
 
 from tests.kits import forked
-from tests.kits.browser import Browser, Tab
+from tests.kits.browser import PROGRAM, Browser, Tab
 from tests.kits.page import Served, serving
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    """A real Chromium; see `tests/kits/browser.py`."""
+    if not PROGRAM.is_file():
+        pytest.skip("there is no Chromium for this machine; make servers installs one where it can")
+    made = Browser()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")
