@@ -30,7 +30,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import date
-from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from operator import itemgetter
 from pathlib import Path
@@ -180,7 +179,7 @@ class RunFolder:
 
     # what is in it
 
-    @cached_property  # every option stands in the file, and reading it takes as long as a small step
+    @property
     def config(self) -> TrainingConfig:
         return load_config(self.path / CONFIG)
 
@@ -310,8 +309,10 @@ class RunFolder:
         try:
             with (self.path / "lock").open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:  # another kind: there is none
-            return isinstance(error, BlockingIOError)
+        except BlockingIOError:
+            return True
+        except OSError:  # there is none
+            pass
         return False
 
 
