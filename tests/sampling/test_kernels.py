@@ -33,6 +33,7 @@ ENGINE = """
 import asyncio
 import sys
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from tests.kits.engine import grouped_prompts, play, worst
 from TrainingFactory.sampling import NativeEngine, kernels
@@ -45,6 +46,10 @@ if sys.argv[1] == "llama":
     model, heat = LlamaForCausalLM(LlamaConfig(**shape)), 0.7
 else:
     model, heat = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True)), 1.0
+layers = model.model.layers
+if sys.argv[1] == "lora":
+    options = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(model, options).eval()
 
 def sampled(engine):
     played = play(engine, grouped_prompts(1, 4, system=72), turns=1, temperature=heat)
@@ -62,7 +67,7 @@ kernels.attend = attended
 engine._runner.use_kernels()
 engine._runner.ahead = engine._planner.tiled = engine._planner.few_shapes = True
 assert sampled(engine) == expected and any(groups), groups
-for layer in model.model.layers:
+for layer in layers:
     first, second = layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight
     assert second.data_ptr() == first.data_ptr() + first.nbytes  # one product
     first.data = first.data * -0.5  # replaced: nothing stale is used
@@ -92,6 +97,6 @@ def test_rows_attend_to_their_own_keys() -> None:
 
 @TRITON
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "lora"])
 def test_an_engine_with_all_kernels_samples_what_it_samples_without(kind: str) -> None:
     assert interpreted(ENGINE, kind) == "EQUAL"
