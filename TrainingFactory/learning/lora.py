@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 
+from TrainingFactory.models.loading import with_precision
+
 
 def add_lora(
     model: Any,
@@ -20,9 +22,8 @@ def add_lora(
     rslora: bool = False,
     seed: int = 0,
 ) -> PeftModel:
-    """Return the model, frozen, with a fresh adapter that starts as no change, in the precision that the model computes
-    with: one in float32 over bfloat16 would keep each layer's input twice. `target_modules` is all-linear (every linear
-    layer but the head), or the endings of layer names."""
+    """Return the model, frozen, with a fresh adapter that starts as no change. `target_modules` is all-linear (every
+    linear layer but the head), or the endings of layer names."""
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     config = LoraConfig(
         r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type=TaskType.CAUSAL_LM,
@@ -32,7 +33,4 @@ def add_lora(
         torch.manual_seed(seed)
         adapted = get_peft_model(model, config)
     assert isinstance(adapted, PeftModel)
-    for param in adapted.parameters():
-        if param.requires_grad:
-            param.data = param.data.to(model.dtype)
-    return adapted
+    return with_precision(adapted, model.dtype)

@@ -36,7 +36,7 @@ from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
-from TrainingFactory.models import load_model
+from TrainingFactory.models import load_model, loading
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.learner import make_algorithm, make_critic, make_trainable
@@ -55,7 +55,6 @@ def test_a_base_in_bfloat16_is_bit_identical_after_updates() -> None:
     base: Any = tiny().to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
     before = weights_of(base)
     model = add_lora(base, r=4, alpha=8)
-    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}  # no layer casts what goes in
     learner = Learner(model, OptimizerOptions(learning_rate=1e-2))
     assert learner.sharing and all("lora_" in name for name in learner._weights.names)
     assert {master.dtype for master in learner._weights.masters} == {torch.float32}
@@ -72,6 +71,26 @@ def test_a_base_in_bfloat16_is_bit_identical_after_updates() -> None:
         now = [learner.logprobs(pack)[0].tolist() for pack in batch.packs]
     assert now != reference
     assert all(param.requires_grad == ("lora_" in name) for name, param in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("base", "adapter"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),  # no layer casts what goes in
+        (torch.float16, torch.float32),  # in which small gradients are lost
+    ],
+)
+def test_an_adapter_has_the_same_precision_fresh_and_loaded(
+    base: torch.dtype, adapter: torch.dtype, tmp_path: Path
+) -> None:
+    def precisions(model: Any) -> set[torch.dtype]:
+        return {param.dtype for name, param in model.named_parameters() if "lora_" in name}
+
+    fresh = add_lora(tiny().to(base), r=4)  # pyright: ignore[reportArgumentType]
+    fresh.save_pretrained(tmp_path / "adapter")
+    loaded = loading._with_adapter(tiny().to(base), str(tmp_path / "adapter"))  # pyright: ignore[reportArgumentType]
+    assert precisions(fresh) == precisions(loaded) == {adapter}
 
 
 def test_adapter_gradients_equal_plain_rows() -> None:

@@ -19,9 +19,9 @@ from TrainingFactory.services.evaluation.comparison import sides
 from TrainingFactory.services.recipes.recipe import TAKEN, Recipe
 from TrainingFactory.services.runs.folder import RunFolder
 
-# Luck decides, so that evaluations differ and there is something to learn.
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 append = RunFolder.append
+# Luck decides, so that evaluations differ and there is something to learn.
 SCORE = "def score(episode):\n    return float(sum(episode.trajectory.turns[0].completion.token_ids) % 2)\n"
 
 

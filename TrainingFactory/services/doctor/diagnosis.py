@@ -1,4 +1,4 @@
-"""What the doctor has found before a run, and what it has measured on the way."""
+"""Hold what the doctor has found before a run, and what it has measured on the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a run takes on its device, estimated from the model and the config."""
+"""Estimate how much memory a run takes on its device, from the model and the config."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What an evaluation leaves behind: one JSON object in a line of `evaluations.jsonl`, in the folder of a run, or of all
-runs for a model that is none. Records of the same tasks and seeds can be compared task by task."""
+"""Write and read what an evaluation leaves behind: one JSON object in a line of `evaluations.jsonl`, in the folder of a
+run, or of all runs for a model that is none. Records of the same tasks and seeds can be compared task by task."""
 
 from __future__ import annotations
 
