@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "integrations/rl_factory": 960,
     "learning": 1755,
     "learning/tree": 490,
-    "models": 2410,
+    "models": 2420,
     "rewards": 1130,
     "rewards/judge": 1010,
     "rewards/rules": 1850,
