@@ -1,11 +1,11 @@
 """What a GPU holds: `python -m benchmarks.gpu_shapes` (to try it: `--device cpu --sizes builtin:tiny --kinds lora`).
 
 Qwen3's shapes with random weights in bfloat16, the smallest first, with all weights trained (`full`), the same with
-gradient checkpointing (`checkpointed`), that with AdamW in 8 bits (`checkpointed_8bit`), and with LoRA of rank 16
-(`lora`). A step is one of GRPO: 16 groups of 8 rows, prompts of 768 tokens and answers of 256, sampled by the native
-engine, then trained in packs of 16,384 tokens. Each is measured in a process of its own: seconds of sampling and
-update, the peak of allocated memory, and beside it what `tfactory doctor --model-size` estimates. One that does not fit
-is named as such.
+gradient checkpointing (`checkpointed`), that with AdamW in 8 bits (`checkpointed_8bit`), with LoRA of rank 16 (`lora`),
+and that with checkpointing (`lora_checkpointed`). A step is one of GRPO: 16 groups of 8 rows, prompts of 768 tokens and
+answers of 256, sampled by the native engine, then trained in packs of 16,384 tokens, prefixes shared (`sharing`). Each
+is measured in a process of its own: seconds of sampling and update, the peak of allocated memory, and beside it what
+`tfactory doctor --model-size` estimates. One that does not fit is named as such.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ KINDS = {
     "checkpointed": {"gradient_checkpointing": True},
     "checkpointed_8bit": {"gradient_checkpointing": True, "optimizer": "adamw_8bit"},
     "lora": {},
+    "lora_checkpointed": {"gradient_checkpointing": True},
 }
 COLUMNS = ("size", "kind", "estimated_gib", "peak_gib", "sample_s", "update_s")
 
@@ -45,7 +46,7 @@ def config_of(kind: str, device: str) -> TrainingConfig:
         model={"max_length": 1024, "device": device},
         training={"batch_size": 16, "group_size": 8, "token_budget": 16_384, **KINDS[kind]},
         sampling={"slots": 128, "max_tokens": 256},
-        lora={"enabled": kind == "lora"},
+        lora={"enabled": kind.startswith("lora")},
     )
 
 
@@ -76,6 +77,7 @@ def measure(size: str, kind: str, device: str, steps: int) -> dict[str, Any]:
     loaded = LoadedModel(size, random_model(size, device), tiny_tokenizer())
     make_trainable(config, loaded)
     learner, engine = make_learner(config, loaded, algorithm, steps), make_engine(config, loaded, 128)
+    found["sharing"] = learner.sharing
     rows = make_rows(True, find_shape("", size).vocab_size)
     asked = [row.token_ids[:768] for row in rows]
 
@@ -130,6 +132,7 @@ def main() -> None:
             given = f"--one --sizes {size} --kinds {kind} --device {asked.device} --steps {asked.steps}"
             command = [sys.executable, "-m", "benchmarks.gpu_shapes", *given.split()]
             done = subprocess.run(command, capture_output=True, text=True)
+            print(done.stderr, end="", file=sys.stderr)
             last = done.stdout.rpartition("RESULT ")[2]
             why = "does not fit" if "out of memory" in done.stderr else done.stderr.strip()[-300:]
             failed = estimated(size, kind, asked.device) | {"failed": why}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,7 +27,8 @@ from tests.kits.learner import (
     words,
 )
 from TrainingFactory.algorithms.sft import SFT
-from TrainingFactory.data.packing import make_batch, pack
+from TrainingFactory.data.packing import Pack, make_batch, pack
+from TrainingFactory.learning import forward
 from TrainingFactory.learning import logprobs as chunking
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.logprobs import token_logprobs
@@ -260,6 +263,29 @@ def test_models_that_cannot_share_go_by_rows(
     assert far(batch_gradients(learner, rows, token_budget=700, sharing=False), wanted) < close
     with pytest.raises(AssertionError, match=r"sharing=learner\.sharing"):
         learner.update(make_batch(rows), weighted)
+
+
+@pytest.mark.parametrize("layers", [2, 36])
+def test_rounding_in_sixteen_bits_is_told_from_a_wrong_tree(
+    layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It adds up over the layers: with 36 of an 8B's width over 5 % on a GPU. Wrong positions are more."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=97, hidden_size=64, intermediate_size=192, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.12,
+    )  # fmt: skip
+    model: Any = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    assert forward.why_not_shared(model) is None
+    tree_states = forward.tree_states
+
+    def flat(model: Any, pack: Pack) -> torch.Tensor:
+        return tree_states(model, replace(pack, positions=np.arange(len(pack.token_ids))))
+
+    monkeypatch.setattr(forward, "tree_states", flat)
+    assert "give something else than over rows" in (forward.why_not_shared(model) or "")
 
 
 def test_sharing_is_tried_and_not_only_read_from_the_config(caplog: pytest.LogCaptureFixture) -> None:
