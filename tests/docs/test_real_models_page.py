@@ -43,7 +43,11 @@ def test_figures_are_those_of_the_results() -> None:
 
 def test_measured_sizes_are_those_of_the_results() -> None:
     found = json.loads((ROOT / "docs/results/shapes.json").read_text(encoding="utf-8"))
+    kinds = {"full": "all weights", "checkpointed": "all weights, checkpointing", "lora": "LoRA"}
+    kinds |= {"checkpointed_8bit": f"{kinds['checkpointed']}, 8-bit AdamW"}
+    kinds |= {"lora_checkpointed": f"{kinds['lora']}, checkpointing"}
+    assert len(found["rows"]) == 9
     for row in found["rows"]:
-        kind = {"full": "all weights", "lora": "LoRA"}[row["kind"]]
         told = f"{row['peak_gib']:.1f} | {row['sample_s']:.2f} | {row['update_s']:.2f}"
-        assert f"| {row['size']}, {kind} | {told} |" in PAGE.text
+        told += "" if row["sharing"] else ", row by row"
+        assert f"| {row['size']}, {kinds[row['kind']]} | {told} |" in PAGE.text

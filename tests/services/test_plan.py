@@ -173,9 +173,7 @@ def test_weights_and_memory_are_those_of_a_real_model() -> None:
     config = TrainingConfig(training={"token_budget": 64})
     found = estimate(config, loaded.model.bfloat16(), frozenset(), 512)
     ours = learner_bytes(shape, config, frozenset(), 1)
-    assert ours["activations"] == found["activations"]
-    assert ours["weights"] == pytest.approx(found["weights"], rel=0.005)
-    for part in ("float32 copies", "gradients", "optimizer"):
+    for part in ("weights", "float32 copies", "gradients", "optimizer", "activations"):
         assert ours[part] == pytest.approx(found[part], rel=0.005)
     slots = config.sampling.slots + 1
     assert sampler_bytes(shape, 1, slots, 512)["cache"] == found["cache"]
