@@ -269,7 +269,7 @@ def test_models_that_cannot_share_go_by_rows(
 def test_rounding_in_sixteen_bits_is_told_from_a_wrong_tree(
     layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It adds up over the layers: to over 5 % with 36 of an 8B on a GPU, or with 100 here. Wrong positions are far more."""
+    """It adds up over the layers: over 5 % with 36 of an 8B on a GPU, or 100 here. Wrong positions are more."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
