@@ -44,7 +44,7 @@ def speed(data: Path, out: Path) -> dict[str, list[str]]:
         "update": update,
         "update-checkpointing": [*update, "--checkpointing"],
         "run": run,
-        "shapes": ["gpu_shapes", "--steps", "1", "--kinds", "full", "lora"],
+        "shapes": ["gpu_shapes", "--steps", "1"],
     }
     if find_spec("vllm") is not None:  # beside ours, on the same shapes
         asked |= {"vllm-qwen": ["vllm_alone"], "vllm-llama": ["vllm_alone", "--model", "llama"]}
