@@ -67,7 +67,7 @@ def _products(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = No
     opened = [_opened(layer) for layer in layers]
     downs = [each.added[0] for each in opened if each.added is not None]
     weight, narrow = join([each.layer for each in opened]), join(downs) if downs else None
-    if weight is None:
+    if weight is None or (downs and narrow is None):
         made = [layer(states) for layer in layers]
         return made if onto is None else [onto.add_(made[0])]
     whole = torch.mm(states, weight.t()) if onto is None else onto.addmm_(states, weight.t())

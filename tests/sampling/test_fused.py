@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear as LoraLinear
 
 from tests.kits.engine import tiny
 
@@ -73,3 +74,12 @@ def test_adapters_that_are_off_merged_or_several_are_called(fused: Any) -> None:
     model.add_adapter("other", LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "other"])
     check(fused, model, opened=False)
+
+
+def test_an_adapter_whose_factor_is_no_plain_layer_is_called(fused: Any) -> None:
+    """It would be left out in silence."""
+    model = adapted()
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.lora_A["default"].__class__ = type("Wrapped", (torch.nn.Linear,), {})
+    check(fused, model, opened=True)

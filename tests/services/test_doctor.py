@@ -23,7 +23,7 @@ from TrainingFactory.services.doctor.checks import (
     check_tools,
 )
 from TrainingFactory.services.doctor.diagnosis import REMEDIES, Diagnosis
-from TrainingFactory.services.doctor.examination import examine
+from TrainingFactory.services.doctor.examination import examine, forecast
 from TrainingFactory.services.doctor.memory import check_memory, estimate, remedy
 from TrainingFactory.services.plan.planning import Planner
 from TrainingFactory.services.plan.shapes import find_shape
@@ -277,6 +277,13 @@ def test_the_estimate_is_near_what_a_gpu_was_measured_to_take() -> None:
     for row in rows:
         near = pytest.approx(row["peak_gib"], rel=0.05)
         assert estimated(row["size"], row["kind"], "cuda")["estimated_gib"] == near
+
+
+def test_new_gradients_are_no_activations() -> None:
+    """With checkpointing they are what remains: no smaller pack makes them fewer."""
+    config = TrainingConfig(training={"gradient_checkpointing": True, "token_budget": 16_384})
+    memory = forecast(config, "8B", "h200").findings[0]
+    assert "largest part: optimizer" in memory.sentence and "token_budget" not in memory.remedy
 
 
 def test_the_benchmark_prints_estimates_beside_peaks_and_why_one_failed() -> None:

@@ -89,8 +89,8 @@ def learner_bytes(
     if "critic" in needs:
         found["critic"] = learned
     left = activation_bytes(shape, tokens, config.training.gradient_checkpointing, held.size)
-    if learners == 1:  # layer by layer the backward pass frees them and leaves gradients as they are computed
-        left = max(left, held.size * (held.trained - held.exact))
+    if learners == 1:  # layer by layer the backward pass frees them and leaves gradients in as many bits
+        found["gradients"] += max(0, held.size * (held.trained - held.exact) - left)
     return found | {"activations": float(left)}
 
 
