@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -51,55 +51,7 @@ SATELLITES = [
     "services/keywords.py", "services/trl.py", "services/model_registry.py", "services/sft_trainer.py",
     "services/rl_trainer.py", "services/reward_model.py", "services/async_executor.py", "services/process_reward.py",
 ]  # fmt: skip
-CORE_LINES = 17_440
-# Lines of Python in each folder. A change that raises one says why in its commit.
-BUDGET: dict[str, int] = {
-    ".": 1650,
-    "algorithms": 1060,
-    "cli": 3040,
-    "cluster": 1620,
-    "config": 980,
-    "data": 1960,
-    "envs": 150,
-    "envs/builtin": 500,
-    "http": 530,
-    "integrations": 480,
-    "integrations/hello_agents": 1450,
-    "integrations/rl_factory": 960,
-    "learning": 1755,
-    "learning/tree": 490,
-    "models": 2420,
-    "rewards": 1130,
-    "rewards/judge": 1010,
-    "rewards/rules": 1850,
-    "rewards/workers": 400,
-    "rollout": 710,
-    "sampling": 2965,
-    "services": 1450,
-    "services/build": 3530,
-    "services/demo": 420,
-    "services/doctor": 755,
-    "services/evaluation": 1710,
-    "services/judge_audit": 590,
-    "services/plan": 680,
-    "services/proxy": 690,
-    "services/recipes": 280,
-    "services/registry": 1050,
-    "services/reports": 740,
-    "services/runs": 635,
-    "services/serving": 900,
-    "services/training": 1840,
-    "services/views": 1125,
-    "sql": 310,
-    "tools": 1730,
-    "tools/builtin": 590,
-    "tools/cache": 530,
-    "tools/mcp": 1560,
-    "tools/sandbox": 780,
-    "web": 1520,
-    "wordnet": 250,
-    "workers": 330,
-}
+TOTAL_LINES = 51_300  # of Python in the package
 
 NO_TORCH = [
     "types", "protocols", "openai_form", "options", "running", "seeds", "config", "catalog", "user_code", "workers",
@@ -262,22 +214,9 @@ def test_no_import_cycle() -> None:
     assert not left, sorted(left)
 
 
-def lines_in(paths: list[Path]) -> int:
-    return sum(path.read_text(encoding="utf-8").count("\n") for path in paths)
-
-
-def test_folders_keep_to_their_budget() -> None:
-    core = lines_in([path for path in FILES if ring_of(path) == "core"])
-    assert core <= CORE_LINES, f"the core has {core} lines"
-    over = {part: found for part, most in BUDGET.items() if (found := lines_in(files_in(part))) > most}
-    assert not over, over
-    folders = {path.parent for path in FILES}
-    assert {folder.relative_to(PACKAGE).as_posix() for folder in folders} == BUDGET.keys()
-
-
-def files_in(part: str) -> list[Path]:
-    """The files directly in a folder."""
-    return [path for path in FILES if path.parent == PACKAGE / part]
+def test_the_package_keeps_to_its_total() -> None:
+    total = sum(path.read_text(encoding="utf-8").count("\n") for path in FILES)
+    assert total <= TOTAL_LINES, f"the package has {total} lines"
 
 
 def test_nothing_runs_code_from_data() -> None:
@@ -301,23 +240,21 @@ def test_files_and_functions_are_short() -> None:
     for folder in ("TrainingFactory", "benchmarks", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             text = path.read_text(encoding="utf-8")
-            if (lines := text.count("\n")) > 400:
+            if (lines := text.count("\n")) > 500:
                 wrong.append(f"{where(path, 1)}: {lines} lines")
             for node in nodes(path):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     length = (node.end_lineno or node.lineno) - node.lineno + 1
-                    if length > 60:
+                    if length > 80:
                         wrong.append(f"{where(path, node.lineno)} {node.name}: {length} lines")
     assert not wrong, "\n".join(wrong)
 
 
-def test_config_stays_small() -> None:
+def test_every_config_key_is_described_and_tested() -> None:
     keys = leaves(TrainingConfig)
-    per_section = Counter(key.split(".")[0] for key in keys)
-    algorithms = {"sft", "grpo", "ppo", "dpo", "kto", "rft", "reward_model"}
-    # A run has one algorithm, so nobody has to read the sections of the others.
-    common = sum(count for section, count in per_section.items() if section not in algorithms)
-    assert common + max(per_section[section] for section in algorithms) <= 132
     # a mapping such as step_rewards is one level deeper than its key
     assert max(key.count(".") + 1 for key in keys) <= 2
     assert all(field.description for field in keys.values())
+    tests = (path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
+    words = {word for path in tests for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    assert not [key for key in keys if key.split(".")[-1] not in words]

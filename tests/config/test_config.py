@@ -259,6 +259,14 @@ def test_what_is_not_there_yet_is_said() -> None:
     assert notices(TrainingConfig(optimization={"async_rollout": False})) == []
 
 
+def test_options_for_several_processes_are_reported_in_a_run_of_one() -> None:
+    said = unused(TrainingConfig(optimization={"offload_reference": True}, compute={"gpus_per_learner": 1.0}))
+    assert [line.split(":")[0] for line in said] == [
+        "compute.gpus_per_learner",
+        "optimization.offload_reference",
+    ]
+
+
 def test_what_a_run_does_not_use_is_said() -> None:
     [said] = unused(load_config(SEED_CONFIG))  # which has no cluster
     assert unused(TrainingConfig()) == [] and said.startswith("environment.num_workers: tools run in")

@@ -98,6 +98,12 @@ def test_old_checkpoints_make_room(tmp_path: Path) -> None:
     assert [path.name[-1] for path in run.checkpoints()] == ["3", "6", "7"]
 
 
+def test_a_run_keeps_the_checkpoints_of_keep_every(tmp_path: Path) -> None:
+    logging = {"checkpoint_every": 1, "keep_checkpoints": 1, "keep_every": 2}
+    run = train(small(tmp_path, training={"max_steps": 3}, logging=logging), "kept").run
+    assert [path.name[-1] for path in RunFolder(run).checkpoints()] == ["2", "3"]
+
+
 def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be written"):
