@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from TrainingFactory.tools import MCPTools, tool
     from TrainingFactory.types import Reward, Task
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "DPOTrainer", "GRPOTrainer", "KTOTrainer", "MCPTools", "PPOTrainer", "RFTTrainer", "Reward", "RewardModelTrainer",
     "SFTTrainer", "Task", "ToolEnvironment", "TrainingConfig", "load_config", "tool",

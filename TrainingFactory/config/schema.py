@@ -27,7 +27,7 @@ class ModelSection(Section):
     """Hub id, local folder, GGUF file, short name such as qwen3-4b, a run (sft, runs/sft, sft@step-40), a registered
     model (agent, agent:3, agent@champion), or builtin:tiny."""
     revision: str | None = None
-    """Branch, tag or commit on the hub; of builtin:tiny the seed of its weights."""
+    """Branch, tag or commit on the hub; for builtin:tiny the seed of its weights, as text: "0"."""
     family: str | None = None
     """Chat format (qwen3, llama3, ...); null: seen from the chat template."""
     tools_format: Literal["hermes"] | None = None

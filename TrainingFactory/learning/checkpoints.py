@@ -187,7 +187,10 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
             shapes = f"{old.get(name, 'not trained')} in it and {new.get(name, 'not trained')} in the model"
             found.append(f"{name} is {shapes}")
     if not found and there["frozen"] != here["frozen"]:
-        found.append("the weights under its adapter are others")
+        found.append(
+            "the frozen weights under its adapter differ from those it was trained on (a run over builtin:tiny that "
+            "was started before version 0.2 resumes only on the processor type that started it)"
+        )
     if there["optimizers"] != here["optimizers"]:
         old, new = " and ".join(there["optimizers"]), " and ".join(here["optimizers"])
         found.append(f"it was trained with {old}, this run uses {new}")

@@ -61,8 +61,10 @@ def load_model(
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
     if target == BUILTIN:
-        tokenizer, seed = tiny_tokenizer(), seed if revision is None else int(revision)
-        model = tiny_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
+        tokenizer = tiny_tokenizer()
+        model = tiny_model(
+            len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, revision or str(seed)
+        )
         model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     else:
         options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}

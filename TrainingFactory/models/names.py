@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 BUILTIN = "builtin:tiny"
+BY_TORCH = "torch:"  # before the seed in a revision of BUILTIN: torch draws the weights
 
 # short name -> hub id, a package that carries weights, or another spelling of a hub id
 SUPPORTED_MODELS = {

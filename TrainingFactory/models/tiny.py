@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.models.names import BUILTIN, BY_TORCH
 from TrainingFactory.models.words import NAMES, PLACES, THINGS, VERBIAGE
 
 SPECIAL_TOKENS = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|>
@@ -76,7 +77,9 @@ def tiny_tokenizer() -> Any:
     )  # fmt: skip
 
 
-def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, seed: int = 0) -> Any:
+def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: str = "0") -> Any:
+    """Return the model. `revision` is the seed of its weights; `torch:SEED` draws them with torch's generator, as
+    versions before 0.2 did: those weights depend on the processor type."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -86,9 +89,34 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, seed: int 
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
     )  # fmt: skip
+    number = revision.removeprefix(BY_TORCH)
+    if not number.isdecimal():
+        raise ValueError(
+            f"model.revision is {revision!r}; for {BUILTIN} set the seed of its weights, such as 0"
+        )
+    seed = int(number)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config)
+        model = Qwen3ForCausalLM(config)
+    if not revision.startswith(BY_TORCH):
+        _draw_weights(model, seed, config.initializer_range)
+    return model
+
+
+def _draw_weights(model: Any, seed: int, deviation: float) -> None:
+    """Fill every matrix with numbers of nearly normal distribution that are the same on every processor: each is the
+    sum of twelve 16-bit integers, scaled by one multiplication. Norms (vectors) stay as they are, at one."""
+    import numpy as np
+    import torch
+
+    stream = np.random.PCG64(seed)
+    for _, weight in sorted(model.named_parameters()):
+        if weight.dim() < 2:
+            continue
+        raw = stream.random_raw(3 * weight.numel()).astype("<u8").view("<u2").reshape(-1, 12)
+        doubled = 2 * raw.sum(axis=1, dtype=np.int64) - 12 * 65535  # mean 0, deviation 2 x 65536
+        values = (doubled * (deviation / (2 * 65536))).astype(np.float32)
+        weight.data.copy_(torch.from_numpy(values).view_as(weight))
 
 
 def _corpus() -> list[str]:

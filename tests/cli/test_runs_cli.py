@@ -10,7 +10,7 @@ import pytest
 
 from tests.kits.cli import Run
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.learning import checkpoints
+from TrainingFactory.learning import learner
 from TrainingFactory.services.runs.folder import RunFolder
 
 BEFORE = Path(__file__).parents[1] / "fixtures" / "run_before"
@@ -45,15 +45,16 @@ def test_a_run_of_an_earlier_version_is_shown(before: Path, tfactory: Run) -> No
 def test_a_run_of_an_earlier_version_goes_on(
     before: Path, tfactory: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The built-in weights under its adapter are rounded differently on another processor: there they are taken for
-    the ones it was trained with, and what it goes on to is only alike."""
+    """torch drew the built-in weights under its adapter, which differ by processor type: on another one than its own
+    the run is rejected in one line. With that check switched off it resumes there too, to results that are alike."""
     identity = before / "checkpoints" / "step-000003" / "learner.json"
     status, _, err = tfactory("runs", "resume", "before")
     same = status == 0
     if not same:
-        assert "the weights under its adapter are others" in err
+        [line] = [line for line in err.splitlines() if line.startswith("error:")]
+        assert "Traceback" not in err and "resumes only on the processor type that started it" in line
         stored = json.loads(identity.read_text())["model"]["frozen"]
-        monkeypatch.setattr(checkpoints, "_frozen_digest", lambda model: stored)
+        monkeypatch.setattr(learner, "frozen_digest", lambda model: stored)
         status, _, err = tfactory("runs", "resume", "before")
     assert status == 0, err
     run = RunFolder(before)

@@ -109,7 +109,7 @@ def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
 def test_an_adapter_fits_its_own_base_only(tmp_path: Path) -> None:
     loaded, learner = make(lora=4)
     save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {})
-    with pytest.raises(ValueError, match="weights under its adapter are others"):
+    with pytest.raises(ValueError, match="frozen weights under its adapter differ"):
         load_checkpoint(tmp_path / "c", make(lora=4, seed=3)[1])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -20,6 +21,10 @@ from TrainingFactory.models.names import resolve
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.models.words import NAMES, PLACES, THINGS, VERBIAGE
 from TrainingFactory.types import Message
+
+# SHA-256 of the built-in model
+WEIGHTS = "337767b8063343c8a75b6c227bea2bda89509e594a0fe663123b94eb77f0253e"
+TOKENIZER = "a77f46b2458b3fca15a01cb66ca9b1764a6b744f638e50d70ee0ede9c90af594"
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +51,36 @@ def test_builtin_model_comes_from_its_seed_alone() -> None:
     assert torch.equal(before, torch.random.get_rng_state())  # the caller's random numbers are left alone
     assert 400_000 <= sum(p.numel() for p in first.parameters()) <= 2_000_000
     assert first.config.model_type == "qwen3" and first.dtype == torch.float32
+
+
+def test_the_builtin_model_is_the_same_on_every_processor() -> None:
+    """A run over it, with an adapter or a reference, resumes on another machine."""
+    loaded = load_model("builtin:tiny", device="cpu")
+    digest = hashlib.sha256()
+    for name, weight in sorted(loaded.model.named_parameters()):
+        digest.update(name.encode() + weight.detach().numpy().astype("<f4").tobytes())
+    assert digest.hexdigest() == WEIGHTS
+    assert hashlib.sha256(loaded.tokenizer.backend_tokenizer.to_str().encode()).hexdigest() == TOKENIZER
+
+
+def test_the_builtin_weights_are_nearly_normal() -> None:
+    weights = load_model("builtin:tiny", device="cpu").model.get_input_embeddings().weight.detach() / 0.02
+    moments = [float((weights**power).mean()) for power in (1, 2, 3, 4)]
+    assert moments == pytest.approx([0, 1, 0, 2.9], abs=0.06)  # 2.9: the sum of twelve even distributions
+    other = (
+        load_model("builtin:tiny", device="cpu", revision="1").model.get_input_embeddings().weight.detach()
+    )
+    assert abs(float((weights * other / 0.02).mean())) < 0.01  # seeds give independent weights
+
+
+def test_revisions_of_the_builtin_model() -> None:
+    before = load_model("builtin:tiny", device="cpu", revision="torch:0").model
+    torch.manual_seed(0)
+    assert torch.equal(
+        logits(before), logits(type(before)(before.config).eval())
+    )  # as drawn before version 0.2
+    with pytest.raises(ValueError, match=r"model\.revision is 'main'; for builtin:tiny set the seed"):
+        load_model("builtin:tiny", revision="main")
 
 
 def test_builtin_tokenizer_knows_its_words_and_qwens_tokens() -> None:

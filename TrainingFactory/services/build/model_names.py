@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import STATE, changed
-from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
+from TrainingFactory.models.names import BUILTIN, BY_TORCH, SUPPORTED_MODELS, resolve
 from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.services.build import factories
 from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
@@ -156,6 +156,7 @@ def about_model(config: TrainingConfig) -> dict[str, Any]:
         "meant": section,
         "version": None if found.version is None else str(found.version),
         "digest": None if folder is None or not folder.is_dir() else stated_digest(folder),
+        "drawn_by": "integers" if resolve(meant.name) == BUILTIN else None,
         "parent": _node(found),
     }
 
@@ -175,7 +176,14 @@ def _node(found: Named) -> dict[str, Any] | None:
 
 def as_started_from(maker: Maker, config: TrainingConfig | None = None) -> TrainingConfig:
     """Return the config of a run (as it is, or as it was read) with the model section that it was started with."""
-    return _with_section(config or maker.config, (maker.about.get(ABOUT) or {}).get("meant", {}))
+    about = maker.about.get(ABOUT) or {}
+    started = _with_section(config or maker.config, about.get("meant", {}))
+    model = started.model
+    if resolve(model.name) == BUILTIN and about.get("drawn_by") is None:  # started before version 0.2
+        return _with_section(
+            started, {"revision": f"{BY_TORCH}{(model.revision or '0').removeprefix(BY_TORCH)}"}
+        )
+    return started
 
 
 def check_started_from(maker: Maker) -> None:

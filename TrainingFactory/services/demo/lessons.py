@@ -75,8 +75,8 @@ class Lessons:
 
 
 LESSONS = {
-    "search": Lessons(),
-    "calculator": Lessons(sum_drill, drills=2400, short=2160, whole=5040, mistakes=0.45),
+    "search": Lessons(drills=2400),
+    "calculator": Lessons(sum_drill, drills=2400, short=4320, whole=5040, mistakes=0.45),
 }
 
 
