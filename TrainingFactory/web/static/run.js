@@ -135,7 +135,9 @@ class Head {
   }
 }
 
-/** The numbers that tell how it goes, at a glance. */
+const between = ({ low, high }) => (low === null ? "" : `${percent(low)} to ${percent(high)}, `);
+
+/** The figures on top of the page. */
 function numbers({ row }) {
   const left =
     row.state === "running" && row.step > 0 && row.steps
@@ -150,7 +152,7 @@ function numbers({ row }) {
     [
       "Held-out success",
       held ? percent(held.value) : "–",
-      held ? `${percent(held.low)} to ${percent(held.high)}, ${measured(held)}` : "never evaluated",
+      held ? between(held) + measured(held) : "never evaluated",
     ],
     ["Tokens/s", row.tokens_per_second ? number(Math.round(row.tokens_per_second)) : "–", null],
     ["Time", duration(row.seconds), row.step > 0 && duration(row.seconds / row.step) + " a step"],
