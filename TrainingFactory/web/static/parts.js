@@ -1,5 +1,5 @@
 // Small parts that all pages are made of.
-import { h, put } from "./dom.js";
+import { h, put, scroller } from "./dom.js";
 import { icon } from "./icons.js";
 import { number } from "./format.js";
 
@@ -260,9 +260,6 @@ export function table(label, heads, rows) {
   const head = heads.map((each) => h("th", { scope: "col", class: each.class }, each.text ?? each));
   const cells = (row) => row.map((cell, at) => h("td", { class: heads[at].class }, cell));
   const body = rows.map((row) => h("tr", {}, cells(row)));
-  return h(
-    "div",
-    { class: "table" },
-    h("table", { "aria-label": label }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)),
-  );
+  const whole = h("table", { "aria-label": label }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, body));
+  return scroller(h("div", { class: "table" }, whole));
 }

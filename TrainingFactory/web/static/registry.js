@@ -103,7 +103,7 @@ function versions(model, chosen, job, again) {
       class: "small",
     }),
   );
-  const heads = ["Version", "Run", "Success", { text: "", class: "num" }];
+  const heads = ["Version", "Run", "Success", { text: "Action", class: "num" }];
   const rows = [...model.versions].reverse().map((version) => {
     const last = latest(version);
     const name = link(

@@ -1,5 +1,5 @@
 // Runs: every run as a row that keeps itself up to date; filter, sort, select some and lay their curves over each other.
-import { debounce, h, put } from "./dom.js";
+import { debounce, h, put, scroller } from "./dom.js";
 import { interval, spark } from "./figures.js";
 import { ago, counted, duration, measured, moment, number, percent } from "./format.js";
 import { keys } from "./keys.js";
@@ -72,13 +72,14 @@ class RunsPage {
     this.list = h("div", { class: "table runs" }, h("table", { "aria-label": "Runs" }, head, this.body));
     this.none = h("div", {});
     this.bar = h("div", { class: "selection", hidden: true });
-    this.overlayPlace = h("div", {
-      class: "overlay",
-      hidden: true,
-      tabindex: 0, // it scrolls, so the keyboard must reach it
-      role: "region",
-      "aria-label": "Curves of the selected runs",
-    });
+    this.overlayPlace = scroller(
+      h("div", {
+        class: "overlay",
+        hidden: true,
+        role: "region",
+        "aria-label": "Curves of the selected runs",
+      }),
+    );
     const filter = searchField(
       "Filter by name, model, environment, tag",
       this.find,
@@ -242,7 +243,8 @@ class RunsPage {
       h(
         "small",
         { class: "about" },
-        row.steps > 0 && h("span", { class: "steps-of-run" }, number(row.step) + " / " + number(row.steps) + " · "),
+        row.steps > 0 &&
+          h("span", { class: "steps-of-run" }, number(row.step) + " / " + number(row.steps) + " · "),
         [row.model, row.environment].filter(Boolean).join(" · "),
       ),
       row.problem && h("small", { class: "problem", title: row.problem }, row.problem),

@@ -1,6 +1,6 @@
 // Wizard: from pasted servers and tasks to a run. Commands start only after they were shown and confirmed.
 import { get, job, post, url } from "./api.js";
-import { debounce, h, put, visible } from "./dom.js";
+import { debounce, h, put, scroller, visible } from "./dom.js";
 import { counted, number, plain } from "./format.js";
 import { icon } from "./icons.js";
 import { act, button, command, panel, STARTING, table, timed, toast, waiting } from "./parts.js";
@@ -15,15 +15,10 @@ const TASKS =
 const LENGTHS = [
   ["training.max_steps", "Max steps", 20, "Training steps. Each updates the model once."],
   ["training.batch_size", "Batch size", 4, "Tasks per step."],
-  [
-    "training.group_size",
-    "Group size",
-    4,
-    "Episodes per task, at least 2: the model learns from their differences in reward.",
-  ],
+  ["training.group_size", "Group size", 4, "Episodes per task, whose rewards are compared. At least 2."],
   ["environment.max_turns", "Max turns", 6, "Turns after which an episode ends."],
   ["sampling.max_tokens", "Max tokens", 256, "Length at which a turn is truncated."],
-  ["training.learning_rate", "Learning rate", 0.00001, "Step size of the optimizer. Too high a value ruins the model."],
+  ["training.learning_rate", "Learning rate", 0.00001, "Step size of the optimizer."],
 ];
 // Problems of the server's check that the wizard reports as missing tasks.
 const NO_TASKS = ["environment.environment_id", "data.tasks"];
@@ -190,7 +185,11 @@ class Wizard {
       h(
         "div",
         { class: "fields" },
-        field(this.model, "Model", "A built-in or registered model, a run, a folder, or a Hugging Face name."),
+        field(
+          this.model,
+          "Model",
+          "A built-in or registered model, a run, a folder, or a Hugging Face name.",
+        ),
         field(this.lora, "LoRA", "Train an adapter and keep the model's weights fixed. Needs less memory."),
         field(this.prompt, "System prompt", "First message of every conversation. Empty: no system prompt."),
         this.numbers.map(({ element }) => element),
@@ -213,7 +212,7 @@ class Wizard {
   }
 
   side() {
-    this.yaml = h("pre", { class: "yaml", id: "wizard-yaml" });
+    this.yaml = scroller(h("pre", { class: "yaml", id: "wizard-yaml" }));
     this.told = h("div", { class: "told-config", role: "status" });
     this.link = h("a", { class: "button small", download: "train.yaml", id: "download" }, "Download");
     return h("aside", { class: "side" }, panel("The config", [this.yaml, this.told], this.link));
@@ -297,7 +296,7 @@ class Wizard {
         put(
           this.played,
           told.notes.map((text) => h("p", { class: "soft note" }, text)),
-          h("div", { class: "members" }, told.episodes.map(sampleOf)),
+          scroller(h("div", { class: "members" }, told.episodes.map(sampleOf))),
         );
       } catch (error) {
         if (error.name !== "AbortError")
