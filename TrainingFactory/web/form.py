@@ -12,22 +12,26 @@ import yaml
 from pydantic import BaseModel, Field
 
 from TrainingFactory import catalog
+from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.problems import ConfigError, Problem, dotted
 from TrainingFactory.config.schema import ALGORITHMS, sections
 from TrainingFactory.data.datasets import is_path, read_rows
+from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.options import show
-from TrainingFactory.services.build.environment import check_name
+from TrainingFactory.services.build.environment import check_name, make_environment
 from TrainingFactory.services.build.factories import by_file
 from TrainingFactory.services.build.model_names import with_model
 from TrainingFactory.services.build.notices import notices, unused
 from TrainingFactory.services.build.rewards import check_reward
 from TrainingFactory.services.runs.folder import SECRET, list_runs
+from TrainingFactory.services.training.dataset import make_tasks
+from TrainingFactory.services.training.preflight import check_options
 from TrainingFactory.texts import secrets_in, valid_text
 
 Kind = Literal["text", "number", "integer", "switch", "choice", "list", "map"]
-KINDS: dict[str, Kind] = {
+SHAPES: dict[str, Kind] = {
     "boolean": "switch", "integer": "integer", "number": "number", "string": "text", "array": "list", "object": "map"
 }  # fmt: skip
 HELP = {
@@ -125,7 +129,7 @@ def options() -> Options:
 def _option(key: str, schema: Mapping[str, Any]) -> Option:
     kinds = schema.get("anyOf", [schema])
     first = next(each for each in kinds if each.get("type") != "null")
-    kind: Kind = "choice" if "enum" in first else KINDS.get(first.get("type", ""), "text")
+    kind: Kind = "choice" if "enum" in first else SHAPES.get(first.get("type", ""), "text")
     known = sorted(catalog.names("environment")) if key == "environment.environment_id" else None
     return Option(
         key=key, kind=kind, help=" ".join(schema.get("description", HELP.get(key, "")).split()),
@@ -181,7 +185,7 @@ def check(draft: Draft, runs: Path) -> Checked:
 
 
 def missing(config: TrainingConfig) -> list[Mistake]:
-    """Return what a config names that is not there, in the words of a run; nothing is imported or loaded."""
+    """Return what keeps a config from being started, as a run reports it; import no user code and load no model."""
     found = list[Problem]()
 
     def tried(key: str, look: Callable[[], Any]) -> Any:
@@ -194,8 +198,15 @@ def missing(config: TrainingConfig) -> list[Mistake]:
 
     config = tried("", lambda: by_file(config)) or config
     tried("model.name", lambda: with_model(config))
+    kind, recorded = KINDS[config.training.algorithm], config.data.dataset is not None
+    plays = kind.samples or (kind.demonstrations and not recorded)
+    tried("", lambda: check_options(config, recorded))
     if (place := config.environment.environment_id) is not None:
         tried("environment.environment_id", lambda: check_name(place))
+    elif plays and config.environment.command is None:  # a plain conversation, whose tasks come from a file
+        tried("environment.environment_id", lambda: make_environment(config, bool(config.tools)))
+        if config.tools and config.data.tasks is None:
+            tried("data.tasks", lambda: make_tasks(config, ToolEnvironment))  # raises
     for key in ("tasks", "dataset", "heldout"):
         name = getattr(config.data, key) or ""
         if is_path(name) and not Path(name).expanduser().exists():

@@ -113,9 +113,28 @@ reward: {type: rule_based, options: {rule: exatc}}
         assert check(draft, runs).problems == []
     [missing] = check(Draft(options={"environment.environment_id": "house.py"}), runs).problems
     assert "there is no file house.py" in missing.message
-    assert [each.key for each in check(Draft(options={"model.name": "mine"}), tmp_path).problems] == [
-        "model.name"
-    ]
+    draft = Draft(options={"model.name": "mine", "environment.environment_id": "search"})
+    assert [each.key for each in check(draft, tmp_path).problems] == ["model.name"]
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "message"),
+    [
+        ("model: builtin:tiny", "environment.environment_id", "no environment is named"),
+        ("training: {algorithm: sft}", "environment.environment_id", "no environment is named"),
+        ("tools: [calculator]", "data.tasks", "data.tasks=FILE"),
+        ("training: {algorithm: dpo}", "", "data.dataset=FILE"),
+        ("environment: search\ntraining: {group_size: 1}", "", "training.group_size is 1"),
+        ("environment: search\ndata: {dataset: rows.jsonl}", "", "takes no dataset"),
+    ],
+)
+def test_a_config_that_cannot_start_has_a_problem(
+    text: str, key: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("{}")
+    [problem] = check(Draft(yaml=text)).problems
+    assert problem.key == key and message in problem.message
 
 
 def test_a_folder_that_a_run_will_not_be_in_is_told(tmp_path: Path) -> None:

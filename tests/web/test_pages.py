@@ -234,7 +234,10 @@ def test_groups_of_one_task_in_one_step_are_told_apart(
 
 
 def test_the_form_tells_mistakes_at_their_fields(tab: Tab, page: Served) -> None:
-    show(tab, page, "start?from=empty:", "The config is right.")
+    show(tab, page, "start?from=empty:", "no environment is named")
+    assert tab.run("document.querySelector('#start').disabled")
+    tab.fill("#option-environment-environment_id", "search")
+    tab.wait("document.querySelector('.told-config').innerText.includes('The config is valid.')")
     tab.fill("#option-training-batch_size", "many")
     field = "document.querySelector('[data-key=\"training.batch_size\"]')"
     tab.wait(f"{field}.innerText.includes('must be')")
@@ -259,7 +262,7 @@ def test_a_promotion_and_a_run_by_the_form(browser: Browser, tab: Tab, page: Ser
         other.wait("document.querySelector('dialog').innerText.includes('--first')")
         other.click("dialog button.main")
         # While a process for it reads the model, a run is started, watched and stopped.
-        show(tab, page, "start?from=empty:", "The config is right.")
+        show(tab, page, "start?from=empty:", "no environment is named")
         tab.fill("#yaml", TINY)
         tab.fill("#run-name", "mine")
         tab.wait("document.querySelector('#option-training-max_steps').value == '500'")

@@ -10,6 +10,14 @@ from TrainingFactory.services.training.dataset import form_of
 
 def check(config: TrainingConfig, recorded: bool) -> None:
     """Raise ValueError for what cannot be trained. `recorded`: the rows that are learned from exist already."""
+    check_options(config, recorded)
+    _check_precision(config)
+    name = config.training.algorithm
+    make_algorithm(name, getattr(config, name).model_dump())  # its options may contradict each other
+
+
+def check_options(config: TrainingConfig, recorded: bool) -> None:
+    """Raise what `check` finds without torch, which the web page does not import."""
     training, name = config.training, config.training.algorithm
     kind = KINDS[name]
     if training.group_size < (least := kind.least_group(getattr(config, name))):
@@ -40,8 +48,6 @@ def check(config: TrainingConfig, recorded: bool) -> None:
             f"training.algorithm={name} learns from rows that exist: data.dataset=FILE, with "
             f"{NEEDS[form_of(config)]}; or with recorded trajectories"
         )
-    _check_precision(config)
-    make_algorithm(name, getattr(config, name).model_dump())  # its options may contradict each other
 
 
 def _check_sampling(config: TrainingConfig) -> None:

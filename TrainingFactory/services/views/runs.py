@@ -8,6 +8,7 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -167,9 +168,11 @@ def _asked_for(run: RunFolder, own: shapes.Heldout | None, place: str | None) ->
 
 
 def _thinned(values: Sequence[float]) -> list[float]:
-    """Return the means of parts of equal length."""
-    count = min(SPARK, len(values))
-    return [fmean(values[n * len(values) // count : (n + 1) * len(values) // count]) for n in range(count)]
+    """Return at most SPARK values: the first, the last, and means of equal parts between them."""
+    if len(values) <= SPARK:
+        return list(values)
+    ends = [1 + n * (len(values) - 2) // (SPARK - 2) for n in range(SPARK - 1)]
+    return [values[0], *(fmean(values[start:end]) for start, end in pairwise(ends)), values[-1]]
 
 
 def quick_config(run: RunFolder) -> TrainingConfig:

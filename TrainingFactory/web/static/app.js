@@ -4,7 +4,7 @@ import { h, put } from "./dom.js";
 import { icon } from "./icons.js";
 import { keys, showKeys } from "./keys.js";
 import * as live from "./live.js";
-import { failed, iconButton } from "./parts.js";
+import { dropToasts, failed, iconButton, notFound } from "./parts.js";
 import * as runsPage from "./runs.js";
 import * as runPage from "./run.js";
 import * as startPage from "./start.js";
@@ -18,9 +18,10 @@ const PAGES = [
   { path: "start", title: "Start", key: "s", page: startPage },
   { path: "wizard", title: "Wizard", key: "w", page: wizardPage },
   { path: "play", title: "Play", key: "p", page: playPage },
-  { path: "registry", title: "Registry", key: "m", page: registryPage },
-  { path: "judges", title: "Judges", key: "j", page: judgesPage },
+  { path: "registry", title: "Registry", key: "m", page: registryPage, deep: true }, // checks the rest of the address
+  { path: "judges", title: "Judges", key: "j", page: judgesPage, deep: true },
 ];
+const NOWHERE = { path: "", title: "Page not found", page: { show: async () => put(main, notFound()) } };
 const THEMES = ["auto", "light", "dark"];
 const main = document.getElementById("main");
 let leave = new AbortController();
@@ -44,16 +45,19 @@ function decoded(part) {
 
 function show() {
   const { parts, query, path } = route();
-  const known = PAGES.find((each) => each.path === (parts[0] === "run" ? "runs" : parts[0])) ?? PAGES[0];
-  const page = parts[0] === "run" ? runPage : known.page;
+  const run = parts[0] === "run" && parts.length > 1 ? parts[1] : null;
+  const listed = PAGES.find((each) => each.path === (run === null ? parts[0] : "runs"));
+  const known = run !== null || parts.length === 1 || listed?.deep ? (listed ?? NOWHERE) : NOWHERE;
+  const page = run === null ? known.page : runPage;
   leave.abort();
   leave = new AbortController();
   for (const each of document.querySelectorAll("#rail a[data-path]")) {
     if (each.dataset.path === known.path) each.setAttribute("aria-current", "page");
     else each.removeAttribute("aria-current");
   }
-  document.title = (parts[0] === "run" ? parts[1] : known.title) + " · TrainingFactory";
-  live.watch(parts[0] === "run" ? parts[1] : null);
+  document.title = (run ?? known.title) + " · TrainingFactory";
+  live.watch(run);
+  dropToasts();
   const place = {
     main,
     parts: parts.slice(1),

@@ -122,7 +122,7 @@ class Card {
     this.view = view;
     this.title.textContent = chart.title;
     const shape = JSON.stringify([
-      chart.lines.map(({ label, low, dash }) => [label, !!low, dash]),
+      chart.lines.map(({ label, low, dash, y }) => [label, !!low, dash, y.length === 1]),
       this.log,
       view.smoothing > 0,
       view.time,
@@ -185,14 +185,14 @@ class Card {
     const series = [{}];
     const bands = [];
     const spare = { show: true, points: { show: false }, spanGaps: true, width: 0 };
-    for (const { low, dash, at, sparse } of this.chart.lines) {
+    for (const { low, dash, at, sparse, y } of this.chart.lines) {
       const stroke = colour(at);
       series.push({
         stroke,
         width: 1.75,
         spanGaps: true,
         dash: DASHES[(dash ?? 0) % DASHES.length],
-        points: { show: !!sparse, size: 5, fill: stroke },
+        points: { show: !!sparse || y.length === 1, size: 5, fill: stroke }, // one point makes no line
       });
       if (smoothing)
         series.push({ stroke: stroke + "44", width: 1, spanGaps: true, points: { show: false } });
@@ -253,7 +253,8 @@ class Card {
   applyZoom() {
     if (!this.plot) return;
     const [min, max] = this.board.zoomed ?? this.board.whole;
-    this.plot.setScale("x", { min, max: max > min ? max : min + 1 });
+    const room = max > min ? 0 : 1; // a single step stands in the middle
+    this.plot.setScale("x", { min: min - room, max: max + room });
   }
 
   /** Zooms around the cursor; a range as wide as all of it is the whole one. */
@@ -374,9 +375,9 @@ function spread(_, low, high) {
   const size = Math.max(Math.abs(low), Math.abs(high));
   const flat = high - low <= size * 1e-9; // rounding is no curve
   const room = flat ? size * 0.1 || 1 : (high - low) * 0.08;
-  return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
+  return [low - room, high + room]; // below zero, too: a curve on the frame looks like no curve
 }
 
 function shareRange(_, low, high) {
-  return [Math.min(0, low ?? 0), Math.max(1, high ?? 1)];
+  return [Math.min(0, low ?? 0) - 0.05, Math.max(1, high ?? 1) + 0.05];
 }

@@ -1,6 +1,6 @@
 // Two models on the same tasks: what one can and the other cannot, task by task.
 import { get, url, where } from "./api.js";
-import { h, put, visible } from "./dom.js";
+import { h, put, scroller, visible } from "./dom.js";
 import { number, percent, plain, signed } from "./format.js";
 import { command, empty, failed, link, panel, segments, table, tiles, waiting } from "./parts.js";
 import { conversation, messages } from "./turns.js";
@@ -126,7 +126,7 @@ function turned(flipped) {
 
 /** A task that opens to both episodes, side by side. */
 function pair(task, first, second) {
-  const place = h("div", { class: "members" });
+  const place = scroller(h("div", { class: "members" }));
   const side = (episode, name) =>
     h(
       "section",

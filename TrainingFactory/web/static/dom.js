@@ -42,6 +42,20 @@ export function put(element, ...children) {
   return add(element, children);
 }
 
+const scrollers = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const scrolls = target.scrollWidth > target.clientWidth || target.scrollHeight > target.clientHeight;
+    if (scrolls) target.setAttribute("tabindex", "0");
+    else target.removeAttribute("tabindex");
+  }
+});
+
+/** Lets the keyboard reach an element while it has more content than room. */
+export function scroller(element) {
+  scrollers.observe(element);
+  return element;
+}
+
 /** Gives a function that waits until nobody has called it for so many milliseconds. */
 export function debounce(milliseconds, call) {
   let timer;

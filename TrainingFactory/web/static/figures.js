@@ -5,19 +5,18 @@ import { number, percent } from "./format.js";
 /** Draws a curve without axes; its end is marked. */
 export function spark(values, label, width = 96, height = 22) {
   const known = values.filter((value) => value !== null && Number.isFinite(value));
-  if (known.length < 2) return svg("svg", { class: "spark", width, height, "aria-hidden": "true" });
+  if (!known.length) return svg("svg", { class: "spark", width, height, "aria-hidden": "true" });
   const low = Math.min(...known);
-  const span = Math.max(...known) - low || 1;
-  const x = (at) => 2 + (at / (known.length - 1)) * (width - 6);
-  const y = (value) => height - 3 - ((value - low) / span) * (height - 6);
+  const span = Math.max(...known) - low;
+  const x = (at) => 2 + (known.length > 1 ? at / (known.length - 1) : 1) * (width - 6);
+  const y = (value) => height - 3 - (span ? (value - low) / span : 0.5) * (height - 6); // flat: in the middle
   const points = known.map((value, at) => x(at).toFixed(1) + "," + y(value).toFixed(1));
   const area = `2,${height} ${points.join(" ")} ${x(known.length - 1).toFixed(1)},${height}`;
   const named = label + " from " + number(known[0]) + " to " + number(known.at(-1));
   return svg(
     "svg",
     { class: "spark", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": named },
-    svg("polygon", { points: area }),
-    svg("polyline", { points: points.join(" ") }),
+    points.length > 1 && [svg("polygon", { points: area }), svg("polyline", { points: points.join(" ") })],
     svg("circle", { cx: x(known.length - 1), cy: y(known.at(-1)), r: 2 }),
   );
 }

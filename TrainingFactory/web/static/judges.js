@@ -3,13 +3,14 @@ import { get, url, where } from "./api.js";
 import { h, put, svg, visible } from "./dom.js";
 import { counted, moment, number, percent } from "./format.js";
 import * as label from "./label.js";
-import { command, empty, link, panel, table, waiting } from "./parts.js";
+import { command, empty, link, notFound, panel, table, waiting } from "./parts.js";
 
 const SIDE = 190; // pixels of a plot
 
 export async function show(place) {
   const { main, parts, signal } = place;
   const labelling = parts[0] === "label";
+  if (parts.length > (labelling ? 1 : 0)) return void put(main, notFound());
   const content = h("div", { class: "view" }, waiting());
   const tab = (path, text, here) => h("a", { href: "#/" + path, "aria-current": here ? "page" : null }, text);
   put(

@@ -1,5 +1,5 @@
 // Small parts that all pages are made of.
-import { h, put } from "./dom.js";
+import { h, put, scroller } from "./dom.js";
 import { icon } from "./icons.js";
 import { number } from "./format.js";
 
@@ -61,13 +61,16 @@ export function command(text, label = null) {
   );
 }
 
-/** Tells something in passing; errors stay until they are closed. */
+/** The address without its view and query: a toast belongs to it. */
+const pageOf = () => location.hash.split("?")[0].split("/").slice(0, 3).join("/");
+
+/** Shows a message until the page is left; all but errors close after six seconds. */
 export function toast(text, kind = "info") {
   const place = document.getElementById("toasts");
   const close = () => shown.remove();
   const shown = h(
     "div",
-    { class: "toast toast-" + kind },
+    { class: "toast toast-" + kind, "data-page": pageOf() },
     h("span", {}, text),
     iconButton("close", "Close", close),
   );
@@ -75,9 +78,16 @@ export function toast(text, kind = "info") {
   if (kind !== "error") setTimeout(close, 6000);
 }
 
-/** Runs an action of a button: it is off meanwhile, and an error becomes a toast. */
+/** Removes the toasts of other pages. */
+export function dropToasts() {
+  for (const shown of document.querySelectorAll(".toast"))
+    if (shown.dataset.page !== pageOf()) shown.remove();
+}
+
+/** Runs an action of a button, which is disabled and shows a spinner meanwhile; an error becomes a toast. */
 export async function act(element, action) {
   element.disabled = true;
+  element.classList.add("busy");
   try {
     return await action();
   } catch (error) {
@@ -85,6 +95,25 @@ export async function act(element, action) {
     return undefined;
   } finally {
     element.disabled = false;
+    element.classList.remove("busy");
+  }
+}
+
+/** What the pages that start runs show meanwhile. */
+export const STARTING = "Starting the run. Its page opens when it has checked the config and the tasks.";
+
+/** Shows a text and the seconds that have passed in `place` until the action ends. */
+export async function timed(place, text, action) {
+  const began = Date.now();
+  const seconds = h("span", { "aria-hidden": "true" }); // screen readers announce the text once
+  const count = () => (seconds.textContent = " " + Math.round((Date.now() - began) / 1000) + " s");
+  const clock = setInterval(count, 1000);
+  put(place, text, seconds);
+  try {
+    return await action();
+  } finally {
+    clearInterval(clock);
+    put(place);
   }
 }
 
@@ -168,6 +197,21 @@ export function empty(title, ...help) {
   return h("div", { class: "empty" }, h("strong", {}, title), h("p", {}, ...help));
 }
 
+/** A page for an address that leads nowhere. */
+export function notFound() {
+  return [
+    h("header", { class: "head" }, h("h1", {}, "Page not found")),
+    empty(
+      "There is no page at this address",
+      h("code", {}, location.hash),
+      h("br", {}),
+      "Go to ",
+      link("runs", "the list of runs"),
+      ", or choose a page in the navigation.",
+    ),
+  ];
+}
+
 export function failed(error) {
   return h(
     "div",
@@ -216,9 +260,6 @@ export function table(label, heads, rows) {
   const head = heads.map((each) => h("th", { scope: "col", class: each.class }, each.text ?? each));
   const cells = (row) => row.map((cell, at) => h("td", { class: heads[at].class }, cell));
   const body = rows.map((row) => h("tr", {}, cells(row)));
-  return h(
-    "div",
-    { class: "table" },
-    h("table", { "aria-label": label }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)),
-  );
+  const whole = h("table", { "aria-label": label }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, body));
+  return scroller(h("div", { class: "table" }, whole));
 }

@@ -101,18 +101,26 @@ class PlayPage extends PlayFrame {
     this.busy = Boolean(words);
     for (const each of [this.sendButton, this.start, ...this.keepButtons])
       each.disabled = this.busy || (each !== this.start && !this.opened);
+    this.allowWriting();
+  }
+
+  /** Opens the field for messages when a conversation has begun. */
+  allowWriting() {
+    this.input.disabled = !this.opened;
+    this.input.placeholder = this.opened ? "Write to the model" : "Choose a model and press Begin first";
   }
 
   // the conversation
 
   draw() {
     const { entries, opened } = this;
+    this.allowWriting();
     put(
       this.talk,
       !opened &&
         empty(
-          "Choose a model, and begin",
-          "A checkpoint of a run comes with the environment that it was trained in.",
+          "Choose a model and press Begin",
+          "Choosing a run's checkpoint also selects the environment that it was trained in.",
         ),
       entriesOf(entries, (at) => this.actsOf(at)),
     );

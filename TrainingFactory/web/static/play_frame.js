@@ -110,7 +110,6 @@ export class PlayFrame {
     this.input = h("textarea", {
       id: "say",
       rows: 2,
-      placeholder: "Write to the model",
       "aria-label": "Your message",
       onkeydown: (event) => {
         if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;

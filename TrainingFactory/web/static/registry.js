@@ -13,6 +13,7 @@ import {
   empty,
   failed,
   link,
+  notFound,
   pairs,
   panel,
   table,
@@ -37,10 +38,12 @@ export async function show(place) {
         h("code", {}, "tfactory registry register NAME RUN" + where),
       ),
     );
-  const model = models.find(({ name }) => name === parts[0]) ?? models[0];
-  const asked = Number(parts[1]);
+  const model = parts.length ? models.find(({ name }) => name === parts[0]) : models[0];
   const version =
-    model.versions.find((each) => each.number === asked) ?? champion(model) ?? model.versions.at(-1);
+    parts.length > 1
+      ? model?.versions.find(({ number: each }) => String(each) === parts[1])
+      : model && (champion(model) ?? model.versions.at(-1));
+  if (!model || (parts.length > 1 && !version) || parts.length > 2) return void put(main, notFound());
   const again = () => show(place).catch((error) => error.name === "AbortError" || put(main, failed(error)));
   const job = h("div", { class: "job" });
   const detail = h("div", { class: "view" }, waiting());
@@ -100,7 +103,7 @@ function versions(model, chosen, job, again) {
       class: "small",
     }),
   );
-  const heads = ["Version", "Run", "Success", { text: "", class: "num" }];
+  const heads = ["Version", "Run", "Success", { text: "Action", class: "num" }];
   const rows = [...model.versions].reverse().map((version) => {
     const last = latest(version);
     const name = link(

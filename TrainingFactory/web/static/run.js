@@ -10,6 +10,7 @@ import {
   command,
   confirm,
   dialog,
+  notFound,
   progress,
   stateBadge,
   tiles,
@@ -39,7 +40,8 @@ const SUMMED = ["", "findings"]; // views with the numbers on top; the others ne
 export async function show(place) {
   const { main, parts, signal } = place;
   const [name, tab = ""] = parts;
-  const shown = TABS.find(([path]) => path === tab) ?? TABS[0];
+  const shown = TABS.find(([path]) => path === tab);
+  if (!shown || parts.length > 2) return put(main, notFound());
   const head = new Head(SUMMED.includes(shown[0]));
   const content = h("div", { class: "view" }, waiting());
   const nav = h("nav", { class: "tabs", "aria-label": "Views of the run" });
@@ -68,7 +70,7 @@ export async function show(place) {
     ["[", "View before", () => go(-1)],
     ["]", "Next view", () => go(1)],
   ]);
-  await shown[2].show({ ...place, content, name, view, changed: (call) => heard.push(call) });
+  return await shown[2].show({ ...place, content, name, view, changed: (call) => heard.push(call) });
 }
 
 async function reread(name, view, signal, draw) {
@@ -133,7 +135,9 @@ class Head {
   }
 }
 
-/** The numbers that tell how it goes, at a glance. */
+const between = ({ low, high }) => (low === null ? "" : `${percent(low)} to ${percent(high)}, `);
+
+/** The figures on top of the page. */
 function numbers({ row }) {
   const left =
     row.state === "running" && row.step > 0 && row.steps
@@ -144,11 +148,11 @@ function numbers({ row }) {
     ["Progress", progress(row.step, row.steps), left !== null && "about " + duration(left) + " to go"],
     row.spark_of === "reward" || (!row.spark.length && PLAYING.includes(row.algorithm))
       ? ["Reward", number(row.reward, 4), "at the last step"]
-      : ["Loss", number(row.spark.at(-1), 4), "at the last step"],
+      : ["Loss", number(row.loss, 4), "at the last step"],
     [
       "Held-out success",
       held ? percent(held.value) : "–",
-      held ? `${percent(held.low)} to ${percent(held.high)}, ${measured(held)}` : "never evaluated",
+      held ? between(held) + measured(held) : "never evaluated",
     ],
     ["Tokens/s", row.tokens_per_second ? number(Math.round(row.tokens_per_second)) : "–", null],
     ["Time", duration(row.seconds), row.step > 0 && duration(row.seconds / row.step) + " a step"],

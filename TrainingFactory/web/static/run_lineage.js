@@ -9,10 +9,10 @@ export async function show({ content, view }) {
   const steps = checkpoints.map(({ name, step, best }) => [
     h("code", {}, name),
     number(step),
-    best ? h("span", { class: "tag accent" }, "best") : null,
+    best && h("span", { class: "tag accent" }, "best"),
   ]);
   const made = checkpoints.length
-    ? table("Checkpoints", ["Name", { text: "Step", class: "num" }, ""], steps)
+    ? table("Checkpoints", ["Name", { text: "Step", class: "num" }, "Best"], steps)
     : empty("No checkpoint yet", "logging.checkpoint_every says when one is saved.");
   const sizes = table(
     "Files",

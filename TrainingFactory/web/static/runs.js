@@ -1,11 +1,11 @@
 // Runs: every run as a row that keeps itself up to date; filter, sort, select some and lay their curves over each other.
-import { debounce, h, put } from "./dom.js";
+import { debounce, h, put, scroller } from "./dom.js";
 import { interval, spark } from "./figures.js";
 import { ago, counted, duration, measured, moment, number, percent } from "./format.js";
 import { keys } from "./keys.js";
 import * as live from "./live.js";
 import { Overlay } from "./overlay.js";
-import { button, empty, link, progress, searchField, select, stateBadge, waiting } from "./parts.js";
+import { button, empty, progress, searchField, select, stateBadge, waiting } from "./parts.js";
 
 const STATES = ["running", "finished", "interrupted", "failed", "killed", "unreadable"];
 const COLUMNS = [
@@ -14,8 +14,13 @@ const COLUMNS = [
   { key: "algorithm", text: "Algorithm", of: (row) => row.algorithm, class: "c-algorithm" },
   { key: "model", text: "Model", of: (row) => row.model, class: "c-model" },
   { key: "environment", text: "Environment", of: (row) => row.environment ?? "", class: "c-environment" },
-  { key: "progress", text: "Progress", of: (row) => (row.steps ? row.step / row.steps : 0) },
-  { key: "reward", text: "Reward or loss", of: (row) => row.reward ?? -Infinity },
+  {
+    key: "progress",
+    text: "Progress",
+    of: (row) => (row.steps ? row.step / row.steps : 0),
+    class: "c-progress",
+  },
+  { key: "reward", text: "Reward or loss", of: (row) => row.reward ?? -Infinity, class: "c-curve" },
   {
     key: "heldout",
     text: "Held-out success",
@@ -67,7 +72,14 @@ class RunsPage {
     this.list = h("div", { class: "table runs" }, h("table", { "aria-label": "Runs" }, head, this.body));
     this.none = h("div", {});
     this.bar = h("div", { class: "selection", hidden: true });
-    this.overlayPlace = h("div", { class: "overlay", hidden: true });
+    this.overlayPlace = scroller(
+      h("div", {
+        class: "overlay",
+        hidden: true,
+        role: "region",
+        "aria-label": "Curves of the selected runs",
+      }),
+    );
     const filter = searchField(
       "Filter by name, model, environment, tag",
       this.find,
@@ -204,12 +216,8 @@ class RunsPage {
       "aria-label": "Select " + row.name,
       onchange: () => this.toggle(row.name),
     });
-    const name = h(
-      "td",
-      { class: "name" },
-      link("run/" + encodeURIComponent(row.name), row.name),
-      h("span", {}),
-    );
+    const title = h("a", { href: "#/run/" + encodeURIComponent(row.name), title: row.name }, row.name);
+    const name = h("td", { class: "name" }, h("div", { class: "title" }, title, h("span", {})), h("div", {}));
     const rest = COLUMNS.slice(1).map((column) => h("td", { class: column.class }));
     const made = h("tr", {}, h("td", { class: "pick" }, pick), name, rest);
     made.addEventListener(
@@ -229,11 +237,16 @@ class RunsPage {
       h("span", { class: "tag" }, key + "=" + value),
     );
     const found = row.findings > 0 && h("span", { class: "tag warn" }, counted(row.findings, "finding"));
+    put(name.firstChild.lastChild, tags, found);
     put(
       name.lastChild,
-      tags,
-      found,
-      h("small", { class: "about" }, [row.model, row.environment].filter(Boolean).join(" · ")),
+      h(
+        "small",
+        { class: "about" },
+        row.steps > 0 &&
+          h("span", { class: "steps-of-run" }, number(row.step) + " / " + number(row.steps) + " · "),
+        [row.model, row.environment].filter(Boolean).join(" · "),
+      ),
       row.problem && h("small", { class: "problem", title: row.problem }, row.problem),
     );
     put(state, stateBadge(row.state));
@@ -250,7 +263,7 @@ class RunsPage {
         { class: "curve" },
         spark(row.spark, row.spark_of),
         h("span", { class: "num" }, number(loss ? row.loss : row.reward, 3)),
-        loss && h("small", {}, "loss"),
+        loss && row.spark.length > 0 && h("small", {}, "loss"),
       ),
     );
     put(

@@ -15,6 +15,8 @@ import {
   searchField,
   segments,
   select,
+  STARTING,
+  timed,
   toast,
   waiting,
 } from "./parts.js";
@@ -140,6 +142,7 @@ class StartPage {
       autocomplete: "off",
     });
     this.wrongName = h("p", { class: "wrong", role: "alert" });
+    this.starting = h("p", { class: "soft", role: "status" });
     this.doctor = h("div", {});
     this.go = button("Start the run", () => this.start(), { class: "main", id: "start" });
     this.examine = button("Ask the doctor", () => this.diagnose(), { id: "doctor" });
@@ -160,6 +163,7 @@ class StartPage {
           this.name,
           this.wrongName,
           h("div", { class: "buttons" }, this.examine, this.go),
+          this.starting,
           h("p", { class: "soft" }, "With this text in config.yaml the same is"),
           command("tfactory train config.yaml"),
           this.doctor,
@@ -218,9 +222,10 @@ class StartPage {
       const told = await post(url(["check"]), draft, this.signal);
       if (asked !== this.asked) return; // something was typed since
       this.problems = told.problems;
-      // Of a config that only names what is not there all options are told, and its text.
-      if (read && (!told.problems.length || Object.keys(told.options).length)) this.take(told.options);
-      const stale = told.problems.length > 0 && !told.yaml; // a form that is wrong has no text
+      // A config that can be read comes with all options and its text, even where it cannot start.
+      const readable = Object.keys(told.options).length >= this.fields.size;
+      if (read && readable) this.take(told.options);
+      const stale = !readable && !told.yaml; // a form with invalid values has no text
       if (!stale && this.yaml !== document.activeElement) this.yaml.value = told.yaml;
       this.yaml.classList.toggle("stale", stale);
       this.drawTold(told, stale);
@@ -243,7 +248,7 @@ class StartPage {
     this.examine.disabled = problems.length > 0;
     const verdict = problems.length
       ? h("p", { class: "wrong" }, counted(problems.length, "problem") + ":")
-      : h("p", { class: "right" }, "The config is right.");
+      : h("p", { class: "right" }, "The config is valid.");
     const lines = problems.map(({ key, message, line }) =>
       h(
         "li",
@@ -256,7 +261,7 @@ class StartPage {
       this.told,
       verdict,
       lines.length > 0 && h("ul", {}, lines),
-      stale && h("p", { class: "soft" }, "The text above is that of the last config that was right."),
+      stale && h("p", { class: "soft" }, "The text above is the last valid config."),
       notices.map((text) => h("p", { class: "notice" }, text)),
     );
   }
@@ -359,13 +364,10 @@ class StartPage {
     put(this.wrongName);
     await act(this.go, async () => {
       try {
-        const told = await post(
-          url(["train"]),
-          { yaml: this.yaml.value, name: this.name.value.trim() || null },
-          this.signal,
-        );
-        toast(told.name + " is started, as a process of its own.", "good");
-        location.hash = "#/run/" + encodeURIComponent(told.name);
+        const body = { yaml: this.yaml.value, name: this.name.value.trim() || null };
+        const started = await timed(this.starting, STARTING, () => post(url(["train"]), body, this.signal));
+        location.hash = "#/run/" + encodeURIComponent(started.name);
+        toast("Started " + started.name + ". The run continues when you close this page.", "good");
       } catch (error) {
         if (error.param !== "name") throw error;
         put(this.wrongName, error.message);

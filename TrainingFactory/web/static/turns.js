@@ -1,5 +1,5 @@
 // A conversation: prompt, turns of the model, tool calls with their results. Every text here is foreign: shown, never read.
-import { h, visible } from "./dom.js";
+import { h, scroller, visible } from "./dom.js";
 import { counted, duration, signed } from "./format.js";
 import { icon } from "./icons.js";
 import { tokens } from "./tokens.js";
@@ -127,8 +127,8 @@ function resultOf(result, name) {
 export function text(content) {
   if (content === null || content === undefined || content === "") return null;
   const shown = visible(content);
-  if (shown.length <= LONG) return h("pre", {}, shown);
-  const rest = h("pre", {}, shown.slice(0, LONG) + "…");
+  if (shown.length <= LONG) return scroller(h("pre", {}, shown));
+  const rest = scroller(h("pre", {}, shown.slice(0, LONG) + "…"));
   const more = h(
     "button",
     {

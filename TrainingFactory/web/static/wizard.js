@@ -1,9 +1,9 @@
 // Wizard: from pasted servers and tasks to a run. Commands start only after they were shown and confirmed.
 import { get, job, post, url } from "./api.js";
-import { debounce, h, put, visible } from "./dom.js";
+import { debounce, h, put, scroller, visible } from "./dom.js";
 import { counted, number, plain } from "./format.js";
 import { icon } from "./icons.js";
-import { act, button, command, panel, table, toast, waiting } from "./parts.js";
+import { act, button, command, panel, STARTING, table, timed, toast, waiting } from "./parts.js";
 import { rewards } from "./episode.js";
 import { conversation, messages } from "./turns.js";
 import { RewardChoice } from "./wizard_reward.js";
@@ -11,15 +11,17 @@ import { ToolsStep } from "./wizard_tools.js";
 
 const TASKS =
   '{"prompt": "How many files are here?", "answer": "3"}\n\nor CSV with the columns prompt and answer, or a question a line with its answer after a tab';
-// Key of the config, what it is in plain words, what a first try is well served with, and its kind.
+// Key of the config, its name as on the page Start, a value for a first try, and what it means.
 const LENGTHS = [
-  ["training.max_steps", "Steps of training", 20, "How often the model is updated."],
-  ["training.batch_size", "Tasks a step", 4, "Each is tried several times."],
-  ["training.group_size", "Tries of a task", 4, "What is learned is how they differ; two at least."],
-  ["environment.max_turns", "Turns of an episode", 6, "After so many it ends."],
-  ["sampling.max_tokens", "Tokens of a turn", 256, "A turn that is longer is cut."],
-  ["training.learning_rate", "Learning rate", 0.00001, "Too high, and the model forgets how to speak."],
+  ["training.max_steps", "Max steps", 20, "Training steps. Each updates the model once."],
+  ["training.batch_size", "Batch size", 4, "Tasks per step."],
+  ["training.group_size", "Group size", 4, "Episodes per task, whose rewards are compared. At least 2."],
+  ["environment.max_turns", "Max turns", 6, "Turns after which an episode ends."],
+  ["sampling.max_tokens", "Max tokens", 256, "Length at which a turn is truncated."],
+  ["training.learning_rate", "Learning rate", 0.00001, "Step size of the optimizer."],
 ];
+// Problems of the server's check that the wizard reports as missing tasks.
+const NO_TASKS = ["environment.environment_id", "data.tasks"];
 
 export async function show(place) {
   put(place.main, waiting());
@@ -183,9 +185,13 @@ class Wizard {
       h(
         "div",
         { class: "fields" },
-        field(this.model, "Model", "Built in, of a run or the registry, a folder, or a name of the hub."),
-        field(this.lora, "Train an adapter (LoRA)", "Less memory: the model itself stays as it is."),
-        field(this.prompt, "What it is told first", "The system prompt; empty: none."),
+        field(
+          this.model,
+          "Model",
+          "A built-in or registered model, a run, a folder, or a Hugging Face name.",
+        ),
+        field(this.lora, "LoRA", "Train an adapter and keep the model's weights fixed. Needs less memory."),
+        field(this.prompt, "System prompt", "First message of every conversation. Empty: no system prompt."),
         this.numbers.map(({ element }) => element),
       ),
     ];
@@ -206,7 +212,7 @@ class Wizard {
   }
 
   side() {
-    this.yaml = h("pre", { class: "yaml", id: "wizard-yaml" });
+    this.yaml = scroller(h("pre", { class: "yaml", id: "wizard-yaml" }));
     this.told = h("div", { class: "told-config", role: "status" });
     this.link = h("a", { class: "button small", download: "train.yaml", id: "download" }, "Download");
     return h("aside", { class: "side" }, panel("The config", [this.yaml, this.told], this.link));
@@ -219,10 +225,12 @@ class Wizard {
       if (asked !== this.asked) return;
       const problems = [
         ...this.reward.problems(this.tasks),
-        ...told.problems.map(({ key, message }) => (key ? key + ": " : "") + message),
+        ...told.problems
+          .filter(({ key }) => this.tasks || !NO_TASKS.includes(key))
+          .map(({ key, message }) => (key ? key + ": " : "") + message),
       ];
-      if (!this.tasks) problems.unshift("There are no tasks yet.");
-      this.config = told.problems.length ? null : told.yaml;
+      if (!this.tasks) problems.unshift("Add tasks in step 2.");
+      this.config = told.yaml || null; // an invalid config has no text
       this.draw(problems, told.notices);
     } catch (error) {
       if (error.name !== "AbortError") toast(error.message, "error");
@@ -243,14 +251,14 @@ class Wizard {
             {},
             problems.map((each) => h("li", { class: "wrong" }, visible(each))),
           )
-        : h("p", { class: "right" }, "The config is right: tfactory train reads it."),
+        : h("p", { class: "right" }, "The config is valid; tfactory train accepts it."),
       notices.map((text) => h("p", { class: "notice" }, text)),
       h(
         "p",
         { class: "soft" },
-        "Everything else is as usual. ",
-        h("a", { href: "#/start" }, "All options"),
-        " are on the page Start.",
+        "All other options have their defaults; see the page ",
+        h("a", { href: "#/start" }, "Start"),
+        ".",
       ),
     );
     for (const each of [this.play, this.go]) each.disabled = wrong;
@@ -288,7 +296,7 @@ class Wizard {
         put(
           this.played,
           told.notes.map((text) => h("p", { class: "soft note" }, text)),
-          h("div", { class: "members" }, told.episodes.map(sampleOf)),
+          scroller(h("div", { class: "members" }, told.episodes.map(sampleOf))),
         );
       } catch (error) {
         if (error.name !== "AbortError")
@@ -304,6 +312,7 @@ class Wizard {
       autocomplete: "off",
     });
     this.wrongName = h("p", { class: "wrong", role: "alert" });
+    this.starting = h("p", { class: "soft", role: "status" });
     this.go = button("Train", () => this.train(), { class: "main", id: "train", disabled: true });
     return [
       h(
@@ -314,10 +323,11 @@ class Wizard {
         this.go,
       ),
       this.wrongName,
+      this.starting,
       h(
         "p",
         { class: "soft" },
-        "The run is a process of its own: it goes on when this page is closed. The same by hand, with the downloaded file:",
+        "The run is a separate process and continues when you close this page. In a terminal, with the downloaded file:",
       ),
       command("tfactory train train.yaml"),
     ];
@@ -327,13 +337,10 @@ class Wizard {
     put(this.wrongName);
     await act(this.go, async () => {
       try {
-        const told = await post(
-          url(["train"]),
-          { yaml: this.config, name: this.name.value.trim() || null },
-          this.signal,
-        );
-        toast(told.name + " is started, as a process of its own.", "good");
-        location.hash = "#/run/" + encodeURIComponent(told.name);
+        const body = { yaml: this.config, name: this.name.value.trim() || null };
+        const started = await timed(this.starting, STARTING, () => post(url(["train"]), body, this.signal));
+        location.hash = "#/run/" + encodeURIComponent(started.name);
+        toast("Started " + started.name + ". The run continues when you close this page.", "good");
       } catch (error) {
         if (error.name !== "AbortError") put(this.wrongName, visible(error.message));
       }
