@@ -76,6 +76,7 @@ LINGERING = (  # with a child, and one that leaves the group
     "os.rename('new', 'pids')\n"
     "time.sleep(600)\n"
 )
+IN_GROUP = LINGERING.replace("(False, True)", "(False, False)")
 
 
 def test_a_program_that_runs_too_long_ends_with_all_that_it_started(tmp_path: Path) -> None:
@@ -86,6 +87,37 @@ def test_a_program_that_runs_too_long_ends_with_all_that_it_started(tmp_path: Pa
     until(lambda: not any(map(running, (tmp_path / "pids").read_text().split())))
 
 
+KILLER = """
+import signal, time
+def parent(pid):
+    return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]
+pids = [pid for pid in os.listdir("/proc") if pid.isdigit()] if os.path.isdir("/proc") else []
+for pid in set(pids) - set(open("others").read().split()):
+    try:
+        if int(pid) != os.getpid() and parent(pid) == str(os.getppid()):
+            open("environments", "a").write(open(f"/proc/{pid}/environ").read())
+            os.kill(int(pid), signal.SIGKILL)
+    except OSError:
+        pass
+time.sleep(5)
+open("survived", "w").close()
+"""
+
+
+def test_a_program_that_kills_what_the_run_started_neither_survives_its_time_nor_finds_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SECRET", "hunter2hunter2")
+    others = [str(process.pid) for process in psutil.Process().children()]  # of other tests
+    (tmp_path / "others").write_text(" ".join(others))
+    [trajectory], _, _ = play(tmp_path, KILLER, episode_timeout=1.0)
+    assert (trajectory.status, trajectory.error) == ("error", "the episode took longer than 1 s")
+    assert not (tmp_path / "survived").exists()
+    environments = tmp_path / "environments"
+    assert not environments.exists() or "hunter2" not in environments.read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
 def test_a_program_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     code = f"""if True:
         import asyncio
@@ -93,14 +125,13 @@ def test_a_program_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
         from TrainingFactory.types import Task
         program = AgentProgram({shlex.join([sys.executable, "-S", "agent.py"])!r}, {{}})
         asyncio.run(program(Task("t", "?")).play(None))"""
-    (tmp_path / "agent.py").write_text("import os, sys\nprint(os.environ['TFACTORY_TASK'])\n" + LINGERING)
+    (tmp_path / "agent.py").write_text("import os, sys\nprint(os.environ['TFACTORY_TASK'])\n" + IN_GROUP)
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env) as run:
         until(lambda: (tmp_path / "pids").exists() or run.poll() is not None)
-        assert list(tmp_path.glob("tfactory-episode-*")) and run.poll() is None
+        assert run.poll() is None
         run.kill()
     until(lambda: not any(map(running, (tmp_path / "pids").read_text().split())))
-    until(lambda: not list(tmp_path.glob("tfactory-episode-*")))
 
 
 def running(pid: str) -> bool:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -38,12 +40,9 @@ NAMES = {each.value: each.name for each in signal.Signals}  # real-time signals 
 POLL = 0.02  # seconds between two looks at a program
 MOST_WRITTEN = 64 * 2**20  # bytes on stdout or stderr
 READ = 64 * 1024  # bytes of the end of what it wrote
-# Ends a program when nobody holds the other end of its stdin any more: the episode is over, or we are killed. First the
-# group, then who has left it, found by what a process was started with, where there is /proc.
-WATCH = """read group; read _; kill -s KILL -- "-$group"
-grep -lzsxF "TFACTORY_TASK=$0" /proc/[0-9]*/environ | while IFS=/ read -r _ _ pid _; do kill -s KILL "$pid"; done
-rm -rf -- "${0%/*}"
-"""
+KILL_SECONDS = 10.0  # for a killed program to end; then the run continues without it
+KILL_ROUNDS = 5  # a process may start another one while we look for it
+log = logging.getLogger(__name__)
 
 
 class ProgramFailed(Exception):
@@ -137,23 +136,31 @@ class ProgramEpisode(Scored):
 
     async def _run(self, env: dict[str, str], stdin: Any, *outputs: Any) -> int:
         """Return its status."""
-        watch, files = ["sh", "-c", WATCH, env["TFACTORY_TASK"]], (subprocess.PIPE, None, subprocess.DEVNULL)
-        its: dict[str, Any] = {"cwd": self._program.cwd, "env": env}
-        # Each in a group of its own, to be ended as one.
-        with subprocess.Popen(watch, 0, None, *files, start_new_session=True) as watcher:
+        life, ours = os.pipe()  # the program inherits `life`, and its group is killed when `ours` closes
+        its: dict[str, Any] = {"cwd": self._program.cwd, "env": env, "pass_fds": [life]}
+        try:
+            # In a session of its own, so that all its processes can be killed as one group.
             args = (self._program.argv, -1, None, stdin, *outputs)
             process = subprocess.Popen(*args, **its, start_new_session=True)
             try:
-                assert watcher.stdin is not None
-                watcher.stdin.write(b"%d\n" % process.pid)
+                if sys.platform == "linux":
+                    from TrainingFactory.workers.child import kill_at_hangup
+
+                    kill_at_hangup(life, process.pid)
                 while process.poll() is None:
                     await asyncio.sleep(POLL)
                     if any(os.fstat(each.fileno()).st_size > MOST_WRITTEN for each in outputs):
                         raise ProgramFailed(f"the program wrote more than {MOST_WRITTEN} bytes")
                 return process.returncode
             finally:
-                await in_thread(watcher.communicate)
-                process.wait()
+                try:
+                    async with asyncio.timeout(KILL_SECONDS):
+                        await in_thread(_kill, process, env["TFACTORY_TASK"])
+                except TimeoutError:
+                    log.warning("process %d of environment.command cannot be killed", process.pid)
+        finally:
+            os.close(life)
+            os.close(ours)
 
     def _read(self, printed: str, calls: Calls) -> None:
         """Take the reward of the last line that has one, else the one that was posted."""
@@ -167,6 +174,29 @@ class ProgramEpisode(Scored):
                 if wrong["type"] not in ("json_invalid", "model_type", "missing"):  # about something else
                     self.given, self.why = None, f"the program's reward is of no use: {wrong['msg']}"
                     return
+
+
+def _kill(process: subprocess.Popen[bytes], task_file: str) -> None:
+    """Kill the program's process group, then the processes that left the group, which still have its TFACTORY_TASK."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: the latter for a group that is gone
+        os.killpg(process.pid, signal.SIGKILL)
+    for _ in range(KILL_ROUNDS):
+        if not (pids := _having(f"TFACTORY_TASK={task_file}".encode())):
+            break
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _having(variable: bytes) -> list[int]:
+    """Return the processes that were started with a variable, where there is /proc."""
+    pids = []
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with contextlib.suppress(OSError, ValueError):  # it has ended, is another user's, or is no process
+            if variable in Path("/proc", str(int(name)), "environ").read_bytes().split(b"\0"):
+                pids.append(int(name))
+    return pids
 
 
 def _end_of(file: IO[bytes]) -> str:
