@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shlex
@@ -12,11 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kits.proxy import TALK, line, play
+from tests.kits.proxy import TALK, TASK, line, play
 from tests.kits.serve import until
-from TrainingFactory.types import (
-    Reward,
-)
+from TrainingFactory.services.proxy.program import AgentProgram
+from TrainingFactory.types import Reward
 
 FAILURES = {
     "": ("error", "ended without an answered call"),
@@ -88,7 +88,7 @@ def test_a_program_that_runs_too_long_ends_with_all_that_it_started(tmp_path: Pa
 
 
 KILLER = """
-import signal, time
+import os, signal, time
 def parent(pid):
     return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]
 pids = [pid for pid in os.listdir("/proc") if pid.isdigit()] if os.path.isdir("/proc") else []
@@ -99,22 +99,33 @@ for pid in set(pids) - set(open("others").read().split()):
             os.kill(int(pid), signal.SIGKILL)
     except OSError:
         pass
-time.sleep(5)
+open("ready", "w").close()
+time.sleep(20)
 open("survived", "w").close()
 """
 
 
-def test_a_program_that_kills_what_the_run_started_neither_survives_its_time_nor_finds_a_secret(
+def test_a_program_that_kills_what_the_run_started_ends_all_the_same_and_finds_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_SECRET", "hunter2hunter2")
     others = [str(process.pid) for process in psutil.Process().children()]  # of other tests
     (tmp_path / "others").write_text(" ".join(others))
-    [trajectory], _, _ = play(tmp_path, KILLER, episode_timeout=1.0)
-    assert (trajectory.status, trajectory.error) == ("error", "the episode took longer than 1 s")
-    assert not (tmp_path / "survived").exists()
-    environments = tmp_path / "environments"
-    assert not environments.exists() or "hunter2" not in environments.read_text()
+    (tmp_path / "agent.py").write_text(KILLER)
+    program = AgentProgram(shlex.join([sys.executable, "-S", "agent.py"]), {"cwd": str(tmp_path)})
+
+    async def cancel_once_ready() -> None:
+        playing = asyncio.ensure_future(program(TASK).play(None))  # type: ignore[arg-type]
+        while not (tmp_path / "ready").exists():
+            await asyncio.sleep(0.02)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    asyncio.run(cancel_once_ready())
+    survived, environments = (tmp_path / "survived").exists(), tmp_path / "environments"
+    found_secret = environments.exists() and "hunter2" in environments.read_text()
+    assert (survived, found_secret) == (False, False)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
