@@ -12,6 +12,7 @@ from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
 from TrainingFactory.tools.recording import SPECS
 
 Node = dict[str, Any]
+OF_RUN = {"run", "step", "config", "about", "tools", "metrics"}
 
 
 def run_node(run: RunFolder, checkpoint: Path) -> Node:
@@ -28,6 +29,13 @@ def run_node(run: RunFolder, checkpoint: Path) -> Node:
         "tools": tools_of(run),
         "metrics": measured[-1] if measured else {},
     }
+
+
+def check_lineage(node: Any) -> None:
+    """Raise ValueError unless each node is a folder or has what `run_node` writes."""
+    for each in chain(node) if isinstance(node, dict) else [{}]:
+        if "folder" not in each and (missing := OF_RUN - each.keys()):
+            raise ValueError(f"the lineage lacks {', '.join(sorted(missing))}")
 
 
 def tools_of(run: RunFolder) -> dict[str, Any]:
