@@ -20,8 +20,14 @@ MAX_DEPTH = 50
 MAX_VALUES = 100_000  # with every alias written out: a few lines of aliases to aliases can stand for billions
 
 
+MAX_DIGITS = 100
+TAGS = "tag:yaml.org,2002:"
+NOT_JSON = {f"{TAGS}{name}" for name in ("timestamp", "binary", "set", "omap", "pairs")}
+
+
 class ConfigLoader(yaml.SafeLoader):
-    """Reads 1e-6 as a number, as everybody expects (in YAML 1.1 it is a text), and refuses what is too much to hold."""
+    """Reads the types of JSON: 1e-6 is a number, as everybody expects (in YAML 1.1 it is a text), and 2024-01-31 is a
+    text (in YAML 1.1 it is a date). Rejects files that are too large to hold."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -44,9 +50,26 @@ class ConfigLoader(yaml.SafeLoader):
             self._sizes[event.anchor] = self._values - before
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        problem = f"cannot read this value as {node.tag.removeprefix(TAGS)}"
+        if node.tag == f"{TAGS}int" and len(node.value) > MAX_DIGITS:
+            problem = f"a number may have at most {MAX_DIGITS} digits"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError) as error:  # of `!!int abc`, `!!bool abc`
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
+
+ConfigLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in NOT_JSON]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+ConfigLoader.yaml_constructors = {
+    tag: construct for tag, construct in yaml.SafeLoader.yaml_constructors.items() if tag not in NOT_JSON
+}
 ConfigLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
+    f"{TAGS}float",
     re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )

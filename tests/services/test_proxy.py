@@ -91,7 +91,10 @@ LONG = Message("assistant", "The tower stands in the old town of Prague.")
         ([SYSTEM, Message("user", f"Summary: {LONG.content} Go on.")], "rewritten"),
         ([SYSTEM, Message("user", "Where is the river?")], "begun"),
         ([SYSTEM, ASKED], "begun"),
-        ([Message("system", "Judge an answer."), Message("user", f"{ASKED.content} {LONG.content}")], "begun"),
+        (
+            [Message("system", "Judge an answer."), Message("user", f"{ASKED.content} {LONG.content}")],
+            "begun",
+        ),
     ],
 )
 def test_a_summary_of_an_earlier_conversation_counts_as_rewritten(messages: list[Message], why: str) -> None:

@@ -196,7 +196,7 @@ def test_a_model_is_not_registered_with_files_from_elsewhere(registry: ModelRegi
     (folder / "same.json").symlink_to("tokenizer.json")
     registry.register("agent", folder)
     (folder / "vocab.txt").symlink_to(tmp_path / "secret.txt")
-    with pytest.raises(ValueError, match="vocab.txt is a link to .*secret.txt"):
+    with pytest.raises(ValueError, match=r"vocab\.txt is a link to .*secret\.txt"):
         registry.register("agent", folder)
     assert [str(version) for version in registry.versions()] == ["agent:1"]
     snapshot = tmp_path / "models--a--b" / "snapshots" / "1234"  # as huggingface_hub has it
@@ -226,7 +226,7 @@ def test_a_damaged_row_is_named_and_reaches_no_other_folder(
     with sqlite3.connect(registry.path) as db:
         db.execute(f"UPDATE versions SET {column} = ?", (value,))
     for use in (registry.versions, registry.sweep, lambda: registry.register("other", "sft@step-1")):
-        with pytest.raises(ValueError, match="version 1 of 'agent' in .*registry.sqlite is damaged: ") as found:
+        with pytest.raises(ValueError, match=r"version 1 of 'agent' in .*\.sqlite is damaged: ") as found:
             use()
         assert text in str(found.value)
     assert (registry.folder(version) / "model.safetensors").exists()

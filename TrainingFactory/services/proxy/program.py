@@ -178,7 +178,9 @@ class ProgramEpisode(Scored):
 
 def _kill(process: subprocess.Popen[bytes], task_file: str) -> None:
     """Kill the program's process group, then the processes that left the group, which still have its TFACTORY_TASK."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: the latter for a group that is gone
+    with contextlib.suppress(
+        ProcessLookupError, PermissionError
+    ):  # macOS: the latter for a group that is gone
         os.killpg(process.pid, signal.SIGKILL)
     for _ in range(KILL_ROUNDS):
         if not (pids := _having(f"TFACTORY_TASK={task_file}".encode())):

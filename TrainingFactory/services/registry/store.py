@@ -148,8 +148,8 @@ def sums_of(folder: Path) -> dict[str, str]:
     for path in files:
         if not any((target := path.resolve()).is_relative_to(place) for place in inside):
             raise ValueError(
-                f"{path} is a link to {target}, outside of the model's folder. If that file belongs to the model, copy "
-                f"the folder with the files that its links name (cp -rL {shlex.quote(str(folder))} COPY) and register COPY"
+                f"{path} is a link to {target}, outside of the model's folder. If that file belongs to the model, "
+                f"register a copy with the linked files: cp -rL {shlex.quote(str(folder))} COPY"
             )
     stated = read_sums(folder)
     return {path.name: stated.get(path.name) or file_digest(path) for path in files}
