@@ -51,22 +51,19 @@ class ConfigLoader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        problem = f"cannot read this value as {node.tag.removeprefix(TAGS)}"
-        if node.tag == f"{TAGS}int" and len(node.value) > MAX_DIGITS:
-            problem = f"a number may have at most {MAX_DIGITS} digits"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         try:
+            if node.tag in NOT_JSON or (node.tag == f"{TAGS}int" and len(node.value) > MAX_DIGITS):
+                raise ValueError
             return super().construct_object(node, deep)
-        except (ValueError, KeyError) as error:  # of `!!int abc`, `!!bool abc`
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+        except (ValueError, KeyError):  # the latter of `!!bool abc`
+            kind = node.tag.removeprefix(TAGS).replace("int", f"an integer of at most {MAX_DIGITS} digits")
+            problem = f"cannot read a value as {kind}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
 ConfigLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in NOT_JSON]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-ConfigLoader.yaml_constructors = {
-    tag: construct for tag, construct in yaml.SafeLoader.yaml_constructors.items() if tag not in NOT_JSON
 }
 ConfigLoader.add_implicit_resolver(
     f"{TAGS}float",

@@ -215,8 +215,8 @@ def test_a_model_is_not_registered_with_files_from_elsewhere(registry: ModelRegi
         ("digest", "../..", "'../..'"),
         ("base", '{"name": "x", "digest": "../.."}', "'../..'"),
         ("lineage", '{"run": ', "Expecting value"),
-        ("lineage", "{}", "lineage lacks about"),
-        ("lineage", "[]", "lineage lacks about"),
+        ("lineage", "{}", "incomplete lineage"),
+        ("lineage", "[]", "list"),
     ],
 )
 def test_a_damaged_row_is_named_and_reaches_no_other_folder(

@@ -92,9 +92,8 @@ def _begins(messages: Sequence[Message], sent: Sequence[Message], arguments: boo
 
 
 def _retells(messages: Sequence[Message], earlier: Sequence[Message]) -> bool:
-    """Tell whether a request without sampled turns rewrites an earlier conversation, as an agent does that summarises
-    its history. Under the same system prompt it has another message in place of the first answer, or another message
-    of it quotes the question, or a longer answer or tool result."""
+    """Tell whether a request without sampled turns summarises an earlier conversation: under the same system prompt,
+    another message replaces the first answer, or quotes the question or a longer answer or tool result."""
     roles, common = [message.role for message in earlier], 0
     while common < min(len(messages), len(earlier)) and _same(earlier[common], messages[common], True):
         common += 1

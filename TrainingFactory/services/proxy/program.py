@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
 import json
 import logging
 import os
@@ -12,7 +13,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -41,7 +41,6 @@ POLL = 0.02  # seconds between two looks at a program
 MOST_WRITTEN = 64 * 2**20  # bytes on stdout or stderr
 READ = 64 * 1024  # bytes of the end of what it wrote
 KILL_SECONDS = 10.0  # for a killed program to end; then the run continues without it
-KILL_ROUNDS = 5  # a process may start another one while we look for it
 log = logging.getLogger(__name__)
 
 
@@ -114,6 +113,9 @@ class ProgramEpisode(Scored):
         with contextlib.ExitStack() as held:
             # Files, not pipes: who has been started by it may hold a pipe for ever. Nobody finds them by a name.
             out, err = (held.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            life, ours = os.pipe()
+            for end in (life, ours):
+                held.callback(os.close, end)
             folder = tempfile.TemporaryDirectory(prefix="tfactory-episode-", ignore_cleanup_errors=True)
             file = Path(held.enter_context(folder), "task.json")
             row = trajectory_to_dict(Trajectory(self.task, group=""))["task"]
@@ -123,7 +125,7 @@ class ProgramEpisode(Scored):
             own |= {"TFACTORY_TASK": str(file), "NO_PROXY": "127.0.0.1,localhost"}
             env = {name: value for name, value in shown.items() if value is not None} | own
             try:
-                status = await self._run(env, held.enter_context(file.open("rb")), out, err)
+                status = await self._run(env, life, held.enter_context(file.open("rb")), out, err)
             except OSError as error:
                 raise ProgramFailed(f"the program cannot be started: {error.strerror}") from error
             self._read(_end_of(out), calls)
@@ -134,33 +136,26 @@ class ProgramEpisode(Scored):
                 last = next((line for line in reversed(lines) if line.strip()), "nothing on stderr")
                 raise ProgramFailed(f"the program ended with {how}: {clean(last.strip())[-MAX_ERROR_CHARS:]}")
 
-    async def _run(self, env: dict[str, str], stdin: Any, *outputs: Any) -> int:
-        """Return its status."""
-        life, ours = os.pipe()  # the program inherits `life`, and its group is killed when `ours` closes
-        its: dict[str, Any] = {"cwd": self._program.cwd, "env": env, "pass_fds": [life]}
-        try:
-            # In a session of its own, so that all its processes can be killed as one group.
-            args = (self._program.argv, -1, None, stdin, *outputs)
-            process = subprocess.Popen(*args, **its, start_new_session=True)
-            try:
-                if sys.platform == "linux":
-                    from TrainingFactory.workers.child import kill_at_hangup
+    async def _run(self, env: dict[str, str], life: int, stdin: Any, *outputs: Any) -> int:
+        """Return its status. Its group ends with us: by `_kill`, or by the kernel when our end of `life` closes."""
+        from TrainingFactory.workers.child import kill_at_hangup  # not on Windows
 
-                    kill_at_hangup(life, process.pid)
-                while process.poll() is None:
-                    await asyncio.sleep(POLL)
-                    if any(os.fstat(each.fileno()).st_size > MOST_WRITTEN for each in outputs):
-                        raise ProgramFailed(f"the program wrote more than {MOST_WRITTEN} bytes")
-                return process.returncode
-            finally:
-                try:
-                    async with asyncio.timeout(KILL_SECONDS):
-                        await in_thread(_kill, process, env["TFACTORY_TASK"])
-                except TimeoutError:
-                    log.warning("process %d of environment.command cannot be killed", process.pid)
+        its: dict[str, Any] = {"cwd": self._program.cwd, "env": env, "pass_fds": [life]}
+        args = (self._program.argv, -1, None, stdin, *outputs)
+        process = subprocess.Popen(*args, **its, start_new_session=True)  # a group of its own
+        try:
+            kill_at_hangup(life, process.pid)
+            while process.poll() is None:
+                await asyncio.sleep(POLL)
+                if any(os.fstat(each.fileno()).st_size > MOST_WRITTEN for each in outputs):
+                    raise ProgramFailed(f"the program wrote more than {MOST_WRITTEN} bytes")
+            return process.returncode
         finally:
-            os.close(life)
-            os.close(ours)
+            try:
+                async with asyncio.timeout(KILL_SECONDS):
+                    await in_thread(_kill, process, env["TFACTORY_TASK"])
+            except TimeoutError:
+                log.warning("process %d of environment.command cannot be killed", process.pid)
 
     def _read(self, printed: str, calls: Calls) -> None:
         """Take the reward of the last line that has one, else the one that was posted."""
@@ -177,28 +172,16 @@ class ProgramEpisode(Scored):
 
 
 def _kill(process: subprocess.Popen[bytes], task_file: str) -> None:
-    """Kill the program's process group, then the processes that left the group, which still have its TFACTORY_TASK."""
-    with contextlib.suppress(
-        ProcessLookupError, PermissionError
-    ):  # macOS: the latter for a group that is gone
+    """Kill the program's process group, and where there is /proc the processes that left the group, which still have
+    its TFACTORY_TASK."""
+    gone = contextlib.suppress(OSError)  # it has ended, or is not ours
+    with gone:
         os.killpg(process.pid, signal.SIGKILL)
-    for _ in range(KILL_ROUNDS):
-        if not (pids := _having(f"TFACTORY_TASK={task_file}".encode())):
-            break
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+    for environ in glob.glob("/proc/[0-9]*/environ"):
+        with gone:
+            if f"TFACTORY_TASK={task_file}".encode() in Path(environ).read_bytes().split(b"\0"):
+                os.kill(int(environ.split("/")[2]), signal.SIGKILL)
     process.wait()
-
-
-def _having(variable: bytes) -> list[int]:
-    """Return the processes that were started with a variable, where there is /proc."""
-    pids = []
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        with contextlib.suppress(OSError, ValueError):  # it has ended, is another user's, or is no process
-            if variable in Path("/proc", str(int(name)), "environ").read_bytes().split(b"\0"):
-                pids.append(int(name))
-    return pids
 
 
 def _end_of(file: IO[bytes]) -> str:

@@ -31,13 +31,6 @@ def run_node(run: RunFolder, checkpoint: Path) -> Node:
     }
 
 
-def check_lineage(node: Any) -> None:
-    """Raise ValueError unless each node is a folder or has what `run_node` writes."""
-    for each in chain(node) if isinstance(node, dict) else [{}]:
-        if "folder" not in each and (missing := OF_RUN - each.keys()):
-            raise ValueError(f"the lineage lacks {', '.join(sorted(missing))}")
-
-
 def tools_of(run: RunFolder) -> dict[str, Any]:
     """Return the tools that a run's model had, by name, and the digest of what it was told of them."""
     specs, episodes = [], run.path / TRAJECTORIES

@@ -15,7 +15,7 @@ from typing import Any
 
 from TrainingFactory.models.names import SUPPORTED_MODELS
 from TrainingFactory.options import did_you_mean, nearest
-from TrainingFactory.services.registry.lineage import Node, check_lineage
+from TrainingFactory.services.registry.lineage import OF_RUN, Node, chain
 from TrainingFactory.texts import message_of
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -86,10 +86,6 @@ def found_version(db: sqlite3.Connection, name: str, path: Path) -> Version:
     return found
 
 
-def one_version(db: sqlite3.Connection, model: str, number: int) -> Version:
-    return next(version for version in all_versions(db, model) if version.number == number)
-
-
 def all_versions(db: sqlite3.Connection, model: str | None) -> list[Version]:
     where, given = ("", ()) if model is None else ("WHERE model = ?", (model,))
     aliases: dict[tuple[str, int], list[str]] = {}
@@ -109,16 +105,14 @@ def all_versions(db: sqlite3.Connection, model: str | None) -> list[Version]:
 
 
 def _read_json(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
-    """Return `base` and `lineage` of a row; raise ValueError that names the version where these are invalid, or its
-    name, or its digests, which name folders."""
+    """Return `base` and `lineage`; raise ValueError that names the version where they or its digests are invalid."""
     try:
         base, lineage = row["base"] and json.loads(row["base"]), json.loads(row["lineage"])
-        check_lineage(lineage)
-        named = [(NAME, row["model"]), (DIGEST, row["digest"])]
-        if base is not None and base["digest"] is not None:
-            named.append((DIGEST, base["digest"]))
-        if wrong := [text for pattern, text in named if not pattern.fullmatch(text)]:
-            raise ValueError(f"invalid name or digest {wrong[0]!r}")
+        for digest in (row["digest"], base and base["digest"]):
+            if digest is not None and not DIGEST.fullmatch(digest):
+                raise ValueError(f"invalid digest {digest!r}")
+        if not all("folder" in node or node.keys() >= OF_RUN for node in chain(lineage)):
+            raise ValueError("incomplete lineage")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         [path] = [each["file"] for each in db.execute("PRAGMA database_list") if each["name"] == "main"]
         raise ValueError(

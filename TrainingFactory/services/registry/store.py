@@ -11,7 +11,6 @@ import contextlib
 import errno
 import hashlib
 import os
-import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,7 +122,7 @@ class Store:
             paths = sorted(folder.iterdir())
             extra = {path.name for path in paths} - read_sums(folder).keys() - {SUMS}
             stated = stated_digest(folder)
-        except (FileNotFoundError, NotADirectoryError):  # or another process sweeps it away meanwhile
+        except (FileNotFoundError, NotADirectoryError):  # another process may sweep it away meanwhile
             return [f"{folder} is missing"]
         wrong += [f"{path} is a link, not a copy" for path in paths if path.is_symlink()]
         wrong += [f"{folder / name} does not belong there" for name in sorted(extra)]
@@ -149,7 +148,7 @@ def sums_of(folder: Path) -> dict[str, str]:
         if not any((target := path.resolve()).is_relative_to(place) for place in inside):
             raise ValueError(
                 f"{path} is a link to {target}, outside of the model's folder. If that file belongs to the model, "
-                f"register a copy with the linked files: cp -rL {shlex.quote(str(folder))} COPY"
+                "register a copy of the folder that has the file itself: cp -rL"
             )
     stated = read_sums(folder)
     return {path.name: stated.get(path.name) or file_digest(path) for path in files}
