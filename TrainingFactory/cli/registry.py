@@ -79,11 +79,10 @@ def show_(
     ```
 
     Args:
-        lineage: Print the tree from the base model through every run, and the commands that make it again.
+        lineage: Print the tree from the base model through every run.
     """
     from TrainingFactory.services.registry.card import what_of
     from TrainingFactory.services.registry.lineage import tree
-    from TrainingFactory.services.registry.recipe import recipe
     from TrainingFactory.services.views.registry import version_view
 
     opened = _open(at, where)
@@ -106,14 +105,7 @@ def show_(
             rows.append((each["kind"], _decision(each)))
     show.table([row for row in rows if row[1]])
     if lineage:
-        print("\n".join(["", *tree(found.lineage, str(found)), ""]))
-        _, commands = recipe(found.lineage, "again")
-        print("to make it again:")
-        print(
-            "\n".join(
-                [f"  tfactory registry export {found} again --to recipe", *(f"  {c}" for c in commands)]
-            )
-        )
+        print("\n".join(["", *tree(found.lineage, str(found))]))
 
 
 @registry.command
@@ -277,19 +269,17 @@ def export(
     version: Of,
     target: str,
     *,
-    to: Literal["hub", "mlflow", "recipe"] = "hub",
+    to: Literal["hub", "mlflow"] = "hub",
     merge: bool = False,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     at: At = None,
     where: Where = "runs",
 ) -> None:
-    """Write a version for others: a folder as on the Hugging Face hub with a model card, an entry in MLflow, or the
-    configs and commands that make it again.
+    """Write a version for others: a folder as on the Hugging Face hub with a model card, or an entry in MLflow.
 
     ```
     tfactory registry export agent:3 my-model
     tfactory registry export agent@champion sqlite:///mlflow.db --to mlflow
-    tfactory registry export agent:3 again --to recipe
     ```
 
     Args:
@@ -299,10 +289,7 @@ def export(
         dtype: Number format of the weights, with --to hub; that of the model if none is named.
     """
     opened = _open(at, where)
-    if to == "recipe":
-        commands = opened.export_recipe(version, target)
-        print("\n".join([f"wrote the configs to {target}; make it again with:", *commands]))
-    elif to == "mlflow":
+    if to == "mlflow":
         print(f"wrote {version} to {opened.export_to_mlflow(version, target, merge)}")
     else:
         done = opened.export(version, target, merge, dtype)

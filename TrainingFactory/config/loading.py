@@ -20,8 +20,14 @@ MAX_DEPTH = 50
 MAX_VALUES = 100_000  # with every alias written out: a few lines of aliases to aliases can stand for billions
 
 
+MAX_DIGITS = 100
+TAGS = "tag:yaml.org,2002:"
+NOT_JSON = {f"{TAGS}{name}" for name in ("timestamp", "binary", "set", "omap", "pairs")}
+
+
 class ConfigLoader(yaml.SafeLoader):
-    """Reads 1e-6 as a number, as everybody expects (in YAML 1.1 it is a text), and refuses what is too much to hold."""
+    """Reads the types of JSON: 1e-6 is a number, as everybody expects (in YAML 1.1 it is a text), and 2024-01-31 is a
+    text (in YAML 1.1 it is a date). Rejects files that are too large to hold."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -44,9 +50,23 @@ class ConfigLoader(yaml.SafeLoader):
             self._sizes[event.anchor] = self._values - before
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            if node.tag in NOT_JSON or (node.tag == f"{TAGS}int" and len(node.value) > MAX_DIGITS):
+                raise ValueError
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError):  # the latter of `!!bool abc`
+            kind = node.tag.removeprefix(TAGS).replace("int", f"an integer of at most {MAX_DIGITS} digits")
+            problem = f"cannot read a value as {kind}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
+
+ConfigLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in NOT_JSON]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 ConfigLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
+    f"{TAGS}float",
     re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )

@@ -51,7 +51,7 @@ class Publisher:
             made = tempfile.mkdtemp(prefix="tfactory-weights-", dir=SHARED_MEMORY if roomy else None)
             # Removes it when this process is gone, however it ended: memory would be lost until the next start.
             guard = ["sh", "-c", 'cat >/dev/null; rm -rf "$1"', "sh", made]
-            self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+            self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, env={}, start_new_session=True)
         self._home = Path(learner.processes.agree(made))
         with torch.device("meta"):
             self._bones = type(self._causal)(copy.deepcopy(self._causal.config))

@@ -20,7 +20,6 @@ from TrainingFactory.services.export import Dtype, Exported, export
 from TrainingFactory.services.registry.card import card
 from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.services.registry.lineage import Node, run_node
-from TrainingFactory.services.registry.recipe import write_recipe
 from TrainingFactory.services.registry.rows import Version
 from TrainingFactory.services.registry.to_mlflow import to_mlflow
 from TrainingFactory.services.runs.folder import RunFolder
@@ -72,10 +71,6 @@ class ModelRegistry(Catalogue):
         (done.path / "README.md").write_text(page, encoding="utf-8")
         (done.path / "lineage.json").write_text(json.dumps(version.lineage, indent=1), encoding="utf-8")
         return done
-
-    def export_recipe(self, name: str, folder: str | Path) -> list[str]:
-        """Write the configs and commands that make a version again, and return the commands."""
-        return write_recipe(self.get(name).lineage, Path(folder).expanduser())
 
     def export_to_mlflow(self, name: str, uri: str, merge: bool = False) -> str:
         """Write a version to the MLflow at an address (sqlite:///mlflow.db, http://...); return its name there."""

@@ -16,7 +16,7 @@ PRIVATE = 40  # the pipes get descriptors from here on, which code does not use 
 def main() -> None:
     lines, answers = take_pipes()
     ticket, first, _ = json.loads(lines.readline())
-    die_with_parent(first["life"])
+    kill_at_hangup(first["life"], os.getpgrp())
     sys.path[:0] = first["path"]
     try:
         module, _, name = first["target"].partition(":")
@@ -48,11 +48,11 @@ def take_pipes() -> tuple[BinaryIO, int]:
     return open(lines, "rb"), answers
 
 
-def die_with_parent(pipe: int) -> None:
-    """Let the kernel kill this process group when the parent is gone, however it ended: it holds the other end of the
-    pipe and never writes. An endless loop would otherwise go on."""
+def kill_at_hangup(pipe: int, group: int) -> None:
+    """Let the kernel kill a process group when the writing end of a pipe closes, however its holder ended; a process of
+    the group must hold the pipe open. An endless loop would otherwise run on."""
     if sys.platform == "linux":
-        fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, -group)
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
 

@@ -211,7 +211,7 @@ class _Child:
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self.process.wait, LAST_SECONDS)
         self.signal()
-        status = self.process.wait()
+        status = await asyncio.to_thread(self.process.wait)
         if status == -signal.SIGKILL:
             return "was killed"
         return f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

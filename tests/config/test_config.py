@@ -182,6 +182,15 @@ def test_python_users_get_the_same_error() -> None:
         (BOMB, "line 5 is too much: there may be 50 levels and 100000 values"),
         ("tools: " + "[" * 100_000, "line 1 is too much"),
         ("a: &a {b: 1}\nc: *a\nd: *e\n", ":3: is not valid YAML: found undefined alias 'e'"),
+        (
+            f"training:\n  seed: {'9' * 5000}\n",
+            ":2: is not valid YAML: cannot read a value as an integer of",
+        ),
+        (f"training:\n  seed: 0x{'f' * 5000}\n", "an integer of at most 100 digits"),
+        ("training:\n  seed: !!int abc\n", ":2: is not valid YAML: cannot read a value as an integer"),
+        ("training:\n  seed: !!bool abc\n", ":2: is not valid YAML: cannot read a value as bool"),
+        ("environment:\n  options: {a: !!timestamp abc}\n", ":2: is not valid YAML: cannot read a value as"),
+        ("environment:\n  options: {a: !!binary aGVs}\n", ":2: is not valid YAML: cannot read a value as"),
         ("training:\n  seed: 1\n  seed: 2\n", ":3: training.seed: is written twice, in lines 2 and 3"),
         ("sampling: 4\n", "must be a section with keys engine, temperature"),
         ("training:\n  learning_rate: .inf\n", "finite"),
@@ -193,6 +202,14 @@ def test_files_that_are_no_config(tmp_path: Path, text: str, expected: str) -> N
     found = problems_of(path)
     assert len(found) == 1
     assert expected in found[0] and str(path) in found[0]
+
+
+@pytest.mark.parametrize("date", ["2024-01-31", "2024-13-45", "2001-12-14t21:59:43.10-05:00"])
+def test_dates_are_texts(tmp_path: Path, date: str) -> None:
+    config = load_config(
+        written(tmp_path, f"environment:\n  options: {{since: {date}}}\n"), [f"data.tasks={date}"]
+    )
+    assert (config.environment.options, config.data.tasks) == ({"since": date}, date)
 
 
 def test_aliases_may_be_used(tmp_path: Path) -> None:
@@ -217,6 +234,7 @@ def test_places_that_are_no_file(tmp_path: Path) -> None:
         ("foo", "expected key=value"),
         ("=3", "expected key=value"),
         ("model.name=[", "not valid YAML"),
+        (f"training.seed={'9' * 5000}", "command line: training.seed: the value is not valid YAML"),
         ("tools.3.name=x", "no such entry"),
         ("tools.name=x", "tools"),
         ("model.name.deeper=x", "model.name"),

@@ -79,6 +79,31 @@ def test_a_request_that_continues_an_answer_keeps_its_tokens_and_all_others_say_
     assert why([ASKED, call, result, Message("assistant", "Rain."), ASKED]) == "cut"
 
 
+SYSTEM = Message("system", "Find places.")
+LONG = Message("assistant", "The tower stands in the old town of Prague.")
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([SYSTEM, ASKED, Message("user", "So far: rain.")], "rewritten"),
+        ([SYSTEM, Message("user", f"{ASKED.content} So far: rain.")], "rewritten"),
+        ([SYSTEM, Message("user", f"Summary: {LONG.content} Go on.")], "rewritten"),
+        ([SYSTEM, Message("user", "Where is the river?")], "begun"),
+        ([SYSTEM, ASKED], "begun"),
+        (
+            [Message("system", "Judge an answer."), Message("user", f"{ASKED.content} {LONG.content}")],
+            "begun",
+        ),
+    ],
+)
+def test_a_summary_of_an_earlier_conversation_counts_as_rewritten(messages: list[Message], why: str) -> None:
+    kept = Conversations(tiny_chat())
+    answered(kept, [SYSTEM, ASKED], Message("assistant", "Rain."))
+    answered(kept, [SYSTEM, ASKED, Message("assistant", "Rain."), Message("user", "Sure?")], LONG)
+    assert kept.begin(messages, []).why == why
+
+
 def test_rows_of_a_tree_train_every_sampled_token_once_and_end_with_the_last_turn(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

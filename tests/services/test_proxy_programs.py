@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shlex
@@ -12,11 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kits.proxy import TALK, line, play
+from tests.kits.proxy import TALK, TASK, line, play
 from tests.kits.serve import until
-from TrainingFactory.types import (
-    Reward,
-)
+from TrainingFactory.services.proxy.program import AgentProgram
+from TrainingFactory.types import Reward
 
 FAILURES = {
     "": ("error", "ended without an answered call"),
@@ -76,6 +76,7 @@ LINGERING = (  # with a child, and one that leaves the group
     "os.rename('new', 'pids')\n"
     "time.sleep(600)\n"
 )
+IN_GROUP = LINGERING.replace("(False, True)", "(False, False)")
 
 
 def test_a_program_that_runs_too_long_ends_with_all_that_it_started(tmp_path: Path) -> None:
@@ -86,6 +87,48 @@ def test_a_program_that_runs_too_long_ends_with_all_that_it_started(tmp_path: Pa
     until(lambda: not any(map(running, (tmp_path / "pids").read_text().split())))
 
 
+KILLER = """
+import os, signal, time
+def parent(pid):
+    return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]
+pids = [pid for pid in os.listdir("/proc") if pid.isdigit()] if os.path.isdir("/proc") else []
+for pid in set(pids) - set(open("others").read().split()):
+    try:
+        if int(pid) != os.getpid() and parent(pid) == str(os.getppid()):
+            open("environments", "a").write(open(f"/proc/{pid}/environ").read())
+            os.kill(int(pid), signal.SIGKILL)
+    except OSError:
+        pass
+open("ready", "w").close()
+time.sleep(20)
+open("survived", "w").close()
+"""
+
+
+def test_a_program_that_kills_what_the_run_started_ends_all_the_same_and_finds_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SECRET", "hunter2hunter2")
+    others = [str(process.pid) for process in psutil.Process().children()]  # of other tests
+    (tmp_path / "others").write_text(" ".join(others))
+    (tmp_path / "agent.py").write_text(KILLER)
+    program = AgentProgram(shlex.join([sys.executable, "-S", "agent.py"]), {"cwd": str(tmp_path)})
+
+    async def cancel_once_ready() -> None:
+        playing = asyncio.ensure_future(program(TASK).play(None))  # type: ignore[arg-type]
+        while not (tmp_path / "ready").exists():
+            await asyncio.sleep(0.02)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    asyncio.run(cancel_once_ready())
+    survived, environments = (tmp_path / "survived").exists(), tmp_path / "environments"
+    found_secret = environments.exists() and "hunter2" in environments.read_text()
+    assert (survived, found_secret) == (False, False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
 def test_a_program_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     code = f"""if True:
         import asyncio
@@ -93,14 +136,13 @@ def test_a_program_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
         from TrainingFactory.types import Task
         program = AgentProgram({shlex.join([sys.executable, "-S", "agent.py"])!r}, {{}})
         asyncio.run(program(Task("t", "?")).play(None))"""
-    (tmp_path / "agent.py").write_text("import os, sys\nprint(os.environ['TFACTORY_TASK'])\n" + LINGERING)
+    (tmp_path / "agent.py").write_text("import os, sys\nprint(os.environ['TFACTORY_TASK'])\n" + IN_GROUP)
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env) as run:
         until(lambda: (tmp_path / "pids").exists() or run.poll() is not None)
-        assert list(tmp_path.glob("tfactory-episode-*")) and run.poll() is None
+        assert run.poll() is None
         run.kill()
     until(lambda: not any(map(running, (tmp_path / "pids").read_text().split())))
-    until(lambda: not list(tmp_path.glob("tfactory-episode-*")))
 
 
 def running(pid: str) -> bool:

@@ -23,7 +23,6 @@ from TrainingFactory.services.build.reward_types import reward_model
 from TrainingFactory.services.model_registry import ModelRegistry
 from TrainingFactory.services.registry import store
 from TrainingFactory.services.registry.lineage import chain, tree
-from TrainingFactory.services.registry.recipe import recipe
 from TrainingFactory.services.runs.folder import RunFolder
 
 MLFLOW = ROOT / ".servers" / "mlflow"
@@ -173,6 +172,66 @@ def test_a_model_that_is_swept_away_while_it_is_looked_at_is_stored_again(
     assert folder.is_dir() and registry.verify() == {}
 
 
+def test_links_in_the_store_are_removed_and_block_nothing(registry: ModelRegistry, tmp_path: Path) -> None:
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "file").touch()
+    version = registry.register("agent", "sft")
+    (registry.store.path / "left").mkdir()
+    (registry.store.path / "left" / "dangling").symlink_to("nowhere")
+    (registry.store.path / "link").symlink_to(tmp_path / "others")
+    assert str(registry.register("agent", "sft@step-1")) == "agent:2"
+    assert registry.delete("agent:1")[1] > 0
+    registry.folder(version).symlink_to("nowhere")  # in place of the model
+    assert str(registry.register("agent", "sft")) == "agent:3" and registry.verify() == {}
+    assert len(list(registry.store.path.iterdir())) == 2 and (tmp_path / "others" / "file").exists()
+    stored = registry.folder(version) / "tokenizer.json"
+    shutil.move(stored, tmp_path / "moved.json")
+    stored.symlink_to(tmp_path / "moved.json")
+    assert "is a link" in registry.verify("agent:3")["agent:3"][0]
+
+
+def test_a_model_is_not_registered_with_files_from_elsewhere(registry: ModelRegistry, tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("hunter2")
+    folder = model_folder(tmp_path / "model", "weights")
+    (folder / "same.json").symlink_to("tokenizer.json")
+    registry.register("agent", folder)
+    (folder / "vocab.txt").symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(ValueError, match=r"vocab\.txt is a link to .*secret\.txt"):
+        registry.register("agent", folder)
+    assert [str(version) for version in registry.versions()] == ["agent:1"]
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "1234"  # as huggingface_hub has it
+    blobs = snapshot.parents[1] / "blobs"
+    blobs.mkdir(parents=True)
+    for path in model_folder(snapshot, "hub").iterdir():
+        shutil.move(path, blobs / path.name)
+        path.symlink_to(f"../../blobs/{path.name}")
+    version = registry.register("agent", snapshot)
+    assert (registry.folder(version) / "model.safetensors").read_text() == "hub"
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "text"),
+    [
+        ("digest", "../..", "'../..'"),
+        ("base", '{"name": "x", "digest": "../.."}', "'../..'"),
+        ("lineage", '{"run": ', "Expecting value"),
+        ("lineage", "{}", "incomplete lineage"),
+        ("lineage", "[]", "list"),
+    ],
+)
+def test_a_damaged_row_is_named_and_reaches_no_other_folder(
+    registry: ModelRegistry, column: str, value: str, text: str
+) -> None:
+    version = registry.register("agent", "sft")
+    with sqlite3.connect(registry.path) as db:
+        db.execute(f"UPDATE versions SET {column} = ?", (value,))
+    for use in (registry.versions, registry.sweep, lambda: registry.register("other", "sft@step-1")):
+        with pytest.raises(ValueError, match=r"version 1 of 'agent' in .*\.sqlite is damaged: ") as found:
+            use()
+        assert text in str(found.value)
+    assert (registry.folder(version) / "model.safetensors").exists()
+
+
 def test_registries_of_others_are_left_alone(registry: ModelRegistry, tmp_path: Path) -> None:
     registry.register("agent", "sft")
     with sqlite3.connect(registry.path) as db:
@@ -228,11 +287,6 @@ def test_lineage_goes_back_to_the_base_model(registry: ModelRegistry, tmp_path: 
     ):
         assert part in text
     assert (", commit " in text) == bool(nodes[0]["about"]["commit"])
-    configs, commands = recipe(version.lineage, "again")
-    assert list(configs) == ["1-sft.yaml", "2-rl.yaml"]
-    runs = [command for command in commands if not command.startswith("#")]
-    assert runs[0] == "tfactory train again/1-sft.yaml --name sft-again"
-    assert runs[1].startswith("tfactory train again/2-rl.yaml --name rl-again model.name=sft-again")
 
 
 def test_a_run_goes_on_from_the_version_that_an_alias_named_then(registry: ModelRegistry) -> None:
@@ -313,17 +367,16 @@ def test_commands(registry: ModelRegistry, tfactory: Run, tmp_path: Path) -> Non
     rows = json.loads(said("list", "--json"))["models"][0]["versions"]
     assert [(row["version"], row["aliases"]) for row in rows] == [("agent:1", []), ("agent:2", ["champion"])]
     shown = said("show", "agent@champion", "--lineage")
-    assert "builtin:tiny" in shown and "tfactory train again/1-sft.yaml --name sft-again" in shown
+    assert "builtin:tiny" in shown and "run sft, step 1" in shown
     assert json.loads(said("show", "agent:2", "--json"))["lineage"][-1]["name"] == "sft"
     assert "agent@champion is agent:1 again" in said("rollback", "agent")
-    assert "wrote the configs to again" in said("export", "agent:2", "again", "--to", "recipe")
-    assert "tfactory train" in Path("again/make.sh").read_text()
     assert "deleted agent:2" in said("delete", "agent:2")
     assert "1 version: every byte" in said("verify")
     for arguments, text in [
         (["show", "agnt"], "did you mean agent?"),
         (["delete", "agent"], "say which version of agent to delete"),
         (["register", "agent", "sft", "--tag", "x"], "--tag is KEY=VALUE"),
+        (["export", "agent", "again", "--to", "recipe"], '"recipe"'),
     ]:
         status, _, err = tfactory("registry", *arguments, "--runs", str(tmp_path))
         assert status == 2 and text in " ".join(err.split())

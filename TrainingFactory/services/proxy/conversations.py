@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from TrainingFactory.protocols import ChatFormat, SamplingSession
 from TrainingFactory.types import Completion, Message, ToolSpec, Turn
 
+MIN_QUOTE = 20  # characters: shorter answers, such as "yes", occur in other texts by chance
+
 
 @dataclass(slots=True, eq=False)
 class Node:
@@ -80,11 +82,28 @@ class Conversations:
             return (same[0], "") if same[0].turn.completion.finish == "stop" else (None, "cut")
         if whole or any(_begins(messages, each.messages, arguments=False) for each in held):
             return None, "tools" if whole else "arguments"
-        return None, "rewritten" if any(sampled) else "begun"
+        if any(sampled) or any(_retells(messages, each.messages) for each in self.answered):
+            return None, "rewritten"
+        return None, "begun"
 
 
 def _begins(messages: Sequence[Message], sent: Sequence[Message], arguments: bool = True) -> bool:
     return all(_same(ours, theirs, arguments) for ours, theirs in zip(sent, messages, strict=False))
+
+
+def _retells(messages: Sequence[Message], earlier: Sequence[Message]) -> bool:
+    """Tell whether a request without sampled turns summarises an earlier conversation: under the same system prompt,
+    another message replaces the first answer, or quotes the question or a longer answer or tool result."""
+    roles, common = [message.role for message in earlier], 0
+    while common < min(len(messages), len(earlier)) and _same(earlier[common], messages[common], True):
+        common += 1
+    first_answer = roles.index("assistant")
+    if common == len(messages) or "system" in roles[common:first_answer]:
+        return False  # asks the same question again, or has another system prompt
+    quotable = [message.content for message in earlier[first_answer:] if len(message.content) >= MIN_QUOTE]
+    quotable += [message.content for message in earlier[:first_answer] if message.role == "user"][-1:]
+    rest = "\n".join(message.content for message in messages[common:])
+    return common >= first_answer or any(text and text in rest for text in quotable)
 
 
 def _same(sent: Message, found: Message, arguments: bool) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -38,12 +40,8 @@ NAMES = {each.value: each.name for each in signal.Signals}  # real-time signals 
 POLL = 0.02  # seconds between two looks at a program
 MOST_WRITTEN = 64 * 2**20  # bytes on stdout or stderr
 READ = 64 * 1024  # bytes of the end of what it wrote
-# Ends a program when nobody holds the other end of its stdin any more: the episode is over, or we are killed. First the
-# group, then who has left it, found by what a process was started with, where there is /proc.
-WATCH = """read group; read _; kill -s KILL -- "-$group"
-grep -lzsxF "TFACTORY_TASK=$0" /proc/[0-9]*/environ | while IFS=/ read -r _ _ pid _; do kill -s KILL "$pid"; done
-rm -rf -- "${0%/*}"
-"""
+KILL_SECONDS = 10.0  # for a killed program to end; then the run continues without it
+log = logging.getLogger(__name__)
 
 
 class ProgramFailed(Exception):
@@ -115,6 +113,9 @@ class ProgramEpisode(Scored):
         with contextlib.ExitStack() as held:
             # Files, not pipes: who has been started by it may hold a pipe for ever. Nobody finds them by a name.
             out, err = (held.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            life, ours = os.pipe()
+            for end in (life, ours):
+                held.callback(os.close, end)
             folder = tempfile.TemporaryDirectory(prefix="tfactory-episode-", ignore_cleanup_errors=True)
             file = Path(held.enter_context(folder), "task.json")
             row = trajectory_to_dict(Trajectory(self.task, group=""))["task"]
@@ -124,7 +125,7 @@ class ProgramEpisode(Scored):
             own |= {"TFACTORY_TASK": str(file), "NO_PROXY": "127.0.0.1,localhost"}
             env = {name: value for name, value in shown.items() if value is not None} | own
             try:
-                status = await self._run(env, held.enter_context(file.open("rb")), out, err)
+                status = await self._run(env, life, held.enter_context(file.open("rb")), out, err)
             except OSError as error:
                 raise ProgramFailed(f"the program cannot be started: {error.strerror}") from error
             self._read(_end_of(out), calls)
@@ -135,25 +136,26 @@ class ProgramEpisode(Scored):
                 last = next((line for line in reversed(lines) if line.strip()), "nothing on stderr")
                 raise ProgramFailed(f"the program ended with {how}: {clean(last.strip())[-MAX_ERROR_CHARS:]}")
 
-    async def _run(self, env: dict[str, str], stdin: Any, *outputs: Any) -> int:
-        """Return its status."""
-        watch, files = ["sh", "-c", WATCH, env["TFACTORY_TASK"]], (subprocess.PIPE, None, subprocess.DEVNULL)
-        its: dict[str, Any] = {"cwd": self._program.cwd, "env": env}
-        # Each in a group of its own, to be ended as one.
-        with subprocess.Popen(watch, 0, None, *files, start_new_session=True) as watcher:
-            args = (self._program.argv, -1, None, stdin, *outputs)
-            process = subprocess.Popen(*args, **its, start_new_session=True)
+    async def _run(self, env: dict[str, str], life: int, stdin: Any, *outputs: Any) -> int:
+        """Return its status. Its group ends with us: by `_kill`, or by the kernel when our end of `life` closes."""
+        from TrainingFactory.workers.child import kill_at_hangup  # not on Windows
+
+        its: dict[str, Any] = {"cwd": self._program.cwd, "env": env, "pass_fds": [life]}
+        args = (self._program.argv, -1, None, stdin, *outputs)
+        process = subprocess.Popen(*args, **its, start_new_session=True)  # a group of its own
+        try:
+            kill_at_hangup(life, process.pid)
+            while process.poll() is None:
+                await asyncio.sleep(POLL)
+                if any(os.fstat(each.fileno()).st_size > MOST_WRITTEN for each in outputs):
+                    raise ProgramFailed(f"the program wrote more than {MOST_WRITTEN} bytes")
+            return process.returncode
+        finally:
             try:
-                assert watcher.stdin is not None
-                watcher.stdin.write(b"%d\n" % process.pid)
-                while process.poll() is None:
-                    await asyncio.sleep(POLL)
-                    if any(os.fstat(each.fileno()).st_size > MOST_WRITTEN for each in outputs):
-                        raise ProgramFailed(f"the program wrote more than {MOST_WRITTEN} bytes")
-                return process.returncode
-            finally:
-                await in_thread(watcher.communicate)
-                process.wait()
+                async with asyncio.timeout(KILL_SECONDS):
+                    await in_thread(_kill, process, env["TFACTORY_TASK"])
+            except TimeoutError:
+                log.warning("process %d of environment.command cannot be killed", process.pid)
 
     def _read(self, printed: str, calls: Calls) -> None:
         """Take the reward of the last line that has one, else the one that was posted."""
@@ -167,6 +169,19 @@ class ProgramEpisode(Scored):
                 if wrong["type"] not in ("json_invalid", "model_type", "missing"):  # about something else
                     self.given, self.why = None, f"the program's reward is of no use: {wrong['msg']}"
                     return
+
+
+def _kill(process: subprocess.Popen[bytes], task_file: str) -> None:
+    """Kill the program's process group, and where there is /proc the processes that left the group, which still have
+    its TFACTORY_TASK."""
+    gone = contextlib.suppress(OSError)  # it has ended, or is not ours
+    with gone:
+        os.killpg(process.pid, signal.SIGKILL)
+    for environ in glob.glob("/proc/[0-9]*/environ"):
+        with gone:
+            if f"TFACTORY_TASK={task_file}".encode() in Path(environ).read_bytes().split(b"\0"):
+                os.kill(int(environ.split("/")[2]), signal.SIGKILL)
+    process.wait()
 
 
 def _end_of(file: IO[bytes]) -> str:

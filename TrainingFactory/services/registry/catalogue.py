@@ -22,7 +22,6 @@ from TrainingFactory.services.registry.rows import (
     find_version,
     found_version,
     now,
-    one_version,
     who,
     write_decision,
     write_evaluations,
@@ -168,7 +167,7 @@ class Catalogue:
                 "INSERT INTO tags VALUES (?, ?, ?, ?)", [(model, number, *each) for each in tags.items()]
             )
             write_evaluations(db, model, number, evaluations)
-            return one_version(db, model, number)
+            return found_version(db, f"{model}:{number}", self.path)
 
     def set_alias(
         self, name: str, alias: str, kind: str = "alias", evidence: Any = None, expected: int | None = -1
@@ -213,7 +212,7 @@ class Catalogue:
     ) -> Version:
         db.execute("INSERT OR REPLACE INTO aliases VALUES (?, ?, ?)", (version.model, alias, version.number))
         write_decision(db, version.model, alias, version.number, was, kind, evidence)
-        return one_version(db, version.model, version.number)
+        return found_version(db, str(version), self.path)
 
     def remove_alias(self, model: str, alias: str) -> int:
         """Take an alias away; return the version that it named."""

@@ -12,6 +12,7 @@ from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
 from TrainingFactory.tools.recording import SPECS
 
 Node = dict[str, Any]
+OF_RUN = {"run", "step", "config", "about", "tools", "metrics"}
 
 
 def run_node(run: RunFolder, checkpoint: Path) -> Node:

@@ -15,10 +15,12 @@ from typing import Any
 
 from TrainingFactory.models.names import SUPPORTED_MODELS
 from TrainingFactory.options import did_you_mean, nearest
-from TrainingFactory.services.registry.lineage import Node
+from TrainingFactory.services.registry.lineage import OF_RUN, Node, chain
+from TrainingFactory.texts import message_of
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 WRITTEN = re.compile(rf"(?P<model>{NAME.pattern})(:(?P<number>\d+)|@(?P<alias>{NAME.pattern}))?")
+DIGEST = re.compile(r"[0-9a-f]{64}")
 OF_RUNS = re.compile(r"step-\d+|best|last|latest|\d+")  # names of checkpoints and versions, no aliases
 
 
@@ -84,10 +86,6 @@ def found_version(db: sqlite3.Connection, name: str, path: Path) -> Version:
     return found
 
 
-def one_version(db: sqlite3.Connection, model: str, number: int) -> Version:
-    return next(version for version in all_versions(db, model) if version.number == number)
-
-
 def all_versions(db: sqlite3.Connection, model: str | None) -> list[Version]:
     where, given = ("", ()) if model is None else ("WHERE model = ?", (model,))
     aliases: dict[tuple[str, int], list[str]] = {}
@@ -98,13 +96,30 @@ def all_versions(db: sqlite3.Connection, model: str | None) -> list[Version]:
         tags.setdefault((row["model"], row["number"]), {})[row["key"]] = row["value"]
     return [
         Version(
-            **dict(row)
-            | {"base": row["base"] and json.loads(row["base"]), "lineage": json.loads(row["lineage"])},
+            **dict(row) | _read_json(db, row),
             aliases=tuple(aliases.get((row["model"], row["number"]), ())),
             tags=tags.get((row["model"], row["number"]), {}),
         )
         for row in db.execute(f"SELECT * FROM versions {where} ORDER BY model, number", given)
     ]
+
+
+def _read_json(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
+    """Return `base` and `lineage`; raise ValueError that names the version where they or its digests are invalid."""
+    try:
+        base, lineage = row["base"] and json.loads(row["base"]), json.loads(row["lineage"])
+        for digest in (row["digest"], base and base["digest"]):
+            if digest is not None and not DIGEST.fullmatch(digest):
+                raise ValueError(f"invalid digest {digest!r}")
+        if not all("folder" in node or node.keys() >= OF_RUN for node in chain(lineage)):
+            raise ValueError("incomplete lineage")
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        [path] = [each["file"] for each in db.execute("PRAGMA database_list") if each["name"] == "main"]
+        raise ValueError(
+            f"version {row['number']} of {row['model']!r} in {path} is damaged: {message_of(error)}. Restore the file "
+            "from a backup, or delete this row from its table `versions`"
+        ) from error
+    return {"base": base, "lineage": lineage}
 
 
 def alias_of(db: sqlite3.Connection, model: str, alias: str) -> int | None:

@@ -93,7 +93,7 @@ class Store:
         transaction."""
         if not self.damage(digest):
             return
-        if self.folder(digest).exists():
+        if os.path.lexists(self.folder(digest)):
             os.rename(self.folder(digest), part.with_name(f".gone-{uuid4().hex}"))
         os.rename(part, self.folder(digest))
         sync(self.path)
@@ -103,10 +103,14 @@ class Store:
         is about to be named. Return the bytes that are free again."""
         freed = 0
         for path in self.path.iterdir() if self.path.is_dir() else ():
-            if path.is_dir() and path.name not in used and not _in_use(path):
+            if path.name in used:
+                continue
+            if path.is_symlink():
+                path.unlink()
+            elif path.is_dir() and not _in_use(path):
                 gone = path.with_name(f".gone-{uuid4().hex}")
                 os.rename(path, gone)
-                freed += sum(file.stat().st_size for file in gone.iterdir())
+                freed += sum(file.lstat().st_size for file in gone.iterdir())
                 shutil.rmtree(gone, ignore_errors=True)
         return freed
 
@@ -115,10 +119,12 @@ class Store:
         folder = self.folder(digest)
         try:
             wrong = [f"{folder / name} is missing or changed" for name in changed(folder)]
-            extra = {path.name for path in folder.iterdir()} - read_sums(folder).keys() - {SUMS}
+            paths = sorted(folder.iterdir())
+            extra = {path.name for path in paths} - read_sums(folder).keys() - {SUMS}
             stated = stated_digest(folder)
-        except FileNotFoundError:  # it is not there, or another process sweeps it away meanwhile
+        except (FileNotFoundError, NotADirectoryError):  # another process may sweep it away meanwhile
             return [f"{folder} is missing"]
+        wrong += [f"{path} is a link, not a copy" for path in paths if path.is_symlink()]
         wrong += [f"{folder / name} does not belong there" for name in sorted(extra)]
         if not wrong and stated != digest:
             wrong = [f"{folder / SUMS} is not that of model {digest[:12]}"]
@@ -126,8 +132,9 @@ class Store:
 
 
 def sums_of(folder: Path) -> dict[str, str]:
-    """Return the digests of a model's files as they are now; raise ValueError where it is not whole or has no weights
-    as safetensors."""
+    """Return the digests of a model's files as they are now; raise ValueError where it is not whole, has no weights as
+    safetensors, or has links to files elsewhere, which need not be the model's. Links of a hub cache, from
+    `snapshots/REVISION` to `blobs` beside it, are the model's own."""
     if files := changed(folder, but=STATE):
         raise ValueError(f"{folder} is damaged: {', '.join(files)}: missing or not as {SUMS} says")
     files = model_files(folder)
@@ -135,6 +142,14 @@ def sums_of(folder: Path) -> dict[str, str]:
         raise ValueError(
             f"{folder} has no weights as {WEIGHTS} files; others may run code when they are read"
         )
+    root = folder.resolve()
+    inside = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
+    for path in files:
+        if not any((target := path.resolve()).is_relative_to(place) for place in inside):
+            raise ValueError(
+                f"{path} is a link to {target}, outside of the model's folder. If that file belongs to the model, "
+                "register a copy of the folder that has the file itself: cp -rL"
+            )
     stated = read_sums(folder)
     return {path.name: stated.get(path.name) or file_digest(path) for path in files}
 

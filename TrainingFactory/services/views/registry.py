@@ -8,8 +8,7 @@ from pathlib import Path
 from TrainingFactory.services.evaluation.comparison import Found, Side, compare, paired, share
 from TrainingFactory.services.evaluation.records import all_records
 from TrainingFactory.services.judge_audit.report import AUDITS
-from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
-from TrainingFactory.services.registry.recipe import recipe
+from TrainingFactory.services.registry.catalogue import Catalogue
 from TrainingFactory.services.registry.rows import Version
 from TrainingFactory.services.views import shapes
 from TrainingFactory.services.views.episodes import episode_view
@@ -47,11 +46,9 @@ def _version(catalogue: Catalogue, found: Version) -> shapes.VersionRow:
 def version_view(catalogue: Catalogue, name: str) -> shapes.VersionView:
     """Return a version (agent:3, agent@champion); raise ValueError where there is none."""
     found = catalogue.get(name)
-    at = "" if catalogue.path == registry_path() else f" --registry {shlex.quote(str(catalogue.path))}"
     return shapes.VersionView(
         version=_version(catalogue, found), folder=str(catalogue.folder(found)), lineage=lineage_rows(found.lineage),
-        commands=[f"tfactory registry export {found} again --to recipe{at}", *recipe(found.lineage, "again")[1]],
-        decisions=catalogue.decisions(found.model),
+        commands=[], decisions=catalogue.decisions(found.model),
     )  # fmt: skip
 
 
