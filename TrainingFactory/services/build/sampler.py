@@ -8,6 +8,7 @@ from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
@@ -159,7 +160,9 @@ def make_rollouts(
     reward: RewardFunction | None = None,
     runtime: ToolRuntime | None = None,
     gate: asyncio.Semaphore | None = None,
+    sampler: Sampler | None = None,
 ) -> AsyncRolloutEngine:
+    """Make what plays episodes; the clock of episodes stops while the `sampler` has no engine that is alive."""
     sampling = config.sampling
     params = SamplingParams(
         temperature=sampling.temperature,
@@ -181,4 +184,5 @@ def make_rollouts(
         on_episode=on_episode,
         runtime=runtime,
         gate=gate,
+        clock=sampler.clock if isinstance(sampler, Fleet) else None,
     )

@@ -354,7 +354,7 @@ def _source(
 def _rollouts(training: Training, played: _Played, reward: RewardClock) -> AsyncRolloutEngine:
     watch, runtime = training.watcher.episode, training.tools.runtime
     return build_sampler.make_rollouts(
-        training.config, played.environment, played.chat, watch, reward, runtime, played.gate
+        training.config, played.environment, played.chat, watch, reward, runtime, played.gate, played.sampler
     )
 
 
