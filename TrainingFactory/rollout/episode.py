@@ -20,7 +20,14 @@ from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.tools.waiting import OutOfTime, PausableClock, SelfCancelled, at_once, never_waits, within
+from TrainingFactory.tools.waiting import (
+    OutOfTime,
+    PausableClock,
+    SelfCancelled,
+    at_once,
+    never_waits,
+    within,
+)
 from TrainingFactory.types import (
     Completion,
     Message,

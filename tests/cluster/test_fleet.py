@@ -169,7 +169,7 @@ def test_a_lost_sampler_is_retried_until_its_machine_is_back(monkeypatch: pytest
 
         await fleet.update(Weights(7, "there", canary=CANARY))
         monkeypatch.setattr(asyncio, "sleep", sleeping)
-        one, two = fakes.made
+        one = fakes.made[0]
         fakes.refuse, one.dead = "the machine is off\nits log", True
         await fleet.session().sample([1], params(5))
         while fleet.metrics()["samplers/alive"] < 2:
