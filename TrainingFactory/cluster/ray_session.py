@@ -66,6 +66,8 @@ class RaySession:
                 os.environ.setdefault("RAY_worker_niceness", "0")
             else:  # seconds for a head that takes connections and does not answer; Ray's own 20 are for one that starts
                 os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")
+            # A lost machine would print the end of its raylet's log twice, over what the run says of it.
+            os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^Raylet is terminated")
             ray = require_ray()
             if not ray.is_initialized():
                 logging.getLogger("ray").setLevel(logging.ERROR)
@@ -92,6 +94,11 @@ class RaySession:
             if self._began and not self._open:
                 require_ray().shutdown()
                 self._began.pop().cleanup()
+
+    def gpus(self, asked: float | None, usual: bool = True) -> float:
+        """Return the GPUs that one process requests: those asked for, else 1 where that is `usual` and the cluster has
+        any."""
+        return float(usual and "GPU" in require_ray().cluster_resources()) if asked is None else asked
 
     async def check(self, bundles: Sequence[Resources], what: str) -> None:
         """Raise where the cluster could not hold the bundles even if it were empty."""
@@ -206,7 +213,8 @@ def status(ray: Any) -> dict[str, Any]:
     free, alive = state.available_resources_per_node(), [node for node in ray.nodes() if node["Alive"]]
     nodes = {
         node["NodeID"]: {
-            "name": node["NodeName"], "resources": node["Resources"], "free": free.get(node["NodeID"], {})
+            "name": node["NodeName"], "id": node["NodeID"], "address": node["NodeManagerAddress"],
+            "resources": node["Resources"], "free": free.get(node["NodeID"], {}),
         }
         for node in alive
     }  # fmt: skip
@@ -214,6 +222,7 @@ def status(ray: Any) -> dict[str, Any]:
         {
             "what": actor["Name"].split(":")[1], "pid": actor["Pid"], "since": actor["StartTime"] / 1000,
             "node": nodes.get(actor["Address"]["NodeID"], {}).get("name", "?"),
+            "node_id": actor["Address"]["NodeID"],
         }
         for actor in state.actors().values()
         if actor["Name"].startswith(f"{PREFIX}:") and actor["State"] != "DEAD"

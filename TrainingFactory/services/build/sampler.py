@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from datetime import date
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.algorithms.kinds import KINDS
@@ -101,13 +102,15 @@ def make_engine(
 
 
 def make_trained(
-    config: TrainingConfig, loaded: LoadedModel, policy: LocalPolicy, episodes: int, ahead: bool, say: Say
-) -> Sampler:
-    """Make what samples for a policy that learns: an engine that shares its weights, or others to which it pushes."""
+    config: TrainingConfig, loaded: LoadedModel, policy: LocalPolicy, episodes: int, ahead: bool, say: Say,
+    logs: Path,
+) -> Sampler:  # fmt: skip
+    """Make what samples for a policy that learns: an engine that shares its weights, or others to which it pushes,
+    whose logs are kept in the folder `logs`."""
     publisher = policy.publisher
     if publisher is None or not publisher.model_folder:
         return make_engine(config, loaded, episodes, ahead, publisher)
-    return pushed_to(config, publisher, max_length(config, loaded), episodes, say)
+    return pushed_to(config, publisher, max_length(config, loaded), episodes, say, logs)
 
 
 def make_published(

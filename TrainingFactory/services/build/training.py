@@ -298,7 +298,8 @@ async def _played(
     config, say = training.config, training.watcher.say
     bound, episodes = config.optimization.bound, config.training.batch_size * config.training.group_size
     bound = bound if KINDS[config.training.algorithm].samples else 0
-    given = config, loaded, policy, episodes * (1 + bound), bound > 0, say
+    engines = training.run.path / "engines"
+    given = config, loaded, policy, episodes * (1 + bound), bound > 0, say, engines
     sampler = await in_thread(build_sampler.make_trained, *given)
     held.push_async_callback(sampler.close)
     reward = training.objects.reward or build_rewards.make_reward(config)
