@@ -9,12 +9,14 @@ import socket
 import tempfile
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from TrainingFactory import __version__
 from TrainingFactory.tools.threads import in_thread
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 PREFIX = "tfactory"  # of the names of our actors
 OBJECT_STORE = 256 * 2**20  # bytes; weights travel by it only to other machines
 PROBE = 5.0  # seconds in which the head of a cluster must take a connection
@@ -78,7 +80,8 @@ class RaySession:
                 else:  # "local" also where RAY_ADDRESS names a cluster
                     own = {"object_store_memory": OBJECT_STORE, "_temp_dir": folder.name} | quiet
                     own |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-                    ray.init("local", num_gpus=self._num_gpus, **own)
+                    with _last_gpus(ray, self._num_gpus):
+                        ray.init("local", num_gpus=self._num_gpus, **own)
                 self._began.append(folder)
             self._open.add(self)
         try:
@@ -153,6 +156,24 @@ class RaySession:
     async def status(self) -> dict[str, Any]:
         """Return the machines of the cluster with their resources, and the actors of TrainingFactory."""
         return await in_thread(status, require_ray())
+
+
+@contextmanager
+def _last_gpus(ray: Any, count: int | None) -> Iterator[None]:
+    """Show a Ray that starts meanwhile only the last `count` GPUs: the run's own process uses the first one."""
+    before = os.environ.get(VISIBLE)
+    if count is not None and before is None:
+        manager = ray._private.accelerators.get_accelerator_manager_for_resource("GPU")
+        gpus = [*map(str, range(manager.get_current_node_num_accelerators()))]
+    else:
+        gpus = before.split(",") if before else []
+    if count is not None and len(gpus) > count:
+        os.environ[VISIBLE] = ",".join(gpus[-count:])
+    try:
+        yield
+    finally:
+        os.environ.pop(VISIBLE, None)
+        os.environ |= {} if before is None else {VISIBLE: before}
 
 
 def _join(ray: Any, address: str, quiet: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
 from TrainingFactory.services.build.fleet import at_once, check_engines, join_cluster
+from TrainingFactory.services.build.gpus import with_all_gpus
 from TrainingFactory.services.build.learner import make_algorithm, references
 from TrainingFactory.services.build.model_names import as_started_from, check_started_from, with_model
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
@@ -84,7 +85,8 @@ class Training:
             self.learners = Learners(config if run is None else None)
             config = factories.by_file(as_started(config, run), say)
             self.allocation = self.allocation or factories.allocated(config, say)
-            config = with_learners(factories.with_machines(config, self.allocation, say), say)
+            config = with_all_gpus(factories.with_machines(config, self.allocation, say), say)
+            config = with_learners(config, say)
             self._prepare(config, given, name, run, replay)
         except BaseException:
             self._release()
