@@ -53,16 +53,14 @@ def status(*, address: str = "auto", as_json: Json = False) -> None:
     ]
     show.columns(["machine", "node", *(f"free {key}" for key in KINDS)], machines)
     actors = [
-        (
-            actor["what"],
-            actor["node"],
-            actor["node_id"][:SHOWN],
-            str(actor["pid"]),
-            time.strftime("%F %T", time.localtime(actor["since"])),
-        )
-        for actor in found["actors"]
+        (each["what"], each["node"], each["node_id"][:SHOWN], str(each["pid"]), _time(each["since"]))
+        for each in found["actors"]
     ]
     if actors:
         show.columns(["what", "machine", "node", "process", "since"], actors)
     else:
         show.note("nothing of TrainingFactory runs there")
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%F %T", time.localtime(seconds))

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from TrainingFactory.cluster.places import Place, PlaceLost, Places
 from TrainingFactory.rollout.group_scoring import all_of
-from TrainingFactory.tools.waiting import PausableClock
+from TrainingFactory.tools.waiting import Clock
 from TrainingFactory.types import Completion, SamplersLost, SamplingParams, Weights
 
 AGAIN = 4  # times that one turn is asked again: then it is the turn itself that ends engines
@@ -59,7 +59,7 @@ class Fleet:
         self._holds = holds  # what must be there as long as the fleet is, such as a folder of weights
         self.max_length, self.policy_version = max_length, 0
         self._places, self._count, self._say, self._tolerance = places, count, say, tolerance
-        self._patience, self.clock = patience, PausableClock()
+        self._patience, self.clock = patience, Clock()
         self._alive: dict[int, Place] = {}
         self._restarting: dict[int, asyncio.Task[None]] = {}
         self._reason = ""  # why the last place was lost or could not be restarted

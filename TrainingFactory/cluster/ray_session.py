@@ -161,12 +161,9 @@ class RaySession:
 @contextmanager
 def _last_gpus(ray: Any, count: int | None) -> Iterator[None]:
     """Show a Ray that starts meanwhile only the last `count` GPUs: the run's own process uses the first one."""
-    before = os.environ.get(VISIBLE)
-    if count is not None and before is None:
-        manager = ray._private.accelerators.get_accelerator_manager_for_resource("GPU")
-        gpus = [*map(str, range(manager.get_current_node_num_accelerators()))]
-    else:
-        gpus = before.split(",") if before else []
+    before, gpus_of = os.environ.get(VISIBLE), ray._private.accelerators.get_accelerator_manager_for_resource
+    machine = range(gpus_of("GPU").get_current_node_num_accelerators())
+    gpus = [*map(str, machine)] if before is None else before.split(",")
     if count is not None and len(gpus) > count:
         os.environ[VISIBLE] = ",".join(gpus[-count:])
     try:

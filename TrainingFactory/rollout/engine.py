@@ -17,7 +17,7 @@ from TrainingFactory.running import run
 from TrainingFactory.seeds import turn_seed
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.waiting import PausableClock
+from TrainingFactory.tools.waiting import Clock
 from TrainingFactory.types import SamplingParams, Task, Trajectory
 
 
@@ -44,7 +44,7 @@ class AsyncRolloutEngine:
         on_episode: Callable[[Trajectory], None] | None = None,
         runtime: ToolRuntime | None = None,
         gate: asyncio.Semaphore | None = None,
-        clock: PausableClock | None = None,
+        clock: Clock | None = None,
     ) -> None:
         params = dataclasses.replace(params, stop_ids=params.stop_ids or chat.stop_ids)
         self.group_reward = group_reward(reward)

@@ -20,14 +20,7 @@ from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.tools.waiting import (
-    OutOfTime,
-    PausableClock,
-    SelfCancelled,
-    at_once,
-    never_waits,
-    within,
-)
+from TrainingFactory.tools.waiting import Clock, OutOfTime, SelfCancelled, at_once, never_waits, within
 from TrainingFactory.types import (
     Completion,
     Message,
@@ -58,7 +51,7 @@ class EpisodeRules:
     timeout: float = 300.0  # seconds for the turns, and again for the reward, and again for closing
     max_reply_tokens: int = 1024
     runtime: ToolRuntime | None = None
-    clock: PausableClock | None = None  # counts the seconds of the turns; None: the clock of the machine
+    clock: Clock | None = None  # counts the seconds of the turns; None: the clock of the machine
 
 
 @dataclass(eq=False)

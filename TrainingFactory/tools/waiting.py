@@ -26,7 +26,7 @@ class SelfCancelled(Exception):
     """Foreign code raised CancelledError though nobody had cancelled it (dying connections do that)."""
 
 
-class PausableClock:
+class Clock:
     """Counts seconds, except while it is paused. Pause and resume it on the event loop of those who wait by it."""
 
     def __init__(self) -> None:
@@ -62,9 +62,7 @@ class PausableClock:
                 await asyncio.wait({task, self._resumed}, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def within(
-    seconds: float | None, coroutine: Coroutine[Any, Any, T], clock: PausableClock | None = None
-) -> T:
+async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T], clock: Clock | None = None) -> T:
     """Return the coroutine's result; raise OutOfTime when it takes longer, by `clock` if one is given. Unlike
     `asyncio.timeout` this also comes back when the coroutine ignores its cancelling: it is then left behind."""
     task = asyncio.create_task(coroutine)

@@ -46,7 +46,8 @@ def with_all_gpus(
 def divide(config: TrainingConfig, count: int) -> dict[str, Any]:
     """Return the keys of `compute` that use all GPUs. On this machine every GPU gets a learner, and the first one
     samples too; with Ray half of them sample, as far as a sampler's GPUs go into that."""
-    compute, samples = config.compute, KINDS[config.training.algorithm].samples
+    compute = config.compute
+    samples = KINDS[config.training.algorithm].samples and compute.gpus_per_sampler != 0
     width = compute.gpus_per_sampler or config.sampling.engine_options.get("tensor_parallel_size", 1)
     samplers = max(1, int(count // 2 // width)) if compute.backend == "ray" and samples else 0
     learners = int(count - samplers * width)
@@ -65,9 +66,9 @@ def divide(config: TrainingConfig, count: int) -> dict[str, Any]:
             ) from error
     found: dict[str, Any] = {"learners": learners}
     if compute.backend == "ray":
-        found |= {"gpus_per_learner": 1.0}
-        found |= {"samplers": samplers, "gpus_per_sampler": float(width)} if samplers else {}
-        found |= (
-            {"num_gpus": count - 1} if compute.address is None else {}
-        )  # Ray has all but the first learner's
+        found["gpus_per_learner"] = 1.0
+        if samplers:
+            found |= {"samplers": samplers, "gpus_per_sampler": float(width)}
+        if compute.address is None:  # a Ray that is started for the run has all but the first learner's
+            found["num_gpus"] = count - 1
     return found
