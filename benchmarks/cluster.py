@@ -1,5 +1,5 @@
 """What engines on Ray and asynchronous training give and cost: `python -m benchmarks.cluster` (needs Ray; minutes;
-`--steps 0`: without slow tools).
+`--steps 0`: without slow tools, with the untrained built-in model unless `--model` names one).
 
     async_speedup    steps per second with max_staleness 1 over those of the synchronous run, the least of three kinds
                      of slow tools: see `benchmarks.slow_tools`
@@ -32,6 +32,7 @@ from TrainingFactory.cluster.ray_places import RayPlaces
 from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.models import chat_format, load_model
+from TrainingFactory.models.names import BUILTIN
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.sampling import NativeEngine
@@ -128,7 +129,7 @@ def main() -> None:
     given = arguments(__doc__, 12).parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        model = given.model or warm_start(Path(folder))
+        model = given.model or (warm_start(Path(folder)) if given.steps else Path(BUILTIN))
         found = asyncio.run(on_ray(model, 9))
         print(json.dumps(found), flush=True)
         slow = (

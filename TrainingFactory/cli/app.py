@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import select
@@ -129,12 +130,20 @@ class _Cleaned(logging.Formatter):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    atexit.register(_end_stderr)  # first: it is called after all others
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets its number instead of a crash.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if logging.lastResort is not None:  # what prints warnings where nobody has set up anything else
         logging.lastResort.setFormatter(_Cleaned())
     sys.exit(app.meta(arguments, result_action="return_value"))
+
+
+def _end_stderr() -> None:
+    """Discard what libraries write while the interpreter ends, such as a list of leaked objects: the run's own error
+    stays the last thing on the screen."""
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _unread() -> bool:

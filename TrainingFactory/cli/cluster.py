@@ -13,6 +13,7 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.options import Json
 
 KINDS = ("CPU", "GPU")
+SHOWN = 12  # characters of a node's id: enough to tell nodes of one machine apart
 cluster = App(name="cluster", help="Look at a Ray cluster.")
 
 
@@ -45,16 +46,21 @@ def status(*, address: str = "auto", as_json: Json = False) -> None:
     machines = [
         (
             node["name"],
+            node["id"][:SHOWN],
             *(f"{node['free'].get(key, 0):g} of {node['resources'].get(key, 0):g}" for key in KINDS),
         )
         for node in found["nodes"]
     ]
-    show.columns(["machine", *(f"free {key}" for key in KINDS)], machines)
+    show.columns(["machine", "node", *(f"free {key}" for key in KINDS)], machines)
     actors = [
-        (each["what"], each["node"], str(each["pid"]), time.strftime("%F %T", time.localtime(each["since"])))
+        (each["what"], each["node"], each["node_id"][:SHOWN], str(each["pid"]), _time(each["since"]))
         for each in found["actors"]
     ]
     if actors:
-        show.columns(["what", "machine", "process", "since"], actors)
+        show.columns(["what", "machine", "node", "process", "since"], actors)
     else:
         show.note("nothing of TrainingFactory runs there")
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%F %T", time.localtime(seconds))

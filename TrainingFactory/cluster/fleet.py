@@ -1,4 +1,4 @@
-"""Several engines in other processes as one `Sampler`: who is lost is made anew, and nobody who asks notices."""
+"""Several engines in other processes as one `Sampler`: a lost engine is restarted, and its requests are retried."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from TrainingFactory.cluster.places import Place, PlaceLost, Places
 from TrainingFactory.rollout.group_scoring import all_of
+from TrainingFactory.tools.waiting import Clock
 from TrainingFactory.types import Completion, SamplersLost, SamplingParams, Weights
 
-ATTEMPTS = 2  # to make a place anew before it is given up
 AGAIN = 4  # times that one turn is asked again: then it is the turn itself that ends engines
+FIRST_DELAY, LONGEST_DELAY = 1.0, 300.0  # seconds before a failed restart is repeated
+
+
+def delays() -> Iterator[float]:
+    """Yield the seconds to wait before each further attempt to restart a sampler."""
+    delay = FIRST_DELAY
+    while True:
+        yield delay
+        delay = min(2 * delay, LONGEST_DELAY)
 
 
 class FleetSession:
@@ -37,9 +46,11 @@ class FleetSession:
 
 class Fleet:
     """A `Sampler` over `count` places, which start with the first use. A turn whose place is lost is asked again
-    elsewhere with the same seed; a lost place is made anew beside that, and has the last weights before it gets work.
-    `tolerance` bounds the mean distance between the learner's log-probs of the canary and those of a place; one that
-    has not loaded weights after `patience` seconds is lost."""
+    elsewhere with the same seed. A lost place is restarted in the background, after growing delays for as long as that
+    fails, and loads the last weights before it gets work. When no place has been alive for `patience` seconds, those
+    who wait get SamplersLost. `clock` is paused while no place is alive. `tolerance` bounds the mean distance between
+    the learner's log-probs of the canary and those of a place; a place that has not loaded weights after `patience`
+    seconds is lost."""
 
     def __init__(
         self, places: Places, count: int, max_length: int, say: Callable[[str], None] = lambda _: None,
@@ -48,16 +59,17 @@ class Fleet:
         self._holds = holds  # what must be there as long as the fleet is, such as a folder of weights
         self.max_length, self.policy_version = max_length, 0
         self._places, self._count, self._say, self._tolerance = places, count, say, tolerance
-        self._patience = patience
+        self._patience, self.clock = patience, Clock()
         self._alive: dict[int, Place] = {}
-        self._making: dict[int, asyncio.Task[None]] = {}
-        self._reason = ""  # why the last one was lost or could not be made
-        self._changed = asyncio.Event()  # set and replaced when a place comes or is given up
+        self._restarting: dict[int, asyncio.Task[None]] = {}
+        self._reason = ""  # why the last place was lost or could not be restarted
+        self._changed = asyncio.Event()  # set and replaced when a restart has ended
         self._starting: asyncio.Task[None] | None = None
         self._weights: Weights | None = None
         self._open: Counter[int] = Counter()  # sessions by place
         self._numbers = itertools.count()
-        self._counts = {"samplers/asked_again": 0.0, "samplers/remade": 0.0, "seconds/push": 0.0}
+        counted = ("samplers/asked_again", "samplers/remade", "samplers/failed_restarts", "seconds/push")
+        self._counts = dict.fromkeys(counted, 0.0)
 
     # -- the Sampler port
 
@@ -75,7 +87,7 @@ class Fleet:
             session.close()
 
     async def update(self, weights: Weights) -> None:
-        """Load the weights on every place and compare the canary. A place where that fails is made anew."""
+        """Load the weights on every place and compare the canary. A place where that fails is restarted."""
         began = time.perf_counter()
         await self.start()
         self._weights = weights
@@ -90,8 +102,8 @@ class Fleet:
         return {"samplers/alive": float(len(self._alive)), **self._counts}
 
     async def close(self) -> None:
-        self._alive.clear()  # first: a turn under way loses its place, and nobody is to make another
-        tasks = [task for task in (*self._making.values(), self._starting) if task is not None]
+        self._alive.clear()  # first: a turn under way loses its place, and must not restart it
+        tasks = [task for task in (*self._restarting.values(), self._starting) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -121,11 +133,15 @@ class Fleet:
         )
 
     async def _some(self) -> None:
-        """Wait until a place is alive; raise where none is and none is being made."""
+        """Wait until a place is alive; raise SamplersLost when none has been for `patience` seconds."""
         while not self._alive:
-            if not self._making:
-                raise SamplersLost(f"no sampler is left, and none could be started: {self._reason}")
-            await self._changed.wait()
+            left = self._patience - self.clock.paused_for()
+            if left <= 0 or not self._restarting:  # none is being restarted: the fleet is closed
+                limit = f"no sampler has been alive for {self._patience:g} s (compute.start_timeout)"
+                raise SamplersLost(f"{limit if left <= 0 else 'the samplers are closed'}: {self._reason}")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
 
     # -- places
 
@@ -161,29 +177,35 @@ class Fleet:
             )
 
     def _lose(self, number: int, place: Place, error: Exception) -> None:
-        """Leave a place out and make it anew in the background; of several that noticed, the first does."""
+        """Leave a place out and restart it in the background; of several that noticed, the first does."""
         if self._alive.get(number) is not place:
             return
         del self._alive[number]
+        if not self._alive:
+            self.clock.pause()
         self._reason = str(error)
-        self._say(f"{error}; its turns are asked again, and another one is started")
-        self._making[number] = asyncio.create_task(self._remake(number, place))
+        self._say(f"{error}; it is restarted, and its requests are retried on another sampler")
+        self._restarting[number] = asyncio.create_task(self._restart(number, place))
 
-    async def _remake(self, number: int, lost: Place) -> None:
+    async def _restart(self, number: int, lost: Place) -> None:
         try:
             with suppress(PlaceLost, ValueError):
                 await lost.close()
-            for _ in range(ATTEMPTS):
+            for delay in delays():
                 try:
                     self._alive[number] = await self._made(number)
                 except Exception as error:  # Ray, vLLM and the machine have many
                     self._reason = str(error)
+                    self._counts["samplers/failed_restarts"] += 1
+                    first_line, *_ = self._reason.splitlines() or [""]
+                    self._say(f"{first_line}; retrying in {delay:g} s")
+                    await asyncio.sleep(delay)
                     continue
+                self.clock.resume()
                 self._counts["samplers/remade"] += 1
                 return
-            self._say(f"{lost.name} could not be made anew: {self._reason}")
         finally:
-            del self._making[number]
+            del self._restarting[number]
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
 

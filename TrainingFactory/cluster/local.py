@@ -29,8 +29,8 @@ FRAME = re.compile("Engine core initialization failed|WorkerProc initialization 
 
 
 class LocalPlaces:
-    """Makes `LocalPlace`s. `environment` is added to theirs; `folder` takes their logs, which are lost without one;
-    `say` hears what a user may want to know, under the name `what`."""
+    """Makes `LocalPlace`s. `environment` is added to theirs; `folder` keeps their logs, which are deleted at the end
+    without one; `say` hears what a user may want to know, under the name `what`."""
 
     def __init__(
         self, spec: EngineSpec, environment: Mapping[str, str] | None = None, start_timeout: float = 600.0,
@@ -58,13 +58,13 @@ class LocalPlaces:
             async with asyncio.timeout(self._seconds):
                 place.about = await place.call("start")
         except (TimeoutError, PlaceLost, ValueError) as error:
-            cause, tail = _epitaph(place.log)
+            cause, tail = place.last_words()
             if isinstance(error, TimeoutError):
                 cause = f"it took longer than {self._seconds:g} s, which compute.start_timeout raises"
             elif isinstance(error, ValueError) or not cause:
                 cause = str(error)
             await place.close()
-            raise ValueError(f"{place.name} could not be started: {cause}{tail}") from error
+            raise ValueError(f"{place.name} could not be started: {cause}{place.log_note}{tail}") from error
         except BaseException:
             await place.close()
             raise
@@ -81,6 +81,8 @@ class LocalPlace:
     def __init__(self, number: int, folder: Path | None, what: str) -> None:
         self.name, self._folder = f"{what} {number}", Path(tempfile.mkdtemp()) if folder is None else None
         self.log = (folder or self._folder or Path()) / f"{what}-{number}.log"
+        self.log_note = "" if folder is None else f" (log: {self.log})"
+        self._log_start = 0  # bytes of earlier engines in the log
         self.about: dict[str, Any] = {}  # what the engine said of itself
         self._life = -1  # while this pipe is open, it may live
         self._process: asyncio.subprocess.Process | None = None
@@ -89,7 +91,9 @@ class LocalPlace:
 
     async def open(self, spec: EngineSpec, environment: Mapping[str, str]) -> None:
         theirs, self._life = os.pipe()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
+            self._log_start = log.tell()
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "TrainingFactory.cluster.local_child", str(theirs),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log, limit=LARGEST,
@@ -149,18 +153,18 @@ class LocalPlace:
             elif kind == "ValueError":
                 answer.set_exception(ValueError(text))
             else:
-                self._lost = self._lost or f"is of no use any more: {problem}"
+                self._lost = self._lost or f"is of no use any more: {problem}{self.log_note}"
                 answer.set_exception(PlaceLost(f"{self.name} {self._lost}"))
-        cause, _ = _epitaph(self.log)
-        self._lost = self._lost or "is gone" + (f": {cause}" if cause else "")
+        cause, _ = self.last_words()
+        self._lost = self._lost or "is gone" + (f": {cause}" if cause else "") + self.log_note
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(PlaceLost(f"{self.name} {self._lost}"))
 
-
-def _epitaph(log: Path) -> tuple[str, str]:
-    """Return the error that a log tells of last, without the frame that vLLM puts around it, and its last lines."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    found = [match[0] for line in lines if (match := CAUSE.search(line)) and not FRAME.search(line)]
-    tail = "".join(f"\n    {line}" for line in lines[-TAIL:])
-    return found[-1] if found else "", f"\nThe end of its log:{tail}" if tail else ""
+    def last_words(self) -> tuple[str, str]:
+        """Return the last error in the log of this engine, without the frame that vLLM puts around it, and the log's
+        last lines."""
+        lines = self.log.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
+        found = [match[0] for line in lines if (match := CAUSE.search(line)) and not FRAME.search(line)]
+        tail = "".join(f"\n    {line}" for line in lines[-TAIL:])
+        return found[-1] if found else "", f"\nThe end of its log:{tail}" if tail else ""

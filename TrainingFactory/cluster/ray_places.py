@@ -32,14 +32,16 @@ Turn = tuple[Any, ...] | None  # arguments of `Engine.sample`; None cancels it
 class RayPlaces:
     """Makes `RayPlace`s, each in a bundle of one placement group for `count` of them; gpus=None: 1 for vLLM where the
     cluster has any. Machines that have no such folder as `spec.model` get its config where weights are pushed; else the
-    path must be there too."""
+    path must be there too. `folder` keeps the engines' logs; a machine without it has them in a temporary folder."""
 
     def __init__(
         self, session: RaySession, spec: EngineSpec, count: int, gpus: float | None = None, cpus: float = 1.0,
         timeout: float = 600.0, say: Callable[[str], object] = lambda _: None, what: str = "sampler",
+        folder: Path | None = None,
     ) -> None:  # fmt: skip
         self._session, self._spec, self._count, self._gpus, self._cpus = session, spec, count, gpus, cpus
         self._timeout, self._say, self._what = timeout, say, what
+        self._folder = None if folder is None else folder.resolve()
         self._placing, self._packing = asyncio.Lock(), asyncio.Lock()
         self._group: Any = None
         self._packed: tuple[Weights, Any] | None = None  # the last ones that went to another machine
@@ -50,8 +52,7 @@ class RayPlaces:
         async with self._placing:
             await session.open()
             ray = require_ray()
-            if self._gpus is None:
-                self._gpus = float(spec.kind == "vllm" and "GPU" in ray.cluster_resources())
+            self._gpus = session.gpus(self._gpus, spec.kind == "vllm")
             if self._group is None:
                 key = "compute.samplers" if self._what == "sampler" else f"reward.{self._what}.replicas"
                 bundles = [{"CPU": self._cpus, "GPU": self._gpus}] * self._count
@@ -65,7 +66,7 @@ class RayPlaces:
         config = await in_thread(_read, Path(spec.model), files) if spec.pushed else {}
         try:
             async with asyncio.timeout(self._timeout):
-                await place.open(spec, number, config, self._timeout)
+                await place.open(spec, number, config, self._timeout, self._folder, self._what)
         except BaseException as error:
             await place.close()
             if not isinstance(error, PlaceLost | ValueError | TimeoutError):
@@ -96,7 +97,7 @@ class RayPlace:
     """An engine in an actor, which ends with `close`, and with this program however it ends."""
 
     def __init__(self, ray: Any, actor: Any, name: str, packed: Callable[[Weights], Any]) -> None:
-        self.name, self.about = name, {}
+        self.name, self.about, self._log_note = name, {}, ""
         self._ray, self._packed = ray, packed
         self._actor: Any = actor
         self._here = True  # on this machine, where folders need not travel
@@ -105,8 +106,15 @@ class RayPlace:
         self._reader: asyncio.Task[None] | None = None
         self._lost: PlaceLost | None = None
 
-    async def open(self, spec: EngineSpec, number: int, config: Files, timeout: float) -> None:
-        self.about = await self._answer(self._actor.start.remote(spec, number, config, timeout))
+    async def open(
+        self, spec: EngineSpec, number: int, config: Files, timeout: float, folder: Path | None, what: str
+    ) -> None:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        started = self._actor.start.remote(spec, number, config, timeout, folder, what)
+        self.about = await self._answer(started)
+        if self.about["log"]:
+            self._log_note = f" (log on {self.about['node']}: {self.about['log']})"
         self._here = self.about["ray_node"] == self._ray.get_runtime_context().get_node_id()
         self.name = f"{self.name} on {self.about['node']}, process {self.about['pid']}"
 
@@ -176,9 +184,9 @@ class RayPlace:
         except errors.RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise ValueError(str(error.cause)) from None
-            raise PlaceLost(f"{self.name} is of no use any more: {error.cause!r}") from None
+            raise PlaceLost(f"{self.name} is of no use any more: {error.cause!r}{self._log_note}") from None
         except errors.RayError as error:
-            raise PlaceLost(f"{self.name} is gone: {type(error).__name__}") from None
+            raise PlaceLost(f"{self.name} is gone: {type(error).__name__}{self._log_note}") from None
 
     async def close(self) -> None:
         self._lose(PlaceLost(f"{self.name} is closed"))
@@ -204,18 +212,31 @@ class EngineActor:
         self._turns: dict[int, asyncio.Task[None]] = {}
         self._answers, self._some = list[Answer](), asyncio.Event()
 
-    async def start(self, spec: EngineSpec, number: int, config: Files, timeout: float) -> dict[str, Any]:
+    async def start(
+        self, spec: EngineSpec, number: int, config: Files, timeout: float, folder: Path | None, what: str
+    ) -> dict[str, Any]:
+        """Start the engine and return what it says of itself. It logs to a file in `folder`, or in a temporary folder
+        where this machine does not have that one."""
         if config and not os.path.isdir(spec.model):
             self._model = _written(config, None)
             spec = dataclasses.replace(spec, model=self._model.name)
+        if folder is not None and not folder.is_dir():
+            folder = Path(tempfile.mkdtemp(prefix="tfactory-engines-"))
+        log = None if folder is None else folder / f"{what}-{number}.log"
         if spec.kind == "vllm":
-            self._place = place = await LocalPlaces(spec, start_timeout=timeout).make(number)
+            places = LocalPlaces(spec, start_timeout=timeout, folder=folder, what=what)
+            self._place = place = await places.make(number)
             self._call, about = place.call, place.about
         else:
+            if log is not None:
+                with log.open("ab") as file:
+                    os.dup2(file.fileno(), 1)
+                    os.dup2(file.fileno(), 2)
             engine = make_engine(spec)
             self._call = lambda method, *args: getattr(engine, method)(*args)
             about = await engine.start()
-        return {**about, "ray_node": require_ray().get_runtime_context().get_node_id()}
+        node = require_ray().get_runtime_context().get_node_id()
+        return {**about, "ray_node": node, "log": "" if log is None else str(log)}
 
     async def call(self, method: str, args: tuple[Any, ...]) -> Any:
         return await self._call(method, *args)

@@ -9,12 +9,14 @@ import socket
 import tempfile
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from TrainingFactory import __version__
 from TrainingFactory.tools.threads import in_thread
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 PREFIX = "tfactory"  # of the names of our actors
 OBJECT_STORE = 256 * 2**20  # bytes; weights travel by it only to other machines
 PROBE = 5.0  # seconds in which the head of a cluster must take a connection
@@ -66,6 +68,8 @@ class RaySession:
                 os.environ.setdefault("RAY_worker_niceness", "0")
             else:  # seconds for a head that takes connections and does not answer; Ray's own 20 are for one that starts
                 os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")
+            # A lost machine would print the end of its raylet's log twice, over what the run says of it.
+            os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^Raylet is terminated")
             ray = require_ray()
             if not ray.is_initialized():
                 logging.getLogger("ray").setLevel(logging.ERROR)
@@ -76,7 +80,8 @@ class RaySession:
                 else:  # "local" also where RAY_ADDRESS names a cluster
                     own = {"object_store_memory": OBJECT_STORE, "_temp_dir": folder.name} | quiet
                     own |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-                    ray.init("local", num_gpus=self._num_gpus, **own)
+                    with _last_gpus(ray, self._num_gpus):
+                        ray.init("local", num_gpus=self._num_gpus, **own)
                 self._began.append(folder)
             self._open.add(self)
         try:
@@ -92,6 +97,11 @@ class RaySession:
             if self._began and not self._open:
                 require_ray().shutdown()
                 self._began.pop().cleanup()
+
+    def gpus(self, asked: float | None, usual: bool = True) -> float:
+        """Return the GPUs that one process requests: those asked for, else 1 where that is `usual` and the cluster has
+        any."""
+        return float(usual and "GPU" in require_ray().cluster_resources()) if asked is None else asked
 
     async def check(self, bundles: Sequence[Resources], what: str) -> None:
         """Raise where the cluster could not hold the bundles even if it were empty."""
@@ -146,6 +156,21 @@ class RaySession:
     async def status(self) -> dict[str, Any]:
         """Return the machines of the cluster with their resources, and the actors of TrainingFactory."""
         return await in_thread(status, require_ray())
+
+
+@contextmanager
+def _last_gpus(ray: Any, count: int | None) -> Iterator[None]:
+    """Show a Ray that starts meanwhile only the last `count` GPUs: the run's own process uses the first one."""
+    before, gpus_of = os.environ.get(VISIBLE), ray._private.accelerators.get_accelerator_manager_for_resource
+    machine = range(gpus_of("GPU").get_current_node_num_accelerators())
+    gpus = [*map(str, machine)] if before is None else before.split(",")
+    if count is not None and len(gpus) > count:
+        os.environ[VISIBLE] = ",".join(gpus[-count:])
+    try:
+        yield
+    finally:
+        os.environ.pop(VISIBLE, None)
+        os.environ |= {} if before is None else {VISIBLE: before}
 
 
 def _join(ray: Any, address: str, quiet: dict[str, Any]) -> None:
@@ -206,7 +231,8 @@ def status(ray: Any) -> dict[str, Any]:
     free, alive = state.available_resources_per_node(), [node for node in ray.nodes() if node["Alive"]]
     nodes = {
         node["NodeID"]: {
-            "name": node["NodeName"], "resources": node["Resources"], "free": free.get(node["NodeID"], {})
+            "name": node["NodeName"], "id": node["NodeID"], "address": node["NodeManagerAddress"],
+            "resources": node["Resources"], "free": free.get(node["NodeID"], {}),
         }
         for node in alive
     }  # fmt: skip
@@ -214,6 +240,7 @@ def status(ray: Any) -> dict[str, Any]:
         {
             "what": actor["Name"].split(":")[1], "pid": actor["Pid"], "since": actor["StartTime"] / 1000,
             "node": nodes.get(actor["Address"]["NodeID"], {}).get("name", "?"),
+            "node_id": actor["Address"]["NodeID"],
         }
         for actor in state.actors().values()
         if actor["Name"].startswith(f"{PREFIX}:") and actor["State"] != "DEAD"

@@ -312,7 +312,8 @@ class ComputeSection(Section):
     start_timeout: Positive = 600.0
     """Seconds in which an engine or a learner in another process must have started."""
     num_gpus: Count | None = None
-    """ray, where it is started for the run: GPUs that it may use; null: all there are."""
+    """GPUs of the run, divided among learners and samplers where neither is set (docs/CLUSTER.md). ray, where it is
+    started for the run: the GPUs of Ray, without that of the first learner; null: all there are."""
     allocation_id: PathText | None = None
     """Machines by their id in factories.yaml or in a ComputeFactory; they are released when the run ends."""
 

@@ -17,6 +17,7 @@ from TrainingFactory.running import run
 from TrainingFactory.seeds import turn_seed
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
+from TrainingFactory.tools.waiting import Clock
 from TrainingFactory.types import SamplingParams, Task, Trajectory
 
 
@@ -25,7 +26,8 @@ class AsyncRolloutEngine:
     group has ended. `on_episode` is told of every episode when its reward is known. An episode's clock
     (`episode_timeout`) starts when it is let in: with more episodes than the sampler has slots, set
     `max_concurrency` to the number of slots. `runtime` is what all tools share. `gate` bounds the episodes of all
-    batches together, first come first served; without one every batch has a bound of its own."""
+    batches together, first come first served; without one every batch has a bound of its own. `clock` counts the
+    seconds of episodes, so that its owner can pause them all while nothing can sample."""
 
     def __init__(
         self,
@@ -42,12 +44,13 @@ class AsyncRolloutEngine:
         on_episode: Callable[[Trajectory], None] | None = None,
         runtime: ToolRuntime | None = None,
         gate: asyncio.Semaphore | None = None,
+        clock: Clock | None = None,
     ) -> None:
         params = dataclasses.replace(params, stop_ids=params.stop_ids or chat.stop_ids)
         self.group_reward = group_reward(reward)
         single = reward if self.group_reward is None else None
         self.rules = EpisodeRules(
-            environment, chat, params, single, max_turns, episode_timeout, max_reply_tokens, runtime
+            environment, chat, params, single, max_turns, episode_timeout, max_reply_tokens, runtime, clock
         )
         self.max_concurrency, self.gate = max_concurrency, gate
         self.seed = seed

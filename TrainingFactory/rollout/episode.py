@@ -20,7 +20,7 @@ from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, at_once, never_waits, within
+from TrainingFactory.tools.waiting import Clock, OutOfTime, SelfCancelled, at_once, never_waits, within
 from TrainingFactory.types import (
     Completion,
     Message,
@@ -51,6 +51,7 @@ class EpisodeRules:
     timeout: float = 300.0  # seconds for the turns, and again for the reward, and again for closing
     max_reply_tokens: int = 1024
     runtime: ToolRuntime | None = None
+    clock: Clock | None = None  # counts the seconds of the turns; None: the clock of the machine
 
 
 @dataclass(eq=False)
@@ -114,7 +115,7 @@ class EpisodeRun:
         try:
             with _foreign("making the environment"):
                 self.environment = self.rules.environment(self.trajectory.task)
-            await within(self.rules.timeout, self._turns(self.environment))
+            await within(self.rules.timeout, self._turns(self.environment), self.rules.clock)
         except _Over as over:
             self._end(over.status, over.error)
         except OutOfTime:

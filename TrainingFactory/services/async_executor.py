@@ -96,5 +96,5 @@ class AsyncRolloutEngine:
         self._held.push_async_callback(sampler.close)
         await await_engines(sampler)
         reward = None if self._reward is None else as_reward(self._reward)
-        runtime = self._tools.runtime
-        return make_rollouts(self.config, environment, chat, reward=reward, runtime=runtime), sampler
+        given = {"reward": reward, "runtime": self._tools.runtime, "sampler": sampler}
+        return make_rollouts(self.config, environment, chat, **given), sampler

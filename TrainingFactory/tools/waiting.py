@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import dis
 import inspect
+import time
 from collections.abc import Coroutine
 from functools import lru_cache
 from types import CodeType
@@ -25,12 +26,51 @@ class SelfCancelled(Exception):
     """Foreign code raised CancelledError though nobody had cancelled it (dying connections do that)."""
 
 
-async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the coroutine's result; raise OutOfTime when it takes longer. Unlike `asyncio.timeout` this also comes
-    back when the coroutine ignores its cancelling: it is then left behind."""
+class Clock:
+    """Counts seconds, except while it is paused. Pause and resume it on the event loop of those who wait by it."""
+
+    def __init__(self) -> None:
+        self._paused_seconds = 0.0  # of all pauses that have ended
+        self._paused_at = 0.0
+        self._resumed: asyncio.Future[None] | None = None  # None while the clock runs
+
+    def pause(self) -> None:
+        if self._resumed is None:
+            self._paused_at = time.monotonic()
+            self._resumed = asyncio.get_running_loop().create_future()
+
+    def resume(self) -> None:
+        if self._resumed is not None:
+            self._paused_seconds += time.monotonic() - self._paused_at
+            self._resumed.set_result(None)
+            self._resumed = None
+
+    def now(self) -> float:
+        return (time.monotonic() if self._resumed is None else self._paused_at) - self._paused_seconds
+
+    def paused_for(self) -> float:
+        """Return how many seconds the current pause has lasted; 0 while the clock runs."""
+        return 0.0 if self._resumed is None else time.monotonic() - self._paused_at
+
+    async def wait(self, task: asyncio.Task[Any], seconds: float) -> None:
+        """Wait until the task is done, at most `seconds` of this clock."""
+        end = self.now() + seconds
+        while not task.done() and (left := end - self.now()) > 0:
+            if self._resumed is None:
+                await asyncio.wait({task}, timeout=left)
+            else:
+                await asyncio.wait({task, self._resumed}, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T], clock: Clock | None = None) -> T:
+    """Return the coroutine's result; raise OutOfTime when it takes longer, by `clock` if one is given. Unlike
+    `asyncio.timeout` this also comes back when the coroutine ignores its cancelling: it is then left behind."""
     task = asyncio.create_task(coroutine)
     try:
-        await asyncio.wait({task}, timeout=seconds)
+        if clock is None or seconds is None:
+            await asyncio.wait({task}, timeout=seconds)
+        else:
+            await clock.wait(task, seconds)
         in_time = task.done()
     finally:
         if not task.done():

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +82,41 @@ def test_logs_are_cleaned_too() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "a \\x1b[31mb\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="on_exit is of glibc")
+def test_an_error_is_the_last_thing_on_the_screen() -> None:
+    """As C code of libraries does: at the end of the process it writes to the descriptor 2, which here is the exit
+    status too."""
+    code = (
+        "import ctypes\nfrom TrainingFactory.cli import main\nlibc = ctypes.CDLL(None)\n"
+        "libc.strdup.restype = ctypes.c_void_p\n"
+        "libc.on_exit(libc.dprintf, ctypes.c_void_p(libc.strdup(b'leaked\\n')))\nmain(['train', 'no.yaml'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: no.yaml") and "leaked" not in done.stderr
+
+
+def test_cluster_status_tells_nodes_of_one_machine_apart(
+    tfactory: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from TrainingFactory.cluster.ray_session import RaySession
+
+    ids = "5d3c0ffee00001" * 4, "77aa0ffee00002" * 4
+    nodes = [{"name": "vm", "id": node, "resources": {"CPU": 2.0}, "free": {"CPU": 1.0}} for node in ids]
+    actors = [{"what": "sampler 0", "node": "vm", "node_id": ids[1], "pid": 7, "since": 0.0}]
+
+    async def nothing(self: RaySession) -> None: ...
+
+    async def status(self: RaySession) -> Any:
+        return {"nodes": nodes, "actors": actors}
+
+    for name, method in {"open": nothing, "close": nothing, "status": status}.items():
+        monkeypatch.setattr(RaySession, name, method)
+    code, out, _ = tfactory("cluster", "status")
+    lines = out.splitlines()
+    assert code == 0 and out.count("5d3c0ffee000") == 1 and out.count("77aa0ffee000") == 2
+    assert "sampler 0" in lines[-1] and "77aa0ffee000" in lines[-1]
 
 
 def test_a_new_environment_runs_at_once(tfactory: Run) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from itertools import islice
 from typing import Any
 
 import pytest
 
-from TrainingFactory.cluster.fleet import AGAIN, Fleet
+from TrainingFactory.cluster.fleet import AGAIN, Fleet, delays
 from TrainingFactory.cluster.places import PlaceLost
 from TrainingFactory.types import Completion, SamplersLost, SamplingParams, Weights
 
@@ -149,10 +150,67 @@ def test_a_lost_turn_is_asked_again_with_the_same_seed_and_the_place_is_made_ane
     run(test())
 
 
-def test_none_left_and_none_to_be_made_tells_all_who_wait() -> None:
+def test_delays_double_from_a_second_to_five_minutes() -> None:
+    assert [*islice(delays(), 11)] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+
+
+def test_a_lost_sampler_is_retried_until_its_machine_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    async def test() -> None:
+        fakes, said = Fakes(), list[str]()
+        fleet, sleep = Fleet(fakes, 2, 64, said.append), asyncio.sleep
+
+        async def sleeping(delay: float) -> None:
+            if delay:
+                waited.append(delay)
+                fakes.refuse = "" if len(waited) == 5 else fakes.refuse
+            await sleep(0)
+
+        await fleet.update(Weights(7, "there", canary=CANARY))
+        monkeypatch.setattr(asyncio, "sleep", sleeping)
+        one = fakes.made[0]
+        fakes.refuse, one.dead = "the machine is off\nits log", True
+        await fleet.session().sample([1], params(5))
+        while fleet.metrics()["samplers/alive"] < 2:
+            await sleep(0)
+        assert waited == [1, 2, 4, 8, 16] and fakes.made[2].loaded == [7]
+        counts = fleet.metrics()
+        assert (counts["samplers/failed_restarts"], counts["samplers/remade"]) == (5, 1)
+        assert said[1:] == [f"the machine is off; retrying in {seconds} s" for seconds in (1, 2, 4, 8, 16)]
+        await fleet.close()
+
+    run(test())
+
+
+def test_the_clock_of_episodes_stops_while_no_sampler_is_alive() -> None:
     async def test() -> None:
         fakes = Fakes()
         fleet = Fleet(fakes, 2, 64)
+        await fleet.start()
+        one, two = fakes.made
+        fakes.gate, one.dead = asyncio.Event(), True
+        await fleet.session().sample([1], params(1))
+        assert fleet.clock.paused_for() == 0  # one is alive
+        two.dead = True
+        turn = asyncio.create_task(fleet.session().sample([1], params(2)))
+        while not fleet.clock.paused_for():
+            await asyncio.sleep(0)
+        stopped = fleet.clock.now()
+        await asyncio.sleep(0.01)
+        assert fleet.clock.now() == stopped
+        fakes.gate.set()
+        assert (await turn).token_ids == [2]
+        assert fleet.clock.paused_for() == 0 and fleet.clock.now() >= stopped
+        await fleet.close()
+
+    run(test())
+
+
+def test_none_left_and_none_to_be_made_tells_all_who_wait() -> None:
+    async def test() -> None:
+        fakes = Fakes()
+        fleet = Fleet(fakes, 2, 64, patience=0.05)
         await fleet.update(Weights(1, "there"))
         for place in fakes.made:
             place.dead = True
@@ -191,6 +249,7 @@ def test_a_place_with_other_weights_than_the_learner_is_replaced_and_two_of_them
         assert [place.number for place in fakes.made] == [0, 1, 1] and fakes.made[1].closed
         fakes.each = lambda place: setattr(place, "scores", [float("nan"), 0.0])
         fakes.made[0].scores = fakes.made[2].scores = [0.0, 0.0]
+        fleet._patience = 0.3
         with pytest.raises(SamplersLost, match=r"sampler \d, life \d does not have the learner's weights"):
             await fleet.update(Weights(3, "there", canary=CANARY))
         await fleet.close()
@@ -283,6 +342,6 @@ def test_a_turn_under_way_at_the_end_makes_nothing_anew() -> None:
             with pytest.raises(SamplersLost):
                 await turn
         await closing
-        assert fakes.made == [one, two] and fakes.closed and not fleet._making
+        assert fakes.made == [one, two] and fakes.closed and not fleet._restarting
 
     run(test())

@@ -88,11 +88,18 @@ def test_whoever_dies_is_lost_and_leaves_nothing(tmp_path: Path) -> None:
             await waiting
 
     async def everything() -> None:
+        earlier = "RuntimeError: of an earlier engine\n"
+        (tmp_path / "sampler-0.log").write_text(earlier)
         places = LocalPlaces(SPEC, FAKE, folder=tmp_path)
         made = await asyncio.gather(*map(places.make, range(3)))
-        causes = [(-1, "is gone"), (7, "engine core has died"), (8, "ended a request by itself: abort")]
+        causes = [
+            (-1, r"is gone \(log: .*sampler-0.log\)$"),
+            (7, r"engine core has died.*\(log: .*sampler-1.log\)"),
+            (8, "ended a request by itself: abort"),
+        ]
         await asyncio.gather(*(lost(place, *cause) for place, cause in zip(made, causes, strict=True)))
         await places.close()
+        assert (tmp_path / "sampler-0.log").read_text().startswith(earlier)
 
     asyncio.run(everything())
     for number in range(3):
@@ -138,14 +145,17 @@ asyncio.run(main())
     all_goes(tmp_path / "sampler-0.log")
 
 
-def test_one_that_cannot_start_says_why() -> None:
+def test_one_that_cannot_start_says_why(tmp_path: Path) -> None:
+    logs = tmp_path / "engines"
+
     async def make(spec: EngineSpec, seconds: float = 100.0) -> None:
-        await LocalPlaces(spec, FAKE, seconds).make(0)
+        await LocalPlaces(spec, FAKE, seconds, folder=logs).make(0)
 
     with pytest.raises(
         ValueError, match=r"not be started: ValueError: Model architectures \['Odd'\] are not"
     ) as told:
         asyncio.run(make(EngineSpec("vllm", "broken", 64)))
-    assert "The end of its log:\n    (EngineCore)" in str(told.value)
+    assert f"(log: {logs}/sampler-0.log)\nThe end of its log:\n    (EngineCore)" in str(told.value)
+    assert "(EngineCore) ValueError" in (logs / "sampler-0.log").read_text()
     with pytest.raises(ValueError, match=r"longer than 0.01 s, which compute.start_timeout raises"):
         asyncio.run(make(SPEC, 0.01))

@@ -65,7 +65,9 @@ def test_a_run_that_loses_a_sampler_is_the_undisturbed_one(ray_head: str, tmp_pa
         both = right.keys() - more
         assert {key: left[key] for key in both} == pytest.approx({key: right[key] for key in both}, abs=1e-5)
     last = rows(two / "metrics.jsonl")[-1]
-    assert last["samplers/asked_again"] >= 1 and any("is gone" in text for text in killer.said)
+    log = two / "engines" / "sampler-0.log"
+    assert last["samplers/asked_again"] >= 1 and log.is_file()
+    assert any("is gone" in text and str(log.resolve()) in text for text in killer.said)
     tokens = [(run / "trajectories.jsonl").read_bytes().count(b'"completion"') for run in (one, two)]
     assert tokens[0] == tokens[1] > 0
 

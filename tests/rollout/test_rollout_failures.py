@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.kits.rollout import (
     tasks,
 )
 from TrainingFactory.rollout import AsyncRolloutEngine
+from TrainingFactory.tools import waiting
 from TrainingFactory.types import Completion, Message, Reward, SamplingParams, Step, Task, ToolFailure, Turn
 
 
@@ -251,3 +253,33 @@ def test_a_template_that_refuses_a_message_ends_its_own_episode():
     [[fine], [refused]] = rollout(names=("a", "b"), chat=Strict())
     assert (fine.status, refused.status) == ("done", "error")
     assert "roles must alternate" in str(refused.error)
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_an_episode_uses_no_time_while_its_clock_is_paused(
+    pauses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seconds pass only where the test says so: an hour while the sampler is being restarted."""
+    seconds = [0.0]
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    clock = waiting.Clock()
+
+    class Restarts(FakeSampler):
+        def session(self) -> Any:
+            session = super().session()
+            sample = session.sample
+
+            async def restarting(prompt_ids: Any, params: SamplingParams) -> Completion:
+                if pauses:
+                    clock.pause()
+                seconds[0] += 3600
+                await asyncio.sleep(0.03)
+                clock.resume()
+                return await sample(prompt_ids, params)
+
+            session.sample = restarting  # type: ignore[method-assign]
+            return session
+
+    found = rollout(sampler=Restarts(say_echo_then_ok), episode_timeout=0.01, clock=clock)[0][0]
+    late = "the episode took longer than 0.01 s"
+    assert (found.status, found.error) == (("done", None) if pauses else ("error", late))

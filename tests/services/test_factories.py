@@ -213,7 +213,7 @@ def test_machines_are_released_however_a_run_ends(install: Install, ending: str)
             trainer.train()
     assert released == ["alloc-1"]
     assert any("allocation alloc-1 has 8 GPUs" in text for text in watcher.said)
-    assert any("one device is used without compute.backend=ray" in text for text in watcher.said)
+    assert any("compute.num_gpus=8, and this machine shows no GPU" in text for text in watcher.said)
 
 
 def test_machines_that_are_handed_in(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,8 +208,7 @@ def with_machines(config: TrainingConfig, allocation: Allocation | None, say: Sa
     entry = TrainingConfig(compute={key: value for key, value in given.items() if value is not None})
     filled = _filled(config, entry, ())
     if most is not None:
-        one = "" if filled.compute.backend == "ray" else "; one device is used without compute.backend=ray"
-        say(f"allocation {allocation.id} has {most} GPUs: compute.num_gpus={filled.compute.num_gpus}{one}")
+        say(f"allocation {allocation.id} has {most} GPUs: compute.num_gpus={filled.compute.num_gpus}")
     return filled
 
 

@@ -69,15 +69,18 @@ async def join_cluster(config: TrainingConfig, held: AsyncExitStack) -> None:
         session = RaySession(compute.address, compute.num_gpus)
         held.push_async_callback(session.close)
         await session.open()
-        asked = [{"CPU": compute.cpus_per_sampler, "GPU": compute.gpus_per_sampler or 0.0}] * compute.samplers
+        gpus = session.gpus(compute.gpus_per_sampler, config.sampling.engine == "vllm")
+        asked = [{"CPU": compute.cpus_per_sampler, "GPU": gpus}] * compute.samplers
         others = (compute.learners or 1) - 1
-        asked += [{"CPU": 1.0, "GPU": compute.gpus_per_learner or 0.0}] * others
+        asked += [{"CPU": 1.0, "GPU": session.gpus(compute.gpus_per_learner)}] * others
         learners = f" and learners={compute.learners}" if others else ""
         await session.check(asked, f"compute.samplers={compute.samplers}{learners}")
 
 
-def pushed_to(config: TrainingConfig, publisher: Publishes, length: int, episodes: int, say: Say) -> Fleet:
-    """Make the engines of a training run: their weights come from the publisher."""
+def pushed_to(
+    config: TrainingConfig, publisher: Publishes, length: int, episodes: int, say: Say, logs: Path
+) -> Fleet:
+    """Make the engines of a training run: their weights come from the publisher, and `logs` keeps their logs."""
     options = config.sampling.engine_options
     if publisher.rank is not None:
         from TrainingFactory.sampling.vllm_engine import lora_options
@@ -85,7 +88,7 @@ def pushed_to(config: TrainingConfig, publisher: Publishes, length: int, episode
         options = lora_options(publisher.rank) | options
     given = {"dtype": publisher.dtype, "options": options}
     tolerance = TOLERANCE if publisher.dtype == "float32" else COARSE
-    return _fleet(config, publisher.model_folder, length, episodes, given, say, tolerance)
+    return _fleet(config, publisher.model_folder, length, episodes, given, say, tolerance, logs=logs)
 
 
 def reading(config: TrainingConfig, loaded: LoadedModel, length: int, episodes: int, say: Say) -> Fleet:
@@ -115,22 +118,25 @@ def _readable(config: TrainingConfig) -> str | None:
 
 def _fleet(
     config: TrainingConfig, model: str, length: int, episodes: int, given: dict[str, Any], say: Say,
-    tolerance: float = COARSE, holds: object = None,
+    tolerance: float = COARSE, holds: object = None, logs: Path | None = None,
 ) -> Fleet:  # fmt: skip
     compute, trust = config.compute, config.model.trust_remote_code
     slots = min(config.sampling.slots, episodes)
     device = "auto" if compute.backend == "ray" else config.model.device  # Ray shows each machine's own
     engine = config.sampling.engine
     spec = EngineSpec(engine, model, length, slots, device=device, trust_remote_code=trust, **given)
-    made = places(compute, spec, compute.samplers, compute.gpus_per_sampler, say, "sampler")
+    made = places(compute, spec, compute.samplers, compute.gpus_per_sampler, say, "sampler", logs)
     return Fleet(made, compute.samplers, length, say, tolerance, holds, compute.start_timeout)
 
 
 def places(
-    compute: ComputeSection, spec: EngineSpec, count: int, gpus: float | None, say: Say, what: str
-) -> Places:
-    """Return where so many engines are started: in processes of this machine, or in actors on the run's cluster."""
+    compute: ComputeSection, spec: EngineSpec, count: int, gpus: float | None, say: Say, what: str,
+    logs: Path | None = None,
+) -> Places:  # fmt: skip
+    """Return where `count` engines start: in processes of this machine, or in actors on the run's cluster. The folder
+    `logs` keeps their logs."""
+    seconds = compute.start_timeout
     if compute.backend != "ray":
-        return LocalPlaces(spec, start_timeout=compute.start_timeout, say=say, what=what)
-    session = RaySession(compute.address, compute.num_gpus)
-    return RayPlaces(session, spec, count, gpus, compute.cpus_per_sampler, compute.start_timeout, say, what)
+        return LocalPlaces(spec, start_timeout=seconds, say=say, folder=logs, what=what)
+    session, cpus = RaySession(compute.address, compute.num_gpus), compute.cpus_per_sampler
+    return RayPlaces(session, spec, count, gpus, cpus, seconds, say, what, logs)

@@ -50,7 +50,7 @@ def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = Fals
         why = "the learner itself samples, and weights nothing without optimization.importance_cap"
         lines.append((weighed, why if kind.samples else f"{name} samples nothing that it learns from"))
     if config.compute.backend != "ray":
-        own = {"compute.allocation_id", "compute.start_timeout", "compute.learners"}
+        own = {f"compute.{key}" for key in ("allocation_id", "start_timeout", "learners", "num_gpus")}
         lines.append(
             ([key for key in changed(config, "compute") if key not in own], "they are for backend=ray")
         )

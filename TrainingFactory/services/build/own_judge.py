@@ -120,7 +120,8 @@ class OwnJudge:
             self._kind, self._name, longest, AT_ONCE, device=asked.device, pushed=False, options=options
         )
         made = places(self._config.compute, spec, asked.replicas, asked.gpus, say, "judge")
-        self._fleet = Fleet(made, asked.replicas, longest, say)
+        patience = self._config.compute.start_timeout
+        self._fleet = Fleet(made, asked.replicas, longest, say, patience=patience)
         await self._fleet.sample(chat.render([Message("user", "?")]), SamplingParams(max_tokens=1))
         return SampledJudge(self._fleet, chat, self._params, self._name)
 

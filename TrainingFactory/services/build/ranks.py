@@ -137,8 +137,7 @@ class Learners:
         session = RaySession(compute.address, compute.num_gpus)
         await session.open()
         held.push_async_callback(session.close)
-        ray, gpus = require_ray(), compute.gpus_per_learner
-        gpus = float("GPU" in ray.cluster_resources()) if gpus is None else gpus
+        ray, gpus = require_ray(), session.gpus(compute.gpus_per_learner)
         bundles, asked = [{"CPU": 1.0, "GPU": gpus}] * (count - 1), f"compute.learners={count}"
         group = await session.placed(bundles, asked, compute.start_timeout)
         held.callback(session.unplace, group)

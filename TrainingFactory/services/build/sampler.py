@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from datetime import date
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
@@ -100,13 +102,15 @@ def make_engine(
 
 
 def make_trained(
-    config: TrainingConfig, loaded: LoadedModel, policy: LocalPolicy, episodes: int, ahead: bool, say: Say
-) -> Sampler:
-    """Make what samples for a policy that learns: an engine that shares its weights, or others to which it pushes."""
+    config: TrainingConfig, loaded: LoadedModel, policy: LocalPolicy, episodes: int, ahead: bool, say: Say,
+    logs: Path,
+) -> Sampler:  # fmt: skip
+    """Make what samples for a policy that learns: an engine that shares its weights, or others to which it pushes,
+    whose logs are kept in the folder `logs`."""
     publisher = policy.publisher
     if publisher is None or not publisher.model_folder:
         return make_engine(config, loaded, episodes, ahead, publisher)
-    return pushed_to(config, publisher, max_length(config, loaded), episodes, say)
+    return pushed_to(config, publisher, max_length(config, loaded), episodes, say, logs)
 
 
 def make_published(
@@ -159,7 +163,9 @@ def make_rollouts(
     reward: RewardFunction | None = None,
     runtime: ToolRuntime | None = None,
     gate: asyncio.Semaphore | None = None,
+    sampler: Sampler | None = None,
 ) -> AsyncRolloutEngine:
+    """Make what plays episodes; the clock of episodes stops while the `sampler` has no engine that is alive."""
     sampling = config.sampling
     params = SamplingParams(
         temperature=sampling.temperature,
@@ -181,4 +187,5 @@ def make_rollouts(
         on_episode=on_episode,
         runtime=runtime,
         gate=gate,
+        clock=sampler.clock if isinstance(sampler, Fleet) else None,
     )

@@ -24,6 +24,7 @@ from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
 from TrainingFactory.services.build.fleet import at_once, check_engines, join_cluster
+from TrainingFactory.services.build.gpus import with_all_gpus
 from TrainingFactory.services.build.learner import make_algorithm, references
 from TrainingFactory.services.build.model_names import as_started_from, check_started_from, with_model
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
@@ -84,7 +85,8 @@ class Training:
             self.learners = Learners(config if run is None else None)
             config = factories.by_file(as_started(config, run), say)
             self.allocation = self.allocation or factories.allocated(config, say)
-            config = with_learners(factories.with_machines(config, self.allocation, say), say)
+            config = with_all_gpus(factories.with_machines(config, self.allocation, say), say)
+            config = with_learners(config, say)
             self._prepare(config, given, name, run, replay)
         except BaseException:
             self._release()
@@ -298,7 +300,8 @@ async def _played(
     config, say = training.config, training.watcher.say
     bound, episodes = config.optimization.bound, config.training.batch_size * config.training.group_size
     bound = bound if KINDS[config.training.algorithm].samples else 0
-    given = config, loaded, policy, episodes * (1 + bound), bound > 0, say
+    engines = training.run.path / "engines"
+    given = config, loaded, policy, episodes * (1 + bound), bound > 0, say, engines
     sampler = await in_thread(build_sampler.make_trained, *given)
     held.push_async_callback(sampler.close)
     reward = training.objects.reward or build_rewards.make_reward(config)
@@ -354,7 +357,7 @@ def _source(
 def _rollouts(training: Training, played: _Played, reward: RewardClock) -> AsyncRolloutEngine:
     watch, runtime = training.watcher.episode, training.tools.runtime
     return build_sampler.make_rollouts(
-        training.config, played.environment, played.chat, watch, reward, runtime, played.gate
+        training.config, played.environment, played.chat, watch, reward, runtime, played.gate, played.sampler
     )
 
 

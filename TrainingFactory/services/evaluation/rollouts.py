@@ -119,7 +119,8 @@ class Rollouts:
         made = self._reward = make_reward(config)
         await build_rewards.open_reward(made, held, self._say)
         reward = self._choose(made)
-        engine = make_rollouts(config, environment, chat, ended, reward, runtime=self.tools.runtime)
+        given = config, environment, chat, ended, reward, self.tools.runtime
+        engine = make_rollouts(*given, sampler=sampler)
         self._record()
         await check_tools(environment, self.tasks[0], chat, reward)
         started = time.perf_counter()
