@@ -35,7 +35,9 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> IO[A
     a link that leads out of the folder."""
     target = path.resolve() if path.is_symlink() else path
     if target != path and not target.is_relative_to(path.parent.resolve()):
-        raise ValueError(f"{path} is a link to a file outside its folder. Replace it with a copy of the file.")
+        raise ValueError(
+            f"{path} is a link to a file outside its folder. Replace it with a copy of the file."
+        )
     descriptor = os.open(target, flags | CAREFUL, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -44,7 +46,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> IO[A
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the content of a small file; raise ValueError as `open_regular` does, and for one over `MAX_FILE` bytes."""
+    """Return the content of a small file; raise ValueError as `open_regular` does, and for a larger one."""
     with open_regular(path) as file:
         content = file.read(MAX_FILE + 1)
     if len(content) > MAX_FILE:
@@ -53,8 +55,8 @@ def read_whole(path: Path) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file with their ends; none if it does not exist. Raise ValueError as `open_regular` does, and
-    for a line over `MAX_LINE` bytes."""
+    """Yield the lines of a file with their ends; none if it does not exist. Raise ValueError as `open_regular` does,
+    and for a line over `MAX_LINE` bytes."""
     if not os.path.lexists(path):
         return
     with open_regular(path) as file:

@@ -236,7 +236,14 @@ def _read(line: bytes) -> EvaluationRecord:
                 f"{VERSION}: update it"
             )
         return EvaluationRecord.model_validate(row)
-    except (LookupError, TypeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValidationError) as error:
+    except (
+        LookupError,
+        TypeError,
+        UnicodeDecodeError,
+        json.JSONDecodeError,
+        RecursionError,
+        ValidationError,
+    ) as error:
         raise ValueError(f"it is no record of an evaluation ({type(error).__name__})") from None
 
 
