@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from TrainingFactory.http.listen import is_loopback
 
@@ -68,7 +69,7 @@ class Api:
 
     def post_by_key(self, path: str, find: Callable[[str], Handler | None]) -> None:
         """Do so for the one that `find` gives for the request's key; None for a key that is nobody's."""
-        self._post(path, lambda request: find(request.headers.get("x-tfactory-episode") or _key_in(request)))
+        self._post(path, lambda request: find(request.headers.get("x-tfactory-episode") or key_in(request)))
 
     def _post(self, path: str, find: Callable[[Request], Handler | None]) -> None:
         async def handler(request: Request) -> Response:
@@ -105,7 +106,7 @@ class Api:
             raise ApiError(text, "host", status=403, code="forbidden")
 
     def _opens(self, request: Request) -> bool:
-        given = _key_in(request).encode("latin-1")  # the bytes as they were sent
+        given = key_in(request).encode("latin-1")  # the bytes as they were sent
         return self._key is None or hmac.compare_digest(given, self._key.encode())
 
 
@@ -127,7 +128,8 @@ class Stream(EventSourceResponse):
             await self._texts.aclose()
 
 
-def _key_in(request: Request) -> str:
+def key_in(request: Request) -> str:
+    """Return the key that a request carries as `authorization: Bearer KEY`."""
     kind, _, given = request.headers.get("authorization", "").partition(" ")
     return given.strip() if kind.lower() == "bearer" else ""
 
@@ -195,6 +197,9 @@ async def json_body(request: Request) -> bytes:
     except TimeoutError:
         text = f"the body did not come within {BODY_TIME} seconds"
         raise ApiError(text, "body", status=408, code="request_timeout") from None
+    except ClientDisconnect:
+        log.debug("A client hung up after %d bytes of its request.", len(body))
+        raise ApiError("The client hung up.", "body", status=499, code="client_closed_request") from None
     return bytes(body)
 
 
