@@ -69,7 +69,7 @@ class Api:
 
     def post_by_key(self, path: str, find: Callable[[str], Handler | None]) -> None:
         """Do so for the one that `find` gives for the request's key; None for a key that is nobody's."""
-        self._post(path, lambda request: find(request.headers.get("x-tfactory-episode") or key_in(request)))
+        self._post(path, lambda request: find(request.headers.get("x-tfactory-episode") or _key_in(request)))
 
     def _post(self, path: str, find: Callable[[Request], Handler | None]) -> None:
         async def handler(request: Request) -> Response:
@@ -106,7 +106,7 @@ class Api:
             raise ApiError(text, "host", status=403, code="forbidden")
 
     def _opens(self, request: Request) -> bool:
-        given = key_in(request).encode("latin-1")  # the bytes as they were sent
+        given = _key_in(request).encode("latin-1")  # the bytes as they were sent
         return self._key is None or hmac.compare_digest(given, self._key.encode())
 
 
@@ -128,8 +128,7 @@ class Stream(EventSourceResponse):
             await self._texts.aclose()
 
 
-def key_in(request: Request) -> str:
-    """Return the key that a request carries as `authorization: Bearer KEY`."""
+def _key_in(request: Request) -> str:
     kind, _, given = request.headers.get("authorization", "").partition(" ")
     return given.strip() if kind.lower() == "bearer" else ""
 

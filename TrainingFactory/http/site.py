@@ -23,16 +23,7 @@ from pydantic_core import PydanticSerializationError
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 
-from TrainingFactory.http.api import (
-    HEADERS,
-    ApiError,
-    Stream,
-    as_json,
-    failure,
-    json_body,
-    key_in,
-    no_such_page,
-)
+from TrainingFactory.http.api import HEADERS, ApiError, Stream, as_json, failure, json_body, no_such_page
 from TrainingFactory.http.listen import is_loopback
 
 PAGE_HEADER = "x-tfactory-page"  # whatever its value: a browser sends no such header for another site
@@ -152,9 +143,7 @@ async def _in_thread(seconds: float | None, answer: Callable[..., Any], *given: 
         async with asyncio.timeout(seconds):
             return await asyncio.to_thread(answer, *given, **named)
     except TimeoutError:
-        text = (
-            f"Reading took longer than {seconds:g} seconds. Check the disk of the runs, then reload the page."
-        )
+        text = f"Reading took longer than {seconds:g} seconds. Check the disk, then reload the page."
         raise ApiError(text, status=504, code="timeout") from None
 
 
@@ -231,7 +220,8 @@ class _Guard:
     def _enter(self, request: Request) -> Response | None:
         """Check the cookie or the header with the token; return the answer that sets the cookie to a browser that
         opens the address with the token, and the page that explains the address to one that has neither."""
-        if self._token is None or _equal(key_in(request), self._token):
+        given = request.headers.get("authorization", "")
+        if self._token is None or _equal(given, f"Bearer {self._token}"):
             return None
         cookie = f"tfactory-{request.scope['server'][1]}"  # by port: cookies are sent to all of them
         if request.url.path == "/" and _equal(request.query_params.get("token", ""), self._token):

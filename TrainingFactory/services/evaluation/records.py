@@ -250,4 +250,10 @@ def _read(line: bytes) -> EvaluationRecord:
 def all_records(runs: str | Path = "runs", say: Say = lambda _: None) -> list[tuple[Path, EvaluationRecord]]:
     """Return all records of a folder of runs, each with its file."""
     files = [run.path / EVALUATIONS for run in list_runs(runs)] + [Path(runs).expanduser() / EVALUATIONS]
-    return [(file, record) for file in files for record in read_records(file, say)]
+    found: list[tuple[Path, EvaluationRecord]] = []
+    for file in files:
+        try:
+            found += [(file, record) for record in read_records(file, say)]
+        except ValueError as error:
+            say(f"note: {error}")
+    return found

@@ -42,15 +42,17 @@ COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "ser
 
 
 @dataclass(slots=True)
-class MetricsSummary:
-    """Holds what the list shows of metrics.jsonl, as far as the file was read."""
+class _Known:
+    """Holds what was read of a run, what its files were then, and how far metrics.jsonl was read."""
 
+    seen: list[tuple[int, int]] = field(default_factory=list)
+    row: shapes.RunRow | None = None
     place: Place = field(default_factory=Place)
     curves: dict[str, array[float]] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
 
-    def update(self, path: Path) -> None:
-        """Add the lines that were appended since the last call; a line that is no metrics is skipped."""
+    def add_metrics(self, path: Path) -> None:
+        """Read the metrics that were appended since the last call; a line that is no metrics is skipped."""
         more = True
         while more:
             part = read_on(path, self.place, PART)
@@ -69,15 +71,6 @@ class MetricsSummary:
         for name in ("reward", "loss"):
             if isfinite(numbers.get(name, nan)):
                 self.curves.setdefault(name, array("d")).append(numbers[name])
-
-
-@dataclass(slots=True)
-class _Known:
-    """Holds what was read of a run, and what its files were then."""
-
-    seen: list[tuple[int, int]] = field(default_factory=list)
-    row: shapes.RunRow | None = None
-    metrics: MetricsSummary = field(default_factory=MetricsSummary)
 
 
 class Runs:
@@ -113,7 +106,7 @@ class Runs:
         seen = [stat_of(run.path / name) for name in SEEN]
         row = known.row
         if row is None or seen != known.seen or (row.state in LOCKED and row.state != run.state):
-            known.seen, known.row = seen, (row := _run_row(run, known.metrics, max(seen)[0] / 1e9))
+            known.seen, known.row = seen, (row := _run_row(run, known, max(seen)[0] / 1e9))
         return row
 
 
@@ -125,7 +118,7 @@ def stat_of(path: Path) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_size
 
 
-def _run_row(run: RunFolder, metrics: MetricsSummary, updated: float) -> shapes.RunRow:
+def _run_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
     """Summarise one run for the list; `problem` names a file that cannot be read, which hides nothing else."""
     row = shapes.RunRow(name=valid_text(run.name), state="unreadable", updated=updated)
     if row.name != run.name:
@@ -133,8 +126,8 @@ def _run_row(run: RunFolder, metrics: MetricsSummary, updated: float) -> shapes.
         return row
     problems, config = Problems(), None
     with problems.reading(METRICS):
-        metrics.update(run.path / METRICS)
-        _add_metrics(row, metrics)
+        known.add_metrics(run.path / METRICS)
+        _add_metrics(row, known)
     if not is_run(run.path):
         row.problem = f"Incomplete run: {CONFIG} or {ABOUT} is missing."
         return row
@@ -156,11 +149,11 @@ def _run_row(run: RunFolder, metrics: MetricsSummary, updated: float) -> shapes.
     return row
 
 
-def _add_metrics(row: shapes.RunRow, metrics: MetricsSummary) -> None:
-    last = metrics.last
+def _add_metrics(row: shapes.RunRow, known: _Known) -> None:
+    last = known.last
     row.reward, row.loss, row.tokens_per_second = map(last.get, ("reward", "loss", "tokens_per_second"))
-    row.spark_of = "reward" if "reward" in metrics.curves else "loss"
-    row.spark = _thinned(metrics.curves.get(row.spark_of, ()))
+    row.spark_of = "reward" if "reward" in known.curves else "loss"
+    row.spark = _thinned(known.curves.get(row.spark_of, ()))
     if isfinite(last.get("eval/step", nan)):
         low, high = last.get("eval/success_low"), last.get("eval/success_high")
         row.heldout = shapes.Heldout(
