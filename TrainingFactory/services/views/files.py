@@ -82,16 +82,10 @@ def read_on(path: Path, place: Place, most: int) -> Part:
 def read_end(path: Path, most: int) -> tuple[list[bytes], int]:
     """Return the whole lines within the last `most` bytes of a file, and the number of bytes before them. A missing
     file is empty."""
-    try:
-        file = open_regular(path)
-    except FileNotFoundError:
-        return [], 0
-    with file:
-        start = os.fstat(file.fileno()).st_size - most
-        start = (
-            file.seek(start - 1) + len(file.readline(most + 1)) if start > 0 else 0
-        )  # from the next line on
-        return file.read(most).split(b"\n")[:-1], start
+    start = max(0, read_on(path, Place(), 1).size - most)
+    if start:
+        start = read_on(path, Place(start - 1), 1).place.offset  # not half a line
+    return read_on(path, Place(start), most).lines, start
 
 
 def read_json(line: bytes) -> Any:
