@@ -17,7 +17,7 @@ STATE = ("learner/state.safetensors", "learner.safetensors")
 MAX_FILE = 16 << 20  # bytes of a file that is read as a whole
 MAX_LINE = 64 << 20  # bytes
 # Neither wait for the other end of a FIFO nor follow a link. Windows has neither flag.
-CAREFUL = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+CAREFUL = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
 def sync(*paths: Path) -> None:
@@ -30,7 +30,7 @@ def sync(*paths: Path) -> None:
             os.close(descriptor)
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> IO[Any]:
+def open_regular(path: Path, mode: str = "rb") -> IO[Any]:
     """Open a file of a folder that others may have written; raise ValueError for a FIFO, a device, a directory, and
     a link that leads out of the folder."""
     target = path.resolve() if path.is_symlink() else path
@@ -38,11 +38,12 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> IO[A
         raise ValueError(
             f"{path} is a link to a file outside its folder. Replace it with a copy of the file."
         )
-    descriptor = os.open(target, flags | CAREFUL, 0o644)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+    opener = lambda name, flags: os.open(name, flags | CAREFUL, 0o644)  # noqa: E731
+    file = open(target, mode, opener=opener)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
         raise ValueError(f"{path} is not a regular file. Remove it.")
-    return os.fdopen(descriptor, mode)
+    return file
 
 
 def read_whole(path: Path) -> bytes:

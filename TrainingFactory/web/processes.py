@@ -4,7 +4,6 @@ would type."""
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shlex
 import shutil
@@ -66,7 +65,7 @@ async def resume(run: RunFolder) -> str:
 async def _begun(arguments: list[str], log: Path, begun: Callable[[], bool]) -> None:
     """Start a command and wait until it has begun; raise ApiError with its own words where it ends before."""
     # The file may be removed with a run that comes to nothing.
-    with open_regular(log, os.O_RDWR | os.O_APPEND | os.O_CREAT, "a+b") as output:
+    with open_regular(log, "a+b") as output:
         before = output.tell()
         places = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         # In a session of its own: Ctrl-C in the page's terminal is not for it.
