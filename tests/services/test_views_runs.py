@@ -271,14 +271,15 @@ def test_a_log_from_its_end(tmp_path: Path) -> None:
     assert log_part(run, -1000).text.startswith("one")
 
 
-BOMB = "a: [&a [x,x,x,x,x,x,x,x,x],&b [*a,*a,*a,*a,*a,*a,*a,*a,*a]" + "".join(
-    f",&{name} [{','.join(['*' + before] * 9)}]" for before, name in pairwise("bcdefghij")
+BOMB = (
+    "environment: {environment_id: search, options: {x: [&a [x,x,x,x,x,x,x,x,x],&b [*a,*a,*a,*a,*a,*a,*a,*a,*a]"
+    + "".join(f",&{name} [{','.join(['*' + before] * 9)}]" for before, name in pairwise("bcdefghij"))
 )
 
 
 def test_aliases_in_brackets_are_counted(tmp_path: Path) -> None:
     run, other = made_run(tmp_path, "a"), made_run(tmp_path, "b")
-    (run.path / CONFIG).write_text(BOMB + "]")
+    (run.path / CONFIG).write_text(BOMB + "]}}")
     assert "too much" in (Runs(tmp_path).row(run).problem or "")
     assert "too much" in (config_view(run).problem or "")
     with pytest.raises(ValueError, match="too much"):
@@ -304,7 +305,7 @@ def test_only_regular_files_of_the_folder_are_read(tmp_path: Path, name: str, ta
     [row] = runs.rows()
     views: list[Callable[[], Any]] = [
         lambda: row, lambda: run_view(run, runs), lambda: config_view(run), lambda: diff([run, run]),
-        lambda: metrics_part(run), lambda: log_part(run, -5), lambda: EpisodeIndex(run).page(Query()),
+        lambda: metrics_part(run), lambda: log_part(run), lambda: EpisodeIndex(run).page(Query()),
     ]  # fmt: skip
     for view in views:
         with contextlib.suppress(ValueError, OSError):
