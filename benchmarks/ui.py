@@ -190,6 +190,7 @@ def main() -> None:
                     "-m",
                     "TrainingFactory.cli",
                     "ui",
+                    "--no-token",
                     "--runs",
                     str(folder),
                     "--port",

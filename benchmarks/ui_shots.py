@@ -99,7 +99,8 @@ def main() -> None:
                     continue
                 for theme in ("light", "dark"):
                     path = given.out / f"{name}-{theme}.png"
-                    with browser.tab(f"{page.url}/#/{route}", *SIZE, dark=theme == "dark") as tab:
+                    with browser.tab(page.entry, *SIZE, dark=theme == "dark") as tab:
+                        tab.goto(f"{page.url}/#/{route}")
                         first, *more = there.split(" | ")
                         tab.wait(f"document.querySelector('{first}')", 120)
                         if more:

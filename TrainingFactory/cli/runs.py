@@ -43,7 +43,7 @@ def _listed(row: RunRow) -> tuple[str, ...]:
         return row.name, row.state, "", "", row.problem or ""
     values = {"eval/success": row.heldout and row.heldout.value, "reward": row.reward, "loss": row.loss}
     last = next((f"{key} {value:.3f}" for key, value in values.items() if value is not None), "")
-    what = f"{row.algorithm} {row.environment or ''} {row.model}"
+    what = row.problem or f"{row.algorithm} {row.environment or ''} {row.model}"
     return row.name, row.state, f"{row.step}/{row.steps or '?'}", last, what
 
 

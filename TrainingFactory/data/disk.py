@@ -5,13 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 SUMS = "SHA256SUMS"  # as `sha256sum -c` reads it
 # What a checkpoint holds to train on, which is large and no part of the model; the second as earlier versions wrote it.
 STATE = ("learner/state.safetensors", "learner.safetensors")
+MAX_FILE = 16 << 20  # bytes of a file that is read as a whole
+MAX_LINE = 64 << 20  # bytes
+# Neither wait for the other end of a FIFO nor follow a link. Windows has neither flag.
+CAREFUL = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
 def sync(*paths: Path) -> None:
@@ -22,6 +28,43 @@ def sync(*paths: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def open_regular(path: Path, mode: str = "rb") -> IO[Any]:
+    """Open a file of a folder that others may have written; raise ValueError for a FIFO, a device, a directory, and
+    a link that leads out of the folder."""
+    target = path.resolve() if path.is_symlink() else path
+    if target != path and not target.is_relative_to(path.parent.resolve()):
+        raise ValueError(
+            f"{path} is a link to a file outside its folder. Replace it with a copy of the file."
+        )
+    opener = lambda name, flags: os.open(name, flags | CAREFUL, 0o644)  # noqa: E731
+    file = open(target, mode, opener=opener)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError(f"{path} is not a regular file. Remove it.")
+    return file
+
+
+def read_whole(path: Path) -> bytes:
+    """Return the content of a small file; raise ValueError as `open_regular` does, and for a larger one."""
+    with open_regular(path) as file:
+        content = file.read(MAX_FILE + 1)
+    if len(content) > MAX_FILE:
+        raise ValueError(f"{path} is larger than {MAX_FILE} bytes.")
+    return content
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file with their ends; none if it does not exist. Raise ValueError as `open_regular` does,
+    and for a line over `MAX_LINE` bytes."""
+    if not os.path.lexists(path):
+        return
+    with open_regular(path) as file:
+        while line := file.readline(MAX_LINE + 1):
+            if len(line) > MAX_LINE:
+                raise ValueError(f"{path} has a line of more than {MAX_LINE} bytes.")
+            yield line
 
 
 @contextmanager

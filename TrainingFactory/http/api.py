@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from TrainingFactory.http.listen import is_loopback
 
@@ -195,6 +196,9 @@ async def json_body(request: Request) -> bytes:
     except TimeoutError:
         text = f"the body did not come within {BODY_TIME} seconds"
         raise ApiError(text, "body", status=408, code="request_timeout") from None
+    except ClientDisconnect:
+        log.debug("A client hung up after %d bytes of its request.", len(body))
+        raise ApiError("The client hung up.", "body", status=499, code="client_closed_request") from None
     return bytes(body)
 
 

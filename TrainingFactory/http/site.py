@@ -11,7 +11,6 @@ import hmac
 import inspect
 import json
 import re
-import secrets
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
@@ -27,7 +26,8 @@ from starlette.exceptions import HTTPException
 from TrainingFactory.http.api import HEADERS, ApiError, Stream, as_json, failure, json_body, no_such_page
 from TrainingFactory.http.listen import is_loopback
 
-PAGE_HEADER = "x-tfactory-page"
+PAGE_HEADER = "x-tfactory-page"  # whatever its value: a browser sends no such header for another site
+READ_TIME = 60.0  # seconds that a GET may take in a thread
 SAFE = ("GET", "HEAD")  # methods that change nothing
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -46,6 +46,10 @@ TYPES = {
     ".svg": "image/svg+xml", ".png": "image/png", ".json": "application/json", ".txt": "text/plain; charset=utf-8",
 }  # fmt: skip
 ENTER = "<!doctype html><title>TrainingFactory</title><meta http-equiv=refresh content='0; url=/'>"
+NO_TOKEN = (
+    "This page needs its token. Open the address that `tfactory ui` printed, which ends in /?token=..., or start "
+    "`tfactory ui` again to get a new one. Scripts send the token as the header `authorization: Bearer TOKEN`."
+)
 
 Event = dict[str, Any]  # event: its name; data: a JSON text
 Events = AsyncGenerator[Event, None]
@@ -73,21 +77,23 @@ def json_text(data: BaseModel | dict[str, Any]) -> str:
 
 
 class Site:
-    """`static`: the folder of its files. `host`: where it listens. `token`: what a browser must show once, where it
-    can be reached from other machines; None on a loopback address."""
+    """`static`: the folder of its files. `host`: where it listens. `token`: what every request must carry, as a cookie
+    or as a header; None admits everybody who can connect."""
 
-    def __init__(self, title: str, version: str, static: Path, host: str, token: str | None = None) -> None:
-        self.page_token, self._static = secrets.token_urlsafe(24), static
+    def __init__(self, title: str, version: str, static: Path, host: str, token: str | None) -> None:
+        self._static = static
         self._api = FastAPI(title=title, version=version, docs_url=None, redoc_url=None, openapi_url=None)
         self._api.add_exception_handler(HTTPException, no_such_page)
         self._api.add_exception_handler(RequestValidationError, _wrong_request)
-        self.app = _Guard(self._api, host, token, self.page_token)
+        self.app = _Guard(self._api, host, token)
 
     def add(self, method: Literal["GET", "POST"], path: str, answer: Callable[..., Any]) -> None:
         """Answer with the pydantic object that a function returns, or with the events. Its arguments are the parts of
-        the path, those of the query, and of a pydantic type the JSON body; a plain function runs in a thread."""
+        the path, those of the query, and of a pydantic type the JSON body. A plain function runs in a thread, and a GET
+        that takes longer than `READ_TIME` there fails."""
         waits = inspect.iscoroutinefunction(answer)
-        work = answer if waits else functools.partial(asyncio.to_thread, answer)
+        seconds = READ_TIME if method == "GET" else None
+        work = answer if waits else functools.partial(_in_thread, seconds, answer)
 
         @functools.wraps(answer)
         async def guarded(*given: Any, **named: Any) -> Response:
@@ -132,6 +138,15 @@ def _served(file: Path) -> tuple[bytes, dict[str, str]]:
     return content, {"etag": mark, "cache-control": "no-cache", "content-type": TYPES[file.suffix]}
 
 
+async def _in_thread(seconds: float | None, answer: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    try:
+        async with asyncio.timeout(seconds):
+            return await asyncio.to_thread(answer, *given, **named)
+    except TimeoutError:
+        text = f"Reading took longer than {seconds:g} seconds. Check the disk, then reload the page."
+        raise ApiError(text, status=504, code="timeout") from None
+
+
 async def _with_error(events: Events) -> AsyncGenerator[Any, None]:
     """Yield the events; what goes wrong becomes the last one, named error."""
     try:
@@ -160,8 +175,8 @@ async def _wrong_request(request: Request, error: Exception) -> Response:
 class _Guard:
     """Lets through what comes from the site's own pages, and puts the headers on every answer."""
 
-    def __init__(self, app: Any, host: str, token: str | None, page_token: str) -> None:
-        self._app, self._host, self._token, self._page_token = app, host.lower(), token, page_token
+    def __init__(self, app: Any, host: str, token: str | None) -> None:
+        self._app, self._host, self._token = app, host.lower(), token
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def told(message: Any) -> None:
@@ -203,8 +218,10 @@ class _Guard:
         return self._host in ("0.0.0.0", "::") and bool(address or name == socket.gethostname().lower())
 
     def _enter(self, request: Request) -> Response | None:
-        """Check the cookie, where one is needed; return the answer that sets it for who brings the token."""
-        if self._token is None:
+        """Check the cookie or the header with the token; return the answer that sets the cookie to a browser that
+        opens the address with the token, and the page that explains the address to one that has neither."""
+        given = request.headers.get("authorization", "")
+        if self._token is None or _equal(given, f"Bearer {self._token}"):
             return None
         cookie = f"tfactory-{request.scope['server'][1]}"  # by port: cookies are sent to all of them
         if request.url.path == "/" and _equal(request.query_params.get("token", ""), self._token):
@@ -212,15 +229,16 @@ class _Guard:
             answer = Response(ENTER, media_type="text/html")
             answer.set_cookie(cookie, self._token, httponly=True, samesite="strict")
             return answer
-        if not _equal(request.cookies.get(cookie, ""), self._token):
-            text = "this page is for who has its token: open the address that tfactory ui printed"
-            raise ApiError(text, "token", status=401, code="unauthorized")
-        return None
+        if _equal(request.cookies.get(cookie, ""), self._token):
+            return None
+        if request.url.path.startswith("/api/"):
+            raise ApiError(NO_TOKEN, "token", status=401, code="unauthorized")
+        return Response(f"{NO_TOKEN}\n", 401, media_type="text/plain")
 
     async def _checked_body(self, request: Request) -> Callable[[], Awaitable[Any]]:
         """Check that our own page sent it, and return what the application reads the body from."""
-        if not _equal(request.headers.get(PAGE_HEADER, ""), self._page_token):
-            text = f"changes need the header {PAGE_HEADER} with the page_token of GET /api/about; reload the page"
+        if PAGE_HEADER not in request.headers:
+            text = f"Requests that change something need the header {PAGE_HEADER}: 1."
             raise ApiError(text, PAGE_HEADER, status=403, code="forbidden")
         messages = [{"type": "http.request", "body": await json_body(request), "more_body": False}]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from TrainingFactory.data.disk import open_regular
 from TrainingFactory.http.site import Event, Events, event
 from TrainingFactory.services.runs.folder import FINDINGS, METRICS, RunFolder
 from TrainingFactory.services.views.runs import LOG, Runs, findings, log_part, metrics_part, stat_of
@@ -81,7 +82,7 @@ class _News:
 def _last_line_end(path: Path) -> int:
     """Return the byte after the last whole line of a file."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = max(0, file.seek(0, 2) - TAIL)
             file.seek(start)
             return start + file.read().rfind(b"\n") + 1

@@ -88,7 +88,7 @@ class PlayRoutes:
         own = [name for name, alias in known if alias is None and not name.endswith("/")]
         environments: list[Json] = [{"name": f"environment:{name}", "what": name} for name in own]
         models: list[Json] = [{"name": BUILTIN, "what": "built in, untrained", "environment": None}]
-        for row in (row for row in reversed(self._runs.rows()) if row.state != "unreadable"):
+        for row in (row for row in reversed(self._runs.rows()) if row.algorithm):
             of = f"run:{row.name}" if row.environment else None
             environments += [{"name": of, "what": f"as in run {row.name}"}] if of else []
             steps = [path.name for path in RunFolder(self._runs.folder / row.name).checkpoints()]

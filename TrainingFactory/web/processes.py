@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.disk import open_regular
 from TrainingFactory.http.api import ApiError
 from TrainingFactory.services.runs.folder import RunFolder, is_run, new_name
 from TrainingFactory.services.views.runs import LOG
@@ -63,7 +64,8 @@ async def resume(run: RunFolder) -> str:
 
 async def _begun(arguments: list[str], log: Path, begun: Callable[[], bool]) -> None:
     """Start a command and wait until it has begun; raise ApiError with its own words where it ends before."""
-    with log.open("a+b") as output:  # the file may be removed with a run that comes to nothing
+    # The file may be removed with a run that comes to nothing.
+    with open_regular(log, "a+b") as output:
         before = output.tell()
         places = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         # In a session of its own: Ctrl-C in the page's terminal is not for it.

@@ -39,7 +39,6 @@ class About(BaseModel):
     version: str
     runs_folder: str
     where: str  # what a command needs to find these runs
-    page_token: str  # what changes need as the header x-tfactory-page
     now: float  # seconds since 1970
 
 
@@ -50,9 +49,10 @@ class Started(BaseModel):
 
 
 class Page:
-    """`runs`: the folder of runs. Further parts of the page add their routes here, one module each."""
+    """`runs`: the folder of runs. `token`: what every request must carry; None admits everybody. Further parts of the
+    page add their routes here, one module each."""
 
-    def __init__(self, runs: Path, host: str = "127.0.0.1", token: str | None = None) -> None:
+    def __init__(self, runs: Path, host: str, token: str | None) -> None:
         self.site = Site("TrainingFactory", __version__, STATIC, host, token)
         self.runs, self.pool = views.Runs(runs), Pool()
         self.live = Live(self.runs)
@@ -104,10 +104,11 @@ class Page:
     # runs
 
     def about(self) -> About:
-        """Tell what this is, and the token that changes need."""
-        folder, token = str(self.runs.folder.resolve()), self.site.page_token
-        told = {"runs_folder": folder, "where": where_of(self.runs.folder), "page_token": token}
-        return About(version=__version__, now=time.time(), **told)
+        """Return the version, and the folder of runs that the page shows."""
+        folder = str(self.runs.folder.resolve())
+        return About(
+            version=__version__, runs_folder=folder, where=where_of(self.runs.folder), now=time.time()
+        )
 
     def all_runs(self) -> shapes.RunList:
         """List the runs, the oldest first."""

@@ -2,7 +2,7 @@
 port is needed. `make servers` installs it; where there is none, tests skip.
 
 def test_the_page(browser, page):           # page: a server of `tests/kits/page.py`
-    with browser.tab(page.url) as tab:
+    with browser.tab(page.entry) as tab:
         tab.wait("document.querySelector('h1')")
         tab.click("#stop")
         assert tab.text("h1") == "Runs"
@@ -108,6 +108,7 @@ class Browser:
         try:
             if url != "about:blank":
                 tab.goto(url)
+                tab.wait("!location.search && document.readyState === 'complete'")  # a token has been taken
             yield tab
         finally:
             del self._tabs[session]

@@ -21,14 +21,17 @@ from TrainingFactory.http import listen
 from TrainingFactory.web.site import Page
 
 HANG = 120.0  # seconds
+TOKEN = "a-token-of-the-tests"
 
 
 class Served:
-    """A page and a client that has its token."""
+    """A page and a client that has its token; `entry` is the address that a browser opens first."""
 
-    def __init__(self, url: str, page: Page | None = None) -> None:
+    def __init__(self, url: str, token: str | None, page: Page | None = None) -> None:
         self.url, self.page = url, page
-        self.client = httpx.Client(base_url=url, timeout=HANG, trust_env=False)
+        self.entry = f"{url}/?token={token}"
+        self.headers = {"authorization": f"Bearer {token}", "x-tfactory-page": "1"}
+        self.client = httpx.Client(base_url=url, timeout=HANG, trust_env=False, headers=self.headers)
 
     def about(self) -> dict[str, Any]:
         return self.get("/api/about")
@@ -44,13 +47,12 @@ class Served:
         return answer.json()
 
     def send(self, path: str, **body: Any) -> httpx.Response:
-        return self.client.post(path, json=body, headers={"x-tfactory-page": self.about()["page_token"]})
+        return self.client.post(path, json=body)
 
     def events(self, path: str, **body: Any) -> Generator[tuple[str, Any], None, None]:
         """Yield the events of a stream; one that is posted to where there is a body."""
         method, more = ("POST", {"json": body}) if body else ("GET", {})
-        token = {"x-tfactory-page": self.about()["page_token"]}
-        with self.client.stream(method, path, headers=token, **more) as answer:
+        with self.client.stream(method, path, **more) as answer:
             assert answer.status_code == 200, answer.read()
             name = ""
             for line in answer.iter_lines():
@@ -62,7 +64,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(runs: Path, host: str = "127.0.0.1", token: str | None = None) -> Iterator[Served]:
+def serving(runs: Path, host: str = "127.0.0.1", token: str | None = TOKEN) -> Iterator[Served]:
     """Serve in a thread, at a free port of the loopback whatever `host` says."""
     page = Page(runs, host, token)
     with listen.bind("127.0.0.1", 0) as bound:
@@ -70,7 +72,7 @@ def serving(runs: Path, host: str = "127.0.0.1", token: str | None = None) -> It
         thread = threading.Thread(target=lambda: asyncio.run(page.serve(bound, server)))
         thread.start()
         try:
-            served = Served(listen.address_of(bound), page)
+            served = Served(listen.address_of(bound), token, page)
             yield served
             served.client.close()
         finally:
@@ -95,7 +97,8 @@ def command(
     try:
         assert process.stdout is not None
         said = process.stdout.readline()
-        served = Served(said.split()[2].rstrip("/"))
+        url, _, token = said.split()[2].partition("/?token=")
+        served = Served(url, token)
         yield served, process
         served.client.close()
     finally:

@@ -171,6 +171,15 @@ def test_a_run_that_is_rewound_is_read_anew(run: RunFolder) -> None:
     assert index.page(Query()).total == 0
 
 
+def test_a_part_of_an_episode_that_is_missing_hides_no_other(run: RunFolder) -> None:
+    row = trajectory_to_dict(episode(1))
+    del row["prompt"]
+    view = episode_view(json.dumps(row).encode(), 1)
+    assert (
+        view.turns and view.task["id"] == row["task"]["id"] and "'prompt' is missing" in (view.problem or "")
+    )
+
+
 def test_lines_that_are_no_episodes_are_rows_that_say_so(run: RunFolder) -> None:
     good = json.dumps(trajectory_to_dict(episode(1)) | {"of_tomorrow": {"x": [1]}}).encode()
     odd = [
@@ -189,6 +198,7 @@ def test_lines_that_are_no_episodes_are_rows_that_say_so(run: RunFolder) -> None
     index = EpisodeIndex(run)
     page = index.page(Query())
     assert [row.status for row in page.rows] == ["unreadable"] * 6 + ["done"] * 4 and not page.partial
+    assert "'turns' is missing" in (page.rows[3].error or "")
     assert page.rows[6].step is None and page.rows[7].step == 1
     assert json.loads(page.model_dump_json())["rows"][9]["reward"] is None
     for number in range(1, 11):

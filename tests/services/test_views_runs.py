@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.kits.cli import ROOT, Run
 from tests.kits.registry import made_run
 from tests.services.test_views_registry import evaluated
-from TrainingFactory.services.runs.folder import EVALUATIONS, FINDINGS, METRICS, STATUS, RunFolder, Status
+from TrainingFactory.services.runs.folder import (
+    ABOUT,
+    CONFIG,
+    EVALUATIONS,
+    FINDINGS,
+    METRICS,
+    STATUS,
+    TRAJECTORIES,
+    RunFolder,
+    Status,
+)
 from TrainingFactory.services.views import files
 from TrainingFactory.services.views.files import Place, read_json, read_on
+from TrainingFactory.services.views.index import EpisodeIndex, Query
 from TrainingFactory.services.views.runs import (
     LOG,
     Runs,
@@ -27,6 +42,7 @@ from TrainingFactory.services.views.runs import (
     metrics_part,
     run_view,
 )
+from TrainingFactory.tools.recording import SPECS
 
 
 def lines(path: Path, place: Place, most: int = 1 << 20) -> tuple[list[bytes], Place, bool]:
@@ -255,6 +271,91 @@ def test_a_log_from_its_end(tmp_path: Path) -> None:
     end = log_part(run, -18)
     assert end.text == "three\n" and not log_part(run, end.offset).text
     assert log_part(run, -1000).text.startswith("one")
+
+
+BOMB = (
+    "environment: {environment_id: search, options: {x: [&a [x,x,x,x,x,x,x,x,x],&b [*a,*a,*a,*a,*a,*a,*a,*a,*a]"
+    + "".join(f",&{name} [{','.join(['*' + before] * 9)}]" for before, name in pairwise("bcdefghij"))
+)
+
+
+def test_aliases_in_brackets_are_counted(tmp_path: Path) -> None:
+    run, other = made_run(tmp_path, "a"), made_run(tmp_path, "b")
+    (run.path / CONFIG).write_text(BOMB + "]}}")
+    assert "too much" in (Runs(tmp_path).row(run).problem or "")
+    assert "too much" in (config_view(run).problem or "")
+    with pytest.raises(ValueError, match="too much"):
+        diff([run, other])
+
+
+FILES = [METRICS, STATUS, FINDINGS, EVALUATIONS, ABOUT, CONFIG, LOG, TRAJECTORIES, SPECS, "lock"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no FIFOs")
+@pytest.mark.parametrize("target", ["fifo", "/dev/zero", "outside"])
+@pytest.mark.parametrize("name", FILES)
+def test_only_regular_files_of_the_folder_are_read(tmp_path: Path, name: str, target: str) -> None:
+    secret = tmp_path / "outside"
+    secret.write_text(
+        '{"step": 7, "reward": 7.0, "name": "secret", "day": "secret", "tools": [{"name": "secret"}]}\n'
+    )
+    run = made_run(tmp_path / "runs", "a")
+    path = run.path / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path) if target == "fifo" else path.symlink_to(tmp_path / target)
+    runs = Runs(tmp_path / "runs")
+    [row] = runs.rows()
+    views: list[Callable[[], Any]] = [
+        lambda: row, lambda: run_view(run, runs), lambda: config_view(run), lambda: diff([run, run]),
+        lambda: metrics_part(run), lambda: log_part(run), lambda: EpisodeIndex(run).page(Query()),
+    ]  # fmt: skip
+    for view in views:
+        with contextlib.suppress(ValueError, OSError):
+            assert "secret" not in view().model_dump_json()
+    assert row.reward != 7.0 and (name in (LOG, TRAJECTORIES, SPECS, "lock", STATUS) or row.problem)
+
+
+def test_a_link_inside_the_folder_is_followed(tmp_path: Path) -> None:
+    run = made_run(tmp_path, "a")
+    (run.path / METRICS).rename(run.path / "kept.metrics")
+    (run.path / METRICS).symlink_to("kept.metrics")
+    assert Runs(tmp_path).rows()[0].problem is None and metrics_part(run).steps == [1, 2]
+
+
+def test_a_line_without_an_end_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made_run(tmp_path, "a")
+    for module in ("data.disk", "services.views.files"):
+        monkeypatch.setattr(f"TrainingFactory.{module}.MAX_LINE", 1000)
+    monkeypatch.setattr("TrainingFactory.services.views.runs.PART", 1000)
+    for name in (METRICS, EVALUATIONS, TRAJECTORIES):
+        (run.path / name).touch()
+        os.truncate(run.path / name, 1 << 40)  # takes no room on the disk
+    runs = Runs(tmp_path)
+    assert "1000 bytes" in (runs.rows()[0].problem or "")
+    notes = run_view(run, runs).notes
+    assert len([note for note in notes if "1000 bytes" in note]) == 3, notes
+    with pytest.raises(ValueError, match="1000 bytes"):
+        metrics_part(run, metrics_part(run).offset)
+
+
+def test_a_finding_that_is_none_hides_no_other(tmp_path: Path) -> None:
+    run = made_run(tmp_path, "a")
+    whole = {"step": 1, "name": "x", "sentence": "s", "remedy": "r", "severity": "warning"}
+    for row in ({"step": 3}, whole, {"name": []}, {"name": "x", "gone": True}):
+        run.append(FINDINGS, row)
+    runs = Runs(tmp_path)
+    [row] = runs.rows()
+    assert (row.state, row.findings, row.algorithm) == ("finished", 1, "grpo")
+    assert row.problem == "findings.jsonl: row 1 is not a finding: 'name' is missing"
+    view = run_view(run, runs)
+    assert [each.name for each in view.findings] == ["x"] and len(view.notes) == 3
+
+
+def test_what_environment_json_says_of_the_model_may_be_nonsense(tmp_path: Path) -> None:
+    run = made_run(tmp_path, "a")
+    (run.path / ABOUT).write_text(json.dumps(run.about | {"model": 3}))
+    view = run_view(run, Runs(tmp_path))
+    assert view.checkpoints and view.about["digest"] == "d" and ABOUT in view.notes[0]
 
 
 def test_findings_that_are_gone_before_they_came_are_left_out(tmp_path: Path) -> None:

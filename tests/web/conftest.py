@@ -46,7 +46,7 @@ def page(runs: Path) -> Iterator[Served]:
 @pytest.fixture
 def tab(browser: Browser, page: Served) -> Iterator[Tab]:
     """An open page, which in the end must not have complained of anything, nor asked anybody else."""
-    with browser.tab(page.url) as tab:
+    with browser.tab(page.entry) as tab:
         yield tab
         assert tab.errors == []
         asked = {address.split("/")[2] for address in tab.requests if not address.startswith("data:")}

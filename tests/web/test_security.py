@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import os
 import re
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
-from tests.kits.page import Served, serving
+from tests.kits.page import TOKEN, Served, serving, until
 from tests.kits.registry import made_run
+from TrainingFactory.cli import ui
 from TrainingFactory.http import api
 from TrainingFactory.http.site import POLICY, event, json_text
 from TrainingFactory.services.runs.folder import METRICS
 from TrainingFactory.services.views import shapes
 from TrainingFactory.web import site
+
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +38,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def asked(
-    page: Served, path: str, method: str = "GET", body: bytes | None = None, **headers: str
+    page: Served, path: str, method: str = "GET", body: bytes | None = None, key: bool = True, **headers: str
 ) -> tuple[int, str]:
-    """Ask as no browser and no library would: nothing is made tidy on the way."""
+    """Ask as no browser and no library would: nothing is made tidy on the way. `key`: with the token."""
     place = urlsplit(page.url)
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=30)
-    given = {"Host": place.netloc} | {name.replace("_", "-"): value for name, value in headers.items()}
+    given = {"Host": place.netloc} | ({"authorization": page.headers["authorization"]} if key else {})
+    given |= {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, body, given)
     answer = connection.getresponse()
     text = answer.read().decode()
@@ -62,8 +70,7 @@ def test_names_of_the_loopback_are_ours(page: Served) -> None:
     "origin", ["https://evil.example", "null", "http://127.0.0.1:1", "http://127.0.0.1.evil.example"]
 )
 def test_another_origin_is_refused(page: Served, origin: str) -> None:
-    token = page.about()["page_token"]
-    headers = {"origin": origin, "x-tfactory-page": token, "content-type": "application/json"}
+    headers = {"origin": origin, "x-tfactory-page": "1", "content-type": "application/json"}
     assert asked(page, "/api/check", "POST", b"{}", **headers)[0] == 403
     assert asked(page, "/api/runs", origin=origin)[0] == 403
     own = headers | {"origin": page.url}
@@ -77,28 +84,20 @@ def test_what_a_browser_sends_here_for_another_site_is_refused(page: Served) -> 
     assert asked(page, "/api/about", sec_fetch_site="same-origin")[0] == 200
 
 
-def test_changes_need_the_token_of_the_page(page: Served) -> None:
+def test_changes_need_a_header_that_no_other_site_can_send(page: Served) -> None:
     for path in ("/api/check", "/api/train", "/api/runs/mine/stop", "/api/models/a/rollback", "/api/no/such"):
-        for token in ({}, {"x_tfactory_page": "wrong"}, {"x_tfactory_page": "\xff"}):
-            status, text = asked(page, path, "POST", b"{}", content_type="application/json", **token)
-            assert (status, "x-tfactory-page" in text) == (403, True)
+        status, text = asked(page, path, "POST", b"{}", content_type="application/json")
+        assert (status, "x-tfactory-page" in text) == (403, True)
     for method in ("PUT", "DELETE", "PATCH", "OPTIONS", "FROB"):
         assert asked(page, "/api/runs", method, b"{}", content_type="application/json")[0] == 403
 
 
 def test_a_body_is_json_and_not_too_long(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    token = page.about()["page_token"]
-    assert (
-        asked(page, "/api/check", "POST", b"{}", x_tfactory_page=token, content_type="text/plain")[0] == 415
-    )
-    assert page.client.post("/api/check", content=b"{", headers=_json(token)).status_code == 422
+    assert asked(page, "/api/check", "POST", b"{}", x_tfactory_page="1", content_type="text/plain")[0] == 415
+    assert page.client.post("/api/check", content=b"{", headers=JSON).status_code == 422
     monkeypatch.setattr(api, "MAX_BODY", 1000)
-    answer = page.client.post("/api/check", content=b" " * 1001, headers=_json(token))
+    answer = page.client.post("/api/check", content=b" " * 1001, headers=JSON)
     assert (answer.status_code, answer.json()["error"]["param"]) == (413, "body")
-
-
-def _json(token: str) -> dict[str, str]:
-    return {"x-tfactory-page": token, "content-type": "application/json"}
 
 
 TRICKS = [
@@ -121,12 +120,11 @@ TRICKS = [
 
 @pytest.mark.parametrize("name", TRICKS)
 def test_names_are_no_paths(page: Served, name: str) -> None:
-    token = page.about()["page_token"]
     for end in ("", "/config", "/log", "/metrics", "/episodes", "/groups?step=1&task=a", "/diff/mine"):
         assert asked(page, f"/api/runs/{name}{end}")[0] in (404, 405), end
     assert asked(page, f"/api/runs/mine/diff/{name}")[0] == 404
     assert asked(page, f"/api/events?run={name}")[0] == 404
-    headers = {"x_tfactory_page": token, "content_type": "application/json"}
+    headers = {"x_tfactory_page": "1", "content_type": "application/json"}
     for end in ("/stop", "/resume"):
         assert asked(page, f"/api/runs/{name}{end}", "POST", b"{}", **headers)[0] in (404, 405)
     answer = page.send("/api/train", yaml="", name=name)
@@ -180,32 +178,92 @@ def test_files_are_kept_by_the_browser_until_they_change(page: Served) -> None:
     assert page.client.get("/api/runs").headers["cache-control"] == "no-store"
 
 
-def test_another_address_needs_the_token_once(tmp_path: Path) -> None:
-    with serving(tmp_path / "runs", "0.0.0.0", "right") as page:
-        for path in (
-            "/",
-            "/docs",
-            "/api/about",
-            "/api/events",
-            "/static/docs.js",
-            "/?token=wrong",
-            "/docs?token=right",
-        ):
-            assert asked(page, path)[0] == 401, path
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_every_request_needs_the_token(tmp_path: Path, host: str) -> None:
+    made_run(tmp_path / "runs", "mine")
+    with serving(tmp_path / "runs", host) as page:
         port = urlsplit(page.url).port
-        assert asked(page, "/api/about", cookie=f"tfactory-{port}=wrong")[0] == 401
-        assert asked(page, "/?token=right", Host="evil.example")[0] == 403
-        entered = page.client.get("/?token=right")
-        cookie = entered.headers["set-cookie"]
+        routes = page.get("/api/openapi.json")["paths"]
+        paths = [path.format(name="mine", other="mine", number=1, id="x") for path in routes]
+        for path in [*paths, "/api/openapi.json", "/", "/docs", "/?token=wrong", f"/docs?token={TOKEN}"]:
+            for cookie in ("", f"tfactory-{port}=wrong"):
+                status, text = asked(page, path, key=False, cookie=cookie)
+                assert (status, "tfactory ui" in text, TOKEN in text) == (401, True, False), path
+        sent = asked(page, "/api/check", "POST", b"{}", key=False, x_tfactory_page="1", **JSON)
+        assert sent[0] == 401
+        assert asked(page, "/api/about", authorization="Bearer wrong", key=False)[0] == 401
+        assert asked(page, f"/?token={TOKEN}", key=False, Host="evil.example")[0] == 403
+        assert TOKEN not in asked(page, "/api/about")[1]
+
+
+def test_the_address_with_the_token_sets_a_cookie(tmp_path: Path) -> None:
+    with serving(tmp_path / "runs", "0.0.0.0") as page, httpx.Client(base_url=page.url) as browser:
+        port = urlsplit(page.url).port
+        entered = browser.get(f"/?token={TOKEN}")
+        cookie = entered.headers["set-cookie"].lower()
+        assert entered.status_code == 200 and "httponly" in cookie and "samesite=strict" in cookie
+        assert "url=/'" in entered.text and TOKEN not in entered.text
+        assert browser.get("/api/about").status_code == 200
+        assert browser.post("/api/check", json={"yaml": ""}).status_code == 403
         assert (
-            entered.status_code == 200
-            and "httponly" in cookie.lower()
-            and "samesite=strict" in cookie.lower()
+            browser.post("/api/check", json={"yaml": ""}, headers={"x-tfactory-page": "1"}).status_code == 200
         )
-        assert page.client.get("/api/about").status_code == 200
-        assert page.send("/api/check", yaml="").status_code == 200
         for host in (f"192.168.1.7:{port}", f"[fe80::1]:{port}"):  # an address is nobody's name
-            assert asked(page, "/api/about", Host=host, cookie=f"tfactory-{port}=right")[0] == 200
+            assert (
+                asked(page, "/api/about", key=False, Host=host, cookie=f"tfactory-{port}={TOKEN}")[0] == 200
+            )
+
+
+def test_a_page_without_a_token_is_open_and_still_refuses_other_sites(tmp_path: Path) -> None:
+    with serving(tmp_path / "runs", token=None) as page:
+        assert asked(page, "/api/about", key=False)[0] == 200
+        assert asked(page, "/api/about", key=False, Host="evil.example")[0] == 403
+        assert asked(page, "/api/about", key=False, sec_fetch_site="cross-site")[0] == 403
+        assert asked(page, "/api/check", "POST", b"{}", key=False, **JSON)[0] == 403
+
+
+def test_the_token_is_taken_from_the_environment_or_kept_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token"
+    monkeypatch.setenv(ui.TOKEN, "x" * 20)
+    assert ui._token(None, False) == "x" * 20 and ui.TOKEN not in os.environ
+    made = ui._token(file, False)
+    assert made == file.read_text().strip() == ui._token(file, False) and file.stat().st_mode & 0o777 == 0o600
+    assert ui._token(None, False) != ui._token(None, False) and ui._token(None, True) is None
+    file.chmod(0o644)
+    with pytest.raises(ValueError, match="chmod 600"):
+        ui._token(file, False)
+    with pytest.raises(ValueError, match="--no-token and --token-file"):
+        ui._token(file, True)
+    monkeypatch.setenv(ui.TOKEN, "short")
+    with pytest.raises(ValueError, match=ui.TOKEN):
+        ui._token(None, False)
+
+
+def test_a_read_that_never_ends_is_a_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("TrainingFactory.http.site.READ_TIME", 0.05)
+    with serving(tmp_path / "runs") as page:
+        assert page.page is not None
+        free = threading.Event()
+        monkeypatch.setattr(page.page.runs, "rows", free.wait)
+        answer = page.client.get("/api/runs")
+        free.set()
+        assert (answer.status_code, "0.05 seconds" in answer.text) == (504, True)
+
+
+def test_a_client_that_hangs_up_in_its_body_is_no_failure(
+    page: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="TrainingFactory")
+    place = urlsplit(page.url)
+    head = "".join(f"{name}: {value}\r\n" for name, value in (page.headers | JSON).items())
+    with socket.create_connection((place.hostname or "", place.port or 0)) as client:
+        start = f"POST /api/check HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-length: 100\r\n{head}\r\n"
+        client.sendall(start.encode() + b"{")
+    until(lambda: any("hung up" in record.message for record in caplog.records))
+    page.about()
+    assert {record.levelname for record in caplog.records} == {"DEBUG"}, caplog.text
 
 
 def test_what_json_has_not_can_be_sent() -> None:
@@ -230,9 +288,11 @@ def test_one_run_breaks_nothing_else(tmp_path: Path) -> None:
     (runs / "deep" / "config.yaml").write_text("a: " + "[" * 40_000)
     with serving(runs) as page:
         rows = {row["name"]: row for row in page.get("/api/runs")["runs"]}
-        assert {name: row["state"] for name, row in rows.items() if row["problem"]} == dict.fromkeys(
-            ("te?t", "folder", "deep"), "unreadable"
-        )
+        assert {name: row["state"] for name, row in rows.items() if row["problem"]} == {
+            "te?t": "unreadable",
+            "folder": "finished",
+            "deep": "finished",
+        }
         assert rows["good"]["heldout"]["value"] == 0.5 and rows["far"]["heldout"] is None
         assert "\udcff.txt" in [each["name"] for each in page.get("/api/runs/odd")["files"]]
         assert page.get("/api/runs/far/metrics")["unread"] == 2

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from TrainingFactory.data.disk import writing
+from TrainingFactory.data.disk import read_lines, writing
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.services.evaluation import statistics
 from TrainingFactory.services.runs.folder import EVALUATIONS, list_runs
@@ -215,14 +215,13 @@ def read_records(path: Path, say: Say = lambda _: None) -> list[EvaluationRecord
     """Return the records of a file, the oldest first. Half a line at its end is being written; of other lines that
     cannot be read it is said which and why."""
     found = []
-    lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path), 1):
         if not line.strip():
             continue
         try:
             found.append(_read(line))
         except ValueError as error:
-            if number < len(lines):
+            if line.endswith(b"\n"):
                 say(f"note: {path}, line {number} is left out: {error}")
     return found
 
@@ -237,11 +236,24 @@ def _read(line: bytes) -> EvaluationRecord:
                 f"{VERSION}: update it"
             )
         return EvaluationRecord.model_validate(row)
-    except (LookupError, TypeError, UnicodeDecodeError, json.JSONDecodeError, ValidationError) as error:
+    except (
+        LookupError,
+        TypeError,
+        UnicodeDecodeError,
+        json.JSONDecodeError,
+        RecursionError,
+        ValidationError,
+    ) as error:
         raise ValueError(f"it is no record of an evaluation ({type(error).__name__})") from None
 
 
 def all_records(runs: str | Path = "runs", say: Say = lambda _: None) -> list[tuple[Path, EvaluationRecord]]:
     """Return all records of a folder of runs, each with its file."""
     files = [run.path / EVALUATIONS for run in list_runs(runs)] + [Path(runs).expanduser() / EVALUATIONS]
-    return [(file, record) for file in files for record in read_records(file, say)]
+    found: list[tuple[Path, EvaluationRecord]] = []
+    for file in files:
+        try:
+            found += [(file, record) for record in read_records(file, say)]
+        except ValueError as error:
+            say(f"note: {error}")
+    return found

@@ -42,7 +42,7 @@ from pydantic import TypeAdapter
 from TrainingFactory import __version__
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.problems import Problem
-from TrainingFactory.data.disk import remove, sync, write_aside, writing
+from TrainingFactory.data.disk import open_regular, read_lines, read_whole, remove, sync, write_aside, writing
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
 from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.texts import redacted, secrets_in
@@ -181,13 +181,15 @@ class RunFolder:
 
     @property
     def config(self) -> TrainingConfig:
+        with contextlib.suppress(OSError):  # which load_config explains better
+            read_whole(self.path / CONFIG)
         return load_config(self.path / CONFIG)
 
     @property
     def about(self) -> dict[str, Any]:
         """Return what environment.json says; raise ValueError where it is damaged."""
         try:
-            found = json.loads((self.path / ABOUT).read_bytes())
+            found = json.loads(read_whole(self.path / ABOUT))
             date.fromisoformat(itemgetter("day", "versions", "commit", "started")(found)[0])
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
@@ -200,7 +202,7 @@ class RunFolder:
     def status(self) -> Status:
         """Return what status.json says; where it is damaged, what the other files tell."""
         with contextlib.suppress(OSError, ValueError):
-            return _STATUS.validate_json((self.path / STATUS).read_bytes())
+            return _STATUS.validate_json(read_whole(self.path / STATUS))
         rows, steps = self._rows(METRICS), self.config.training.max_steps or 0
         step = max((row.get("step", 0) for row in rows), default=0)
         return Status("running", step, steps, f"{STATUS} cannot be read; this is what {METRICS} tells")
@@ -233,9 +235,9 @@ class RunFolder:
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
         """Return the rows of a file, without half a line at the end, from a process that was killed."""
-        path, rows = self.path / name, []
-        for line in path.read_bytes().splitlines() if path.is_file() else []:
-            with contextlib.suppress(ValueError):
+        rows = []
+        for line in read_lines(self.path / name):
+            with contextlib.suppress(ValueError, RecursionError):
                 rows.append(json.loads(line))
         return [row for row in rows if isinstance(row, dict)]
 
@@ -307,11 +309,11 @@ class RunFolder:
         if fcntl is None or self._lock is not None:
             return True
         try:
-            with (self.path / "lock").open("rb") as file:
+            with open_regular(self.path / "lock") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # there is none
+        except (OSError, ValueError):  # no lock file, or none that a run has made
             pass
         return False
 

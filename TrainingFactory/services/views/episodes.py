@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 
 from TrainingFactory.data.trajectories import trajectory_to_dict
-from TrainingFactory.services.views.files import read_json
+from TrainingFactory.services.runs.folder import TRAJECTORIES
+from TrainingFactory.services.views.files import Problems, read_json, reason_of
 from TrainingFactory.services.views.shapes import EpisodeRow, EpisodeView, Json, Reward, TurnView
 from TrainingFactory.types import Trajectory
 
@@ -20,7 +21,10 @@ WRONG = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 def read_line(line: bytes) -> Json:
     """Return what a line says, with a count in place of each list of tokens."""
-    return read_json(NUMBERS.sub(lambda m: b'"%s":%d' % (m[1], m[2].count(b",") + bool(m[2].strip())), line))
+    found = read_json(NUMBERS.sub(lambda m: b'"%s":%d' % (m[1], m[2].count(b",") + bool(m[2].strip())), line))
+    if not isinstance(found, dict):
+        raise ValueError("it is not a JSON object")
+    return found
 
 
 def read_row(line: bytes, number: int) -> tuple[EpisodeRow, list[str]]:
@@ -28,7 +32,8 @@ def read_row(line: bytes, number: int) -> tuple[EpisodeRow, list[str]]:
     try:
         return row_of(read_line(line), number)
     except WRONG as error:
-        return EpisodeRow(number=number, status="unreadable", error=f"it is no episode: {error!r}"[:300]), []
+        text = f"Line {number} of {TRAJECTORIES} is not an episode: {reason_of(error)}"
+        return EpisodeRow(number=number, status="unreadable", error=text[:300]), []
 
 
 def row_of(found: Json, number: int) -> tuple[EpisodeRow, list[str]]:
@@ -59,22 +64,27 @@ def _results(turn: Json) -> Iterator[tuple[str, Json]]:
 
 
 def episode_view(given: bytes | Trajectory, number: int) -> EpisodeView:
-    """Return all of an episode but its token ids. What cannot be read of it is told in `problem`."""
+    """Return all of an episode but its token ids. `problem` names the parts that cannot be read."""
     line = json.dumps(trajectory_to_dict(given)).encode() if isinstance(given, Trajectory) else given
-    view = EpisodeView(row=read_row(line, number)[0])
-    try:
+    view, problems = EpisodeView(row=read_row(line, number)[0]), Problems()
+    with problems.reading(f"line {number}"):
         found = read_line(line)
-        reward, turns = found.get("reward"), found["turns"]
-        view.task, view.prompt = found["task"], found["prompt"]
-        view.tools = [each.get("function", each)["name"] for each in found["tools"]]
-        if reward is not None:
-            view.reward = Reward(*(reward[key] for key in ("outcome", "steps", "parts")))
-        steps = [] if view.reward is None else view.reward.steps
-        for place, turn in enumerate(turns):
-            view.turns.append(_turn(turn, steps[place] if place < len(steps) else None))
-        view.answer = str(turns[-1]["message"].get("content") or "") if turns else ""
-    except WRONG as error:
-        view.problem = f"not all of it could be read: {error!r}"[:300]
+        with problems.reading("task"):
+            view.task = dict(found["task"])
+        with problems.reading("prompt"):
+            view.prompt = [dict(message) for message in found["prompt"]]
+        with problems.reading("tools"):
+            view.tools = [each.get("function", each)["name"] for each in found["tools"]]
+        with problems.reading("reward"):
+            if (reward := found.get("reward")) is not None:
+                view.reward = Reward(*(reward[key] for key in ("outcome", "steps", "parts")))
+        with problems.reading("turns"):
+            steps = [] if view.reward is None else view.reward.steps
+            for place, turn in enumerate(found["turns"]):
+                view.turns.append(_turn(turn, steps[place] if place < len(steps) else None))
+            view.answer = str(view.turns[-1].message.get("content") or "") if view.turns else ""
+    if problems.texts:
+        view.problem = f"Some of this episode cannot be read: {'; '.join(problems.texts)}"[:300]
     return view
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic_core import from_json
+
+from TrainingFactory.data.disk import MAX_LINE, open_regular
 
 TAIL = 64  # bytes
 
@@ -33,10 +37,32 @@ class Part(NamedTuple):
         return bool(self.lines) and self.place.offset < self.size
 
 
+class Problems:
+    """Collects what could not be read, so that it hides nothing else."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    @contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """Note why a file, or a part of one, could not be read; `what` names it."""
+        try:
+            yield
+        except Exception as error:  # anybody may have changed the files
+            reason = reason_of(error)
+            self.texts.append(reason if what in reason else f"{what}: {reason}")
+
+
+def reason_of(error: Exception) -> str:
+    """Return in one line why something could not be read."""
+    return f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+
+
 def read_on(path: Path, place: Place, most: int) -> Part:
-    """Return the lines after a place, about so many bytes, but one line at least. A file that is not there is empty."""
+    """Return the lines after a place: about `most` bytes, but at least one line. A missing file is empty; raise
+    ValueError for one that must not be read (see `open_regular`), and for a line over `MAX_LINE` bytes."""
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except FileNotFoundError:
         return Part(0, [], Place(), place.offset > 0, 0)
     with file:
@@ -45,33 +71,32 @@ def read_on(path: Path, place: Place, most: int) -> Part:
         if again := size < start or file.read(len(place.tail)) != place.tail:
             start, place = file.seek(0), Place()
         data = file.read(most)
-        data += b"" if b"\n" in data else file.readline()
+        data += b"" if b"\n" in data else file.readline(MAX_LINE)
+    if len(data) > MAX_LINE and b"\n" not in data:
+        raise ValueError(f"{path} has a line of more than {MAX_LINE} bytes at byte {start}.")
     data = data[: data.rfind(b"\n") + 1]
     place = Place(start + len(data), (place.tail + data[-TAIL:])[-TAIL:])
     return Part(start, data.split(b"\n")[:-1], place, again, size)
 
 
 def read_end(path: Path, most: int) -> tuple[list[bytes], int]:
-    """Return the last whole lines of a file, up to so many bytes, but one at least, and how many come before them. A
-    file that is not there is empty."""
-    kept, size, left = deque[bytes](), 0, 0
-    with path.open("rb") if path.is_file() else io.BytesIO() as file:
-        for line in file:
-            size += len(line)
-            kept.append(line)
-            while size > most and len(kept) > 1:
-                size -= len(kept.popleft())
-                left += 1
-    return [line[:-1] for line in kept if line.endswith(b"\n")], left
+    """Return the whole lines within the last `most` bytes of a file, and the number of bytes before them. A missing
+    file is empty."""
+    start = max(0, read_on(path, Place(), 1).size - most)
+    if start:
+        start = read_on(path, Place(start - 1), 1).place.offset  # not half a line
+    return read_on(path, Place(start), most).lines, start
 
 
 def read_json(line: bytes) -> Any:
-    """Return what a line of JSON holds; half a surrogate pair, which is no text, becomes a mark. Raise ValueError for
-    what is no JSON."""
+    """Return the value of a line of JSON. Replace invalid bytes and lone surrogates, which only the slower parser of
+    the standard library accepts; raise ValueError for what is not JSON."""
     try:
-        found = json.loads(line.decode("utf-8", "replace"))
-        if b"\\ud" in line.lower():
-            found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
+        return from_json(line)
+    except ValueError:
+        text = line.decode("utf-8", "replace")
+    try:
+        found = json.loads(text)
+        return json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    return found

@@ -9,6 +9,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from TrainingFactory.data.disk import open_regular
 from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
 from TrainingFactory.services.views.episodes import episode_view, read_row, says
 from TrainingFactory.services.views.files import Part, Place, read_on
@@ -128,7 +129,7 @@ class EpisodeIndex:
                     return [(self._line(row), row["number"]) for row in found]
 
     def _line(self, row: sqlite3.Row) -> bytes:
-        with self.path.open("rb", buffering=0) as file:
+        with open_regular(self.path) as file:
             file.seek(row["start"])
             return file.read(row["length"])
 

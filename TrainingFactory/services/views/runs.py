@@ -3,59 +3,75 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from statistics import fmean
-from typing import Any
-
-import yaml
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.loading import ConfigLoader
-from TrainingFactory.config.names import expand
+from TrainingFactory.data.disk import read_whole
 from TrainingFactory.services.evaluation.records import read_records
 from TrainingFactory.services.registry.lineage import chain, origin, parent_of, told, tools_of
 from TrainingFactory.services.runs import folder as kept
 from TrainingFactory.services.runs.folder import ABOUT, CONFIG, FINDINGS, METRICS, STATUS, RunFolder, is_run
 from TrainingFactory.services.views import shapes
 from TrainingFactory.services.views.episodes import WRONG
-from TrainingFactory.services.views.files import Place, read_end, read_json, read_on
+from TrainingFactory.services.views.files import Place, Problems, read_end, read_json, read_on, reason_of
 from TrainingFactory.texts import valid_text
+from TrainingFactory.tools.recording import SPECS
 
 SPARK, LOCKED = 60, ("running", "killed")  # points of a small curve; states that only the lock tells apart
 PART = 8 << 20  # bytes of metrics in an answer
 LOG, LOG_PART = "run.log", 256 << 10  # what a run's process has printed, where something kept it
-SUMMED = re.compile(
-    rb'"(step|reward|loss|tokens_per_second|eval/success(?:_low|_high)?)": '
-    rb"(NaN|-?(?:Infinity|\d+(?:\.\d+)?(?:[eE][+-]?\d+)?))(?=[,}])"
+LISTED = (
+    "step",
+    "reward",
+    "loss",
+    "tokens_per_second",
+    "eval/success",
+    "eval/success_low",
+    "eval/success_high",
 )
+NUMBERS = (int, float)
 SEEN = (METRICS, STATUS, CONFIG, ABOUT, FINDINGS, kept.EVALUATIONS)  # what a row is made of
 BEGAN = "the model it began with"
 COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "serve", "runs episodes")
 
 
-class _QuickLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # pyright: ignore[reportGeneralTypeIssues]
-    """Reads a config as `ConfigLoader` does, many times as fast; it has no limit for aliases."""
-
-
-_QuickLoader.yaml_implicit_resolvers = ConfigLoader.yaml_implicit_resolvers
-
-
 @dataclass(slots=True)
 class _Known:
-    """Holds what was read of a run, and what its files were then."""
+    """Holds what was read of a run, what its files were then, and how far metrics.jsonl was read."""
 
     seen: list[tuple[int, int]] = field(default_factory=list)
     row: shapes.RunRow | None = None
     place: Place = field(default_factory=Place)
     curves: dict[str, array[float]] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
+
+    def add_metrics(self, path: Path) -> None:
+        """Read the metrics that were appended since the last call; a line that is no metrics is skipped."""
+        more = True
+        while more:
+            part = read_on(path, self.place, PART)
+            if part.again:
+                self.curves, self.last = {}, {}
+            self.place, more = part.place, part.more
+            for line in part.lines:
+                with contextlib.suppress(*WRONG):
+                    self._add(read_json(line))
+
+    def _add(self, row: shapes.Json) -> None:
+        numbers = {name: float(row[name]) for name in LISTED if isinstance(row.get(name), NUMBERS)}
+        self.last |= numbers
+        if "eval/success" in numbers:
+            self.last["eval/step"] = numbers.get("step", 0.0)
+        for name in ("reward", "loss"):
+            if isfinite(numbers.get(name, nan)):
+                self.curves.setdefault(name, array("d")).append(numbers[name])
 
 
 class Runs:
@@ -91,7 +107,7 @@ class Runs:
         seen = [stat_of(run.path / name) for name in SEEN]
         row = known.row
         if row is None or seen != known.seen or (row.state in LOCKED and row.state != run.state):
-            known.seen, known.row = seen, (row := _new_row(run, known, max(seen)[0] / 1e9))
+            known.seen, known.row = seen, (row := _run_row(run, known, max(seen)[0] / 1e9))
         return row
 
 
@@ -103,57 +119,62 @@ def stat_of(path: Path) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_size
 
 
-def _sum_up(path: Path, known: _Known) -> None:
-    """Read what is new of the metrics, without making objects of what no list shows."""
-    part = None
-    while part is None or part.more:
-        part = read_on(path, known.place, PART)
-        if part.again:
-            known.curves, known.last = {}, {}
-        known.place = part.place
-        for line in part.lines:
-            found = {name.decode(): float(value) for name, value in SUMMED.findall(line)}
-            known.last |= found | ({"eval/step": found.get("step", 0)} if "eval/success" in found else {})
-            for name in {"reward", "loss"} & {name for name, value in found.items() if isfinite(value)}:
-                known.curves.setdefault(name, array("d")).append(found[name])
-
-
-def _new_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
-    row, file = shapes.RunRow(name=valid_text(run.name), state="unreadable", updated=updated), ""
-    try:
-        if row.name != run.name:
-            raise ValueError("the name of its folder is no text; rename it")
-        _sum_up(run.path / (file := METRICS), known)
-        last, of, file = known.last, "reward" if "reward" in known.curves else "loss", CONFIG
-        row.reward, row.loss, row.tokens_per_second = map(last.get, ("reward", "loss", "tokens_per_second"))
-        row.spark, row.spark_of = _thinned(known.curves.get(of, ())), of
-        if "eval/success" in last and isfinite(last["eval/step"]):
-            low, high = last.get("eval/success_low"), last.get("eval/success_high")
-            value, step = last["eval/success"], int(last["eval/step"])
-            row.heldout = shapes.Heldout(value=value, low=low, high=high, step=step)
-        if not is_run(run.path):
-            raise ValueError(f"it is half written: it needs {CONFIG} and {ABOUT}")
-        config = quick_config(run)
-        row.algorithm, row.model = config.training.algorithm, config.model.name
-        place, data = config.environment, config.data
-        alone = "conversation" if config.tools or data.tasks else None
-        row.environment, file = place.environment_id or place.command or data.dataset or alone, STATUS
-        status, state = run.status, run.state
-        row.step, row.steps, row.seconds, file = status.step, status.steps, status.seconds, FINDINGS
-        row.findings = sum(each.last_step is None for each in findings(run))
-        row.state, file = state, ABOUT
-        if state != "running":  # then its own are the newest
-            row.heldout = _asked_for(run, row.heldout, place.environment_id) or row.heldout
+def _run_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
+    """Summarise one run for the list; `problem` names a file that cannot be read, which hides nothing else."""
+    row = shapes.RunRow(name=valid_text(run.name), state="unreadable", updated=updated)
+    if row.name != run.name:
+        row.problem = "Run folder name is not valid UTF-8. Rename the folder."
+        return row
+    problems, config = Problems(), None
+    with problems.reading(METRICS):
+        known.add_metrics(run.path / METRICS)
+        _add_metrics(row, known)
+    if not is_run(run.path):
+        row.problem = f"Incomplete run: {CONFIG} or {ABOUT} is missing."
+        return row
+    with problems.reading(CONFIG):
+        config = run.config
+        _add_config(row, config)
+    with problems.reading(STATUS):
+        status = run.status
+        row.step, row.steps, row.seconds = status.step, status.steps, status.seconds
+        row.state = run.state
+    with problems.reading(FINDINGS):
+        row.findings = sum(finding.last_step is None for finding in findings(run, problems.texts.append))
+    with problems.reading(kept.EVALUATIONS):
+        if config is not None and row.state != "running":  # while it runs, its own are the newest
+            row.heldout = _newest_evaluation(run, row.heldout, config) or row.heldout
+    with problems.reading(ABOUT):
         row.started = str(run.about["started"]).replace(" ", "T")
-    except Exception as error:  # files that anybody may have changed
-        reason = " ".join(str(error).split())
-        row.problem = reason if file in reason else f"{file}: {reason}"
+    row.problem = problems.texts[0] if problems.texts else None
     return row
 
 
-def _asked_for(run: RunFolder, own: shapes.Heldout | None, place: str | None) -> shapes.Heldout | None:
-    """Return the newest success by `tfactory eval` in the run's environment (any if it has none), where that is of the
-    best checkpoint, or of no earlier step than the run's own."""
+def _add_metrics(row: shapes.RunRow, known: _Known) -> None:
+    last = known.last
+    row.reward, row.loss, row.tokens_per_second = map(last.get, ("reward", "loss", "tokens_per_second"))
+    row.spark_of = "reward" if "reward" in known.curves else "loss"
+    row.spark = _thinned(known.curves.get(row.spark_of, ()))
+    if isfinite(last.get("eval/step", nan)):
+        low, high = last.get("eval/success_low"), last.get("eval/success_high")
+        row.heldout = shapes.Heldout(
+            value=last["eval/success"], low=low, high=high, step=int(last["eval/step"])
+        )
+
+
+def _add_config(row: shapes.RunRow, config: TrainingConfig) -> None:
+    row.algorithm, row.model = config.training.algorithm, config.model.name
+    environment, data = config.environment, config.data
+    alone = "conversation" if config.tools or data.tasks else None
+    row.environment = environment.environment_id or environment.command or data.dataset or alone
+
+
+def _newest_evaluation(
+    run: RunFolder, own: shapes.Heldout | None, config: TrainingConfig
+) -> shapes.Heldout | None:
+    """Return the most recent `tfactory eval` result in the run's environment (in any, if the run has none), if it
+    evaluates the best checkpoint or no earlier step than the run's own evaluation."""
+    place = config.environment.environment_id
     for line in reversed(read_end(run.path / kept.EVALUATIONS, PART)[0]):
         with contextlib.suppress(*WRONG):  # the page of the run says which cannot be read
             found = evaluation_row(read_json(line)) if b'"by": "eval"' in line else None
@@ -175,54 +196,57 @@ def _thinned(values: Sequence[float]) -> list[float]:
     return [values[0], *(fmean(values[start:end]) for start, end in pairwise(ends)), values[-1]]
 
 
-def quick_config(run: RunFolder) -> TrainingConfig:
-    """Return the config of a run, without the lines that its keys stand in; raise ConfigError as `run.config` does."""
-    text = (run.path / CONFIG).read_text(encoding="utf-8", errors="replace")
-    # No alias, nor so many levels that the quick one, which is no Python, would end this process.
-    if not re.search(r"(^|\s)[&*]\S", text) and sum(map(text.count, "[{?-")) < 1000:
-        with contextlib.suppress(Exception):  # then the other one says where
-            return TrainingConfig(**expand(yaml.load(text, _QuickLoader)))  # a SafeLoader
-    return run.config
-
-
-def findings(run: RunFolder) -> list[shapes.FindingRow]:
-    """Return what was seen going wrong in a run, each once, with the steps of the last time."""
+def findings(run: RunFolder, say: Callable[[str], None] = lambda _: None) -> list[shapes.FindingRow]:
+    """Return what was seen going wrong in a run, each once, with the steps of the last time. A row of the file that is
+    no finding is skipped; `say` is told which."""
     found: dict[str, shapes.FindingRow] = {}
-    for row in run.findings():
-        old = found.get(row["name"])
-        if not row.get("gone"):
-            times = old.times + 1 if old else 1
-            found[row["name"]] = shapes.FindingRow(**row, first_step=row["step"], times=times)
-        elif old is not None and old.last_step is None:
-            old.last_step = row["step"] - 1
+    for number, row in enumerate(run.findings(), 1):
+        try:
+            old = found.get(row["name"])
+            if not row.get("gone"):
+                times = old.times + 1 if old else 1
+                found[row["name"]] = shapes.FindingRow(**row, first_step=row["step"], times=times)
+            elif old is not None and old.last_step is None:
+                old.last_step = row["step"] - 1
+        except WRONG as error:
+            say(f"{FINDINGS}: row {number} is not a finding: {reason_of(error)}")
     return list(found.values())
 
 
 def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
-    """Return a run in full; of what cannot be read it is noted why."""
-    notes: list[str] = []
-
-    def tried(make: Callable[[], Any], otherwise: Any) -> Any:
-        try:
-            return make()
-        except Exception as error:  # files that anybody may have changed
-            notes.append(" ".join(str(error).split()))
-            return otherwise
-
-    about, best, steps = tried(lambda: run.about, {}), tried(run.best, None), len("step-")
-    records = read_records(run.path / kept.EVALUATIONS, lambda say: notes.append(say.removeprefix("note: ")))
-    parent, began = parent_of({"about": about}), {"name": runs.row(run).model, "what": BEGAN, "rows": []}
+    """Return a run in full; `notes` names what cannot be read."""
+    problems, row, steps = Problems(), runs.row(run), len("step-")
     files = sorted(path for path in run.path.iterdir() if path.is_file() and not path.name.startswith("."))
-    return shapes.RunView(
-        row=runs.row(run), about={key: value for key, value in about.items() if key != "model"},
-        reason=tried(lambda: run.status.reason, None), findings=tried(lambda: findings(run), []),
-        checkpoints=[{"name": c.name, "step": int(c.name[steps:]), "best": c == best} for c in run.checkpoints()],
-        evaluations=[evaluation_row(record.model_dump(exclude={"outcomes"})) for record in records],
-        lineage=tried(lambda: lineage_rows(parent) if parent else [began], []),
-        commands={command.split()[-1]: f"tfactory {command} {run.shown}" for command in COMMANDS},
-        files=[{"name": path.name, "bytes": path.stat().st_size} for path in files],
-        tools=tried(lambda: tools_of(run)["names"], []), notes=notes,
+    view = shapes.RunView(
+        row=row, commands={command.split()[-1]: f"tfactory {command} {run.shown}" for command in COMMANDS},
+        files=[{"name": path.name, "bytes": path.stat().st_size} for path in files], notes=[],
     )  # fmt: skip
+    with problems.reading(ABOUT):
+        about = run.about
+        view.about = {key: value for key, value in about.items() if key != "model"}
+        parent, began = parent_of({"about": about}), {"name": row.model, "what": BEGAN, "rows": []}
+        view.lineage = lineage_rows(parent) if parent else [began]
+    with problems.reading(STATUS):
+        view.reason = run.status.reason
+    with problems.reading("checkpoints"):
+        best = run.best()
+        names = [(path.name, path == best) for path in run.checkpoints()]
+        view.checkpoints = [
+            {"name": name, "step": int(name[steps:]), "best": is_best} for name, is_best in names
+        ]
+    with problems.reading(FINDINGS):
+        view.findings = findings(run, problems.texts.append)
+    with problems.reading(kept.EVALUATIONS):
+        records = read_records(
+            run.path / kept.EVALUATIONS, lambda say: problems.texts.append(say.removeprefix("note: "))
+        )
+        view.evaluations = [evaluation_row(record.model_dump(exclude={"outcomes"})) for record in records]
+    with problems.reading("tools"):
+        for name in (SPECS, kept.TRAJECTORIES):
+            read_on(run.path / name, Place(), 1)  # raises for what must not be read
+        view.tools = tools_of(run)["names"]
+    view.notes = problems.texts
+    return view
 
 
 def lineage_rows(node: shapes.Json) -> list[shapes.Json]:
@@ -245,9 +269,9 @@ def evaluation_row(record: shapes.Json) -> shapes.EvaluationRow:
 
 def config_view(run: RunFolder) -> shapes.ConfigView:
     """Return the options of a run, and which are not as they are by default."""
-    text = (run.path / CONFIG).read_text(encoding="utf-8", errors="replace")
+    text = read_whole(run.path / CONFIG).decode("utf-8", "replace")
     try:
-        options, usual = (_flat(each.model_dump()) for each in (quick_config(run), TrainingConfig()))
+        options, usual = (_flat(each.model_dump()) for each in (run.config, TrainingConfig()))
     except ValueError as error:
         return shapes.ConfigView(yaml=text, options={}, changed=[], problem=str(error))
     changed = [key for key, value in options.items() if key not in usual or usual[key] != value]
@@ -256,7 +280,7 @@ def config_view(run: RunFolder) -> shapes.ConfigView:
 
 def diff(runs: Sequence[RunFolder]) -> shapes.Diff:
     """Return the options in which runs differ, and their last metrics."""
-    options = _beside([_flat(quick_config(run).model_dump()) for run in runs])
+    options = _beside([_flat(run.config.model_dump()) for run in runs])
     last = [{key: value for row in run.metrics() for key, value in row.items()} for run in runs]
     rows = [row for row in options if any(value != row["values"][0] for value in row["values"])]
     return shapes.Diff(runs=[run.name for run in runs], rows=rows, metrics=_beside(last))

@@ -83,15 +83,15 @@ class EvaluationRow(BaseModel):
 
 class RunView(BaseModel):
     row: RunRow
-    about: Json  # environment.json
-    reason: str | None  # why it stopped, as status.json says
-    checkpoints: list[Json]  # name, step, best
-    findings: list[FindingRow]
-    evaluations: list[EvaluationRow]
-    lineage: list[Json]  # name, what, rows: from the base model to what it was started from
+    about: Json = {}  # environment.json
+    reason: str | None = None  # why it stopped, as status.json says
+    checkpoints: list[Json] = []  # name, step, best
+    findings: list[FindingRow] = []
+    evaluations: list[EvaluationRow] = []
+    lineage: list[Json] = []  # name, what, rows: from the base model to what it was started from
     commands: dict[str, str]  # show, stop, resume, report, eval, serve, episodes
     files: list[Json]  # name, bytes
-    tools: list[str]
+    tools: list[str] = []
     notes: list[str]  # what could not be read
 
 
@@ -244,4 +244,4 @@ class ComparisonView(BaseModel):
 
 class AuditList(BaseModel):
     audits: list[Json]  # time, judge, gold, rows (metric, value, meaning), and what `judge audit` prints
-    left_out: int = 0  # older ones, of a file that is too long
+    left_out: int = 0  # bytes of older ones, of a file that is too long

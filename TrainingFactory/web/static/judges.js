@@ -41,7 +41,7 @@ export async function show(place) {
   }
   const left =
     older > 0 &&
-    h("p", { class: "soft note" }, `${counted(older, "older audit")} in judge-audits.jsonl, not shown here.`);
+    h("p", { class: "soft note" }, "Older audits in judge-audits.jsonl are not shown here.");
   return void put(content, left, audits.length > 1 && overview(audits), [...audits].reverse().map(auditOf));
 }
 
