@@ -66,6 +66,7 @@ def _answer(found: dict[str, Any]) -> list[tuple[str, str]]:
     }
     split = f"{found['samplers']} x {show.count(found['gpus_per_sampler'], 'GPU')} for sampling, "
     split += f"{show.count(best, 'GPU')} for learning"
+    steps = show.count(found["figures"]["steps"]["value"], "step")
     if found["gpus"] == 1:
         split = "one GPU for both sampling and learning"
     return [
@@ -74,7 +75,10 @@ def _answer(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("split", f"{split}; {found['episodes_per_sampler']} episodes at a time in each sampler"),
         ("memory of a learner", _memory(found["learner_gib"], whole)),
         ("memory of a sampler", _memory(found["sampler_gib"], whole)),
-        ("cost", f"{_number(found['gpu_hours'])} GPU-hours for {found['figures']['steps']['value']:,} steps"),
+        (
+            "cost",
+            f"{_number(found['gpu_hours'])} GPU-hours for {steps}",
+        ),
         *((f"try {key}", why) for key, why in found["advice"].items()),
         ("step without", _seconds(shorter)),
         ("step by mode", _seconds(modes)),

@@ -32,6 +32,7 @@ from TrainingFactory.services.runs.tracking import Watcher
 from TrainingFactory.services.training.loop import TrainingLoop
 from TrainingFactory.services.training.preflight import check, check_steps
 from TrainingFactory.services.training.source import StepGroups
+from TrainingFactory.texts import count
 from TrainingFactory.types import Trajectory
 
 GROUPS = 2  # that are played
@@ -175,7 +176,9 @@ class DryRun(Training):
         step = " to ".join(dict.fromkeys(f"{seconds:.3g}" for seconds in ends))
         whole = " to ".join(dict.fromkeys(str(timedelta(seconds=round(seconds * total))) for seconds in ends))
         unknown = "" if batch.rows else ", without its update, for which nothing was to be learned"
-        self.found.facts["time"] = f"{step} s a step{unknown}; {whole} for {total} steps, without evaluations"
+        self.found.facts["time"] = (
+            f"{step} s a step{unknown}; {whole} for {count(total, 'step')}, without evaluations"
+        )
 
 
 def _small(config: TrainingConfig) -> TrainingConfig:
