@@ -35,6 +35,10 @@ def clean(text: str) -> str:
     )
 
 
+def count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def bounded(text: str, limit: int) -> str:
     """Cut a text, so that no later step has to handle one of absurd size, and make it valid Unicode."""
     if len(text) > limit:

@@ -17,8 +17,7 @@ from benchmarks.slow_tools import given_config
 from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.services.build.learner import make_algorithm, make_policy
 from TrainingFactory.services.build.sampler import load, make_chat, make_engine, make_rollouts
-from TrainingFactory.services.plan.simulate import Costs, Simulation
-from TrainingFactory.services.plan.workload import as_played
+from TrainingFactory.services.plan.workload import as_episodes
 from TrainingFactory.types import Trajectory
 
 SIZES = (1, 4, 16)  # of groups
@@ -78,7 +77,7 @@ class Machine:
         # Relative errors count, so that few rows are as well known as many.
         taken = np.array([np.mean(spent[n], axis=0) / found["play", n] for n in SIZES])
         (step, row), *_ = np.linalg.lstsq(taken, np.ones(len(SIZES)))
-        trees = [sum(each.tree_tokens * each.taught for each in map(as_played, episodes[n])) for n in learns]
+        trees = [tree_tokens(episodes[n]) for n in learns]
         token = (found["learn", SIZES[2]] - found["learn", SIZES[1]]) / (trees[1] - trees[0])
         update = found["learn", SIZES[1]] - token * trees[0]
         overlaps = [
@@ -111,7 +110,14 @@ async def beside(work: Work, other: Work | None) -> tuple[float, Any]:
 
 
 def counted(groups: Groups) -> tuple[float, float]:
-    """Return decode steps and sampled tokens of these episodes, as the simulation counts them: a second for a step."""
-    played = itertools.cycle(map(as_played, groups))
-    costs = Costs(lambda *_: 1.0, lambda *_: 0.0, lambda *_: 0.0)
-    return Simulation(lambda *_: next(played), costs, len(groups), len(groups[0]), 10**6, steps=2).run()
+    """Return decode steps and sampled tokens: without latencies, the longest episode decides how many steps."""
+    sampled = as_episodes([list(group) for group in groups]).sampled
+    return float(sampled.max()), float(sampled.sum())
+
+
+def tree_tokens(groups: Groups) -> float:
+    """Return the tokens of the prefix trees of all groups with something to learn: each counts its prompt once."""
+    trees = [as_episodes([list(group)]) for group in groups]
+    return sum(
+        tree.taught * (tree.length * len(tree.turns) - tree.prompt * (len(tree.turns) - 1)) for tree in trees
+    )

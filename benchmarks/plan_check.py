@@ -1,5 +1,5 @@
-"""What the simulation behind `tfactory plan` forecasts beside what happens: `python -m benchmarks.plan_check` (minutes,
-on a CPU).
+"""What `tfactory plan`'s step time forecasts beside what happens: `python -m benchmarks.plan_check` (minutes, on a
+CPU).
 
 The demo's GRPO config from its warm start, with a tool that takes its time (`benchmarks.slow_tools`), a learning rate
 so small that lengths stay what they are, and sampler and learner in one process. Before and after every check the rates
@@ -17,17 +17,15 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.machine_rates import Machine, Rates
 from benchmarks.slow_tools import SKIPPED, arguments, run, warm_start
-from TrainingFactory.services.plan.simulate import Costs, Simulation
-from TrainingFactory.services.plan.workload import Draw, Played, Workload, distribution, recorded
+from TrainingFactory.services.plan.step_time import Costs, StepModel
+from TrainingFactory.services.plan.workload import distribution, read_episodes
 from TrainingFactory.services.runs.folder import RunFolder
 
 GROUPS, SLOTS, STEPS = 8, 512, 10
@@ -46,44 +44,24 @@ class Forecaster:
 
     def __init__(self, model: Path, folder: Path) -> None:
         run(model, folder, "recorded", "constant", options(RECORDED, 0), 0.0)
-        found = RunFolder(folder / "recorded")
-        self.workload = recorded(found)
-        rows = found.metrics()[SKIPPED - 1 :]
+        self.recorded = RunFolder(folder / "recorded")
+        rows = self.recorded.metrics()[SKIPPED - 1 :]
         worked = [row["seconds/generate"] + row["seconds/update"] for row in rows[1:]]
         passed = (rows[-1]["time"] - rows[0]["time"]) / len(worked) - statistics.fmean(worked)
         self.record = passed / GROUPS / RECORDED
 
-    def forecast(self, rates: Rates, size: int, latency: str, bound: int, steps: int) -> float:
-        def update(groups: Sequence[Played]) -> float:
-            tokens = sum(group.tree_tokens for group in groups)
-            return (rates.update + rates.token * tokens) / (1.0 if bound else OLD)
-
-        def decode(rows: int, _: float) -> float:
-            return max(1e-6, rates.step + rates.row * rows)
-
-        overlaps = {"sampler_overlap": rates.sampler_overlap, "learner_overlap": rates.learner_overlap}
-        costs = Costs(decode, free, update, record=self.record * GROUPS * size, **overlaps)
-        workload = with_latency(self.workload, distribution(latency))
-        simulations = [
-            Simulation(workload, costs, GROUPS, size, SLOTS, bound=bound, shared=True, steps=steps, seed=seed)
-            for seed in range(6)
-        ]
-        return statistics.mean(each.run(SKIPPED)[0] for each in simulations)
-
-
-def free(*_: Any) -> float:
-    return 0.0
-
-
-def with_latency(workload: Workload, slow: Draw) -> Workload:
-    def draw(rng: np.random.Generator, size: int) -> Played:
-        played = workload(rng, size)
-        slowed = [
-            [turn._replace(tool=slow(rng) if turn.tool else 0.0) for turn in each] for each in played.episodes
-        ]
-        return played._replace(episodes=slowed)
-
-    return draw
+    def forecast(self, rates: Rates, size: int, latency: str, bound: int) -> float:
+        episodes = read_episodes(self.recorded, distribution(latency))
+        tree = episodes.length * size - episodes.prompt * (size - 1)
+        costs = Costs(
+            launch=rates.step,
+            row=rates.row,
+            update=(rates.update + rates.token * GROUPS * episodes.taught * tree) / (1.0 if bound else OLD),
+            record=self.record * GROUPS * size,
+            sampler_overlap=rates.sampler_overlap,
+            learner_overlap=rates.learner_overlap,
+        )
+        return StepModel(episodes, costs, GROUPS, size, SLOTS, max_staleness=bound).seconds()
 
 
 def options(size: int, bound: int, steps: int = STEPS) -> dict[str, Any]:
@@ -106,7 +84,7 @@ def check(model: Path, folder: Path, steps: int, repeats: int, times: int) -> li
             latency = f"exponential:{mean}" if kind == "exponential" else str(mean)
             measured = run(model, folder, f"check-{number}", kind, options(size, bound, steps), mean)
             after = runner.run(machine.measure(times))
-            first, last = (known.forecast(rates, size, latency, bound, steps) for rates in (before, after))
+            first, last = (known.forecast(rates, size, latency, bound) for rates in (before, after))
             row = {
                 "group_size": size,
                 "latency": latency,

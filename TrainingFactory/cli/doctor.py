@@ -54,5 +54,5 @@ def doctor(
         if rows:
             show.columns(["", "finding", "what, and what to do"], rows)
         else:
-            show.note("nothing was found")
+            print("No problems found.")
     return FOUND if found.failed else 0

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from TrainingFactory.data.samples import turn_spans
 from TrainingFactory.services.reports.texts import reward_text, said
-from TrainingFactory.texts import clean
+from TrainingFactory.texts import clean, count
 from TrainingFactory.types import Message, ToolSpec, Trajectory
 
 MAX_CHARS = 1500  # of one text; the saved file has it whole
@@ -31,10 +31,6 @@ def console(stderr: bool) -> Console:
     """Colours only on a terminal, and none where NO_COLOR is set."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
-
-
-def count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def note(text: str, screen: Console | None = None) -> None:

@@ -25,7 +25,13 @@ from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 TOOL_FAILED = 1
 MAX_BRIEF = 80  # characters of a description
 WARM_UP = 5  # calls before the clock starts
-Config = Annotated[Path, Parameter(help="The mcpServers file (JSON or .pydata).")]
+Config = Annotated[
+    str | None,
+    Parameter(
+        help="What offers the tool: a config (YAML) with tools or an environment, a Python file, or an mcpServers "
+        "file (JSON or .pydata). Without it, NAME is a tool that comes along, or FILE.py:FUNCTION."
+    ),
+]
 Call = Callable[[], Awaitable[ToolResult]]
 
 tools = App(name="tools", help="Look at tools, call one, measure one.")
@@ -73,16 +79,18 @@ async def list_tools(
 
 
 @tools.command(name="call")
-async def call_tool(name: str, /, *arguments: str, config: Config) -> int:
+async def call_tool(name: str, /, *arguments: str, config: Config = None) -> int:
     """Call one tool and print its result as a model would see it.
 
     ```
+    tfactory tools call calculator expression=2+3
+    tfactory tools call mytools.py:lookup '{"city": "Oslo"}'
+    tfactory tools call search query=tea --config configs/tiny_grpo.yaml
     tfactory tools call echo message=hello --config mcp.json
-    tfactory tools call add '{"a": 1, "b": 2}' --config mcp.json
     ```
 
     Args:
-        name: The tool, as `tfactory tools list` shows it.
+        name: The tool's name, or FILE.py:FUNCTION.
         arguments: key=value, or one JSON object. Values are read as JSON where the tool takes no text.
     """
     async with _episode(config, name, arguments) as call:
@@ -97,7 +105,7 @@ async def call_tool(name: str, /, *arguments: str, config: Config) -> int:
 
 @tools.command(name="bench")
 async def bench_tool(
-    name: str, /, *arguments: str, config: Config, calls: Count = 200, concurrency: Count = 16
+    name: str, /, *arguments: str, config: Config = None, calls: Count = 200, concurrency: Count = 16
 ) -> int:
     """Measure latency and throughput of one tool, one call at a time and many at once.
 
@@ -126,15 +134,16 @@ async def bench_tool(
 
 
 @asynccontextmanager
-async def _episode(config: Path, name: str, arguments: tuple[str, ...]) -> AsyncIterator[Call]:
-    """Start the servers and give a function that makes the call."""
+async def _episode(config: str | None, name: str, arguments: tuple[str, ...]) -> AsyncIterator[Call]:
+    """Open the tools and give a function that makes the call."""
     # Imported here, so that help and a wrong flag do not wait for it.
-    from TrainingFactory.tools import AsyncToolExecutor, MCPTools
+    from TrainingFactory.services.build.tool_calls import open_tools
 
-    async with MCPTools.load_from_config(config) as servers:
-        spec = next((spec for spec in servers.specs if spec.name == name), ToolSpec(name, ""))
-        given = _read_arguments(spec, arguments)
-        executor = AsyncToolExecutor([servers])
+    async with open_tools(config, name) as executor:
+        specs = {tool.spec.name: tool.spec for tool in executor.tools}
+        if config is None and len(specs) == 1:  # NAME is the tool's file, or another name of it
+            name = next(iter(specs))
+        given = _read_arguments(specs.get(name, ToolSpec(name, "")), arguments)
 
         async def call() -> ToolResult:
             try:
@@ -143,10 +152,7 @@ async def _episode(config: Path, name: str, arguments: tuple[str, ...]) -> Async
                 result = ToolResult(str(failure), ok=False, error="tool_failure")
             return result
 
-        try:
-            yield call
-        finally:
-            await executor.close()
+        yield call
 
 
 async def _measure(call: Call, calls: int, width: int, display: Display) -> tuple[str, ...]:

@@ -36,6 +36,13 @@ ALIASES = {
     "allocation_id": "compute.allocation_id",
     "registry.register": "registry.checkpoint",
 }
+# Keys that a reader may guess -> how to write it.
+GUESSED = {
+    "reward.function": "reward.type=function and reward.options.function=FILE.py:NAME",
+    "reward.rule": "reward.type=rule_based and reward.options.rule=NAME",
+    "reward.verify": "reward.type=tool_verified and reward.options.verify=NAME",
+    "reward.base_url": "reward.type=model_judge and reward.options.base_url=URL",
+}
 # A plain text instead of a section stands for this key of it.
 SHORT = {"model": "name", "environment": "environment_id", "reward": "type"}
 

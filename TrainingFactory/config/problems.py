@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from TrainingFactory.config.names import ALIASES
+from TrainingFactory.config.names import ALIASES, GUESSED
 from TrainingFactory.options import OptionError, did_you_mean, explain_value, nearest, show
 
 COMMAND_LINE = "command line"
@@ -97,6 +97,8 @@ def _explain(details: ErrorDetails, root: type[BaseModel]) -> Problem:
     key, kind, value = details["loc"], details["type"], details["input"]
     if kind == "extra_forbidden" and (name := ALIASES.get(dotted(key))):
         return Problem(key, f"is another name of {name}, which is set as well; keep one", value)
+    if kind == "extra_forbidden" and (instead := GUESSED.get(dotted(key))):
+        return Problem(key, f"unknown key; write {instead}", value)
     if kind == "extra_forbidden":
         return Problem(key, f"unknown key{did_you_mean(_right_key(key, root))}", value)
     if kind in ("model_type", "model_attributes_type"):

@@ -33,6 +33,7 @@ class TRLKeywords(TypedDict, total=False):
     max_prompt_length: int | None
     logging_steps: float
     save_steps: float
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 class Keywords(TRLKeywords, total=False):

@@ -25,6 +25,7 @@ from TrainingFactory.services.runs.folder import RunFolder, TrainingReport
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
 from TrainingFactory.services.training.dataset import Objects, read_objects
 from TrainingFactory.services.trl import FromTRL
+from TrainingFactory.texts import count
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.cache.cache import ToolCache
 
@@ -140,7 +141,7 @@ class Trainer:
         made = Training(
             taken, name=self._name, run=run, objects=self.objects, watcher=self._watcher, replay=self._replay
         )
-        self._watcher.say(f"run {made.run.name} in {made.run.path}: {made.total} steps")
+        self._watcher.say(f"run {made.run.name} in {made.run.path}: {count(made.total, 'step')}")
         return made
 
     def _in_sections(self, config: TrainingConfig | Mapping[str, Any]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ INSTEAD = {
     "ref_model": "the reference is the model that training starts from",
     "quantization_config": "write model.quantization=4bit or 8bit",
     "model_init_kwargs": "write model.dtype and model.revision",
-    "chat_template_kwargs": "write model.thinking=true or false",
+    "chat_template_kwargs": "it takes enable_thinking=True or False alone, which is model.thinking",
     "warmup_ratio": "write warmup_steps, a number of steps",
     "formatting_func": "give rows with messages, or with prompt and completion",
     "dataset_text_field": "give rows with prompt and completion: data.columns={completion: NAME}",
@@ -223,6 +223,9 @@ def _key(name: str, value: Any) -> tuple[str | None, Any]:
         return (key, known[value]) if value in [*known] else (None, value)
     if name in COUNTS and isinstance(value, int | float) and float(value).is_integer():
         return COUNTS[name], int(value) + (name == "max_tool_calling_iterations")  # and the answer
+    if name == "chat_template_kwargs":
+        thinking = value.get("enable_thinking") if isinstance(value, Mapping) and len(value) == 1 else None
+        return ("model.thinking", thinking) if isinstance(thinking, bool) else (None, value)
     if name == "report_to":
         wanted: Any = [value] if isinstance(value, str) else value
         return "logging.trackers", [each for each in wanted if each != "none"]

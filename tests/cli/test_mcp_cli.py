@@ -62,6 +62,39 @@ def test_call(tools: Run) -> None:
     assert status == 1 and "the session of this episode ended" in err and "Traceback" not in err
 
 
+def test_any_tool_can_be_called(tfactory: Run) -> None:
+    Path("mine.py").write_text("def twice(text: str) -> str:\n    'Say it twice.'\n    return text * 2\n")
+    Path("city.py").write_text(
+        "from TrainingFactory.envs import ToolEnvironment\n"
+        "from TrainingFactory.tools import tool\n"
+        "from TrainingFactory.types import Task\n"
+        "class City(ToolEnvironment):\n"
+        "    @classmethod\n"
+        "    def tasks(cls, split, seed, count):\n"
+        "        return [Task('oslo', 'Oslo?')]\n"
+        "    @tool\n"
+        "    def where(self) -> str:\n"
+        "        'Tell the task.'\n"
+        "        return self.task.id\n"
+    )
+    Path("run.yaml").write_text("environment: city.py\ntools: [calculator, 'mine.py:twice']\n")
+    for arguments, expected in (
+        (["calculator", "expression=2+3"], "5"),
+        (["mine.py:twice", "text=ab"], "abab"),
+        (["where", "--config", "city.py"], "oslo"),
+        (["where", "--config", "run.yaml"], "oslo"),
+        (["twice", "text=ab", "--config", "run.yaml"], "abab"),
+        (["calculator", "expression=2*3", "--config", "run.yaml"], "6"),
+    ):
+        status, out, err = tfactory("tools", "call", *arguments)
+        assert (status, out) == (0, f"{expected}\n"), err
+    status, _, err = tfactory("tools", "call", "nosuch")
+    assert status == 2 and "there is no tool 'nosuch'" in err and "--config" in err
+    status, _, err = tfactory("tools", "call", "nosuch", "--config", "run.yaml")
+    assert status == 1 and "calculator" in err and "where" in err
+    assert not Path("runs").exists()
+
+
 def test_bench(tools: Run) -> None:
     status, out, err = tools("bench", "count", "--calls", "20", "--concurrency", "4")
     assert status == 0, err

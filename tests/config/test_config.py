@@ -158,6 +158,13 @@ def test_all_problems_at_once_with_file_line_key_value_and_the_right_name(tmp_pa
     ]
 
 
+def test_keys_that_are_guessed_name_what_to_write() -> None:
+    (found,) = problems_of(None, "reward.function=my.py:score")
+    assert "reward.options.function=FILE.py:NAME" in found
+    ours = ["reward.type=function", "reward.options.function=my.py:score"]
+    assert load_config(None, ours).reward.options == {"function": "my.py:score"}
+
+
 def test_python_users_get_the_same_error() -> None:
     with pytest.raises(
         ConfigError, match=r"2 problems:\n  training.batch_size.*\n  trainin: .*mean training\?"

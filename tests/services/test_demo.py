@@ -14,7 +14,7 @@ from TrainingFactory.cli import main
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.models import load_model
 from TrainingFactory.rollout import rollout_metrics
-from TrainingFactory.services.demo.demo import Demo
+from TrainingFactory.services.demo.demo import Demo, StageNotices
 from TrainingFactory.services.demo.lessons import Lessons
 from TrainingFactory.services.runs.folder import RunFolder, list_runs
 
@@ -67,6 +67,28 @@ def test_the_report(folder: Path) -> None:
         assert sum(report[side]["calls"].values()) == 6
     assert report["example"]["before"][0] == report["example"]["after"][0]  # the same question
     assert "An agent and its tools" in (folder / "out" / "report.html").read_text()
+
+
+def test_new_kinds_of_rows_are_announced_where_the_loss_jumps(folder: Path) -> None:
+    stages = LESSONS.stages(batch_size=6)
+    assert [*stages] == [1, 2, 3]
+    lines = list[str]()
+
+    class Lines(Quiet):
+        def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+            lines.append(f"step {step}")
+
+        def say(self, text: str) -> None:
+            lines.append(text)
+
+    watcher = StageNotices(Lines(), stages)
+    for step in (1, 2, 3, 4):
+        watcher.step(step, 4, {})
+    assert [line for line in lines if line.startswith("step")] == ["step 1", "step 2", "step 3", "step 4"]
+    assert lines[1].startswith("From step 2 on: demonstrations") and lines[2] == "step 2"
+    assert lines[3].startswith("From step 3 on: whole demonstrations") and len(lines) == 6
+    page = (folder / "out" / "report.html").read_text("utf-8")
+    assert "its loss jumps" in page and "whole demonstrations" in page
 
 
 def test_trained_tasks_are_not_those_of_the_trial(folder: Path) -> None:

@@ -120,7 +120,9 @@ def client() -> Iterator[httpx.Client]:
 def test_mistakes_are_told_with_the_field(client: httpx.Client, body: dict[str, Any], param: str) -> None:
     answer = client.post(CHAT, json=body)
     error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, param), answer.text
+    status = 404 if param == "model" else 400
+    assert (answer.status_code, error["param"]) == (status, param), answer.text
+    assert error["code"] == "model_not_found" or status == 400
     assert param.split("[")[0].split(".")[-1] in error["message"] and error["type"] == "invalid_request_error"
     if len(answer.request.content) > 10_000:
         assert error["code"] == "context_length_exceeded" and "2000" in error["message"]

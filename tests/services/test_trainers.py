@@ -279,3 +279,9 @@ def test_every_algorithm_has_its_trainer() -> None:
     assert {getattr(services, name).algorithm for name in services.__all__} == wanted
     with pytest.raises(AttributeError, match="NoTrainer"):
         _ = services.NoTrainer  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_one_step_is_singular(tmp_path: Path) -> None:
+    given = two_steps(tmp_path) | {"max_steps": 1}
+    SFTTrainer(model="builtin:tiny", dataset=ROWS["sft"], **given).train()
+    assert any(text.endswith(": 1 step") for text in given["watcher"].said), given["watcher"].said

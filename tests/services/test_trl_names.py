@@ -70,6 +70,8 @@ def test_a_program_for_trl_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("options", "keys"),
     [
         ({"num_generations": 4}, {"training.group_size": 4}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"model.thinking": False}),
+        ({"args": {"chat_template_kwargs": {"enable_thinking": True}}}, {"model.thinking": True}),
         ({"per_device_train_batch_size": 16}, {"training.batch_size": 2}),
         ({"per_device_train_batch_size": 16, "group_size": 4}, {"training.batch_size": 4, "training.group_size": 4}),
         ({"per_device_train_batch_size": 16, "config": TrainingConfig(group_size=2)},

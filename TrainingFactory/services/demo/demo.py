@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,8 @@ class Demo:
     def warm_start(self, watcher: Watcher) -> TrainingReport:
         """Write the demonstrations, and learn from them."""
         write_lessons(self.demonstrations, self.environment, self.seed, self.lessons)
-        return self._run(self.warm_config, self.warm.name, watcher)
+        stages = self.lessons.stages(self.warm_config.training.batch_size)
+        return self._run(self.warm_config, self.warm.name, StageNotices(watcher, stages))
 
     def train(self, watcher: Watcher) -> TrainingReport:
         """Learn from rewards, beginning where the warm start has ended."""
@@ -109,6 +110,19 @@ class Demo:
         text = json.dumps(report.as_json(), indent=1, ensure_ascii=False)
         (self.folder / "report.json").write_text(text, encoding="utf-8", errors="backslashreplace")
         return report
+
+
+class StageNotices:
+    """Passes everything on to a watcher, and announces each new kind of rows before its first step is shown."""
+
+    def __init__(self, watcher: Watcher, stages: Mapping[int, str]) -> None:
+        self.phase, self.episode, self.say = watcher.phase, watcher.episode, watcher.say
+        self._watcher, self._stages = watcher, stages
+
+    def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        if step > 1 and step in self._stages:
+            self.say(f"From step {step} on: {self._stages[step]}. The loss jumps because these rows are new.")
+        self._watcher.step(step, total, metrics)
 
 
 def write_lessons(path: Path, environment: Any, seed: int, lessons: Lessons) -> None:

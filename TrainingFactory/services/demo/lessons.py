@@ -56,6 +56,15 @@ class Lessons:
     played: int = 1500  # different demonstrations
     mistakes: float = 0.55  # share of them that go wrong
 
+    def stages(self, batch_size: int) -> dict[int, str]:
+        """Return the first step of each kind of rows, and what they are."""
+        before_short, before_whole = self.drills, self.drills + self.short
+        return {
+            1: "drills, which copy words or sums",
+            before_short // batch_size + 1: "demonstrations without their system prompt",
+            before_whole // batch_size + 1: "whole demonstrations, with system prompt and tools",
+        }
+
     def write(
         self,
         path: Path,

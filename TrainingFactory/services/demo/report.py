@@ -14,6 +14,7 @@ from TrainingFactory.services.reports.charts import with_mean
 from TrainingFactory.services.reports.pages import render
 from TrainingFactory.services.reports.texts import conversation
 from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.texts import count
 from TrainingFactory.types import Trajectory
 
 HELDOUT = "heldout.jsonl"  # episodes of a run's model on held-out tasks
@@ -138,6 +139,8 @@ class Report:
             report=self,
             config=self.configs[1],
             mistakes=LESSONS[self.environment].mistakes,
+            steps=count(len(self.curve), "step"),
+            stages=LESSONS[self.environment].stages(self.configs[0]["training"]["batch_size"]),
             chart=with_mean("reward", list(enumerate(self.curve, 1)), 0.0, 1.0),
             sides=[(title, conversation(episode), ending(episode)) for title, episode in sides],
             calls=sorted({*self.before.calls, *self.after.calls}),

@@ -7,6 +7,7 @@ import tempfile
 import time
 from contextlib import AsyncExitStack
 from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from TrainingFactory.services.doctor.diagnosis import Diagnosis
 from TrainingFactory.services.doctor.memory import check_memory, compare_memory, estimate, needed, remedy
 from TrainingFactory.services.doctor.table import Table
 from TrainingFactory.services.plan.planning import Planner, find_figures
-from TrainingFactory.services.plan.shapes import find_shape
+from TrainingFactory.services.plan.shapes import Shape, dense_shape, find_shape
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.runs.tracking import Watcher
 from TrainingFactory.services.training.loop import TrainingLoop
 from TrainingFactory.services.training.preflight import check, check_steps
 from TrainingFactory.services.training.source import StepGroups
+from TrainingFactory.texts import count
 from TrainingFactory.types import Trajectory
 
 GROUPS = 2  # that are played
@@ -67,17 +69,22 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
 def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
     """Return the memory that a config takes on a GPU that is not there, by the shape of its model, or of a size, and
     where it fits the seconds of a step that `tfactory plan` tells; nothing is loaded."""
-    there = 1e9 * find_figures("native", gpu, None, ())["gpu_memory_gb"].value
+    there = 2**30 * find_figures("native", gpu, None, ())["gpu_memory_gib"].value
     found, shape = Diagnosis(), find_shape(config.model.name, size)
-    length = config.model.max_length or build_sampler.DEFAULT_MAX_LENGTH
-    parts = needed(config, shape, shape.held(config), make_algorithm(config).needs, length)
+    estimate_other = partial(_estimate_shape, shape, build_sampler.DEFAULT_MAX_LENGTH)
     found.facts["model"] = f"{shape.name}: {shape.params:,} weights; nothing was loaded"
-    compare_memory(found, config, parts, there, f"one {gpu.upper()}")
+    compare_memory(found, config, estimate_other(config), there, f"one {gpu.upper()}", estimate_other)
     if KINDS[config.training.algorithm].samples and not found.failed:
-        seconds, _ = Planner(config, 1, gpu, size).step(1, config.sampling.slots, config.optimization.bound)
+        seconds = Planner(config, 1, gpu, size).step(1, config.sampling.slots, config.optimization.bound)
         plan = f"tfactory plan CONFIG --gpus 1 --gpu {gpu}" + (f" --model-size {size}" if size else "")
         found.facts["time"] = f"about {seconds:.3g} s a step, by assumed lengths and latencies: {plan}"
     return found
+
+
+def _estimate_shape(shape: Shape, max_length: int, config: TrainingConfig) -> dict[str, float]:
+    """Return the bytes of a config by the shape of its model; `max_length` counts where the config has none."""
+    length = config.model.max_length or max_length
+    return needed(config, shape, shape.held(config), make_algorithm(config).needs, length)
 
 
 def _model_alone(found: Diagnosis, config: TrainingConfig) -> None:
@@ -93,7 +100,9 @@ def _look_at_model(
     checks.check_tools(found, chat, [checks.PROBE])
     limit = build_sampler.max_length(config, loaded)
     parts = estimate(config, loaded.model, make_algorithm(config).needs, limit)
-    check_memory(found, config, parts, next(loaded.model.parameters()).device)
+    shape = dense_shape(config.model.name, loaded.model.config.to_dict())
+    other = None if shape is None else partial(_estimate_shape, shape, limit)
+    check_memory(found, config, parts, next(loaded.model.parameters()).device, other)
 
 
 class DryRun(Training):
@@ -167,7 +176,9 @@ class DryRun(Training):
         step = " to ".join(dict.fromkeys(f"{seconds:.3g}" for seconds in ends))
         whole = " to ".join(dict.fromkeys(str(timedelta(seconds=round(seconds * total))) for seconds in ends))
         unknown = "" if batch.rows else ", without its update, for which nothing was to be learned"
-        self.found.facts["time"] = f"{step} s a step{unknown}; {whole} for {total} steps, without evaluations"
+        self.found.facts["time"] = (
+            f"{step} s a step{unknown}; {whole} for {count(total, 'step')}, without evaluations"
+        )
 
 
 def _small(config: TrainingConfig) -> TrainingConfig:

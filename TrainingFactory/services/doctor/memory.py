@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+import itertools
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 import psutil
@@ -12,15 +13,18 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services.doctor.diagnosis import Diagnosis
 
+Estimate = Callable[[TrainingConfig], dict[str, float]]  # the bytes of a config, by part
 OPTIMIZER = {"adamw": 8, "adamw_8bit": 2, "muon": 8}  # bytes of state for each trained weight, at most
-# part -> what makes it smaller, what changes least first
+# part -> options that make it smaller, the one that changes least first
 CUTS = {
-    "activations": ["training.gradient_checkpointing=true", "a smaller training.token_budget"],
-    "optimizer": ["training.optimizer=adamw_8bit", "lora.enabled=true"],
-    "weights": ["model.quantization=4bit"],
-    "cache": ["fewer sampling.slots", "a shorter model.max_length"],
-    "all": ["lora.enabled=true"],  # others: something for every weight that is trained
+    "activations": ["training.gradient_checkpointing", "training.token_budget"],
+    "optimizer": ["training.optimizer", "lora.enabled"],
+    "weights": ["model.quantization"],
+    "cache": ["sampling.slots", "model.max_length"],
+    "all": ["lora.enabled"],  # others: something for every weight that is trained
 }
+FULL = 0.9  # of the device's memory: more is reported
+LEAST_TOKENS = 1024  # that a smaller training.token_budget is suggested down to
 SMALL = 0.05  # of all: a part that is not worth a remedy
 
 
@@ -41,6 +45,15 @@ class Held(NamedTuple):
         counts = [sum(each.numel() for each in some) for some in (params, trained)]
         stored, size = sum(each.nbytes for each in params), max(2, params[0].element_size())
         return cls(counts[0], stored, counts[1], exact, size)
+
+
+def with_changes(config: TrainingConfig, changes: Mapping[str, Any]) -> TrainingConfig:
+    """Return a config with other values, by dotted keys."""
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        changed = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: changed})
+    return config
 
 
 def estimate(config: TrainingConfig, model: Any, needs: Set[str], max_length: int) -> dict[str, float]:
@@ -126,46 +139,85 @@ def free_bytes(device: torch.device) -> int:
 
 
 def check_memory(
-    found: Diagnosis, config: TrainingConfig, needed: dict[str, float], device: torch.device
-) -> None:
-    """Say how much it is and whether it fits."""
+    found: Diagnosis, config: TrainingConfig, needed: dict[str, float], device: torch.device,
+    estimate_other: Estimate | None = None,
+) -> None:  # fmt: skip
+    """Add how much memory a run takes on a device, and a finding where it does not fit."""
     on_gpu = device.type == "cuda"
     there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
-    compare_memory(found, config, needed, there, str(device))
+    compare_memory(found, config, needed, there, str(device), estimate_other)
 
 
 def compare_memory(
-    found: Diagnosis, config: TrainingConfig, needed: dict[str, float], there: float, device: str
-) -> None:
+    found: Diagnosis, config: TrainingConfig, needed: dict[str, float], there: float, device: str,
+    estimate_other: Estimate | None = None,
+) -> None:  # fmt: skip
     total = sum(needed.values())
     parts = ", ".join(f"{name} {amount(count)}" for name, count in needed.items() if count)
     found.facts["memory"] = f"about {amount(total)} of {amount(there)} on {device}: {parts}"
-    if total > 0.9 * there:
+    if total > FULL * there:
         largest = max(needed, key=lambda name: needed[name])
+        fitting = find_fitting(config, there, device, estimate_other) if estimate_other else ""
         found.add(
             "memory",
             f"training takes about {amount(total)}, where {device} has {amount(there)}; largest part: {largest}",
             "error" if total > there else "warning",
-            remedy(config, needed, device),
+            f"{fitting}{remedy(config, needed, device)}",
         )
 
 
+def savings(config: TrainingConfig, device: str) -> dict[str, Any]:
+    """Return the options that save memory and can still be set, the one that changes a run least first."""
+    training, sampling, model = config.training, config.sampling, config.model
+    alone, adapted = not config.compute.learners, config.lora.enabled or model.adapter is not None
+    found: dict[str, Any] = {}
+    if not training.gradient_checkpointing:
+        found["training.gradient_checkpointing"] = True
+    if training.token_budget > LEAST_TOKENS:
+        found["training.token_budget"] = max(LEAST_TOKENS, training.token_budget // 4)
+    if training.optimizer != "adamw_8bit" and alone and device != "cpu":
+        found["training.optimizer"] = "adamw_8bit"
+    if sampling.slots >= 8:
+        found["sampling.slots"] = sampling.slots // 4
+    if not adapted:
+        found["lora.enabled"] = True
+    if model.quantization != "4bit" and alone:
+        found["model.quantization"] = "4bit"
+    if model.max_length:
+        found["model.max_length"] = model.max_length // 2
+    return found
+
+
+def find_fitting(config: TrainingConfig, there: float, device: str, estimate_other: Estimate) -> str:
+    """Return the smallest combination of `savings` that fits, with what it takes; an empty text where none does."""
+    options = savings(config, device)
+    for count in range(1, len(options) + 1):
+        for keys in itertools.combinations(options, count):
+            changed = with_changes(config, {key: options[key] for key in keys})
+            adapted = changed.lora.enabled or changed.model.adapter is not None
+            if "model.quantization" in keys and not adapted:
+                continue
+            total = sum(estimate_other(changed).values())
+            if total <= FULL * there:
+                text = " ".join(setting(key, options[key]) for key in keys)
+                return f"This fits, with about {amount(total)}: {text}. "
+    return ""
+
+
+def setting(key: str, value: Any) -> str:
+    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+
+
 def remedy(config: TrainingConfig, needed: dict[str, float] | None = None, device: str = "cuda") -> str:
-    """Return what to set, for the largest part first, without what is set already or cannot be; for every part where
-    it is not known how large they are."""
-    needed = needed or dict.fromkeys(CUTS, 1.0)
-    training, alone = config.training, not config.compute.learners
-    adapted = config.lora.enabled or config.model.adapter is not None
-    helps = {
-        "training.gradient_checkpointing=true": not training.gradient_checkpointing,
-        "training.optimizer=adamw_8bit": training.optimizer != "adamw_8bit" and alone and device != "cpu",
-        "lora.enabled=true": not adapted,
-        "model.quantization=4bit": config.model.quantization != "4bit" and alone and adapted,
-    }
+    """Return what to set, for the largest part first; for every part where their sizes are not known."""
+    needed, options = needed or dict.fromkeys(CUTS, 1.0), savings(config, device)
+    if not config.lora.enabled and config.model.adapter is None:
+        options.pop("model.quantization", None)  # weights that are trained are not quantized
     large = [part for part in needed if needed[part] > SMALL * sum(needed.values())]
     parts = sorted(large, key=lambda part: -needed[part])
-    told = [each for part in parts for each in CUTS.get(part, CUTS["all"]) if helps.get(each, True)]
-    return f"What cuts most, first: {', '.join(dict.fromkeys(told))}." if told else ""
+    keys = [key for part in parts for key in CUTS.get(part, CUTS["all"]) if key in options]
+    listed = ", ".join(setting(key, options[key]) for key in dict.fromkeys(keys))
+    return f"Options that save memory, the largest part first: {listed}." if listed else ""
 
 
 def amount(count: float) -> str:

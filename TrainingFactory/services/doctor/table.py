@@ -211,6 +211,6 @@ CHECKS = (
     Check("tool_success_falling", _tool_success, "Look at failed calls (tfactory runs episodes RUN --worst 2): a "
           "server that is down is no fault of the model; where calls are written worse, lower "
           "training.learning_rate, or reward calls that work."),
-    Check("tools_failing", _tools_failing, "Try the tools by hand (tfactory tools call), and look at what the model "
-          "writes."),
+    Check("tools_failing", _tools_failing, "Try the tools by hand (tfactory tools call NAME --config CONFIG), and look "
+          "at what the model writes."),
 )  # fmt: skip

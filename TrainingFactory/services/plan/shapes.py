@@ -75,6 +75,14 @@ def find_shape(name: str, size: str | None) -> Shape:
     raise ValueError(f"{what} has no known size; --model-size takes {', '.join(sizes)}")
 
 
+def dense_shape(name: str, found: dict[str, Any]) -> Shape | None:
+    """Return the shape in a loaded model's config; None where it is not that of a dense model."""
+    try:
+        return _read(name, found)
+    except ValueError:
+        return None
+
+
 def _read(name: str, found: dict[str, Any]) -> Shape:
     found = {key: value for key, value in found.get("text_config", found).items() if value is not None}
     heads = found.get("num_attention_heads", 1)

@@ -105,7 +105,7 @@ class ChatServer:
         ask = read_ask(body, served.defaults, limit)
         if (model := ask.request.model) not in (None, self.name):
             text = f"this server has no model {model:.60}; it serves {self.name}"
-            raise ApiError(text, "model", code="model_not_found")
+            raise ApiError(text, "model", status=404, code="model_not_found")
         try:
             return ask, served.chat.render(ask.messages, ask.tools)
         except (ValueError, RecursionError) as error:
