@@ -24,7 +24,8 @@ def ui(
     open_browser: Annotated[bool, Parameter(name="--open")] = False,
 ) -> int:
     """Serve a web page over the runs and models of this machine: see runs live, read their episodes, start and stop
-    them. Ctrl-C stops the page; runs that it has started go on.
+    them. Ctrl-C and SIGTERM stop the page; the runs that it started continue. As the main process of a container, which
+    ends with it, the page first stops its runs with checkpoints.
 
     ```
     tfactory ui
@@ -40,14 +41,15 @@ def ui(
     """
     # Imported here: fastapi and uvicorn take a second, and help should not wait for them.
     from TrainingFactory.http import listen
+    from TrainingFactory.web import processes
     from TrainingFactory.web.site import Page
 
     token = None if listen.is_loopback(host) else secrets.token_urlsafe(24)
     if token is not None:
         text = "lets other machines connect, without encryption; they need the token"
         show.note(f"warning: --host {host} {text}")
+    page = Page(Path(where).expanduser(), host, token)
     with listen.bind(host, port) as bound, contextlib.suppress(KeyboardInterrupt):
-        page = Page(Path(where).expanduser(), host, token)
         address = listen.address_of(bound)
         for anywhere in ("0.0.0.0", "[::]"):  # no address that another machine could open
             address = address.replace(f"//{anywhere}:", f"//{socket.gethostname()}:")
@@ -56,5 +58,9 @@ def ui(
         if open_browser:
             webbrowser.open(address)
         asyncio.run(page.serve(bound, listen.make_server(page.site.app)))
-    show.note("stopped; runs go on")
+    if processes.container_ends():
+        show.note("stopping the runs of this page, each with a checkpoint")
+        show.note(f"stopped, with {show.count(page.stop_runs(), 'run')}")
+    else:
+        show.note("stopped; runs continue")
     return 0

@@ -87,19 +87,36 @@ def test_killing_a_run_never_breaks_the_page(page: Served, tmp_path: Path) -> No
     assert page.send("/api/runs/mine/stop").status_code == 409
 
 
-def test_a_run_survives_the_page(tmp_path: Path, tfactory: Run) -> None:
-    runs = tmp_path / "runs"
-    script = f"""
+SCRIPT = f"""
 import sys
 from TrainingFactory.web import processes
 processes.COMMAND = [sys.executable, {str(ROOT / "tests/kits/pretended_run.py")!r}]
+{{}}
 from TrainingFactory.cli import main
 main(sys.argv[1:])
 """
+
+
+def test_a_container_that_ends_lets_its_runs_save(tmp_path: Path) -> None:
+    script = SCRIPT.format("processes.container_ends = lambda: True")
     with command(tmp_path, script=script) as (page, process):
+        names = [page.post("/api/train", yaml=YAML, name=name)["name"] for name in ("a", "b")]
+        page.post("/api/runs/a/stop")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    for run in (RunFolder(tmp_path / "runs" / name) for name in names):
+        assert run.state == "interrupted"
+        # A second signal would end a run without its checkpoint.
+        assert (run.path / "run.log").read_text().count("asked to stop") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_survives_the_page(tmp_path: Path, tfactory: Run, number: int) -> None:
+    runs = tmp_path / "runs"
+    with command(tmp_path, script=SCRIPT.format("")) as (page, process):
         name = page.post("/api/train", yaml=YAML)["name"]
         assert name.startswith("grpo-search-")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         assert process.wait(60) == 0
     run = RunFolder(runs / name)
     before = run.status.step
