@@ -50,6 +50,7 @@ def refused(name: Path) -> str:
         ("tokenizer.json", b"{}"),
         ("generation_config.json", 0.5),
     ],
+    ids=["no weights", "huge header", "weights", "config", "nested", "tokenizer", "no keys", "generation"],
 )
 def test_a_damaged_file_is_named(folder: Path, name: str, content: bytes | float) -> None:
     before = (folder / name).read_bytes()

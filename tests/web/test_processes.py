@@ -19,12 +19,12 @@ from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.web import processes
 
 YAML = "model: builtin:tiny\nenvironment: search\ntraining: {max_steps: 400}\n"
+PRETENDED = [sys.executable, str(ROOT / "tests/kits/pretended_run.py")]
 
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    pretended = [sys.executable, str(ROOT / "tests/kits/pretended_run.py")]
-    monkeypatch.setattr(processes, "COMMAND", pretended)
+    monkeypatch.setattr(processes, "COMMAND", PRETENDED)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with serving(tmp_path / "runs") as served:
         yield served
@@ -87,36 +87,37 @@ def test_killing_a_run_never_breaks_the_page(page: Served, tmp_path: Path) -> No
     assert page.send("/api/runs/mine/stop").status_code == 409
 
 
-SCRIPT = f"""
-import sys
-from TrainingFactory.web import processes
-processes.COMMAND = [sys.executable, {str(ROOT / "tests/kits/pretended_run.py")!r}]
-{{}}
-from TrainingFactory.cli import main
-main(sys.argv[1:])
-"""
-
-
-def test_a_container_that_ends_lets_its_runs_save(tmp_path: Path) -> None:
-    script = SCRIPT.format("processes.container_ends = lambda: True")
-    with command(tmp_path, script=script) as (page, process):
-        names = [page.post("/api/train", yaml=YAML, name=name)["name"] for name in ("a", "b")]
-        page.post("/api/runs/a/stop")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    for run in (RunFolder(tmp_path / "runs" / name) for name in names):
+def test_a_container_that_ends_lets_its_runs_save(
+    page: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getppid", lambda: 4242)
+        assert not processes.container_ends()
+        patch.setattr(os, "getpid", lambda: 1)
+        assert processes.container_ends()
+    runs = [RunFolder(tmp_path / "runs" / name) for name in ("a", "b")]
+    for run in runs:
+        page.post("/api/train", yaml=YAML, name=run.name)
+    assert processes.stop_runs({stopping.stop(runs[0])}) == 2
+    for run in runs:
         assert run.state == "interrupted"
         # A second signal would end a run without its checkpoint.
         assert (run.path / "run.log").read_text().count("asked to stop") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_survives_the_page(tmp_path: Path, tfactory: Run, number: int) -> None:
+def test_a_run_survives_the_page(tmp_path: Path, tfactory: Run) -> None:
     runs = tmp_path / "runs"
-    with command(tmp_path, script=SCRIPT.format("")) as (page, process):
+    script = f"""
+import sys
+from TrainingFactory.web import processes
+processes.COMMAND = {PRETENDED!r}
+from TrainingFactory.cli import main
+main(sys.argv[1:])
+"""
+    with command(tmp_path, script=script) as (page, process):
         name = page.post("/api/train", yaml=YAML)["name"]
         assert name.startswith("grpo-search-")
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     run = RunFolder(runs / name)
     before = run.status.step
