@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import socket
 import webbrowser
@@ -24,7 +25,7 @@ def ui(
     open_browser: Annotated[bool, Parameter(name="--open")] = False,
 ) -> int:
     """Serve a web page over the runs and models of this machine: see runs live, read their episodes, start and stop
-    them. Ctrl-C and SIGTERM stop the page; the runs that it started continue. As the main process of a container, which
+    them. Ctrl-C and SIGTERM stop the page; the runs that it started continue. As process 1 of a container, which
     ends with it, the page first stops its runs with checkpoints.
 
     ```
@@ -41,7 +42,6 @@ def ui(
     """
     # Imported here: fastapi and uvicorn take a second, and help should not wait for them.
     from TrainingFactory.http import listen
-    from TrainingFactory.web import processes
     from TrainingFactory.web.site import Page
 
     token = None if listen.is_loopback(host) else secrets.token_urlsafe(24)
@@ -58,7 +58,7 @@ def ui(
         if open_browser:
             webbrowser.open(address)
         asyncio.run(page.serve(bound, listen.make_server(page.site.app)))
-    if processes.container_ends():
+    if os.getpid() == 1:  # of a container, whose end kills all processes in it
         show.note("stopping the runs of this page, each with a checkpoint")
         show.note(f"stopped, with {show.count(page.stop_runs(), 'run')}")
     else:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,8 @@ def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bo
     alone = (Path(target).expanduser() / "tokenizer_config.json").is_file()
     source, options = (str(Path(target).expanduser()), {}) if alone else _locate(name, target)
     options |= {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    try:
+    with _reading(f"the tokenizer of {name!r} could not be loaded", source, options, "tokenizer.json"):
         return _read_tokenizer(source, options)
-    except LOADING as error:
-        raise ValueError(
-            f"the tokenizer of {name!r} could not be loaded: {_cause(error, source, options, 'tokenizer.json')}"
-        ) from error
 
 
 @functools.cache
@@ -188,17 +185,13 @@ def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool
         return torch.float32
     source, options = _locate(name, target)
     options |= {"revision": revision, "trust_remote_code": trust_remote_code}
-    try:
+    with _reading(f"the config of {name!r} could not be read", source, options, "config.json"):
         config = AutoConfig.from_pretrained(source, **options)
-    except LOADING as error:
-        raise ValueError(
-            f"the config of {name!r} could not be read: {_cause(error, source, options, 'config.json')}"
-        ) from error
     return getattr(config, "dtype", None) or torch.float32  # foreign object
 
 
 def _load_pretrained(name: str, target: str, options: dict[str, Any], how: dict[str, Any]) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     source, where = _locate(name, target)
     options |= where
@@ -211,29 +204,18 @@ def _load_pretrained(name: str, target: str, options: dict[str, Any], how: dict[
         size = file.stat().st_size
         amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
         print(f"Reading {file} ({amount}) ...", file=sys.stderr, flush=True)
-    part = "config.json"
-    try:
-        with _read_once() if where else nullcontext():
-            if not where:
-                _check_config(AutoConfig.from_pretrained(source, **options))
-                if wrong := _damage(
-                    Path(source, "generation_config.json")
-                ):  # transformers leaves it out silently
-                    part = "generation_config.json"
-                    raise ValueError(wrong)
-            part = "tokenizer.json"
+    reading = partial(_reading, f"model {name!r} could not be loaded from {source!r}", source, options)
+    with _read_once() if where else nullcontext():
+        if not where:
+            with reading("config.json"):
+                _check_config(source, options)
+        with reading("tokenizer.json"):
             tokenizer = _read_tokenizer(source, options)
-            part = "config.json"  # or the weights, where it does not describe them
+        with reading("config.json"):  # or the weights, where it does not describe them
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, output_loading_info=True, **options, **how
             )
-        model, report = loaded
-    except LOADING as error:
-        if _is_device_failure(error):
-            raise
-        raise ValueError(
-            f"model {name!r} could not be loaded from {source!r}: {_cause(error, source, options, part)}"
-        ) from error
+    model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:  # transformers fills them with random numbers and goes on
         text = f"{len(missing)} weights are missing from {source!r}, the first is {missing[0]}"
@@ -323,13 +305,10 @@ def _with_adapter(model: Any, adapter: str) -> Any:
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / file).is_file():
             raise ValueError(f"model.adapter {adapter!r}: there is no {file} in that folder")
-    try:
+    with _reading(
+        f"model.adapter {adapter!r} does not fit the model", str(folder), {}, "adapter_config.json"
+    ):
         return with_precision(PeftModel.from_pretrained(model, str(folder)).eval(), model.dtype)
-    except LOADING as error:
-        if _is_device_failure(error):
-            raise
-        cause = _damaged_file(folder) or f"does not fit the model: {_first_line(error)}"
-        raise ValueError(f"model.adapter {adapter!r} {cause}") from error
 
 
 def with_precision(adapted: Any, dtype: torch.dtype) -> Any:
@@ -341,16 +320,29 @@ def with_precision(adapted: Any, dtype: torch.dtype) -> Any:
     return adapted
 
 
-def _is_device_failure(error: Exception) -> bool:
-    """Tell whether memory or a device is to blame, not the files."""
-    devices = torch.OutOfMemoryError | torch.AcceleratorError
-    return isinstance(error, devices) or "allocate memory" in str(error)
+@contextmanager
+def _reading(task: str, source: str, options: dict[str, Any], part: str) -> Iterator[None]:
+    """Turn any error of the block that is not a device's into one line: what failed, the file, the remedy."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except LOADING as error:
+        if "allocate memory" in str(error):
+            raise
+        raise ValueError(f"{task}: {_cause(error, source, options, part)}") from error
 
 
-def _check_config(config: Any) -> None:
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)  # foreign object
+def _check_config(source: str, options: dict[str, Any]) -> None:
+    """Raise where config.json cannot be right, or where transformers would silently leave out the damaged
+    generation_config.json."""
+    from transformers import AutoConfig
+
+    layers = getattr(AutoConfig.from_pretrained(source, **options).get_text_config(), "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > MAX_LAYERS:  # making them would take hours and all memory
         raise ValueError(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
+    if wrong := _damage(Path(source, "generation_config.json")):
+        raise ValueError(wrong)
 
 
 def _cause(error: Exception, source: str, options: dict[str, Any], part: str) -> str:

@@ -4,7 +4,6 @@ would type."""
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shlex
 import shutil
@@ -29,8 +28,6 @@ WAIT = 60.0  # seconds for a run to begin; after that it is only told that it ha
 LAST_LINES = 12  # of the log, where it came to nothing
 _starting = set[str]()  # names of runs that have not begun yet
 _processes = list[subprocess.Popen[Any]]()
-# Programs that start a container's command as its only job and end the container with it.
-CONTAINER_INITS = ("tini", "docker-init", "dumb-init", "catatonit")
 
 
 async def train(text: str, config: TrainingConfig, name: str | None, runs: Path) -> tuple[str, str]:
@@ -84,16 +81,6 @@ async def _begun(arguments: list[str], log: Path, begun: Callable[[], bool]) -> 
             said = clean(output.read().decode("utf-8", "replace"))
             told = "\n".join(said.split("\n")[-LAST_LINES:]).strip()
             raise ApiError(told.partition("error: ")[2] or told or "it ended at once", code="not_started")
-
-
-def container_ends() -> bool:
-    """Tell whether the system kills all runs with this process: it is the main one of a container."""
-    if os.getpid() == 1:
-        return True
-    try:
-        return os.getppid() == 1 and Path("/proc/1/comm").read_text("utf-8").strip() in CONTAINER_INITS
-    except OSError:
-        return False
 
 
 def stop_runs(stopping: Collection[int]) -> int:
