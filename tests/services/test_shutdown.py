@@ -112,29 +112,25 @@ def test_a_run_that_stops_slowly_says_what_to_set() -> None:
     assert forecast.warning() is None  # once
 
 
-def test_a_run_warns_of_a_short_grace_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "DISK_SPEED", 1000)
-    train(small(tmp_path, training={"max_steps": 1}), "a", watcher := Quiet())
-    assert sum("terminationGracePeriodSeconds" in text for text in watcher.said) == 1
-
-
 class Usage(NamedTuple):
     free: int
 
 
-def test_checkpoints_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small(tmp_path, training={"max_steps": 3}, logging={"checkpoint_every": 1})
-    train(config, "a", watcher := Quiet())
-    assert not [text for text in watcher.said if "disk" in text]
-    newest = RunFolder(tmp_path / "a").checkpoints()[-1]
+def test_a_run_warns_of_a_full_disk_and_a_short_grace_period(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = RunFolder(whole).checkpoints()[-1]
     size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(int(2.5 * size)))
-    train(config, "b", watcher := Quiet())
-    [warning] = [text for text in watcher.said if "disk" in text]
+    monkeypatch.setattr(build, "DISK_SPEED", 1000)
+    config = small(tmp_path, training={"max_steps": 3}, logging={"checkpoint_every": 1})
+    with pytest.raises(RuntimeError, match="broken off"):
+        train(config, "b", watcher := Quiet(fail_at=1))
+    disk, grace = watcher.said[:2]
     assert (
-        "3 checkpoints" in warning
-        and "set logging.keep_checkpoints=1 or logging.optimizer_state=newest" in warning
+        "3 checkpoints" in disk and "set logging.keep_checkpoints=1 or logging.optimizer_state=newest" in disk
     )
+    assert "terminationGracePeriodSeconds" in grace
 
 
 @pytest.mark.parametrize(
