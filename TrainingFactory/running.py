@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import signal
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
 from queue import SimpleQueue
@@ -15,14 +16,36 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+@contextlib.contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C while the block runs: the handler of SIGINT, whichever it is, gets it. On threads other
+    than the main one, where Python takes no signals, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: Any) -> None:
+        if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):  # a shell script's background job
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+
+
 def run(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[[], None] | None = None) -> T:
     """Run a coroutine to its end: here, or inside a running loop, as in a notebook's, on a thread with a loop of its
-    own. There Ctrl-C in the caller calls `interrupt` on that loop, or cancels the coroutine where none is given."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return _run_here(main)
-    return _run_beside(main, interrupt)
+    own. There Ctrl-C in the caller calls `interrupt` on that loop, or cancels the coroutine where none is given.
+    SIGTERM does what Ctrl-C does."""
+    with sigterm_as_ctrl_c():
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return _run_here(main)
+        return _run_beside(main, interrupt)
 
 
 def _run_here(main: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -38,6 +38,7 @@ from TrainingFactory.cli.tools import tools
 from TrainingFactory.cli.train import train
 from TrainingFactory.cli.ui import ui
 from TrainingFactory.cluster.launcher import LAUNCHER, launched
+from TrainingFactory.running import sigterm_as_ctrl_c
 from TrainingFactory.services.runs.devices import device_failure
 from TrainingFactory.texts import clean
 
@@ -136,7 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if logging.lastResort is not None:  # what prints warnings where nobody has set up anything else
         logging.lastResort.setFormatter(_Cleaned())
-    sys.exit(app.meta(arguments, result_action="return_value"))
+    with sigterm_as_ctrl_c():
+        sys.exit(app.meta(arguments, result_action="return_value"))
 
 
 def _end_stderr() -> None:

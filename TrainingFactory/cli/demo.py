@@ -33,6 +33,7 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
     """
     from TrainingFactory.cli.display import Display
     from TrainingFactory.services.demo.demo import Demo
+    from TrainingFactory.services.runs.folder import RunFolder
 
     made = Demo(env, seed, out)
     show.note(INTRO)
@@ -42,7 +43,8 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
             done = run(display)
             if done.state == "interrupted":
                 count = show.count(done.steps, "step")
-                display.say(f"interrupted after {count} of the {name}; tfactory demo begins again")
+                again = f"resume this run: {RunFolder(done.run).resume_command}; tfactory demo starts over"
+                display.say(f"interrupted after {count} of the {name}; {again}")
                 return show.INTERRUPTED
         report = made.report()
     _show(report)

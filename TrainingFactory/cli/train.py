@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def train(config: str, /, *overrides: Overrides, name: str | None = None, replay: str | None = None) -> int:
-    """Train a model as a config says; Ctrl-C saves a checkpoint and says how to go on.
+    """Train a model as a config says; Ctrl-C or SIGTERM saves a checkpoint and prints the command that
+    resumes the run.
 
     ```
     tfactory train configs/tiny_sft.yaml --name warm

@@ -31,8 +31,9 @@ def ui(
     no_token: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Serve a web page over the runs and models of this machine: see runs live, read their episodes, start and stop
-    them. Open the address that it prints: it carries the token that every request needs. Ctrl-C stops the page; runs
-    that it has started continue.
+    them. Open the address that it prints: it carries the token that every request needs. Ctrl-C and SIGTERM stop the
+    page; the runs that it started continue. As process 1 of a container, which ends with it, the page first stops its
+    runs with checkpoints.
 
     ```
     tfactory ui
@@ -58,8 +59,8 @@ def ui(
         show.note(f"warning: --host {host} lets other machines connect, without encryption")
     if token is None:
         show.note("warning: --no-token lets everybody who can connect run programs as you")
+    page = Page(Path(where).expanduser(), host, token)
     with listen.bind(host, port) as bound, contextlib.suppress(KeyboardInterrupt):
-        page = Page(Path(where).expanduser(), host, token)
         address = listen.address_of(bound)
         for anywhere in ("0.0.0.0", "[::]"):  # no address that another machine could open
             address = address.replace(f"//{anywhere}:", f"//{socket.gethostname()}:")
@@ -68,7 +69,11 @@ def ui(
         if open_browser:
             webbrowser.open(address)
         asyncio.run(page.serve(bound, listen.make_server(page.site.app)))
-    show.note("stopped; runs go on")
+    if os.getpid() == 1:  # of a container, whose end kills all processes in it
+        show.note("stopping the runs of this page, each with a checkpoint")
+        show.note(f"stopped, with {show.count(page.stop_runs(), 'run')}")
+    else:
+        show.note("stopped; runs continue")
     return 0
 
 

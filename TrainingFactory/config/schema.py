@@ -337,6 +337,9 @@ class LoggingSection(Section):
     """Checkpoints at multiples of so many steps are kept as well."""
     keep_best: bool = False
     """Make a checkpoint whenever an evaluation is the best so far, and keep it."""
+    optimizer_state: Literal["all", "newest"] = "all"
+    """Checkpoints that keep their optimizer state and float32 weights, about 6 of 7 bytes: `newest` removes them from
+    older checkpoints, which can then be evaluated, exported and registered but not resumed."""
 
 
 class RegistrySection(Section):

@@ -110,6 +110,17 @@ def read_sums(folder: Path) -> dict[str, str]:
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
+def drop_state(folder: Path) -> None:
+    """Remove from a checkpoint what only training needs. Its digest goes first: a kill in between leaves a file without
+    a digest, never a digest without its file."""
+    present = [folder / name for name in STATE if (folder / name).exists()]
+    if present and (sums := read_sums(folder)):
+        kept = (f"{digest}  {name}\n" for name, digest in sums.items() if name not in STATE)
+        write_aside(folder / SUMS, "".join(kept))
+    for path in present:
+        path.unlink()
+
+
 def changed(folder: Path, but: Collection[str] = ()) -> list[str]:
     """Return the files that are missing or not as they were when their digests were written; none without digests.
     The files `but` are not looked at."""

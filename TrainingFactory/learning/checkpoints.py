@@ -30,11 +30,28 @@ from TrainingFactory.learning.heads import save_head
 from TrainingFactory.learning.learner import Learner
 
 FORMAT = 1
+# optimizer -> bytes that it remembers of a trained weight, after the first step
+REMEMBERED = {"AdamW": 8, "AdamW8bit": 2, "Muon": 4}
 Tensors = dict[str, torch.Tensor]
 
 
 class Damaged(ValueError):
     """A checkpoint is not as it was written; another one may be."""
+
+
+def checkpoint_bytes(learner: Learner) -> tuple[int, int]:
+    """Return the sizes of the model's files in a checkpoint, and of the file that only training needs."""
+    adapted = learner.model is not learner.causal
+    model = sum(
+        param.numel() * (param.element_size() if adapted else learner.dtype.itemsize)
+        for param in learner.model.parameters()
+        if param.requires_grad or not adapted
+    )
+    state = 0
+    for optimizer in learner.optimizers:
+        weights = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
+        state += weights * (4 + REMEMBERED[type(optimizer).__name__])  # beside the weight itself, in float32
+    return model, state
 
 
 def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> None:
@@ -76,7 +93,12 @@ def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
         raise ValueError(f"{folder} was written in format {about.get('format')}; this version reads {FORMAT}")
     if differences := _differences(about["model"], _identity(learner)):
         raise ValueError(f"{folder} is not a checkpoint of this model: {'; '.join(differences[:3])}")
-    found = next((folder / name for name in STATE if (folder / name).exists()), folder / STATE[0])
+    found = next((folder / name for name in STATE if (folder / name).exists()), None)
+    if found is None:
+        raise Damaged(
+            f"{folder} has weights and no optimizer state, which logging.optimizer_state=newest removes when a newer "
+            f"checkpoint is complete; start a new run from its weights: model.name={folder}"
+        )
     try:
         with safe_open(found, "pt") as file:
             _load_optimizers(learner, file, about["optimizers"])

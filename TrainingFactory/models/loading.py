@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import json
 import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from TrainingFactory.models.encoding import gives_back
 from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
@@ -21,7 +24,12 @@ from TrainingFactory.models.tiny import tiny_model, tiny_tokenizer
 from TrainingFactory.options import Unknown, did_you_mean, nearest
 
 CPU = torch.device("cpu")
-LOADING = (OSError, ValueError, ImportError, KeyError)  # what transformers raises where it cannot load
+# What transformers, tokenizers, safetensors and gguf raise at files that they cannot read: tokenizers has no class of
+# its own, and damaged numbers show as any error of Python.
+LOADING = (Exception,)
+AGAIN = "copy or download it again"
+MAX_LAYERS = 10_000
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "tokenization_*.py")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -74,7 +82,29 @@ def load_model(
     model = (_trainable_bits(model) if quantization != "none" else model.to(device=place, dtype=kind)).eval()
     if adapter is not None:
         model = _with_adapter(model, adapter)
+    _check_finite(name, model)
     return LoadedModel(target, model, tokenizer)
+
+
+def _check_finite(name: str, model: Any) -> None:
+    """Raise ValueError where a weight is NaN or infinite: one pass over the weights, and one wait for the device."""
+    weights = {key: param.detach() for key, param in model.named_parameters() if param.numel()}
+    weights = {key: param for key, param in weights.items() if param.dtype in DTYPES.values()}
+    if not weights:
+        return
+    bounds = torch.stack([torch.stack(torch.aminmax(param)).float() for param in weights.values()])
+    wrong = [
+        key for key, fine in zip(weights, bounds.isfinite().all(dim=1).tolist(), strict=True) if not fine
+    ]
+    if wrong:
+        others = f" and {len(wrong) - 1} others" if len(wrong) > 1 else ""
+        range_ = (
+            ", or set model.dtype=bfloat16, whose range is larger" if model.dtype == torch.float16 else ""
+        )
+        raise ValueError(
+            f"model {name!r}: weight {wrong[0]}{others} has NaN or infinite values; download or export the model "
+            f"again{range_}"
+        )
 
 
 def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -85,10 +115,8 @@ def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bo
     alone = (Path(target).expanduser() / "tokenizer_config.json").is_file()
     source, options = (str(Path(target).expanduser()), {}) if alone else _locate(name, target)
     options |= {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    try:
+    with _reading(f"the tokenizer of {name!r} could not be loaded", source, options, "tokenizer.json"):
         return _read_tokenizer(source, options)
-    except LOADING as error:
-        raise ValueError(f"the tokenizer of {name!r} could not be loaded: {_first_line(error)}") from error
 
 
 @functools.cache
@@ -159,10 +187,8 @@ def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool
         return torch.float32
     source, options = _locate(name, target)
     options |= {"revision": revision, "trust_remote_code": trust_remote_code}
-    try:
+    with _reading(f"the config of {name!r} could not be read", source, options, "config.json"):
         config = AutoConfig.from_pretrained(source, **options)
-    except LOADING as error:
-        raise ValueError(f"the config of {name!r} could not be read: {_first_line(error)}") from error
     return getattr(config, "dtype", None) or torch.float32  # foreign object
 
 
@@ -175,17 +201,23 @@ def _load_pretrained(name: str, target: str, options: dict[str, Any], how: dict[
         _check_hub(name, target, options["revision"])
     # safetensors only: other weight files are pickles, which run code when they are read
     how |= {} if where else {"use_safetensors": True}
-    try:
-        with _read_once() if where else nullcontext():
+    if where:
+        file = Path(source, where["gguf_file"])
+        size = file.stat().st_size
+        amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+        print(f"Reading {file} ({amount}) ...", file=sys.stderr, flush=True)
+    reading = partial(_reading, f"model {name!r} could not be loaded from {source!r}", source, options)
+    with _read_once() if where else nullcontext():
+        if not where:
+            with reading("config.json"):
+                _check_config(source, options)
+        with reading("tokenizer.json"):
             tokenizer = _read_tokenizer(source, options)
+        with reading("config.json"):  # or the weights, where it does not describe them
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, output_loading_info=True, **options, **how
             )
-        model, report = loaded
-    except LOADING as error:
-        raise ValueError(
-            f"model {name!r} could not be loaded from {source!r}: {_first_line(error)}"
-        ) from error
+    model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:  # transformers fills them with random numbers and goes on
         text = f"{len(missing)} weights are missing from {source!r}, the first is {missing[0]}"
@@ -275,10 +307,10 @@ def _with_adapter(model: Any, adapter: str) -> Any:
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / file).is_file():
             raise ValueError(f"model.adapter {adapter!r}: there is no {file} in that folder")
-    try:
+    with _reading(
+        f"model.adapter {adapter!r} does not fit the model", str(folder), {}, "adapter_config.json"
+    ):
         return with_precision(PeftModel.from_pretrained(model, str(folder)).eval(), model.dtype)
-    except (ValueError, RuntimeError, KeyError) as error:
-        raise ValueError(f"model.adapter {adapter!r} does not fit the model: {_first_line(error)}") from error
 
 
 def with_precision(adapted: Any, dtype: torch.dtype) -> Any:
@@ -290,8 +322,86 @@ def with_precision(adapted: Any, dtype: torch.dtype) -> Any:
     return adapted
 
 
+@contextmanager
+def _reading(task: str, source: str, options: dict[str, Any], part: str) -> Iterator[None]:
+    """Turn any error of the block that is not a device's into one line: what failed, the file, the remedy."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except LOADING as error:
+        if "allocate memory" in str(error):
+            raise
+        raise ValueError(f"{task}: {_cause(error, source, options, part)}") from error
+
+
+def _check_config(source: str, options: dict[str, Any]) -> None:
+    """Raise where config.json cannot be right, or where transformers would silently leave out the damaged
+    generation_config.json."""
+    from transformers import AutoConfig
+
+    layers = getattr(AutoConfig.from_pretrained(source, **options).get_text_config(), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > MAX_LAYERS:  # making them would take hours and all memory
+        raise ValueError(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
+    if wrong := _damage(Path(source, "generation_config.json")):
+        raise ValueError(wrong)
+
+
+def _cause(error: Exception, source: str, options: dict[str, Any], part: str) -> str:
+    """Return why a model could not be read, and what to do: the file that is missing or damaged, where one is found;
+    else what the library said about the file `part`."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(source)
+    if isinstance(error, ImportError):
+        return _first_line(error)
+    if (name := options.get("gguf_file")) is not None:
+        return f"{folder / name} is damaged or of an unknown kind ({_first_line(error)}): {AGAIN}"
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(source, "config.json", revision=options.get("revision"))
+        folder = Path(cached).parent if isinstance(cached, str) else folder
+    if damaged := _damaged_file(folder):
+        return damaged
+    kinds = TOKENIZER_FILES if part == "tokenizer.json" and folder.is_dir() else ()
+    if kinds and not any(file for kind in kinds for file in folder.glob(kind)):
+        return (
+            f"{folder} has no tokenizer (such as tokenizer.json): copy the tokenizer's files of the model into it, or "
+            "write them with tokenizer.save_pretrained"
+        )
+    elsewhere = "trust_remote_code" in str(error) or "model type" in str(error)
+    if elsewhere or isinstance(error, OSError):  # the files may be fine
+        return _first_line(error)
+    return f"{folder / part} is damaged or does not fit the other files ({_first_line(error)}): {AGAIN}"
+
+
+def _damaged_file(folder: Path) -> str | None:
+    """Name the first file of a folder that cannot be read, with the remedy; None where all can."""
+    for path in sorted(folder.glob("*")):
+        if wrong := _damage(path):
+            return f"{path} is damaged ({wrong}): {AGAIN}"
+    return None
+
+
+def _damage(path: Path) -> str | None:
+    """Return what makes a file of a model unreadable by itself; None where nothing does."""
+    try:
+        if path.suffix == ".json" and path.is_file():
+            json.loads(path.read_bytes())
+        elif path.suffix == ".safetensors":
+            with safe_open(path, "pt"):
+                pass
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        return _first_line(error)
+    return None
+
+
 def _first_line(error: Exception) -> str:
-    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    line = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    if "ignore_mismatched_sizes" in line:
+        return "the shapes of weights differ from those of config.json, as listed above"
+    if isinstance(error, LookupError | AttributeError | TypeError):  # their texts alone say little
+        line = f"{type(error).__name__}: {line}"
     # Transformers tells the way out in a later line, by the name that it has there.
     return f"{line} model.trust_remote_code=true runs it" if "trust_remote_code" in str(error) else line
 

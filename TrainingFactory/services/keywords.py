@@ -195,6 +195,7 @@ class Keywords(TRLKeywords, total=False):
     keep_checkpoints: int
     keep_every: int | None
     keep_best: bool
+    optimizer_state: Literal["all", "newest"]
 
     # registry
     checkpoint: Literal["best", "last"]

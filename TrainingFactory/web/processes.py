@@ -10,8 +10,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import open_regular
@@ -27,6 +28,7 @@ COMMAND = [sys.executable, "-P", "-m", "TrainingFactory.cli"]
 WAIT = 60.0  # seconds for a run to begin; after that it is only told that it has been started
 LAST_LINES = 12  # of the log, where it came to nothing
 _starting = set[str]()  # names of runs that have not begun yet
+_processes = list[subprocess.Popen[Any]]()
 
 
 async def train(text: str, config: TrainingConfig, name: str | None, runs: Path) -> tuple[str, str]:
@@ -70,6 +72,7 @@ async def _begun(arguments: list[str], log: Path, begun: Callable[[], bool]) -> 
         places = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         # In a session of its own: Ctrl-C in the page's terminal is not for it.
         process = subprocess.Popen([*COMMAND, *arguments], start_new_session=True, **places)
+        _processes.append(process)
         threading.Thread(target=process.wait, daemon=True).start()  # no zombie stays behind
         for _ in range(int(WAIT / 0.1)):
             if begun() or process.returncode is not None:
@@ -80,3 +83,15 @@ async def _begun(arguments: list[str], log: Path, begun: Callable[[], bool]) -> 
             said = clean(output.read().decode("utf-8", "replace"))
             told = "\n".join(said.split("\n")[-LAST_LINES:]).strip()
             raise ApiError(told.partition("error: ")[2] or told or "it ended at once", code="not_started")
+
+
+def stop_runs(stopping: Collection[int]) -> int:
+    """Let the runs that the page started save their checkpoints and end; return how many were running. Those with the
+    process numbers `stopping` have had their signal: a second one would end them without a checkpoint."""
+    running = [process for process in _processes if process.poll() is None]
+    for process in running:
+        if process.pid not in stopping:
+            process.terminate()
+    for process in running:
+        process.wait()
+    return len(running)

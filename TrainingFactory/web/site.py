@@ -84,7 +84,7 @@ class Page:
         self.site.add_files()
 
     async def serve(self, bound: socket, server: Any) -> None:
-        """Serve until Ctrl-C, and end the processes for models; runs go on."""
+        """Serve until Ctrl-C or SIGTERM, and end the processes for models; runs continue."""
         self.live.stopping = lambda: server.should_exit
         # before the first page asks for them
         reading = asyncio.create_task(asyncio.to_thread(self.runs.rows))
@@ -93,6 +93,10 @@ class Page:
         finally:
             await asyncio.gather(reading, return_exceptions=True)
             await self.pool.close()
+
+    def stop_runs(self) -> int:
+        """Stop the runs that this page has started, each with a checkpoint; return how many were running."""
+        return processes.stop_runs({process.pid for process in self._asked})
 
     def find(self, name: str) -> RunFolder:
         """Return the run of that name, which is looked up and never made a path of."""

@@ -88,14 +88,15 @@ def test_a_checkpoint_of_another_model(tfactory: Run) -> None:
 
 
 @FORKED
-def test_ctrl_c_saves_and_says_how_to_go_on(tfactory: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves_and_says_how_to_go_on(tfactory: Run, tmp_path: Path, number: int) -> None:
     Path("slow.yaml").write_text(SMALL.format(steps=8, exact="true").replace("every: 2", "every: 30"))
     Path("mine.py").write_text(ENVIRONMENT.format(delay=0.05))
     run = Command(tmp_path, "train", "slow.yaml", "--name", "a")
     metrics = tmp_path / "runs" / "a" / "metrics.jsonl"
     while run.running and (not metrics.exists() or metrics.read_text().count("\n") < 3):
         time.sleep(0.01)
-    run.signal(signal.SIGINT)
+    run.signal(number)
     status, _, err = run.end(120)
     assert status == 130, err
     assert "go on with: tfactory runs resume a" in err and "Traceback" not in err
@@ -103,6 +104,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tfactory: Run, tmp_path: Path) -> No
     stopped = folder.status.step
     assert folder.state == "interrupted" and stopped < 8
     assert folder.checkpoints()[-1].name == f"step-{stopped:06d}"
+    if number == signal.SIGTERM:
+        return
     Path("mine.py").write_text(ENVIRONMENT.format(delay=0))
     status, _, err = tfactory("runs", "resume", "a")
     assert status == 0 and f"going on after step {stopped} of 8" in err

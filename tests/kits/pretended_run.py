@@ -14,7 +14,8 @@ from TrainingFactory.services.runs.folder import METRICS, RunFolder, Status
 
 def main(arguments: list[str]) -> int:
     stopped: list[None] = []
-    signal.signal(signal.SIGINT, lambda number, _: stopped.append(print("asked to stop", flush=True)))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: stopped.append(print("asked to stop", flush=True)))
     if arguments[0] == "train":
         config = load_config(arguments[1], [arguments[2]])
         if config.model.name == "broken":

@@ -19,12 +19,12 @@ from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.web import processes
 
 YAML = "model: builtin:tiny\nenvironment: search\ntraining: {max_steps: 400}\n"
+PRETENDED = [sys.executable, str(ROOT / "tests/kits/pretended_run.py")]
 
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    pretended = [sys.executable, str(ROOT / "tests/kits/pretended_run.py")]
-    monkeypatch.setattr(processes, "COMMAND", pretended)
+    monkeypatch.setattr(processes, "COMMAND", PRETENDED)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with serving(tmp_path / "runs") as served:
         yield served
@@ -87,19 +87,30 @@ def test_killing_a_run_never_breaks_the_page(page: Served, tmp_path: Path) -> No
     assert page.send("/api/runs/mine/stop").status_code == 409
 
 
+def test_a_container_that_ends_lets_its_runs_save(page: Served, tmp_path: Path) -> None:
+    runs = [RunFolder(tmp_path / "runs" / name) for name in ("a", "b")]
+    for run in runs:
+        page.post("/api/train", yaml=YAML, name=run.name)
+    assert processes.stop_runs({stopping.stop(runs[0])}) == 2
+    for run in runs:
+        assert run.state == "interrupted"
+        # A second signal would end a run without its checkpoint.
+        assert (run.path / "run.log").read_text().count("asked to stop") == 1
+
+
 def test_a_run_survives_the_page(tmp_path: Path, tfactory: Run) -> None:
     runs = tmp_path / "runs"
     script = f"""
 import sys
 from TrainingFactory.web import processes
-processes.COMMAND = [sys.executable, {str(ROOT / "tests/kits/pretended_run.py")!r}]
+processes.COMMAND = {PRETENDED!r}
 from TrainingFactory.cli import main
 main(sys.argv[1:])
 """
     with command(tmp_path, script=script) as (page, process):
         name = page.post("/api/train", yaml=YAML)["name"]
         assert name.startswith("grpo-search-")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     run = RunFolder(runs / name)
     before = run.status.step

@@ -6,8 +6,6 @@ import asyncio
 import logging
 import os
 import platform
-import signal
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from copy import deepcopy
@@ -83,10 +81,6 @@ class Learners:
         cuda = _device(config if launched() is None else TrainingConfig()).type == "cuda"
         if launched() is not None:
             group = await in_thread(Group, 0, count, None, os.environ["MASTER_ADDR"], cuda)
-            if threading.current_thread() is threading.main_thread():
-                stop = partial(asyncio.get_running_loop().call_soon_threadsafe, interrupts.ask)
-                before = signal.signal(signal.SIGTERM, lambda *_: stop())  # a launcher waits a while
-                held.callback(signal.signal, signal.SIGTERM, before)
         else:
             note = f", with a log in {folder}" if config.compute.backend == "local" else ""
             group = await self._started(held, folder, count, cuda)

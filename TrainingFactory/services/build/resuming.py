@@ -35,7 +35,10 @@ async def taken_up(
                 f"run {run.name} was sampled ahead, and {len(ledger.under_way)} of its groups were under way: it goes "
                 "on with optimization.async_rollout=true and optimization.max_staleness above 0"
             )
-        progress, offsets = Progress(ledger, state["step"], state["seconds"]), state["offsets"]
+        progress, offsets = (
+            Progress(ledger, state["step"], state["seconds"], state.get("unlogged")),
+            state["offsets"],
+        )
     await in_thread(run.rewind, offsets)
     if resuming:
         say(

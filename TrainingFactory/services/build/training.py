@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import shutil
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import date
@@ -43,6 +44,7 @@ from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
 from TrainingFactory.services.training.ahead import AheadSource
 from TrainingFactory.services.training.dataset import Objects, check_same, gather
+from TrainingFactory.services.training.forecasts import DISK_SPEED, CheckpointSpace, StopForecast
 from TrainingFactory.services.training.guards import Guards
 from TrainingFactory.services.training.interrupts import Interrupts
 from TrainingFactory.services.training.ledger import Ledger
@@ -274,9 +276,27 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
         trackers=trackers,
         interrupts=training.interrupts,
         progress=progress,
+        stop_forecast=_forecast_stop(training, own, total, earlier),
         scores=Scores.of(earlier, config.training.stop_when),
         saved=progress.done or -1,
     )
+
+
+def _forecast_stop(
+    training: Training, policy: LocalPolicy, total: int, earlier: list[dict[str, Any]]
+) -> StopForecast:
+    """Warn of checkpoints that do not fit on the disk; return how long stopping takes, by the size of one and by
+    earlier updates."""
+    from TrainingFactory.learning.checkpoints import checkpoint_bytes  # torch
+
+    run, sizes = training.run, checkpoint_bytes(policy.learner)
+    present = sum(path.stat().st_size for path in (run.path / "checkpoints").rglob("*") if path.is_file())
+    space = CheckpointSpace(training.config.logging, total, *sizes)
+    warning = space.warning(shutil.disk_usage(run.path).free + present, str(run.path))
+    if warning is not None:
+        training.watcher.say(f"WARNING {warning}")
+    updating = earlier[-1].get("seconds/update", 0.0) if earlier else 0.0
+    return StopForecast(sum(sizes) / DISK_SPEED, updating)
 
 
 @dataclass(slots=True)

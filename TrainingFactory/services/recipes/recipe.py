@@ -152,6 +152,7 @@ class Recipe:
             else:
                 made = Training(self.configs[name], name=name, watcher=watcher)
             if made.train().state != "finished":
+                watcher.say("run the same command again to resume")
                 raise KeyboardInterrupt
 
     def parts(self, final: bool) -> list[str]:

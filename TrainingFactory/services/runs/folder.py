@@ -42,7 +42,16 @@ from pydantic import TypeAdapter
 from TrainingFactory import __version__
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.problems import Problem
-from TrainingFactory.data.disk import open_regular, read_lines, read_whole, remove, sync, write_aside, writing
+from TrainingFactory.data.disk import (
+    drop_state,
+    open_regular,
+    read_lines,
+    read_whole,
+    remove,
+    sync,
+    write_aside,
+    writing,
+)
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
 from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.texts import redacted, secrets_in
@@ -278,12 +287,15 @@ class RunFolder:
                 found[name] = path.stat().st_size
         return found
 
-    def prune(self, last: int, every: int | None, best: bool = False) -> None:
-        """Keep the last so many checkpoints, those at multiples of so many steps, and if asked to the best."""
+    def prune(self, last: int, every: int | None, best: bool = False, states: str = "all") -> None:
+        """Keep the last `last` checkpoints, those at multiples of `every` steps, and if asked to the best. Where
+        `states` is newest, the newest alone keeps its optimizer state."""
         kept = self.best() if best else None
         for old in self.checkpoints()[:-last]:
             if old != kept and (every is None or _step_of(old) % every):
                 remove(old)
+        for old in self.checkpoints()[:-1] if states == "newest" else ():
+            drop_state(old)
 
     def rewind(self, offsets: dict[str, int]) -> None:
         """Cut the growing files back to a checkpoint (none: to nothing) and clear away what was half done."""

@@ -1,4 +1,4 @@
-"""Ctrl-C during a run: what was learned is kept."""
+"""Stop a run by Ctrl-C or SIGTERM without losing what it learned."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import asyncio
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
+from TrainingFactory.running import sigterm_as_ctrl_c
+
 T = TypeVar("T")
+# `timeout` and some supervisors signal a process and then its whole group: signals within these seconds are one.
+SAME_REQUEST = 0.5
 
 
 class Stopped(Exception):
@@ -17,19 +22,19 @@ class Stopped(Exception):
 
 
 class Interrupts:
-    """Stop sampling at once and an update when it is done. A second Ctrl-C stops whatever is under way, and then the
-    last checkpoint is what remains. Signals are taken on the main thread; elsewhere whoever owns it calls `ask`."""
+    """Cancel sampling immediately and let an update finish. A second Ctrl-C or SIGTERM cancels that too, and the run
+    keeps its last checkpoint. Signals arrive on the main thread; on other threads the owner of the run calls `ask`."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.asked = False
-        self._say = say
+        self._say, self._since = say, 0.0
         self._failure: Exception | None = None
         self._whole: asyncio.Task[Any] | None = None  # the run
         self._sampling: asyncio.Future[Any] | None = None  # what may be cancelled at any moment
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Take Ctrl-C while the block runs."""
+        """Take Ctrl-C and SIGTERM while the block runs."""
         self._whole = asyncio.current_task()
         try:
             with self._signals():
@@ -57,23 +62,29 @@ class Interrupts:
         with contextlib.suppress(NotImplementedError):  # Windows
             loop.add_signal_handler(signal.SIGINT, self.ask)
         try:
-            yield
+            with sigterm_as_ctrl_c():
+                yield
         finally:
             with contextlib.suppress(NotImplementedError):
                 loop.remove_signal_handler(signal.SIGINT)
             signal.signal(signal.SIGINT, before)
 
     def ask(self) -> None:
-        """Stop: at once where nothing is lost by it, or where it is asked for the second time."""
+        """Cancel sampling, or stop after the update that is running; the second time cancel the run."""
         if self._failure is not None:
             return
-        again, self.asked = self.asked, True
-        if self._sampling is not None:
-            self._sampling.cancel()
-        elif again and self._whole is not None:
+        now, again = time.monotonic(), self.asked
+        if again and now - self._since < SAME_REQUEST:
+            return
+        self.asked, self._since = True, now
+        if again and self._whole is not None:
             self._whole.cancel()
+        elif self._sampling is not None:
+            self._sampling.cancel()
         else:
-            self._say("stopping after this step; Ctrl-C again stops at once")
+            self._say(
+                "stopping after this update; a second Ctrl-C or SIGTERM exits immediately, without a checkpoint"
+            )
 
     def check(self) -> None:
         """Raise Stopped if that was asked for."""

@@ -27,6 +27,7 @@ from TrainingFactory.services.runs.folder import (
 )
 from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.services.runs.tracking import Watcher
+from TrainingFactory.services.training.forecasts import StopForecast
 from TrainingFactory.services.training.guards import Finding, Guards
 from TrainingFactory.services.training.interrupts import Interrupts, Stopped
 from TrainingFactory.services.training.ledger import Ledger
@@ -55,6 +56,7 @@ class Progress:
     ledger: Ledger  # of the tasks or examples
     done: int = 0  # steps
     seconds: float = 0.0  # spent so far, in earlier processes too
+    unlogged: dict[str, float] | None = None  # metrics of the last step, whose evaluation was interrupted
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class HeldOut:
 
 @dataclass(slots=True)
 class TrainingLoop:
-    """Everything a run needs, made by `services/build/training.py`. At Ctrl-C what was learned is in a checkpoint."""
+    """Trains with what `services/build/training.py` has made. Ctrl-C and SIGTERM stop it with a checkpoint."""
 
     config: TrainingConfig
     total: int  # steps
@@ -89,6 +91,7 @@ class TrainingLoop:
     trackers: Tracker
     interrupts: Interrupts
     progress: Progress
+    stop_forecast: StopForecast
     scores: Scores = field(default_factory=Scores)
     rows: list[dict[str, float]] = field(default_factory=list)
     saved: int = -1  # the step of the last checkpoint
@@ -96,6 +99,7 @@ class TrainingLoop:
 
     async def train(self) -> TrainingReport:
         await self._write_status("running")
+        self._warn(self.stop_forecast.warning())
         try:
             with self.interrupts.watching():
                 state, reason = await self._to_the_end()
@@ -141,11 +145,16 @@ class TrainingLoop:
         stream = Stream(self.source, self.progress.done, self.total)
         if (lost := await self._publish()) is not None:
             raise lost
-        if self.config.training.eval_every is not None and self.progress.done == 0:
+        if self.progress.done == 0 and self._evaluation_is_due():
             await self._log(0, await self.interrupts.at_once(self._evaluate()))
+        if (metrics := self.progress.unlogged) is not None:
+            metrics = metrics | await self.interrupts.at_once(self._evaluate())
+            self.progress.unlogged = None
+            await self._log(int(metrics.pop("epoch")), metrics)
         if (reason := self.scores.verdict()) is not None:  # or it was killed when it had just ended
             stream.end()
         self._begin("generate")
+        first = self.progress.done  # its update may compile kernels
         async for batch in self.interrupts.over(stream):
             last = batch.step + 1 == self.total
             await self._guard(batch.step, self.guards.check(batch, last))
@@ -157,7 +166,11 @@ class TrainingLoop:
             finally:  # after a failure what is written too much is cut off as after a kill
                 written = await writing
             lost = await self._publish()
-            await self._record(batch, metrics | written, time.perf_counter() - started)
+            updating = time.perf_counter() - started
+            await self._record(batch, metrics | written, updating)
+            if batch.step > first:
+                self.stop_forecast.updating = updating
+                self._warn(self.stop_forecast.warning())
             if lost is not None:
                 raise lost
             await self._guard(batch.step, self.guards.updated(metrics, last))
@@ -174,6 +187,10 @@ class TrainingLoop:
     def _begin(self, phase: str) -> None:
         self.phase = phase
         self.watcher.phase(phase)
+
+    def _warn(self, warning: str | None) -> None:
+        if warning is not None:
+            self.watcher.say(f"WARNING {warning}")
 
     async def _publish(self) -> SamplersLost | None:
         """Let the sampler go on with the newest weights; what is lost by it is raised when the step is written."""
@@ -219,7 +236,11 @@ class TrainingLoop:
         await in_thread(self.run.append, CONSUMED, row)
         try:
             if self._evaluation_is_due():
-                metrics |= await self._evaluate()
+                metrics |= await self.interrupts.at_once(self._evaluate())
+        except Stopped:
+            # The checkpoint holds them; a resumed run evaluates again and logs them.
+            self.progress.unlogged = {"epoch": epoch} | metrics
+            raise
         except SamplersLost:
             await self._log(epoch, metrics)  # the step itself is done
             raise
@@ -321,9 +342,14 @@ class TrainingLoop:
             **progress.ledger.state(),
             "offsets": await in_thread(self.run.offsets),
         }
+        if progress.unlogged is not None:
+            state["unlogged"] = progress.unlogged
+        started = time.perf_counter()
         await self.policy.save(str(self.run.checkpoint_folder(progress.done)), state)
-        self.saved = progress.done
-        await in_thread(self.run.prune, keep.keep_checkpoints, keep.keep_every, keep.keep_best)
+        self.saved, self.stop_forecast.saving = progress.done, time.perf_counter() - started
+        self._warn(self.stop_forecast.warning())
+        kept = keep.keep_checkpoints, keep.keep_every, keep.keep_best, keep.optimizer_state
+        await in_thread(self.run.prune, *kept)
 
     async def _finish(self, state: State, reason: str | None = None) -> TrainingReport:
         with contextlib.suppress(OSError):  # a full disk may have brought us here
