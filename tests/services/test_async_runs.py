@@ -66,6 +66,7 @@ def assert_whole(folder: RunFolder, bound: int) -> None:
     assert [row["step"] for row in metrics] == list(range(1, 7))
     assert all(row["staleness/max"] <= bound for row in metrics)
     assert any(row["staleness/max"] > 0 for row in metrics)
+    assert [row["tools/calls"] for row in metrics] == [row["episodes"] for row in metrics]
     episodes = list(load_trajectories(folder.path / "trajectories.jsonl"))
     trained = [task for tasks in folder.consumed().values() for task in tasks]
     assert [each.task.id for each in episodes] == [task for task in trained for _ in range(4)]

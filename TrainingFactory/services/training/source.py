@@ -37,6 +37,10 @@ class StepGroups:
     recorded: set[tuple[int | str, str]] | None = None
     given_up: set[tuple[int | str, str]] = field(default_factory=set)
 
+    def has_recorded(self, key: EpisodeKey) -> bool:
+        """Return whether the tool calls of that episode belong to this step."""
+        return self.recorded is None or (key.step, key.task) in self.recorded
+
     @property
     def rows(self) -> list[Sample]:
         return [row for group in self.groups for row in group.rows]
