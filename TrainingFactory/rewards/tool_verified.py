@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar
 
@@ -145,4 +146,9 @@ VERIFIERS: dict[str, Any] = {kind.rule: kind for kind in (SqlExecution, CodeCase
 
 def make_verifier(verify: str, **options: Any) -> RewardFunction:
     """Make a reward by its name in VERIFIERS and the options of its class; ValueError for one that is not there."""
-    return make_named(VERIFIERS, {"verify": verify, **options}, "verify", "verifier")
+    return verifier_from_options({"verify": verify, **options})
+
+
+def verifier_from_options(options: Mapping[str, Any]) -> RewardFunction:
+    """Return the verifier that a config asks for: `{verify: calculated, expressions: true}`."""
+    return make_named(VERIFIERS, options, "verify", "verifier")

@@ -19,6 +19,7 @@ from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, T
 HEALTHY = {
     "seconds/step": 1.0, "episodes": 16, "episodes/truncated": 1, "tools_offered": 2, "episodes/called": 12,
     "rows": 16, "reward": 0.5, "reward_std": 0.5, "accuracy": 0.5, "entropy": 0.3, "length": 40.0, "grad_norm": 0.2,
+    "reward_right": 1.5, "reward_wrong": 0.7,
     "logprob_diff": 1e-6, "tool_success": 0.9, "judge/requests": 16, "judge/cached": 0, "judge/failed_timeout": 1,
 }  # fmt: skip
 # finding -> what a step that shows it has
@@ -26,6 +27,7 @@ PROVOKED: dict[str, dict[str, float]] = {
     "no_tool_called": {"episodes/called": 0},
     "most_truncated": {"episodes/truncated": 9},
     "tied_groups": {"rows": 0},
+    "wrong_rewarded": {"reward_wrong": 0.8},
     "entropy_collapse": {"entropy": 0.02},
     "length_explosion": {"length": 81.0},
     "logprob_gap": {"logprob_diff": 0.06},
