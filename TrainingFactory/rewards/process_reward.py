@@ -119,7 +119,8 @@ def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
     shown += [result[:MAX_SEARCHED] for result in reversed(results)]
     if any(words == _words(text) for text in (*shown, *map(_reasoning, earlier))):
         return False
-    return any(_contains(words, _words(value)) for text in shown for value in _values(text))
+    reason = f" {' '.join(words)} "
+    return any(f" {' '.join(_words(value))} " in reason for text in shown for value in _values(text))
 
 
 def efficient_path(trajectory: Trajectory, turn: int) -> float:
@@ -173,12 +174,6 @@ def _values(text: str) -> list[str]:
     """Return the numbers, names and quoted texts in a text, and the text itself where it is short."""
     whole = [text] if len(_words(text)) <= MAX_VALUE_WORDS else []
     return whole + [found[1] or found[0] for found in VALUE.finditer(text)]
-
-
-def _contains(words: list[str], part: list[str]) -> bool:
-    """Return whether the words of `part` stand one after the other in `words`."""
-    size = len(part)
-    return size > 0 and any(words[at : at + size] == part for at in range(len(words) - size + 1))
 
 
 def _key(call: ToolCall) -> str:
@@ -269,16 +264,13 @@ class ProcessReward:
             capped += excess
             steps.append(earned - excess)
             total += earned - excess
-        if steps and self._takes_back(trajectory, outcome) and total > 0:
+        wrong = self.claw_back == "wrong" and outcome is not None and outcome.outcome <= 0
+        if steps and self.claw_back and (trajectory.status != "done" or wrong) and total > 0:
             clawed_back = total
             steps[-1] -= total
         # Also where they are zero: a mean over episodes takes all of them.
         parts |= {CAPPED: 0.0 - capped, CLAWED_BACK: 0.0 - clawed_back}
         return Reward(0.0, steps, parts)
-
-    def _takes_back(self, trajectory: Trajectory, outcome: Reward | None) -> bool:
-        wrong = outcome is not None and outcome.outcome <= 0
-        return bool(self.claw_back) and (trajectory.status != "done" or (self.claw_back == "wrong" and wrong))
 
     def add_outcome(self, outcome: Reward, process: Reward) -> Reward:
         """Return the sum of both, with the parts of both."""

@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from TrainingFactory.arithmetic import calculate, tokens
 from TrainingFactory.options import STRICT, make_named
 from TrainingFactory.protocols import Episode, RewardFunction
+from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.answers import references
 from TrainingFactory.rewards.rules.code import CodeTests, ToolRule, through, value_after
 from TrainingFactory.rewards.rules.json_answers import same_json
@@ -146,9 +147,10 @@ VERIFIERS: dict[str, Any] = {kind.rule: kind for kind in (SqlExecution, CodeCase
 
 def make_verifier(verify: str, **options: Any) -> RewardFunction:
     """Make a reward by its name in VERIFIERS and the options of its class; ValueError for one that is not there."""
-    return verifier_from_options({"verify": verify, **options})
+    return make_named(VERIFIERS, {"verify": verify, **options}, "verify", "verifier")
 
 
-def verifier_from_options(options: Mapping[str, Any]) -> RewardFunction:
-    """Return the verifier that a config asks for: `{verify: calculated, expressions: true}`."""
-    return make_named(VERIFIERS, options, "verify", "verifier")
+def rule_or_verifier(options: Mapping[str, Any] | str) -> RewardFunction:
+    """Return the verifier that `{verify: calculated}` names, else the rule of these options."""
+    verified = isinstance(options, Mapping) and "verify" in options
+    return make_named(VERIFIERS, options, "verify", "verifier") if verified else rule_from_options(options)

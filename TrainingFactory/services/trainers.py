@@ -15,7 +15,7 @@ from TrainingFactory.services.build.environment import as_ours, environment_of
 from TrainingFactory.services.build.factories import by_file
 from TrainingFactory.services.build.notices import notices, unused
 from TrainingFactory.services.build.ranks import served
-from TrainingFactory.services.build.rewards import check_group, movable_object
+from TrainingFactory.services.build.rewards import check_group, move_object
 from TrainingFactory.services.build.siblings import rows_of
 from TrainingFactory.services.build.tools import listed
 from TrainingFactory.services.build.training import Training
@@ -168,12 +168,10 @@ class Trainer:
             check_group(objects.reward, config.training.group_size)
         played = objects.environment is not None or bool(objects.tools)
         heldout = self._heldout is not None
-        self.notices = [
-            *self._notes,
-            *notices(config, rewarded=objects.reward is not None),
-            *unused(config, played=played, heldout=heldout),
-        ]
-        stays = objects.reward is not None and movable_object(objects.reward) is None
+        rewarded = objects.reward is not None
+        about = notices(config, rewarded=rewarded)
+        self.notices = [*self._notes, *about, *unused(config, played=played, heldout=heldout)]
+        stays = rewarded and move_object(objects.reward, config) is objects.reward
         if config.optimization.distributed_reward and stays:
             self.notices.append(
                 "optimization.distributed_reward: a reward that is a Python object runs in this process; to run it "

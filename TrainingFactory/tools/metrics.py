@@ -47,7 +47,7 @@ class _Counts:
         self.waited += other.waited
         self.times.extend(other.times)
 
-    def named(self, tool: str, wall_share: float | None) -> dict[str, float]:
+    def named(self, tool: str) -> dict[str, float]:
         """Return the metrics by name. Percentiles over nothing are left out, not zero."""
         kinds = COUNTED if tool else COUNTED | NO_TOOL
         named: dict[str, float] = {name: self.errors[kind] for kind, name in kinds.items()}
@@ -56,10 +56,7 @@ class _Counts:
         if self.times:
             ordered = sorted(self.times)
             named["p50"], named["p95"] = (ordered[int(len(ordered) * part)] for part in (0.5, 0.95))
-        if wall_share is not None:
-            named["wall_share"] = wall_share
-        prefix = f"tools/{tool}/" if tool else "tools/"
-        return {prefix + name: value for name, value in named.items()}
+        return {_prefix(tool) + name: value for name, value in named.items()}
 
 
 @dataclass(slots=True)
@@ -76,35 +73,19 @@ class _Timer:
         self.running += change
         self.since = now
 
-
-class _Period:
-    """Timers of a step, or of the whole run, by tool."""
-
-    def __init__(self, started: float) -> None:
-        self.started = started
-        self.timers: defaultdict[str, _Timer] = defaultdict(_Timer)
-
-    def share(self, tool: str, now: float) -> float | None:
-        """Return the share of the period in which a call of the tool was under way."""
-        timer = self.timers[tool]
-        timer.run(0, now)
-        return min(1.0, timer.busy / (now - self.started)) if now > self.started else None
-
-    def following(self, now: float) -> _Period:
-        """Return the next period, in which the calls under way continue."""
-        period = _Period(now)
-        for tool, timer in self.timers.items():
-            if timer.running:
-                period.timers[tool].run(timer.running, now)
-        return period
+    def take(self, now: float) -> float:
+        """Return the seconds since the last time."""
+        self.run(0, now)
+        busy, self.busy = self.busy, 0.0
+        return busy
 
 
 class ToolMetrics:
     """Hold the counts of each episode until `snapshot` or `drop` takes them, and those of the whole run."""
 
     def __init__(self) -> None:
-        now = time.perf_counter()
-        self._step, self._run = _Period(now), _Period(now)
+        self._since = time.perf_counter()  # the last snapshot
+        self._timers: defaultdict[str, _Timer] = defaultdict(_Timer)
         self._episodes: dict[Hashable, defaultdict[str, _Counts]] = {}
         self._total: defaultdict[str, _Counts] = defaultdict(_Counts)
 
@@ -145,9 +126,14 @@ class ToolMetrics:
         for episode in [each for each in list(self._episodes) if wanted(each)]:
             for tool, found in self._episodes.pop(episode).items():
                 counts[tool].merge(found)
-        now, ended = time.perf_counter(), self._step
-        self._step = ended.following(now)
-        return _named(counts, ended, now)
+        now, since = time.perf_counter(), self._since
+        self._since = now
+        busy = {tool: timer.take(now) for tool, timer in self._timers.items()}
+        return _named(counts) | {
+            f"{_prefix(tool)}wall_share": min(1.0, seconds / (now - since))
+            for tool, seconds in busy.items()
+            if counts[tool].calls and now > since
+        }
 
     def drop(self, unwanted: Callable[[Any], bool]) -> None:
         """Forget the counts of these episodes."""
@@ -157,7 +143,7 @@ class ToolMetrics:
 
     def totals(self) -> dict[str, float]:
         """Return the metrics of the whole run."""
-        return _named(self._total, self._run, time.perf_counter())
+        return _named(self._total)
 
     def _of(self, episode: Hashable, *tools: str) -> list[_Counts]:
         own = self._episodes.get(episode)
@@ -168,15 +154,18 @@ class ToolMetrics:
         return [counts[tool] for counts in (own, self._total) for tool in tools]
 
     def _run_timers(self, tool: str, change: int, now: float) -> None:
-        for period in (self._step, self._run):
-            for name in (ALL, tool):
-                period.timers[name].run(change, now)
+        for name in (ALL, tool):
+            self._timers[name].run(change, now)
 
 
-def _named(counts: defaultdict[str, _Counts], period: _Period, now: float) -> dict[str, float]:
+def _prefix(tool: str) -> str:
+    return f"tools/{tool}/" if tool else "tools/"
+
+
+def _named(counts: defaultdict[str, _Counts]) -> dict[str, float]:
     """Return the metrics by name; what was not called is left out."""
     named: dict[str, float] = {}
     for tool in (ALL, *filter(None, list(counts))):
         if counts[tool].calls:
-            named |= counts[tool].named(tool, period.share(tool, now))
+            named |= counts[tool].named(tool)
     return named

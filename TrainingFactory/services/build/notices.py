@@ -8,9 +8,8 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.cluster.launcher import launched
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.not_yet import changed, not_yet
-from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.code import ToolRule
-from TrainingFactory.rewards.tool_verified import verifier_from_options
+from TrainingFactory.rewards.tool_verified import rule_or_verifier
 from TrainingFactory.services.build.learner import importance_cap
 
 AHEAD = ("async_rollout", "max_staleness", "async_order")
@@ -96,8 +95,7 @@ def _about_processes(config: TrainingConfig, rewarded: bool) -> list[str]:
 def _can_leave(kind: str, options: Any) -> bool:
     if kind not in ("rule_based", "tool_verified"):
         return kind in ("function", "process_reward")
-    make = rule_from_options if kind == "rule_based" else verifier_from_options
     try:
-        return not isinstance(make(options), ToolRule)
+        return not isinstance(rule_or_verifier(options), ToolRule)
     except ValueError:
         return True  # told when the reward is made

@@ -23,6 +23,7 @@ from TrainingFactory.options import (
     Wrong,
     ZeroOrMore,
     make_from,
+    make_named,
     one_of,
 )
 from TrainingFactory.protocols import RewardFunction
@@ -33,15 +34,14 @@ from TrainingFactory.rewards.model_judge import judges_at, model_judge
 from TrainingFactory.rewards.process_reward import PROCESS_RULES, ClawBack, ProcessReward
 from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.code import ToolRule
-from TrainingFactory.rewards.tool_verified import verifier_from_options
+from TrainingFactory.rewards.tool_verified import VERIFIERS, rule_or_verifier
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.workers.process import RewardProcess
 from TrainingFactory.services.build.model_names import Named, find_model
 from TrainingFactory.services.build.own_judge import with_own_judge
 from TrainingFactory.workers import Worker
 
-RULE_MAKER = "TrainingFactory.rewards.rule_based:rule_from_options"
-VERIFIER_MAKER = "TrainingFactory.rewards.tool_verified:verifier_from_options"
+RULE_MAKER = "TrainingFactory.rewards.tool_verified:rule_or_verifier"
 STEPS_MAKER = "TrainingFactory.rewards.process_reward:scorer_from_options"
 STEP_OPTIONS = ("outcome_weight", "step_rewards", "pay", "cap", "claw_back")
 MOST_WORKERS = 4  # by default
@@ -78,11 +78,11 @@ class Making:
         made = [RewardProcess(target, timeout, options, like, worker) for _ in range(count)]
         return DistributedRewardModel(made)
 
-    def spread(self, rule: RewardFunction, maker: str, options: Any) -> RewardFunction:
+    def spread(self, rule: RewardFunction, options: Any) -> RewardFunction:
         """Return the rule in processes of its own, where that is asked for and it needs no tools."""
         if not self.processes or issubclass(type(rule), ToolRule):
             return rule
-        return self.in_processes(maker, as_reward(rule), self.processes, options=options)
+        return self.in_processes(RULE_MAKER, as_reward(rule), self.processes, options=options)
 
     def spread_steps(self, reward: ProcessReward, rules: Mapping[str, str]) -> ProcessReward:
         """Return the reward with processes for its steps, where asked for; `rules` name the files of its own."""
@@ -103,11 +103,11 @@ def environment_reward(making: Making, options: Options) -> None:
 
 
 def rule_based(making: Making, options: Options) -> RewardFunction:
-    return making.spread(rule_from_options(options), RULE_MAKER, options)
+    return making.spread(rule_from_options(options), options)
 
 
 def tool_verified(making: Making, options: Options) -> RewardFunction:
-    return making.spread(verifier_from_options(options), VERIFIER_MAKER, options)
+    return making.spread(make_named(VERIFIERS, options, "verify", "verifier"), options)
 
 
 @dataclass(config=STRICT, kw_only=True, frozen=True)
@@ -127,9 +127,7 @@ def function(making: Making, options: Options) -> RewardFunction:
 
 
 def _outcome(options: Any) -> RewardFunction | None:
-    if isinstance(options, Mapping) and "verify" in options:
-        return verifier_from_options(options)
-    return None if options is None else rule_from_options(options)
+    return None if options is None else rule_or_verifier(options)
 
 
 @dataclass(config=STRICT, kw_only=True, frozen=True)
@@ -162,14 +160,10 @@ def process_reward(making: Making, options: Options) -> RewardFunction:
             rules[name] = find_callable(target)
         except ValueError as error:
             raise OptionError(Wrong(f"rules.{name}", str(error))) from error
-    outcome = chosen.outcome
-    if outcome is not None:
-        verified = isinstance(options["outcome"], Mapping) and "verify" in options["outcome"]
-        outcome = making.spread(outcome, VERIFIER_MAKER if verified else RULE_MAKER, options["outcome"])
     made = ProcessReward(
         chosen.outcome_weight,
         chosen.step_rewards or None,
-        outcome,
+        None if chosen.outcome is None else making.spread(chosen.outcome, options["outcome"]),
         pay=chosen.pay,
         cap=chosen.cap,
         claw_back=chosen.claw_back,

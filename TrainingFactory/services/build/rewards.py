@@ -54,18 +54,13 @@ def make_reward(config: TrainingConfig) -> RewardFunction | None:
     return _made(Making(config, load=True))
 
 
-def movable_object(reward: Any) -> ProcessReward | None:
-    """Return a reward that was handed in if worker processes can make the same: a ProcessReward of built-in rules."""
-    inner = reward.function if isinstance(reward, Adapted) else reward
-    return inner if isinstance(inner, ProcessReward) and not inner.rules else None
-
-
 def move_object(reward: Any, config: TrainingConfig) -> RewardFunction | None:
-    """Return a reward that was handed in, with worker processes where they are requested and can make the same."""
-    movable = movable_object(reward)
-    if movable is None or not config.optimization.distributed_reward:
+    """Return a reward that was handed in, in worker processes if it is a ProcessReward of built-in rules; any other
+    object stays as it is."""
+    inner = reward.function if isinstance(reward, Adapted) else reward
+    if not isinstance(inner, ProcessReward) or inner.rules or not config.optimization.distributed_reward:
         return reward
-    return as_reward(Making(config, load=True).spread_steps(movable, {}))
+    return as_reward(Making(config, load=True).spread_steps(inner, {}))
 
 
 async def open_reward(reward: RewardFunction | None, held: AsyncExitStack, say: Say) -> None:
