@@ -116,7 +116,8 @@ class EnvironmentSection(Section):
     async_execution: bool = True
     """Tools of one episode run while others are sampled."""
     num_workers: Count | None = None
-    """ray: processes on the cluster that run the tools which may (tools.N.remote); null: one on each machine."""
+    """Maximum number of episodes, each with its environment, that run at the same time; null: sampling.slots. With ray:
+    processes on the cluster that run the tools which may (tools.N.remote); null: one on each machine."""
     max_turns: Count = 8
     """Turns of the model after which an episode ends as max_turns."""
     episode_timeout: Positive = 300.0
@@ -153,7 +154,7 @@ class OneReward(Section):
     """model_judge: a judge of the run's own, started and ended with it: {model: NAME, replicas: 2, gpus: 1}."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the type: {rule: numeric} for rule_based, {verify: sql_execution} for tool_verified, {pay: per_turn, cap: 1.0,
-    claw_back: true, outcome: {rule: f1}, rules: {mine: rules.py:mine}} for process_reward,
+    claw_back: wrong, outcome: {rule: f1}, rules: {mine: rules.py:mine}} for process_reward,
     {base_url: ...} (one address, or a list of them) for model_judge, {function: rewards.py:score, timeout: 5,
     processes: 2} for function."""
     outcome_weight: float = 1.0
@@ -207,8 +208,8 @@ class OptimizationSection(Section):
     """Mean distance between the log-probs of sampler and learner for the same weights: over it the run warns, and after
     three steps in a row it stops."""
     distributed_reward: bool = False
-    """Run rewards of the types rule_based and function in processes of their own, with ray on the cluster's machines,
-    where they need no tools. Judges answer at their endpoints anyway."""
+    """Score in worker processes, with ray on the cluster's machines: the step rewards of process_reward, and rewards of
+    the types rule_based, function and tool_verified that need no tools. Judges answer at their endpoints anyway."""
     reward_workers: Count | None = None
     """Processes for each such reward; null: as many as there are cores, at most 4."""
     offload_reference: bool = False

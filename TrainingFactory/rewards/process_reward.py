@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY
 from itertools import islice, zip_longest
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from TrainingFactory.options import STRICT, OptionError, Wrong, one_of
@@ -27,9 +27,10 @@ from TrainingFactory.rewards.adapt import (
     environment_reward,
 )
 from TrainingFactory.rewards.combined import weighted
+from TrainingFactory.rewards.loading import find_callable
 from TrainingFactory.tools.schema import schema_problems, validator_of
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.types import Reward, ToolCall, ToolResult, Trajectory, Turn
+from TrainingFactory.types import Message, Reward, ToolCall, ToolResult, Trajectory, Turn
 from TrainingFactory.user_code import failure
 
 StepRule = Callable[[Trajectory, int], float | bool]
@@ -37,17 +38,42 @@ STEP_REWARDS = {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0
 MAX_EXPERT_TURNS = 100
 ROUNDING = 1e-9
 CAPPED, CLAWED_BACK, OUTCOME = "capped", "clawed_back", "outcome"
-MIN_WORDS = 5  # different ones, of a reasoning that counts as one
+MIN_WORDS = 5  # different ones, numbers left out, of a reasoning that counts as one
+MAX_VALUE_WORDS = 5  # of a tool result that is a value as a whole
+MAX_SEARCHED = 10_000  # characters of a tool result in which values are looked for
+# A word; in scripts without spaces (kana, Chinese) a character.
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
+# A number, a text in quotes that is no key of JSON, or a name: a word with a capital that begins no sentence, or with a
+# digit or an underscore.
+VALUE = re.compile(
+    r"\d+(?:[.,]\d+)*"
+    r"|(?<!\w)[\"'`“「《](\w[^\"'`”」》\n]{0,79})[\"'`”」》](?!\s*:)"
+    r"|(?<![.!?:] )(?<!^)\b[A-ZÀ-ÞΑ-ΩА-Я]\w+|\b[a-z]\w*[\d_]\w*",
+    re.MULTILINE,
+)
+
+
+def _check_claw_back(value: bool | str) -> bool | str:
+    if not isinstance(value, bool) and value != "wrong":
+        raise ValueError("must be true, false or wrong")
+    return value
+
+
+ClawBack = Annotated[Any, AfterValidator(_check_claw_back)]
 
 
 def correct_tool(trajectory: Trajectory, turn: int) -> bool:
-    """Tell whether all calls of the turn went to a right tool (metadata `correct_tool`, else any) and went well."""
+    """Return whether all calls of the turn are expected by the task and succeeded. The task's metadata `correct_tool`
+    names a tool, or a tool with arguments ({"name": ..., "arguments": {...}}), or lists several; without it every
+    offered tool is expected."""
     calls = _answered(trajectory.turns[turn])
-    right = trajectory.task.metadata.get("correct_tool")
-    if right is None:
-        right = [spec.name for spec in trajectory.tools]
-    right = [right] if isinstance(right, str) else list(right)
-    return bool(calls) and all(call.name in right and _went_well(result) for call, result in calls)
+    expected = trajectory.task.metadata.get("correct_tool")
+    if expected is None:
+        expected = [spec.name for spec in trajectory.tools]
+    expected = [expected] if isinstance(expected, str | Mapping) else list(expected)
+    return bool(calls) and all(
+        _went_well(result) and any(_matches(call, one) for one in expected) for call, result in calls
+    )
 
 
 def valid_arguments(trajectory: Trajectory, turn: int) -> bool:
@@ -80,12 +106,21 @@ def error_recovered(trajectory: Trajectory, turn: int) -> bool:
 
 
 def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
-    """Tell whether the turn says why, as reasoning or as text beside its calls, and not as an earlier one did."""
-    text = _reasoning(trajectory.turns[turn])
-    if len(set(re.findall(r"\w+", text.lower()))) < MIN_WORDS:
+    """Return whether the turn gives a reason, as reasoning or as text beside its calls: MIN_WORDS different words that
+    repeat no earlier text and cite a value from the task or from an earlier tool result."""
+    words = _words(_reasoning(trajectory.turns[turn]))
+    if len({word for word in words if not word.isdigit()}) < MIN_WORDS:
         return False
-    before = [_reasoning(one).lower().split() for one in trajectory.turns[:turn]]
-    return text.lower().split() not in before
+    earlier, prompt = trajectory.turns[:turn], trajectory.task.prompt
+    given = trajectory.prompt or ([Message("user", prompt)] if isinstance(prompt, str) else prompt)
+    asked = [*given, *(reply for one in earlier for reply in one.replies)]
+    results = [result.content for one in earlier for result in one.tool_results if result.ok]
+    shown = [message.content for message in asked if message.role == "user"]
+    shown += [result[:MAX_SEARCHED] for result in reversed(results)]
+    if any(words == _words(text) for text in (*shown, *map(_reasoning, earlier))):
+        return False
+    reason = f" {' '.join(words)} "
+    return any(f" {' '.join(_words(value))} " in reason for text in shown for value in _values(text))
 
 
 def efficient_path(trajectory: Trajectory, turn: int) -> float:
@@ -123,6 +158,24 @@ def _went_well(result: ToolResult | None) -> bool:
     return result is not None and result.ok
 
 
+def _matches(call: ToolCall, expected: str | Mapping[str, Any]) -> bool:
+    """Return whether the call is to the expected tool, with the arguments that are named, if any."""
+    if isinstance(expected, str):
+        return call.name == expected
+    named = expected.get("arguments") or {}
+    return call.name == expected.get("name") and named.items() <= call.arguments.items()
+
+
+def _words(text: str) -> list[str]:
+    return WORD.findall(re.sub(r"(?<=\d),(?=\d{3})", "", text.lower()))
+
+
+def _values(text: str) -> list[str]:
+    """Return the numbers, names and quoted texts in a text, and the text itself where it is short."""
+    whole = [text] if len(_words(text)) <= MAX_VALUE_WORDS else []
+    return whole + [found[1] or found[0] for found in VALUE.finditer(text)]
+
+
 def _key(call: ToolCall) -> str:
     return f"{call.name} {json.dumps(call.arguments, sort_keys=True, default=str)}"
 
@@ -146,9 +199,12 @@ class ProcessReward:
     cap: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = (
         None  # at any time; None: what all give once
     )
-    claw_back: bool = True  # what an episode has earned that does not come to its own end, on its last turn
+    # Takes the step rewards back on the last turn. True: where the episode does not come to its own end; "wrong": also
+    # where its outcome is 0 or less.
+    claw_back: ClawBack = True
     rules: Mapping[str, StepRule] | None = None
     timeout: float | None = 60.0  # seconds for the outcome
+    pool: Any = None  # of worker processes that run `score`; None: a thread does
 
     def __post_init__(self) -> None:
         known = PROCESS_RULES | dict(self.rules or {})
@@ -164,25 +220,30 @@ class ProcessReward:
         )
 
     async def __call__(self, episode: Episode) -> Reward:
-        efficient = bool(self._weights.get("efficient_path"))
-        if (
-            not self.outcome_weight and not efficient
-        ):  # what counts for nothing must not cost anything, nor fail
-            return await in_thread(self.reward_turns, episode.trajectory)
-        outcome = await self.outcome(episode)
-        shortest = _expert_turns(episode.environment) if efficient else None
-        process = await in_thread(self.reward_turns, episode.trajectory, outcome, shortest)
-        return self.add_outcome(outcome, process)
+        trajectory = await self._with_outcome(episode)
+        if self.pool is not None:
+            return await self.pool.compute(trajectory)
+        return await in_thread(self.score, trajectory)
 
-    def reward_turns(
-        self, trajectory: Trajectory, outcome: Reward | None = None, shortest: int | None = None
-    ) -> Reward:
+    async def _with_outcome(self, episode: Episode) -> Trajectory:
+        """Return what `score` takes: what only the environment knows is asked here."""
+        efficient = bool(self._weights.get("efficient_path"))
+        if not (self.outcome_weight or efficient or self.claw_back == "wrong"):
+            # what counts for nothing must not cost anything, nor fail
+            return dataclasses.replace(episode.trajectory, reward=None)
+        outcome, task = await self.outcome(episode), episode.task
+        if efficient and (shortest := _expert_turns(episode.environment)):
+            task = dataclasses.replace(task, metadata={"shortest": shortest} | task.metadata)
+        return dataclasses.replace(episode.trajectory, reward=outcome, task=task)
+
+    def score(self, trajectory: Trajectory) -> Reward:
+        """Return the reward of an episode whose outcome is its `reward`; None: the outcome counts for nothing."""
+        process = self.reward_turns(trajectory, trajectory.reward)
+        return process if trajectory.reward is None else self.add_outcome(trajectory.reward, process)
+
+    def reward_turns(self, trajectory: Trajectory, outcome: Reward | None = None) -> Reward:
         """Return one entry per turn; `parts` say what each rule gave, and what was capped and clawed back."""
         check_known(trajectory)
-        if shortest:
-            metadata = {"shortest": shortest} | trajectory.task.metadata
-            task = dataclasses.replace(trajectory.task, metadata=metadata)
-            trajectory = dataclasses.replace(trajectory, task=task)
         seen = dict.fromkeys(self._rules, (0.0, 0.0))  # least and most that a rule has said so far
         parts = dict.fromkeys(self._rules, 0.0)
         steps: list[float] = []
@@ -203,7 +264,8 @@ class ProcessReward:
             capped += excess
             steps.append(earned - excess)
             total += earned - excess
-        if steps and self.claw_back and trajectory.status != "done" and total > 0:
+        wrong = self.claw_back == "wrong" and outcome is not None and outcome.outcome <= 0
+        if steps and self.claw_back and (trajectory.status != "done" or wrong) and total > 0:
             clawed_back = total
             steps[-1] -= total
         # Also where they are zero: a mean over episodes takes all of them.
@@ -234,7 +296,13 @@ def calculate_process_reward(
         outcome = 0.0 if trajectory.reward is None else trajectory.reward.outcome
     reward = ProcessReward(outcome_weight, step_rewards, **options)
     known = checked(outcome, len(trajectory.turns), OUTCOME)
-    return reward.add_outcome(known, reward.reward_turns(trajectory, known))
+    return reward.score(dataclasses.replace(trajectory, reward=known))
+
+
+def scorer_from_options(options: Mapping[str, Any]) -> Callable[[Trajectory], Reward]:
+    """Return `ProcessReward.score` of these options, for a worker process; `rules` name the files of functions."""
+    rules = {name: find_callable(target) for name, target in options["rules"].items()}
+    return ProcessReward(**{**options, "rules": rules}).score
 
 
 def _as_it_was(trajectory: Trajectory, turn: int, outcome: Reward | None) -> Trajectory:

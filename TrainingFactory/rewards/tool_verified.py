@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar
 
@@ -15,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from TrainingFactory.arithmetic import calculate, tokens
 from TrainingFactory.options import STRICT, make_named
 from TrainingFactory.protocols import Episode, RewardFunction
+from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.answers import references
 from TrainingFactory.rewards.rules.code import CodeTests, ToolRule, through, value_after
 from TrainingFactory.rewards.rules.json_answers import same_json
@@ -146,3 +148,9 @@ VERIFIERS: dict[str, Any] = {kind.rule: kind for kind in (SqlExecution, CodeCase
 def make_verifier(verify: str, **options: Any) -> RewardFunction:
     """Make a reward by its name in VERIFIERS and the options of its class; ValueError for one that is not there."""
     return make_named(VERIFIERS, {"verify": verify, **options}, "verify", "verifier")
+
+
+def rule_or_verifier(options: Mapping[str, Any] | str) -> RewardFunction:
+    """Return the verifier that `{verify: calculated}` names, else the rule of these options."""
+    verified = isinstance(options, Mapping) and "verify" in options
+    return make_named(VERIFIERS, options, "verify", "verifier") if verified else rule_from_options(options)

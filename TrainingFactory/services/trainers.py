@@ -15,7 +15,7 @@ from TrainingFactory.services.build.environment import as_ours, environment_of
 from TrainingFactory.services.build.factories import by_file
 from TrainingFactory.services.build.notices import notices, unused
 from TrainingFactory.services.build.ranks import served
-from TrainingFactory.services.build.rewards import check_group
+from TrainingFactory.services.build.rewards import check_group, move_object
 from TrainingFactory.services.build.siblings import rows_of
 from TrainingFactory.services.build.tools import listed
 from TrainingFactory.services.build.training import Training
@@ -169,11 +169,14 @@ class Trainer:
             check_group(objects.reward, config.training.group_size)
         played = objects.environment is not None or bool(objects.tools)
         heldout = self._heldout is not None
-        self.notices = [*self._notes, *notices(config), *unused(config, played=played, heldout=heldout)]
-        if config.optimization.distributed_reward and objects.reward is not None:
+        rewarded = objects.reward is not None
+        about = notices(config, rewarded=rewarded)
+        self.notices = [*self._notes, *about, *unused(config, played=played, heldout=heldout)]
+        stays = rewarded and move_object(objects.reward, config) is objects.reward
+        if config.optimization.distributed_reward and stays:
             self.notices.append(
                 "optimization.distributed_reward: a reward that is a Python object runs in this process; to run it "
-                "elsewhere, name it: reward.type=function"
+                "in worker processes, name it: reward.type=function"
             )
 
     def _take_reward(self, reward: Any, given: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -39,6 +39,7 @@ class PendingCall:
     seconds: float  # for all attempts and everything between them
     max_output_chars: int
     make: Callable[[PendingCall, float], Awaitable[Outcome]]  # until a time of `time.monotonic`
+    episode: Hashable = None  # whose call it is, for the metrics
 
     @property
     def name(self) -> str:

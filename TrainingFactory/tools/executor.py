@@ -167,11 +167,11 @@ class AsyncToolExecutor:
         others."""
         entry = self._entries.get(call.name)
         if entry is None or not self._runs_again(entry) or result.error in ("timeout", "unavailable"):
-            self._runtime.metrics.answered(None if entry is None else call.name, result)
+            self._runtime.metrics.answered(None if entry is None else call.name, result, self._key)
             return
         state = entry.state or ToolState("")
         if result.cached:  # it was not run; the next one that is may need what it leaves
-            self._runtime.metrics.answered(call.name, result)
+            self._runtime.metrics.answered(call.name, result, self._key)
             state.skip(self._pending(entry, call.arguments), result.content)
             return
         async with state.turn():
@@ -190,7 +190,7 @@ class AsyncToolExecutor:
         entry = self._entries.get(call.name)
         if call.error is not None or entry is None:
             result = self._refused(call)
-            self._runtime.metrics.answered(None, result)
+            self._runtime.metrics.answered(None, result, self._key)
             return result
         async with NOTHING if entry.state is None else entry.state.turn():
             metrics = self._runtime.metrics
@@ -206,7 +206,7 @@ class AsyncToolExecutor:
                 else:
                     result = (await pending.make(pending, time.monotonic() + pending.seconds)).result
             finally:
-                metrics.finished(call.name, started, result)
+                metrics.finished(call.name, started, result, self._key)
         assert result is not None
         result.id, result.seconds = call.id, time.perf_counter() - started  # it is a copy, and only ours
         return result
@@ -233,7 +233,9 @@ class AsyncToolExecutor:
         runtime, options, limit = self._runtime, entry.options, self.max_output_chars
         timeout = options.timeout or self.timeout
         seconds = max(runtime.deadline, timeout)
-        return PendingCall(entry.tool, options, arguments, entry.state, timeout, seconds, limit, runtime.call)
+        return PendingCall(
+            entry.tool, options, arguments, entry.state, timeout, seconds, limit, runtime.call, self._key
+        )
 
 
 def _with_states(tools: Sequence[Tool]) -> dict[str, _Entry]:

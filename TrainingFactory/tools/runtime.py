@@ -57,9 +57,10 @@ class ToolRuntime:
         """Return what a tool may know and repeat; at the first call all configs are read that name where keys are."""
         return environment_secrets()
 
-    def snapshot(self) -> dict[str, float]:
-        """Return the metrics since the last snapshot, for the log of a step."""
-        metrics = self.metrics.snapshot()
+    def snapshot(self, wanted: Callable[[Any], bool] = lambda _: True) -> dict[str, float]:
+        """Return the metrics of these episodes, for the log of a step; nothing where they called no tool."""
+        if not (metrics := self.metrics.snapshot(wanted)):
+            return {}
         metrics["tools/circuits_open"] = sum(breaker.is_open for breaker in self._breakers.values())
         if self.cache is not None:
             metrics["tools/cache_failures"] = self.cache.failures
@@ -79,7 +80,7 @@ class ToolRuntime:
             if not outcome.lost or late or (breaker is not None and breaker.is_open):
                 break
             await asyncio.sleep(pause)
-            self.metrics.retried(call.name)
+            self.metrics.retried(call.name, call.episode)
             latest = await self._attempt(call, deadline)
             if not latest.made:  # what the attempt before came to says more
                 break
@@ -109,7 +110,7 @@ class ToolRuntime:
             except TimeoutError:
                 return _unavailable(call, BUSY)
             finally:
-                self.metrics.waited(call.name, time.monotonic() - arrived)
+                self.metrics.waited(call.name, time.monotonic() - arrived, call.episode)
             return await self._let_in(call, deadline, breaker)
 
     async def _let_in(self, call: PendingCall, deadline: float, breaker: CircuitBreaker | None) -> Outcome:

@@ -228,7 +228,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (PROCESS | {"outcome_weight": "1"}, "reward.outcome_weight: must be a valid number"),
     (of("process_reward", pay="twice"), r'options.pay: must be one of once, per_turn \(got "twice"\)'),
     (of("process_reward", cap=-1), r"options.cap: must be greater than or equal to 0 \(got -1\)"),
-    (of("process_reward", claw_back=1), r"options.claw_back: must be true or false \(got 1\)"),
+    (of("process_reward", claw_back=1), r"options.claw_back: must be true, false or wrong \(got 1\)"),
     (of("process_reward", clawback=True), "options.clawback: .*did you mean claw_back"),
     (of("process_reward", outcome={"rule": "f2"}), "options.outcome.rule: .*did you mean f1"),
     (of("process_reward", outcome=3), "options.outcome: a rule is its name or a mapping"),

@@ -27,7 +27,7 @@ from TrainingFactory.types import (
 QUERY = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
 SPECS = [ToolSpec("search", parameters=QUERY), ToolSpec("add")]
 NOTHING = {"capped": 0.0, "clawed_back": 0.0}
-THOUGHT = "I do not know the city, so I look it up"
+THOUGHT = "I do not know where Oslo is, so I look it up"
 
 
 def call(
@@ -45,7 +45,9 @@ def says(text: str = "4", reasoning: str | None = None) -> Turn:
 
 
 def played(*turns: Turn, status: Status = "done", **metadata: Any) -> Trajectory:
-    return Trajectory(Task("t", "?", "4", metadata), "g", tools=SPECS, turns=list(turns), status=status)
+    return Trajectory(
+        Task("t", "Find the city of Oslo", "4", metadata), "g", tools=SPECS, turns=list(turns), status=status
+    )
 
 
 def said(rule: str, *turns: Turn, outcome: float = 1.0, **metadata: Any) -> list[float]:
@@ -72,6 +74,15 @@ def test_the_right_tool():
     assert said("correct_tool", both) == [1] and said("correct_tool", both, correct_tool="add") == [0]
 
 
+def test_the_right_arguments():
+    """The task may name arguments; those that it does not name are free."""
+    turns = [call(q="oslo"), call(q="rome"), call(q="oslo", page=2), call("add", q="oslo")]
+    expected: Any = {"name": "search", "arguments": {"q": "oslo"}}
+    assert said("correct_tool", *turns, correct_tool=expected) == [1, 0, 1, 0]
+    assert said("correct_tool", *turns, correct_tool=[expected, "add"]) == [1, 0, 1, 1]
+    assert said("correct_tool", *turns, correct_tool={"name": "search"}) == [1, 1, 1, 0]
+
+
 def test_valid_arguments():
     refused = call("add")
     refused.tool_results = [ToolResult("there is no argument q", ok=False, error="schema")]
@@ -96,6 +107,34 @@ def test_reasoning():
     turns = [call(text=THOUGHT), call(text=THOUGHT.upper()), call(text="hm hm hm hm hm hm"), says(THOUGHT)]
     assert said("clear_reasoning", *turns) == [1, 0, 0, 0]
     assert said("clear_reasoning", says("4", reasoning=THOUGHT)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("text", "paid"),
+    [
+        ("zig zag foo bar baz", 0),
+        ("I will think about this one some more", 0),
+        ("Oslo Oslo Oslo 1 2 3 4", 0),  # no five words
+        ("Find the city of Oslo", 0),  # which is only the task again
+        ("There are 1,204 people, so it is small", 1),
+        ("It says rainy days, so I take a coat", 1),
+        ("The name of the place is Nordre Aker now", 1),
+        ("I have looked into the place and its people", 0),  # keys of the result are no values
+    ],
+)
+def test_a_reasoning_cites_a_value(text: str, paid: int):
+    looked, weather = call(), call(q="weather")
+    looked.tool_results[0].content = '{"place": "Nordre Aker", "people": 1204}'
+    weather.tool_results[0].content = "rainy days"
+    assert said("clear_reasoning", looked, weather, call(q="more", text=text)) == [0, 0, paid]
+    assert said("clear_reasoning", call(text="There are 1,204 people, so it is small"), looked) == [0, 0]
+
+
+def test_a_reasoning_in_a_script_without_spaces():
+    looked = call()
+    looked.tool_results[0].content = "晴天"
+    turns = [looked, call(q="a", text="今天是晴天所以不用带伞"), call(q="b", text="我再想一想这个问题吧")]
+    assert said("clear_reasoning", *turns) == [0, 1, 0]
 
 
 def test_the_shortest_path():
@@ -177,6 +216,27 @@ def test_what_is_not_finished_gives_everything_back(status: Status):
     # What is owed is not forgiven.
     penalty = calculate_process_reward(played(*turns, status=status), {"correct_tool": -0.5}, pay="per_turn")
     assert penalty.steps == [-0.5, -0.5, 0.0]
+
+
+def test_a_wrong_episode_gives_back_what_its_steps_earned_where_that_is_asked_for():
+    turns, options = [call(q="a"), call(q="b"), says("7")], {"step_rewards": {"correct_tool": 0.5}}
+    for outcome, claw_back, steps in (
+        (0.0, True, [0.5, 0.0, 0.0]),  # a wrong episode that came to its end keeps them by default
+        (0.0, "wrong", [0.5, 0.0, -0.5]),
+        (-1.0, "wrong", [0.5, 0.0, -0.5]),
+        (0.1, "wrong", [0.5, 0.0, 0.0]),
+    ):
+        reward = calculate_process_reward(played(*turns), outcome=outcome, claw_back=claw_back, **options)
+        assert reward.steps == steps and reward.parts["clawed_back"] == min(0.0, steps[-1])
+    for status, outcome in (("max_turns", 1.0), ("done", 0.0)):
+        unfinished = calculate_process_reward(
+            played(*turns, status=status), outcome=outcome, claw_back="wrong", **options
+        )
+        assert sum(unfinished.steps) == 0
+    # The outcome is asked for that, though it has no weight.
+    reward = ProcessReward(0.0, {"correct_tool": 0.5}, lambda episode: 0.0, claw_back="wrong")
+    [[result]] = rollout(reward=reward)
+    assert result.reward is not None and sum(result.reward.steps) == 0 and result.reward.outcome == 0
 
 
 def random_turn(rng: random.Random) -> Turn:

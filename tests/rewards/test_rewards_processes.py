@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,25 @@ from tests.kits.rollout import rollout
 from tests.kits.run import Parity, Quiet, small, train
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.rewards import ProcessReward
+from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.rewards.rule_based import RULES
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.services.build.notices import notices
-from TrainingFactory.services.build.rewards import check_reward, close_reward, make_reward
+from TrainingFactory.services.build.rewards import (
+    check_reward,
+    close_reward,
+    judge_metrics,
+    make_reward,
+    move_object,
+    open_reward,
+)
 from TrainingFactory.types import Reward, Trajectory
 
+ONE = {"distributed_reward": True, "reward_workers": 1}
 FILE = """
 import os
 import re
@@ -156,10 +167,77 @@ def test_rewards_go_to_processes_where_that_is_asked_for(file: Path):
 
     rule = {"type": "rule_based", "options": {"rule": "contains"}}
     assert [each.model.like.name for each in made(rule).workers] == ["Contains"] * 2
+    verifier = {"type": "tool_verified", "options": {"verify": "calculated"}}
+    assert [each.model.like.name for each in made(verifier).workers] == ["Calculated"] * 2
     here, there = scored(rule, None, group_size=2), scored(rule, many, group_size=2)
     assert [each.reward for each in here] == [each.reward for each in there] != [None, None]
     for name in [name for name, kind in RULES.items() if issubclass(kind, ToolRule)]:
         assert not isinstance(made({"type": "rule_based", "options": {"rule": name}}), DistributedRewardModel)
+
+
+STEPS_FILE = """
+import os
+
+def thirds(trajectory, turn):
+    return (turn + 1) / 3
+
+def breaks(trajectory, turn):
+    raise KeyError(f"process {os.getpid()}")
+"""
+
+
+def steps_section(file: Path, *rules: str, **options: Any) -> dict[str, Any]:
+    file.write_text(STEPS_FILE)
+    seeds = {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2}
+    options["rules"] = {name: f"{file}:{name}" for name in rules}
+    return {"type": "process_reward", "step_rewards": seeds | dict.fromkeys(rules, 0.1), "options": options}
+
+
+def test_process_rewards_are_scored_in_processes_to_the_bit(file: Path):
+    section = steps_section(file, "thirds", claw_back="wrong", cap=math.inf)
+    here, there = (scored(section, where, say=say_ok_or_more, group_size=2) for where in (None, ONE))
+    assert [each.reward for each in here] == [each.reward for each in there]
+    assert there[0].reward and there[1].reward
+    assert there[0].reward.steps == [pytest.approx(0.2 + 0.1 / 3)] and there[1].reward.steps == [0.0]
+
+
+def test_a_step_rule_that_fails_in_a_process_drops_the_episode_and_is_counted(file: Path):
+    reward: Any = make_reward(TrainingConfig(reward=steps_section(file, "breaks"), optimization=ONE))
+    with ExitStack() as held:
+        held.callback(lambda: asyncio.run(close_reward(reward)))
+        [[played]] = rollout(reward=reward)
+    assert not any(worker.model.alive for worker in reward.pool.workers)
+    assert played.reward is None and "the rule breaks at turn 0" in str(played.error)
+    assert "process " in str(played.error) and f"process {os.getpid()}" not in str(played.error)
+    assert judge_metrics(reward)["pool/dropped"] == 1
+
+
+def test_a_run_says_how_many_processes_score(file: Path):
+    said: list[str] = []
+
+    async def opened(section: Any) -> None:
+        async with AsyncExitStack() as held:
+            made = make_reward(TrainingConfig(reward=section, optimization=ONE))
+            await open_reward(made, held, said.append)
+
+    for section in (steps_section(file, outcome="exact"), "process_reward", "environment"):
+        asyncio.run(opened(section))  # a rule as the outcome has processes of its own
+    assert said == [
+        "rewards: 2 worker processes",
+        "rewards: 1 worker process; the environment's own reward runs in this process",
+    ]
+
+
+def test_a_process_reward_that_is_an_object_gets_processes_too():
+    config = TrainingConfig(optimization=ONE)
+    seeds = ProcessReward(outcome_weight=1.0, step_rewards={"correct_tool": 0.5})
+    moved: Any = move_object(as_reward(seeds), config)
+    assert moved.function.pool is not None and seeds.pool is None
+    own = as_reward(ProcessReward(step_rewards={"mine": 1.0}, rules={"mine": lambda *_: 1.0}))
+    assert move_object(own, config) is own and move_object(None, config) is None
+    for reward, count in ((seeds, 0), (own, 1)):
+        trainer = GRPOTrainer(environment=Parity, reward_function=reward, distributed_reward=True)
+        assert sum("distributed_reward" in line for line in trainer.notices) == count
 
 
 def test_what_stays_in_this_process_is_said():
@@ -168,16 +246,20 @@ def test_what_stays_in_this_process_is_said():
 
     for section in ("environment", {"parts": {"a": {"type": "environment"}, "b": {"type": "rule_based"}}}):
         [line] = said(section, distributed_reward=True)
-        assert line.startswith("optimization.distributed_reward: rewards of the type environment are")
+        assert line.startswith("optimization.distributed_reward: rewards of the type environment stay")
     tested = {"type": "rule_based", "options": {"rule": "code_tests"}}
     assert "rule_based" in said({"parts": {"a": tested}}, distributed_reward=True)[0]
     judge = {"type": "model_judge", "model": "m", "options": {"base_url": "http://127.0.0.1:9/v1"}}
     assert (
-        "rewards of the type model_judge are asked over the network"
+        "rewards of the type model_judge stay in the run's process"
         in said(judge, distributed_reward=True, reward_workers=6)[0]
     )
     assert said(function("rewards.py:score"), distributed_reward=True) == []
     assert said("rule_based", distributed_reward=True) == said("environment") == []
+    assert said("process_reward", distributed_reward=True) == []
+    for verify, count in (("calculated", 0), ("sql_execution", 1)):
+        verified = {"type": "tool_verified", "options": {"verify": verify}}
+        assert len(said(verified, distributed_reward=True)) == count
     assert said("environment", reward_workers=2) == [
         "optimization.reward_workers: it is for optimization.distributed_reward=true"
     ]

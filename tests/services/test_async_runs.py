@@ -7,7 +7,7 @@ import json
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -66,6 +66,7 @@ def assert_whole(folder: RunFolder, bound: int) -> None:
     assert [row["step"] for row in metrics] == list(range(1, 7))
     assert all(row["staleness/max"] <= bound for row in metrics)
     assert any(row["staleness/max"] > 0 for row in metrics)
+    assert [row["tools/calls"] for row in metrics] == [row["episodes"] for row in metrics]
     episodes = list(load_trajectories(folder.path / "trajectories.jsonl"))
     trained = [task for tasks in folder.consumed().values() for task in tasks]
     assert [each.task.id for each in episodes] == [task for task in trained for _ in range(4)]
@@ -73,6 +74,32 @@ def assert_whole(folder: RunFolder, bound: int) -> None:
         assert [each.task.id for each in folder.episodes(step)] == [task for task in tasks for _ in range(4)]
     calls = [row for row in rows(folder.path / "tool_calls.jsonl") if isinstance(row["step"], int)]
     assert len({(row["step"], row["task"], row["member"]) for row in calls}) == len(calls) == len(episodes)
+
+
+class Counted(Calling):
+    """Counts the environments that are open at the same time."""
+
+    open: ClassVar[set[Any]] = set()
+    most = 0
+
+    async def reset(self) -> list[Message]:
+        Counted.open.add(self)
+        Counted.most = max(Counted.most, len(Counted.open))
+        return await super().reset()
+
+    async def close(self) -> None:
+        Counted.open.discard(self)
+        await super().close()
+
+
+def test_no_more_environments_are_open_than_workers(tmp_path: Path) -> None:
+    """Of all steps that are sampled ahead, and of an evaluation meanwhile, together."""
+    Counted.most = 0
+    steps, heldout = {"max_steps": 2, "eval_every": 1}, {"heldout_count": 4}
+    config = ahead(tmp_path, training=steps, environment={"num_workers": 3}, data=heldout)
+    run(config, "a", watcher := Quiet(), environment=Counted)
+    assert Counted.most == 3 and not Counted.open
+    assert "environment: at most 3 episodes at a time" in watcher.said
 
 
 class Interrupting(Quiet):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,24 @@ from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.services.doctor.table import CHECKS, Table, like_a_call
 from TrainingFactory.services.runs.findings import Change
 from TrainingFactory.services.runs.folder import FINDINGS, RunFolder
+from TrainingFactory.services.training.source import sampled_metrics
 from TrainingFactory.services.views.runs import findings
-from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, ToolSpec, Trajectory, Turn
+from TrainingFactory.types import (
+    Completion,
+    Group,
+    Message,
+    Reward,
+    Task,
+    ToolCall,
+    ToolSpec,
+    Trajectory,
+    Turn,
+)
 
 HEALTHY = {
     "seconds/step": 1.0, "episodes": 16, "episodes/truncated": 1, "tools_offered": 2, "episodes/called": 12,
     "rows": 16, "reward": 0.5, "reward_std": 0.5, "accuracy": 0.5, "entropy": 0.3, "length": 40.0, "grad_norm": 0.2,
+    "reward_right": 1.5, "reward_wrong": 0.7,
     "logprob_diff": 1e-6, "tool_success": 0.9, "judge/requests": 16, "judge/cached": 0, "judge/failed_timeout": 1,
 }  # fmt: skip
 # finding -> what a step that shows it has
@@ -26,6 +39,7 @@ PROVOKED: dict[str, dict[str, float]] = {
     "no_tool_called": {"episodes/called": 0},
     "most_truncated": {"episodes/truncated": 9},
     "tied_groups": {"rows": 0},
+    "wrong_rewarded": {"reward_wrong": 0.8},
     "entropy_collapse": {"entropy": 0.02},
     "length_explosion": {"length": 81.0},
     "logprob_gap": {"logprob_diff": 0.06},
@@ -103,6 +117,19 @@ def test_text_that_looks_like_a_call(text: str) -> None:
     assert example is not None and text.split("\n")[0] in example
     assert like_a_call([said("", thought=text)]) is not None
     assert like_a_call([said(text, calls=1), said("I would search for the name of it.")]) is None
+
+
+def test_metrics_tell_what_wrong_episodes_earn() -> None:
+    def earned(*rewards: Reward) -> dict[str, float]:
+        group = [replace(said("x"), reward=reward) for reward in rewards]
+        found = sampled_metrics([Group(0, group, [], 0, 0)], 1.0, None)
+        return {
+            name: value for name, value in found.items() if name.startswith("reward_") and "std" not in name
+        }
+
+    right, wrong, better = Reward(1.0, [0.5]), Reward(0.0, [0.7]), Reward(0.0, [0.1])
+    assert earned(right, wrong, better) == pytest.approx({"reward_right": 1.5, "reward_wrong": 0.4})
+    assert earned(right) == {"reward_right": 1.5} and earned(Reward(1.0), Reward(0.0)) == {}
 
 
 def test_metrics_tell_who_calls() -> None:

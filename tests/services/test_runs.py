@@ -381,6 +381,7 @@ def test_sft_from_conversations_and_trajectories(tmp_path: Path) -> None:
     )
     report = Training(config, name="a", watcher=Quiet()).train()
     assert report.rows[-1]["loss"] < report.rows[0]["loss"] - 1
+    assert not [key for row in report.rows for key in row if key.startswith("tools/")]  # which nobody called
 
 
 def test_a_run_from_python_goes_on_in_python(whole: Path, tmp_path: Path) -> None:

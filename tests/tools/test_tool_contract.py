@@ -159,7 +159,7 @@ def test_an_attempt_that_is_not_made_hides_nothing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(runtime_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead))
     runtime = ToolRuntime()
 
-    def retried(name: str) -> None:
+    def retried(*_: object) -> None:
         nonlocal ahead
         ahead = 1e6
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.metrics import MAX_TIMES, ToolMetrics
 from TrainingFactory.tools.runtime import ToolRuntime
@@ -47,23 +49,34 @@ def test_metrics_of_a_step_and_of_the_run():
 
     metrics = calls(ToolCall("act", {"what": "b"}))
     assert metrics["tools/calls"] == 1 and metrics["tools/success"] == 1 and metrics["tools/timeouts"] == 0
-    metrics = calls()
-    assert metrics["tools/calls"] == 0
-    assert "tools/success" not in metrics and "tools/p50" not in metrics and "tools/act/calls" not in metrics
+    assert calls() == {}  # zeros would stand beside the tool calls of every run without tools
     totals = runtime.metrics.totals()
     assert totals["tools/calls"] == 7 and totals["tools/act/calls"] == 5 and totals["tools/timeouts"] == 1
-    assert 0 < totals["tools/wall_share"] <= 1
 
 
 def test_a_call_that_spans_a_snapshot_is_counted_once():
     metrics = ToolMetrics()
     started = metrics.began("act")
-    first = metrics.snapshot()
-    assert first["tools/calls"] == 0 and first["tools/wall_share"] > 0
+    assert metrics.snapshot() == {}
     metrics.finished("act", started, ToolResult("a"))
-    assert metrics.snapshot()["tools/act/calls"] == 1
+    spanned = metrics.snapshot()
+    assert spanned["tools/act/calls"] == 1 and spanned["tools/wall_share"] > 0
     metrics.finished("act", metrics.began("act"), None)  # broken off: no call that ended
-    assert metrics.snapshot()["tools/calls"] == 0
+    assert metrics.snapshot() == {}
+
+
+def test_calls_are_counted_for_the_episodes_that_made_them():
+    """Whenever they were made: a step trains episodes that were played while another one was trained."""
+    runtime = ToolRuntime()
+    for episode, times in (("first", 2), ("second", 3), ("given up", 1)):
+        executor = AsyncToolExecutor([act])
+        executor.attach(runtime, episode)
+        asyncio.run(executor.batch_execute([ToolCall("act", {"what": "a"}), ToolCall("nothing")] * times))
+    runtime.metrics.drop(lambda episode: episode == "given up")
+    second = runtime.snapshot(lambda episode: episode == "second")
+    assert second["tools/calls"] == 6 and second["tools/act/calls"] == second["tools/unknown"] == 3
+    assert runtime.snapshot()["tools/calls"] == 4 and runtime.snapshot() == {}
+    assert runtime.metrics.totals()["tools/calls"] == 12
 
 
 def test_memory_is_bounded():
@@ -74,3 +87,11 @@ def test_memory_is_bounded():
             metrics.finished("act", metrics.began("act") - took, ToolResult("a"))
         assert (metrics.totals()["tools/act/p95"] >= 1000) == bool(took)
     assert metrics.totals()["tools/act/calls"] == 2 * MAX_TIMES
+
+
+def test_episodes_that_nobody_reports_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("TrainingFactory.tools.metrics.MAX_EPISODES", 3)
+    metrics = ToolMetrics()
+    for episode in range(5):
+        metrics.answered("act", ToolResult("a"), episode)
+    assert metrics.snapshot(lambda episode: episode < 2) == {} and metrics.snapshot()["tools/calls"] == 3

@@ -129,6 +129,10 @@ class DistributedRewardModel:
             self._drop(error)
             raise
 
+    async def compute(self, trajectory: Trajectory) -> Reward:
+        """Return the reward of a finished episode; raise where there is none."""
+        return await self(FinishedEpisode(trajectory))
+
     async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
         if not self.grouped:
             return await one_by_one(self, episodes)

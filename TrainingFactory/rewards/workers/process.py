@@ -104,8 +104,9 @@ def _check_json(task: Task) -> None:
             _JSON.validate_python(part, strict=True)
         except ValidationError:
             raise Unscored(
-                f"task {task.id}: {name} cannot go to a process as it is: {part!r:.80}; make it what JSON has (a list "
-                "for a tuple, a text for a key), or score it in this process (processes: 0)"
+                f"task {task.id}: {name} cannot go to a worker process as it is: {part!r:.80}; use JSON values (a list "
+                "for a tuple, a text for a key), or score in the run's process (optimization.distributed_reward: "
+                "false; for a function processes: 0)"
             ) from None
 
 

@@ -41,6 +41,13 @@ def at_once(config: TrainingConfig) -> int:
     return held if place.command is None else min(held, place.options.get("processes", PROCESSES))
 
 
+def max_concurrent_episodes(config: TrainingConfig) -> int:
+    """Return how many episodes a run plays at the same time: environment.num_workers bounds what the engines hold. On a
+    cluster it is the number of tool processes instead."""
+    held, workers = at_once(config), config.environment.num_workers
+    return held if workers is None or config.compute.backend == "ray" else min(held, workers)
+
+
 def check_engines(config: TrainingConfig) -> None:
     """Raise for what a config says about engines and cannot be, before anything is loaded or started."""
     sampling, samplers, wrong = config.sampling, config.compute.samplers, list[Problem]()

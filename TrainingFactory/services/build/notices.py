@@ -8,16 +8,17 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.cluster.launcher import launched
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.not_yet import changed, not_yet
-from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.code import ToolRule
+from TrainingFactory.rewards.tool_verified import rule_or_verifier
 from TrainingFactory.services.build.learner import importance_cap
 
 AHEAD = ("async_rollout", "max_staleness", "async_order")
 
 
-def notices(config: TrainingConfig) -> list[str]:
-    """Return one line for each feature that is not there yet, or not for this reward."""
-    return [*not_yet(config), *_about_processes(config)]
+def notices(config: TrainingConfig, *, rewarded: bool = False) -> list[str]:
+    """Return one line for each feature that is not there yet, or not for this reward. `rewarded`: a reward is handed in
+    in place of the config's."""
+    return [*not_yet(config), *_about_processes(config, rewarded)]
 
 
 def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = False) -> list[str]:
@@ -39,6 +40,8 @@ def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = Fals
             expert = kind.demonstrations and config.data.dataset is None
             read = {"sampling.max_reply_tokens"} if expert else set()
             shown = [key for key in changed(config, "sampling") if key not in read]
+            if not expert:
+                shown += [key for key in changed(config, "environment") if key == "environment.num_workers"]
             lines.append((shown, f"{name} samples nothing without an environment and training.eval_every"))
     ahead = [key for key in changed(config, "optimization") if key.split(".")[1] in AHEAD]
     if not kind.samples:
@@ -54,8 +57,7 @@ def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = Fals
         lines.append(
             ([key for key in changed(config, "compute") if key not in own], "they are for backend=ray")
         )
-        far = [key for key in changed(config, "environment") if key == "environment.num_workers"]
-        far += [f"tools.{number}.remote" for number, entry in enumerate(config.tools) if entry.remote]
+        far = [f"tools.{number}.remote" for number, entry in enumerate(config.tools) if entry.remote]
         lines.append((far, "tools run in the run's own process without compute.backend=ray"))
     if config.compute.learners == 1 or (config.compute.learners is None and launched() is None):
         kept = [key for key in changed(config, "optimization") if key == "optimization.offload_reference"]
@@ -72,7 +74,7 @@ def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = Fals
     return [f"{', '.join(keys)}: {text}" for keys, text in lines if keys]
 
 
-def _about_processes(config: TrainingConfig) -> list[str]:
+def _about_processes(config: TrainingConfig, rewarded: bool) -> list[str]:
     """Return what cannot be scored in other processes, though that was asked for."""
     asked, section = config.optimization, config.reward
     if not asked.distributed_reward:
@@ -81,19 +83,19 @@ def _about_processes(config: TrainingConfig) -> list[str]:
     parts = [*section.parts.values()] or [{"type": section.type, "options": section.options}]
     types = [(part.get("type", ""), part.get("options") or {}) for part in parts]
     stay = [kind for kind, options in types if not _can_leave(kind, options)]
-    if not stay:
+    if rewarded or not stay:
         return []
     kinds = ", ".join(dict.fromkeys(stay))
     return [
-        f"optimization.distributed_reward: rewards of the type {kinds} are asked over the network, or need tools or "
-        "models of this process: they are computed in it"
+        f"optimization.distributed_reward: rewards of the type {kinds} stay in the run's process, because they ask an "
+        "endpoint, or need its tools, models or environments"
     ]
 
 
 def _can_leave(kind: str, options: Any) -> bool:
-    if kind != "rule_based":
-        return kind == "function"
+    if kind not in ("rule_based", "tool_verified"):
+        return kind in ("function", "process_reward")
     try:
-        return not isinstance(rule_from_options(options), ToolRule)
+        return not isinstance(rule_or_verifier(options), ToolRule)
     except ValueError:
         return True  # told when the reward is made

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass as plain_dataclass
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -29,19 +29,21 @@ from TrainingFactory.options import (
 from TrainingFactory.protocols import RewardFunction
 from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rewards.adapt import Adapted, as_reward, compares
-from TrainingFactory.rewards.loading import find_callable, load_reward
+from TrainingFactory.rewards.loading import find_callable, load_reward, with_whole_path
 from TrainingFactory.rewards.model_judge import judges_at, model_judge
-from TrainingFactory.rewards.process_reward import PROCESS_RULES, ProcessReward
+from TrainingFactory.rewards.process_reward import PROCESS_RULES, ClawBack, ProcessReward
 from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.code import ToolRule
-from TrainingFactory.rewards.tool_verified import VERIFIERS
+from TrainingFactory.rewards.tool_verified import VERIFIERS, rule_or_verifier
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.workers.process import RewardProcess
 from TrainingFactory.services.build.model_names import Named, find_model
 from TrainingFactory.services.build.own_judge import with_own_judge
 from TrainingFactory.workers import Worker
 
-RULE_MAKER = "TrainingFactory.rewards.rule_based:rule_from_options"
+RULE_MAKER = "TrainingFactory.rewards.tool_verified:rule_or_verifier"
+STEPS_MAKER = "TrainingFactory.rewards.process_reward:scorer_from_options"
+STEP_OPTIONS = ("outcome_weight", "step_rewards", "pay", "cap", "claw_back")
 MOST_WORKERS = 4  # by default
 MANY = 1000  # calls of one judge at a time, which has no limit of its own
 
@@ -69,12 +71,28 @@ class Making:
         like: Adapted,
         count: int,
         timeout: float | None = None,
-        options: Options | None = None,
-    ) -> RewardFunction:
+        options: Any = None,
+    ) -> DistributedRewardModel:
         timeout = timeout or self.config.environment.episode_timeout
         worker = partial(RayWorker, what="reward") if self.config.compute.backend == "ray" else Worker
         made = [RewardProcess(target, timeout, options, like, worker) for _ in range(count)]
         return DistributedRewardModel(made)
+
+    def spread(self, rule: RewardFunction, options: Any) -> RewardFunction:
+        """Return the rule in processes of its own, where that is asked for and it needs no tools."""
+        if not self.processes or issubclass(type(rule), ToolRule):
+            return rule
+        return self.in_processes(RULE_MAKER, as_reward(rule), self.processes, options=options)
+
+    def spread_steps(self, reward: ProcessReward, rules: Mapping[str, str]) -> ProcessReward:
+        """Return the reward with processes for its steps, where asked for; `rules` name the files of its own."""
+        if not self.processes:
+            return reward
+        options: Options = {name: getattr(reward, name) for name in STEP_OPTIONS}
+        options["rules"] = {name: with_whole_path(target) for name, target in rules.items()}
+        like = as_reward(reward.score, "process_reward")
+        pool = self.in_processes(STEPS_MAKER, like, self.processes, options=options)
+        return replace(reward, pool=pool)
 
 
 def environment_reward(making: Making, options: Options) -> None:
@@ -85,14 +103,11 @@ def environment_reward(making: Making, options: Options) -> None:
 
 
 def rule_based(making: Making, options: Options) -> RewardFunction:
-    rule = rule_from_options(options)
-    if not making.processes or issubclass(type(rule), ToolRule):
-        return rule
-    return making.in_processes(RULE_MAKER, as_reward(rule), making.processes, options=options)
+    return making.spread(rule_from_options(options), options)
 
 
 def tool_verified(making: Making, options: Options) -> RewardFunction:
-    return make_named(VERIFIERS, options, "verify", "verifier")
+    return making.spread(make_named(VERIFIERS, options, "verify", "verifier"), options)
 
 
 @dataclass(config=STRICT, kw_only=True, frozen=True)
@@ -112,9 +127,7 @@ def function(making: Making, options: Options) -> RewardFunction:
 
 
 def _outcome(options: Any) -> RewardFunction | None:
-    if isinstance(options, Mapping) and "verify" in options:
-        return make_named(VERIFIERS, options, "verify", "verifier")
-    return None if options is None else rule_from_options(options)
+    return None if options is None else rule_or_verifier(options)
 
 
 @dataclass(config=STRICT, kw_only=True, frozen=True)
@@ -126,7 +139,7 @@ class ProcessOptions:
     outcome_weight: float = 1.0
     pay: Literal["once", "per_turn"] = "once"
     cap: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None
-    claw_back: bool = True
+    claw_back: ClawBack = True
     outcome: Annotated[Any, AfterValidator(_outcome)] = None
 
     @field_validator("step_rewards")
@@ -147,16 +160,17 @@ def process_reward(making: Making, options: Options) -> RewardFunction:
             rules[name] = find_callable(target)
         except ValueError as error:
             raise OptionError(Wrong(f"rules.{name}", str(error))) from error
-    return ProcessReward(
+    made = ProcessReward(
         chosen.outcome_weight,
         chosen.step_rewards or None,
-        chosen.outcome,
+        None if chosen.outcome is None else making.spread(chosen.outcome, options["outcome"]),
         pay=chosen.pay,
         cap=chosen.cap,
         claw_back=chosen.claw_back,
         rules=rules,
         timeout=None,  # the episode's own limit holds
     )
+    return making.spread_steps(made, chosen.rules or {})
 
 
 def judge(making: Making, options: Options) -> RewardFunction:

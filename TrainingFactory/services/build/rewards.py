@@ -16,7 +16,7 @@ from TrainingFactory.config.schema import OneReward, RewardPart, RewardSection
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.options import OptionError
 from TrainingFactory.protocols import Environment, EnvironmentFactory, RewardFunction
-from TrainingFactory.rewards.adapt import Adapted, compares, environment_reward
+from TrainingFactory.rewards.adapt import Adapted, as_reward, compares, environment_reward
 from TrainingFactory.rewards.combined import ENVIRONMENT, Combined
 from TrainingFactory.rewards.judge.judges import AsksJudge, Judge, ModelJudge
 from TrainingFactory.rewards.process_reward import ProcessReward
@@ -32,7 +32,7 @@ Key = tuple[str | int, ...]
 INNER: dict[type, Callable[[Any], list[Any]]] = {
     Adapted: lambda reward: [reward.function],
     Combined: lambda reward: list(reward.rewards.values()),
-    ProcessReward: lambda reward: [reward.outcome],
+    ProcessReward: lambda reward: [reward.outcome, *filter(None, [reward.pool])],
     DistributedRewardModel: lambda reward: [worker.model for worker in reward.workers],
     RewardProcess: lambda reward: [reward.like],
 }
@@ -54,9 +54,22 @@ def make_reward(config: TrainingConfig) -> RewardFunction | None:
     return _made(Making(config, load=True))
 
 
+def move_object(reward: Any, config: TrainingConfig) -> RewardFunction | None:
+    """Return a reward that was handed in, in worker processes if it is a ProcessReward of built-in rules; any other
+    object stays as it is."""
+    inner = reward.function if isinstance(reward, Adapted) else reward
+    if not isinstance(inner, ProcessReward) or inner.rules or not config.optimization.distributed_reward:
+        return reward
+    return as_reward(Making(config, load=True).spread_steps(inner, {}))
+
+
 async def open_reward(reward: RewardFunction | None, held: AsyncExitStack, say: Say) -> None:
     """Start the judges of the run's own in a reward, and return when they answer; `held` closes it."""
     held.push_async_callback(close_reward, reward)
+    if processes := sum(isinstance(each, RewardProcess) for each in _inside(reward)):
+        own = environment_reward in _inside(reward)
+        plural = "es" if processes > 1 else ""
+        say(f"rewards: {processes} worker process{plural}{f'; {OWN} runs in this process' if own else ''}")
     for each in _inside(reward):
         if isinstance(each, Judge) and isinstance(each.client.model, OwnJudge):
             await each.client.model.open(say)

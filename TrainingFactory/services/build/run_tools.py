@@ -92,10 +92,13 @@ class RunTools:
     def drop(self, unwanted: Callable[[EpisodeKey], bool]) -> None:
         """Forget the calls of episodes that are not used."""
         self._recorder.drop(unwanted)
+        self.runtime.metrics.drop(unwanted)
 
-    def metrics(self) -> dict[str, float]:
-        """Return those of the calls since the last time, and of the calls that programs made."""
-        return self.runtime.snapshot() | ({} if self._program is None else self._program.endpoint.metrics())
+    def metrics(self, wanted: Callable[[EpisodeKey], bool] = lambda _: True) -> dict[str, float]:
+        """Return the metrics of the calls of these episodes, and of the calls that programs made; nothing where no
+        tool was called."""
+        programs = {} if self._program is None else self._program.endpoint.metrics()
+        return self.runtime.snapshot(wanted) | programs
 
     def totals(self) -> dict[str, float]:
         """Return those of all calls up to the last `metrics`."""

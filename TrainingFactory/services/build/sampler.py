@@ -14,7 +14,14 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.services.build.factories import told_with_places
-from TrainingFactory.services.build.fleet import Say, at_once, check_engines, elsewhere, pushed_to, reading
+from TrainingFactory.services.build.fleet import (
+    Say,
+    check_engines,
+    elsewhere,
+    max_concurrent_episodes,
+    pushed_to,
+    reading,
+)
 from TrainingFactory.services.build.learner import copy_of, make_policy, make_trainable
 from TrainingFactory.services.proxy.program import AgentProgram, ProgramRollouts
 from TrainingFactory.tools.runtime import ToolRuntime
@@ -182,7 +189,9 @@ def make_rollouts(
         max_turns=config.environment.max_turns,
         episode_timeout=config.environment.episode_timeout,
         max_reply_tokens=sampling.max_reply_tokens,
-        max_concurrency=at_once(config),  # an episode's clock starts when there is a slot for it
+        max_concurrency=max_concurrent_episodes(
+            config
+        ),  # an episode's clock starts when there is a slot for it
         seed=config.training.seed,
         on_episode=on_episode,
         runtime=runtime,

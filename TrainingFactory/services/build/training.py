@@ -24,7 +24,7 @@ from TrainingFactory.services.build import factories
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
-from TrainingFactory.services.build.fleet import at_once, check_engines, join_cluster
+from TrainingFactory.services.build.fleet import check_engines, join_cluster, max_concurrent_episodes
 from TrainingFactory.services.build.gpus import with_all_gpus
 from TrainingFactory.services.build.learner import make_algorithm, references
 from TrainingFactory.services.build.model_names import as_started_from, check_started_from, with_model
@@ -324,7 +324,8 @@ async def _played(
     given = config, loaded, policy, episodes * (1 + bound), bound > 0, say, engines
     sampler = await in_thread(build_sampler.make_trained, *given)
     held.push_async_callback(sampler.close)
-    reward = training.objects.reward or build_rewards.make_reward(config)
+    given_reward = build_rewards.move_object(training.objects.reward, config)
+    reward = given_reward or build_rewards.make_reward(config)
     await build_rewards.open_reward(reward, held, say)
     clock = RewardClock(reward, say, lambda: build_rewards.judge_metrics(reward))
     quiet = config.training.eval_every is None
@@ -333,7 +334,10 @@ async def _played(
     if tasks := training.data.tasks or training.data.heldout:
         await check_tools(environment, tasks[0], chat, reward)
     limit, told = build_sampler.max_length(config, loaded), build_rewards.scored_by(config, measured)
-    gate = asyncio.Semaphore(at_once(config)) if bound else None
+    most = max_concurrent_episodes(config)
+    if config.environment.num_workers is not None and config.compute.backend != "ray":
+        say(f"environment: at most {most} episodes at a time")
+    gate = asyncio.Semaphore(most) if bound else None
     return _Played(environment, chat, limit, sampler, clock, measure, told, gate)
 
 
@@ -357,7 +361,8 @@ def _source(
             "timeout": config.environment.episode_timeout,
             "runtime": training.tools.runtime,
         }
-        return ExpertSource(tasks, order, played.environment, played.chat, algorithm, limits)
+        most = max_concurrent_episodes(config)
+        return ExpertSource(tasks, order, played.environment, played.chat, algorithm, limits, most)
     given = (
         tasks,
         order,

@@ -132,6 +132,12 @@ def _tied(seen: Look) -> str | None:
     return f"{who if same else 'the episodes of each task were all rewarded the same'}, so that nothing can be learned"
 
 
+def _wrong_rewarded(seen: Look) -> str | None:
+    right, wrong = seen.values("reward_right"), seen.values("reward_wrong")
+    if right and wrong and all(bad > good / 2 > 0 for good, bad in zip(right, wrong, strict=True)):
+        return f"episodes with a wrong outcome earn {wrong[-1]:.3g} on average, those with a right one {right[-1]:.3g}"
+
+
 def _entropy(seen: Look) -> str | None:
     now, start, won = seen.values("entropy"), _values(seen.start, "entropy"), seen.mean("accuracy")
     if not now or not start or not seen.before or won >= 0.8 or "reward" not in seen.last[-1]:
@@ -198,6 +204,8 @@ CHECKS = (
     Check("tied_groups", _tied, "Look at some episodes (tfactory runs episodes RUN); take tasks that succeed now and "
           "then, a reward with more steps between wrong and right, a larger training.group_size, or "
           "sampling.temperature=1."),
+    Check("wrong_rewarded", _wrong_rewarded, "Take step rewards back where the outcome is wrong "
+          "(reward.options.claw_back=wrong of a process_reward), lower them, or raise reward.outcome_weight."),
     Check("entropy_collapse", _entropy, "Lower training.learning_rate, raise grpo.clip_high or grpo.entropy a little, "
           "or go back to an earlier checkpoint."),
     Check("length_explosion", _length, "Look at the longest episodes; set grpo.overlong_length, or lower "

@@ -45,7 +45,7 @@ class ToolCalls(Protocol):
 
     def commit(self, trained: Callable[[EpisodeKey], bool] = ...) -> None: ...
     def drop(self, unwanted: Callable[[EpisodeKey], bool]) -> None: ...
-    def metrics(self) -> dict[str, float]: ...
+    def metrics(self, wanted: Callable[[EpisodeKey], bool] = ...) -> dict[str, float]: ...
     def totals(self) -> dict[str, float]: ...
 
 
@@ -215,7 +215,7 @@ class TrainingLoop:
 
     async def _record(self, batch: StepGroups, updated: dict[str, float], updating: float) -> None:
         seconds = batch.seconds + updating
-        metrics = batch.metrics | self.tools.metrics() | updated | self.counts()
+        metrics = batch.metrics | self.tools.metrics(batch.has_recorded) | updated | self.counts()
         metrics |= {
             "seconds/step": seconds,
             "seconds/generate": batch.seconds,
@@ -254,9 +254,8 @@ class TrainingLoop:
 
     def _write_calls(self, batch: StepGroups) -> None:
         """Write the tool calls of a step, and forget those of groups that were given up."""
-        recorded, given_up = batch.recorded, batch.given_up
-        self.tools.drop(lambda key: (key.step, key.task) in given_up)
-        self.tools.commit(lambda key: recorded is None or (key.step, key.task) in recorded)
+        self.tools.drop(lambda key: (key.step, key.task) in batch.given_up)
+        self.tools.commit(batch.has_recorded)
 
     def _write_episodes(self, batch: StepGroups) -> dict[str, float]:
         """Write the episodes of a step, and apart those that are learned from: `kept` of all, of `kept_tasks` any."""
@@ -309,7 +308,8 @@ class TrainingLoop:
         groups = await given.rollouts.rollout_batch(given.tasks, self.sampler, recorded_as=name)
         await in_thread(self.tools.commit, lambda key: key.step == name)
         played = [trajectory for group in groups for trajectory in group]
-        metrics = self.tools.metrics() | (given.clock.spent() if given.clock is not None else {})
+        metrics = self.tools.metrics(lambda key: key.step == name)
+        metrics |= given.clock.spent() if given.clock is not None else {}
         if given.record is not None:
             seconds = {"seconds": time.perf_counter() - started}
             await in_thread(given.record, done, played, metrics | seconds)

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, Protocol
 
 from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, Sampler
@@ -36,6 +37,10 @@ class StepGroups:
     # the step before; None: all calls so far are theirs.
     recorded: set[tuple[int | str, str]] | None = None
     given_up: set[tuple[int | str, str]] = field(default_factory=set)
+
+    def has_recorded(self, key: EpisodeKey) -> bool:
+        """Return whether the tool calls of that episode belong to this step."""
+        return self.recorded is None or (key.step, key.task) in self.recorded
 
     @property
     def rows(self) -> list[Sample]:
@@ -138,9 +143,13 @@ def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock 
     """Sum the step up; seconds of `tools` and `reward` add up over episodes that run side by side."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     metrics = rollout_metrics(episodes)
-    outcomes = [trajectory.reward.outcome for trajectory in episodes if trajectory.reward is not None]
-    if outcomes:
-        metrics["accuracy"] = sum(outcome > 0 for outcome in outcomes) / len(outcomes)
+    rewards = [trajectory.reward for trajectory in episodes if trajectory.reward is not None]
+    if rewards:
+        metrics["accuracy"] = sum(reward.outcome > 0 for reward in rewards) / len(rewards)
+    if any(any(reward.steps) for reward in rewards):  # else a wrong episode earns what its outcome says
+        for name, right in (("reward_right", True), ("reward_wrong", False)):
+            if paid := [each.outcome + sum(each.steps) for each in rewards if (each.outcome > 0) == right]:
+                metrics[name] = fmean(paid)
     metrics["episodes/failed"] = metrics["episodes/error"] + metrics["episodes/tool_failure"]
     tools = sum(result.seconds for t in episodes for turn in t.turns for result in turn.tool_results)
     spent = sum(trajectory.seconds for trajectory in episodes)
@@ -179,9 +188,11 @@ class ExpertSource:
         chat: ChatFormat,
         algorithm: Algorithm,
         limits: dict[str, Any],
+        max_concurrency: int,
     ) -> None:
         self._tasks, self._order, self._environment = tasks, order, environment
         self._chat, self._algorithm, self._limits = chat, algorithm, limits
+        self._gate = asyncio.Semaphore(max_concurrency)
 
     async def take(self, step: int) -> StepGroups:
         started = time.perf_counter()
@@ -193,9 +204,10 @@ class ExpertSource:
     async def close(self) -> None: ...
 
     async def _play(self, task: Task, step: int) -> Trajectory:
-        environment: Any = self._environment(task)
         key = EpisodeKey(step, task.id, 0)
-        found = await play(environment, self._chat, environment.expert(), key=key, **self._limits)
+        async with self._gate:
+            environment: Any = self._environment(task)
+            found = await play(environment, self._chat, environment.expert(), key=key, **self._limits)
         if found.status in ("error", "tool_failure") or not found.turns:
             raise ValueError(f"demonstration {task.id} cannot be played: {found.error or found.status}")
         return found
