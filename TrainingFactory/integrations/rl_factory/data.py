@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from TrainingFactory.openai_form import message_to_dict
@@ -12,6 +14,7 @@ from TrainingFactory.types import Message, Trajectory
 # Methods of an `Env`
 RULES, STEPS, PROMPTS = "_compute_score_with_rules", "get_step_reward", "get_prompt_for_reward"
 READ = "_compute_single_score_with_reward_rollout_wg"
+STEP, SCORE, JUDGE_SCORE = "step", "compute_score", "_compute_score_with_reward_rollout_wg"
 
 
 class Columns(dict[str, Any]):
@@ -75,22 +78,86 @@ class Data(list[DataItem]):
             self.non_tensor_batch[name] = np.empty(1, dtype=object)
             self.non_tensor_batch[name][0] = value
 
+    def add_step_rewards(self, earned: list[float]) -> None:
+        """Add what `get_step_reward` gave for each turn, under RL-Factory's name."""
+        import torch
 
-class JudgePrompt(str):
-    """The text that `apply_chat_template` gives for a judge, which remembers the messages that it was made of."""
+        self[0].batch["tool_use_scores"] = torch.tensor(earned)
+        self.batch["tool_use_scores"] = self[0].batch["tool_use_scores"].unsqueeze(0)
+
+
+class PromptText(str):
+    """The text that `apply_chat_template` gives, which remembers the messages that it was made of."""
 
     messages: list[Message]
 
 
-class JudgeTokenizer:
-    """Stands for the judge's tokenizer, which is at the judge's own end: decodes what the policy has sampled by the
-    policy's tokenizer, and keeps messages as they are."""
+class MessageTokenizer:
+    """Stands for a tokenizer where messages stay messages: the run, or the judge's end, writes them by its template."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.decode, self.batch_decode = tokenizer.decode, tokenizer.batch_decode
-
-    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **_: Any) -> JudgePrompt:
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **_: Any) -> PromptText:
         messages = [Message(each["role"], str(each["content"])) for each in conversation]
-        text = JudgePrompt("\n\n".join(message.content for message in messages))
+        text = PromptText("\n\n".join(message.content for message in messages))
         text.messages = messages
         return text
+
+
+class JudgeTokenizer(MessageTokenizer):
+    """Stands for the judge's tokenizer, which is at the judge's own end: encodes and decodes by the policy's, and
+    remembers the prompts that it has made."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.prompts: dict[str, PromptText] = {}
+
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **_: Any) -> PromptText:
+        text = super().apply_chat_template(conversation)
+        return self.prompts.setdefault(text, text)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._tokenizer(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+class JudgeWorkers:
+    """Stands for `reward_rollout_wg`, RL-Factory's worker group: the judge that the config names generates."""
+
+    world_size = 1
+
+    def __init__(self, ask: Callable[[list[Message]], Awaitable[str]], tokenizer: JudgeTokenizer) -> None:
+        self._ask, self._tokenizer, self._loop = ask, tokenizer, asyncio.get_running_loop()
+
+    def generate(self, prompts: Sequence[str]) -> list[str]:
+        """Return the reply to each prompt; for methods that run on a thread, as RL-Factory's do."""
+
+        async def ask_all() -> list[str]:
+            return await asyncio.gather(*(self._ask(messages_of(prompt)) for prompt in prompts))
+
+        return asyncio.run_coroutine_threadsafe(ask_all(), self._loop).result()
+
+    def generate_sequences(self, data: Any) -> list[Any]:
+        """Return items with the tokens of prompts and replies; `data.batch` has `input_ids` and `attention_mask`."""
+        import torch
+
+        tokenizer, rows = (
+            self._tokenizer,
+            zip(data.batch["input_ids"], data.batch["attention_mask"], strict=True),
+        )
+        asked = [row[mask.bool()] for row, mask in rows]
+        texts = [tokenizer.decode(prompt, skip_special_tokens=True) for prompt in asked]
+        items = []
+        for prompt, reply in zip(
+            asked, self.generate([tokenizer.prompts.get(t, t) for t in texts]), strict=True
+        ):
+            said = torch.tensor(tokenizer(reply, add_special_tokens=False)["input_ids"])
+            mask = torch.ones(len(prompt) + len(said), dtype=torch.long)
+            items.append(
+                SimpleNamespace(batch={"prompts": prompt, "responses": said, "attention_mask": mask})
+            )
+        return items
+
+
+def messages_of(prompt: str) -> list[Message]:
+    return prompt.messages if isinstance(prompt, PromptText) else [Message("user", prompt)]
