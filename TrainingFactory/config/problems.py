@@ -111,7 +111,7 @@ def _explain(details: ErrorDetails, root: type[BaseModel]) -> Problem:
 
 
 def option_of_algorithm(value: Any, root: type[BaseModel]) -> str | None:
-    """Return the option that selects what elsewhere is an algorithm by itself: dpo.loss_kind=orpo, grpo.advantage=rloo."""
+    """Return the option that selects what others call an algorithm: dpo.loss_kind=orpo, grpo.advantage=rloo."""
     algorithms = get_args(leaves(root)["training.algorithm"].annotation)
     for full, info in leaves(root).items():
         if full.partition(".")[0] in algorithms and value in get_args(info.annotation):

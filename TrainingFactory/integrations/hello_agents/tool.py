@@ -127,8 +127,7 @@ class RLTraining:
         ]
 
     def run(self, parameters: Mapping[str, Any] | str) -> Any:
-        """Do what the parameters say, a mapping or its JSON text; other texts get a plan. Errors are in the answer, never
-        raised."""
+        """Do what the parameters say, a mapping or its JSON text; other texts get a plan. Errors are in the answer."""
         try:
             return self.result(self._answer(self._read(parameters)))
         except ValueError as error:
@@ -150,7 +149,7 @@ class RLTraining:
         return does.get(action, self._evaluate)(given, DEFAULTS[action] | given)
 
     def _read(self, parameters: Any) -> dict[str, Any]:
-        """Return the parameters in their types: agents write numbers as text, and registries put all of it in `input`."""
+        """Return the parameters in their types: agents write numbers as text, and registries put all in `input`."""
         if not isinstance(parameters, str | Mapping):
             raise ValueError(self.say("parameters", value=type(parameters).__name__))
         given = {"input": parameters} if isinstance(parameters, str) else dict(parameters)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from TrainingFactory.openai_form import message_to_dict
+from TrainingFactory.rewards.judge.judges import Ask
 from TrainingFactory.types import Message, Trajectory
 
 # Methods of an `Env`
@@ -122,18 +123,19 @@ class JudgeTokenizer(MessageTokenizer):
 
 
 class JudgeWorkers:
-    """Stands for `reward_rollout_wg`, RL-Factory's worker group: the judge that the config names generates."""
+    """Stands for `reward_rollout_wg`, RL-Factory's worker group: the judge that the config names generates. Its methods
+    wait for the judge, so they run on a thread."""
 
     world_size = 1
 
-    def __init__(self, ask: Callable[[list[Message]], Awaitable[str]], tokenizer: JudgeTokenizer) -> None:
+    def __init__(self, ask: Ask, tokenizer: JudgeTokenizer) -> None:
         self._ask, self._tokenizer, self._loop = ask, tokenizer, asyncio.get_running_loop()
 
-    def generate(self, prompts: Sequence[str]) -> list[str]:
-        """Return the reply to each prompt; for methods that run on a thread, as RL-Factory's do."""
+    def score(self, prompts: Sequence[str], read: Callable[[str], float] | None = None) -> list[float]:
+        """Return what `read` makes of the reply to each prompt; None: the judge's own verdict."""
 
-        async def ask_all() -> list[str]:
-            return await asyncio.gather(*(self._ask(messages_of(prompt)) for prompt in prompts))
+        async def ask_all() -> list[float]:
+            return await asyncio.gather(*(self._ask(_messages(prompt), read) for prompt in prompts))
 
         return asyncio.run_coroutine_threadsafe(ask_all(), self._loop).result()
 
@@ -141,23 +143,22 @@ class JudgeWorkers:
         """Return items with the tokens of prompts and replies; `data.batch` has `input_ids` and `attention_mask`."""
         import torch
 
-        tokenizer, rows = (
-            self._tokenizer,
-            zip(data.batch["input_ids"], data.batch["attention_mask"], strict=True),
-        )
-        asked = [row[mask.bool()] for row, mask in rows]
-        texts = [tokenizer.decode(prompt, skip_special_tokens=True) for prompt in asked]
-        items = []
-        for prompt, reply in zip(
-            asked, self.generate([tokenizer.prompts.get(t, t) for t in texts]), strict=True
-        ):
-            said = torch.tensor(tokenizer(reply, add_special_tokens=False)["input_ids"])
-            mask = torch.ones(len(prompt) + len(said), dtype=torch.long)
-            items.append(
-                SimpleNamespace(batch={"prompts": prompt, "responses": said, "attention_mask": mask})
-            )
+        tokenizer, items = self._tokenizer, []
+        for row, mask in zip(data.batch["input_ids"], data.batch["attention_mask"], strict=True):
+            asked, replies = row[mask.bool()], list[str]()
+            text = tokenizer.decode(asked, skip_special_tokens=True)
+
+            def keep(reply: str, replies: list[str] = replies) -> float:
+                replies.append(reply)
+                return 0.0
+
+            self.score([tokenizer.prompts.get(text) or text], keep)
+            said = torch.tensor(tokenizer(replies[0], add_special_tokens=False)["input_ids"])
+            whole = torch.ones(len(asked) + len(said), dtype=torch.long)
+            batch = {"prompts": asked, "responses": said, "attention_mask": whole}
+            items.append(SimpleNamespace(batch=batch))
         return items
 
 
-def messages_of(prompt: str) -> list[Message]:
+def _messages(prompt: str) -> list[Message]:
     return prompt.messages if isinstance(prompt, PromptText) else [Message("user", prompt)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
@@ -20,6 +21,7 @@ from TrainingFactory.integrations.rl_factory.data import (
 from TrainingFactory.integrations.rl_factory.episode import EnvEpisode, JudgedEpisode
 from TrainingFactory.integrations.rl_factory.tool_manager import EpisodeTools
 from TrainingFactory.options import nearest
+from TrainingFactory.rewards.adapt import as_float
 
 VERIFY, ONE_PROMPT = "verify_tool", "_get_single_prompt_str"
 SWITCHES = {"use_verify_tool": VERIFY, "use_process_reward": STEPS}
@@ -209,12 +211,13 @@ class Env(ForeignEnvironment):
     def _compute_score_with_reward_rollout_wg(
         self, reward_rollout_wg: Any, reward_tokenizer: Any, data: Any
     ) -> list[list[float]]:
-        """Return for each item what `_compute_single_score_with_reward_rollout_wg` reads in the judge's replies."""
+        """Return for each item what the judge's replies are worth, read by the subclass or as the judge's verdict."""
         scores = []
         for item, prompts in zip(data, self.get_prompt_for_reward(reward_tokenizer, data), strict=True):
             source, truth, extra = item.about
-            read = self._compute_single_score_with_reward_rollout_wg
-            scores.append([read(source, text, truth, extra) for text in reward_rollout_wg.generate(prompts)])
+            method = self._compute_single_score_with_reward_rollout_wg
+            read = partial(_read_reply, method, source, truth, extra) if self.writes(READ) else None
+            scores.append(reward_rollout_wg.score([prompts] if isinstance(prompts, str) else prompts, read))
         return scores
 
     def _process_data(self, data_item: DataItem, tokenizer: Any) -> dict[str, Any]:
@@ -227,6 +230,10 @@ class Env(ForeignEnvironment):
             "data_source": source,
             "extra_info": extra,
         }
+
+
+def _read_reply(method: Any, source: Any, truth: Any, extra: Any, reply: str) -> float:
+    return as_float(method(source, reply, truth, extra), READ)
 
 
 def _parameters(method: str) -> list[inspect.Parameter]:

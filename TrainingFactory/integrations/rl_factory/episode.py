@@ -9,9 +9,6 @@ from typing import Any
 
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.integrations.rl_factory.data import (
-    JUDGE_SCORE,
-    PROMPTS,
-    READ,
     RULES,
     SCORE,
     STEP,
@@ -21,7 +18,6 @@ from TrainingFactory.integrations.rl_factory.data import (
     JudgeTokenizer,
     JudgeWorkers,
     MessageTokenizer,
-    messages_of,
 )
 from TrainingFactory.integrations.rl_factory.tool_manager import EpisodeTools, response_text
 from TrainingFactory.protocols import Episode as AnyEpisode
@@ -145,29 +141,9 @@ class JudgedEpisode(EnvEpisode):
     """Writes the prompts of a judge."""
 
     async def ask_judge(self, episode: AnyEpisode, ask: Ask) -> Reward:
-        data, env = await self._verified(episode), self.env
-        source, truth, extra = data[0].about
+        data = await self._verified(episode)
         tokenizer = JudgeTokenizer(self._tokenizer)
-        if env.writes(SCORE) or env.writes(JUDGE_SCORE):
-
-            async def reply(messages: list[Message]) -> str:
-                texts: list[str] = []
-                await ask(messages, lambda text: texts.append(text) or 0.0)
-                return texts[0]
-
-            return await self._scored(data, JudgeWorkers(reply, tokenizer), tokenizer)
-        found = await called(env.get_prompt_for_reward, tokenizer, data)
-        [prompts] = _listed(found, PROMPTS)
-
-        def read(text: str) -> float:
-            value = env._compute_single_score_with_reward_rollout_wg(source, text, truth, extra)
-            return as_float(value, READ)
-
-        own = read if env.writes(READ) else None
-        prompts = [prompts] if isinstance(prompts, str) else prompts
-        scores = await asyncio.gather(*(ask(messages_of(prompt), own) for prompt in prompts))
-        outcome, steps = self._by_turn([scores], PROMPTS)
-        return Reward(outcome, steps, {"judge": outcome + sum(steps)})
+        return await self._scored(data, JudgeWorkers(ask, tokenizer), tokenizer)
 
 
 def _replies(said: Any, turn: Message) -> list[Message]:

@@ -17,7 +17,7 @@ from TrainingFactory.types import Message, ToolCall, ToolResult
 
 
 def response_text(message: Message) -> str:
-    """Write a turn as RL-Factory's `step` gets it: calls stand in <tool_call> tags, whatever the model's own form is."""
+    """Write a turn as RL-Factory's `step` gets it: calls are in <tool_call> tags, whatever the model's own form is."""
     thought = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
     calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
     tagged = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
@@ -76,7 +76,7 @@ class EpisodeTools:
         raise ValueError("inside async code: await self.tool_manager.acall_tool(name, arguments)")
 
     def parse_response(self, response_content: str) -> tuple[str, list[dict[str, Any]]]:
-        """Return how a turn of this episode was read, or another text with calls in <tool_call> tags: ("answer", []), or
+        """Return how a turn of this episode, or another text with <tool_call> tags, is read: ("answer", []), or
         ("actions", calls), in which a call that could not be read is called <error>."""
         calls = [
             {"name": "<error>", "args": call.error}
@@ -91,7 +91,7 @@ class EpisodeTools:
         return read_tagged(text.rpartition("</think>")[2])[1] if turn is None else turn.tool_calls
 
     def execute_actions(self, responses: Sequence[str]) -> tuple[list[str], list[Any]]:
-        """Call what the texts call; return "answer" or "actions" for each, and its text or the messages of its tools."""
+        """Call what the texts call; return for each "answer" and its text, or "actions" and its tools' messages."""
         actions, results = [], []
         for text in responses:
             calls = self._calls(text)

@@ -2,9 +2,9 @@
 that class MCPServer. Python imports this file when it starts, because `stdio.py` puts the folder into PYTHONPATH of the
 servers that it starts. It may run in a Python without TrainingFactory, and does nothing where mcp is 1.x."""
 
-import importlib
 import importlib.util
 import sys
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 
 OLD, NEW = "mcp.server.fastmcp", "mcp.server.mcpserver"
@@ -13,7 +13,7 @@ HTTP = ("host", "port", "mount_path", "sse_path", "message_path", "streamable_ht
         "stateless_http", "transport_security", "event_store", "retry_interval")  # fmt: skip
 
 
-class FastMCPFinder:
+class FastMCPFinder(Loader):
     """Finds the modules of FastMCP: those of MCPServer under their old names."""
 
     def find_spec(self, name, path=None, target=None):
@@ -31,7 +31,7 @@ class FastMCPFinder:
     def exec_module(self, module):
         module.__spec__ = self._own  # the import has put that of the old name there
         if module.__name__ == NEW:
-            module.FastMCP = make_fastmcp(module.MCPServer)
+            vars(module)["FastMCP"] = make_fastmcp(module.MCPServer)
 
 
 def make_fastmcp(base):
