@@ -2,9 +2,9 @@
 
     python examples/make_tool_calling_data.py FILE.jsonl
 
-48 short conversations with four tools, in six kinds: one call, two calls in one turn, two calls in turn, a call after one
-that failed, a question that needs no tool, and one that no tool can answer. All of it is made up here, and the same in
-every run; change the lists to make your own.
+48 short conversations with four tools, in six kinds: one call, two calls in one turn, two calls in turn, a call after
+one that failed, a question that needs no tool, and one that no tool can answer. All of it is made up here, and the same
+in every run; change the lists to make your own.
 """
 
 from __future__ import annotations

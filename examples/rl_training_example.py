@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import TrainingFactory.integrations.hello_agents.shim  # noqa: F401  # `hello_agents` below is ours
+
 from hello_agents.tools import RLTrainingTool  # isort: skip
 
 

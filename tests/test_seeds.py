@@ -40,7 +40,7 @@ SMALL = {
 }
 LIMITS: dict[str, Any] = {"max_steps": 1, "group_size": 2, "batch_size": 1} | {"sampling": SMALL["sampling"]}
 PROJECT = {
-    "models": {name: "builtin:tiny" for name in ("Qwen3-4B", "Qwen/Qwen3-4B-Instruct", "QwQ-32B")},
+    "models": dict.fromkeys(("Qwen3-4B", "Qwen/Qwen3-4B-Instruct", "QwQ-32B"), "builtin:tiny"),
     "environments": {
         name: {"environment": {"environment_id": "search", "max_turns": 2}, **SMALL}
         for name in ("env_search", "env_search_v1")

@@ -25,14 +25,13 @@ def calculate_process_reward(
     if isinstance(trajectory, Trajectory) or not isinstance(trajectory, Sequence):
         return of_trajectory(trajectory, step_rewards, outcome=outcome, **options)
     weights = {rule: weight for rule, weight in (step_rewards or STEP_REWARDS).items() if rule in MARKS}
-    parts = dict.fromkeys(weights, 0.0)
-    steps: list[float] = []
-    for number, step in enumerate(trajectory):
-        earned = {rule: weight * _mark(step, MARKS[rule], number) for rule, weight in weights.items()}
-        parts = {rule: parts[rule] + value for rule, value in earned.items()}
-        steps.append(sum(earned.values()))
+    earned = [
+        {rule: weight * _mark(step, MARKS[rule], number) for rule, weight in weights.items()}
+        for number, step in enumerate(trajectory)
+    ]
     known = outcome.outcome if isinstance(outcome, Reward) else outcome or 0.0
-    return Reward(known, steps, {"outcome": known, **parts})
+    parts = {rule: sum(step[rule] for step in earned) for rule in weights}
+    return Reward(known, [sum(step.values()) for step in earned], {"outcome": known, **parts})
 
 
 def _mark(step: Any, name: str, number: int) -> bool:

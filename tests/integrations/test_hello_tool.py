@@ -33,7 +33,6 @@ def config_of(result: Result) -> dict[str, Any]:
     [
         (None, "as a mapping or as JSON text", "参数必须是对象或 JSON 文本"),
         ('{"action": ', "not valid JSON (line 1, column 12)", "第 1 行第 12 列"),
-        ({"algorithm": "orpo"}, "algorithm: dpo and dpo.loss_kind: orpo", "algorithm: dpo 和 dpo.loss_kind: orpo"),
         ({"algorithm": "sft", "reward": "step"}, "algorithms that sample", "只用于会采样的算法"),
     ],
 )  # fmt: skip

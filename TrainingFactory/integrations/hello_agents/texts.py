@@ -34,10 +34,6 @@ TEXTS = {
         "参数不是有效的 JSON (第 {line} 行第 {column} 列)",
         "the parameters are not valid JSON (line {line}, column {column})",
     ),
-    "option": (
-        "{value} 是 {section} 的选项: 请写 algorithm: {section} 和 {key}: {value}",
-        "{value} is an option of {section}: write algorithm: {section} and {key}: {value}",
-    ),
     "unread": (
         "{value} 只用于会采样的算法; {algorithm} 从已有的数据学习",
         "{value} is for algorithms that sample; {algorithm} learns from existing rows",

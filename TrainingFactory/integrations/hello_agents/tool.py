@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.problems import option_of_algorithm
 from TrainingFactory.integrations.hello_agents import datasets, rewards, training
 from TrainingFactory.integrations.hello_agents.agents import Tool, ToolParameter
 from TrainingFactory.integrations.hello_agents.texts import Texts
@@ -177,12 +175,8 @@ class RLTraining:
     # train
 
     def _train(self, given: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
-        algorithm = str(chosen["algorithm"]).lower()
-        if algorithm not in KINDS and (option := option_of_algorithm(algorithm, TrainingConfig)):
-            key, _, value = option.partition("=")
-            section = key.partition(".")[0]
-            raise ValueError(self.say("option", value=value, section=section, key=key))
-        samples = KINDS[self._one_of("algorithm", algorithm, KINDS)].samples
+        algorithm = self._one_of("algorithm", str(chosen["algorithm"]).lower(), KINDS)
+        samples = KINDS[algorithm].samples
         if not samples and (unread := given.keys() & REWARD):
             raise ValueError(self.say("unread", value=min(unread), algorithm=algorithm))
         told, reward = self._reward(chosen) if samples else (None, None)

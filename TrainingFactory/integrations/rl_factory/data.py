@@ -94,25 +94,17 @@ class PromptText(str):
 
 
 class MessageTokenizer:
-    """Stands for a tokenizer where messages stay messages: the run, or the judge's end, writes them by its template."""
+    """Stands for a tokenizer where messages stay messages: the run, or the judge's end, writes them by its template.
+    The rest is that of the policy's tokenizer, where there is one."""
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self._tokenizer = tokenizer
+        self.prompts: dict[str, PromptText] = {}
 
     def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **_: Any) -> PromptText:
         messages = [Message(each["role"], str(each["content"])) for each in conversation]
         text = PromptText("\n\n".join(message.content for message in messages))
         text.messages = messages
-        return text
-
-
-class JudgeTokenizer(MessageTokenizer):
-    """Stands for the judge's tokenizer, which is at the judge's own end: encodes and decodes by the policy's, and
-    remembers the prompts that it has made."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.prompts: dict[str, PromptText] = {}
-
-    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **_: Any) -> PromptText:
-        text = super().apply_chat_template(conversation)
         return self.prompts.setdefault(text, text)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -128,7 +120,7 @@ class JudgeWorkers:
 
     world_size = 1
 
-    def __init__(self, ask: Ask, tokenizer: JudgeTokenizer) -> None:
+    def __init__(self, ask: Ask, tokenizer: MessageTokenizer) -> None:
         self._ask, self._tokenizer, self._loop = ask, tokenizer, asyncio.get_running_loop()
 
     def score(self, prompts: Sequence[str], read: Callable[[str], float] | None = None) -> list[float]:

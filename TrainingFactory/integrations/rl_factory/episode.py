@@ -15,7 +15,6 @@ from TrainingFactory.integrations.rl_factory.data import (
     STEPS,
     Data,
     DataItem,
-    JudgeTokenizer,
     JudgeWorkers,
     MessageTokenizer,
 )
@@ -142,7 +141,7 @@ class JudgedEpisode(EnvEpisode):
 
     async def ask_judge(self, episode: AnyEpisode, ask: Ask) -> Reward:
         data = await self._verified(episode)
-        tokenizer = JudgeTokenizer(self._tokenizer)
+        tokenizer = MessageTokenizer(self._tokenizer)
         return await self._scored(data, JudgeWorkers(ask, tokenizer), tokenizer)
 
 

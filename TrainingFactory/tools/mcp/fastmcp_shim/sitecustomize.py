@@ -3,25 +3,20 @@ that class MCPServer. Python imports this file when it starts, because `stdio.py
 servers that it starts. It may run in a Python without TrainingFactory, and does nothing where mcp is 1.x."""
 
 import importlib.util
+import inspect
 import sys
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 
 OLD, NEW = "mcp.server.fastmcp", "mcp.server.mcpserver"
-# Arguments of FastMCP that are about HTTP; a server that is started here speaks over stdin and stdout.
-HTTP = ("host", "port", "mount_path", "sse_path", "message_path", "streamable_http_path", "json_response",
-        "stateless_http", "transport_security", "event_store", "retry_interval")  # fmt: skip
 
 
 class FastMCPFinder(Loader):
     """Finds the modules of FastMCP: those of MCPServer under their old names."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != OLD and not name.startswith(f"{OLD}."):
-            return None
-        if importlib.util.find_spec(NEW) is None:
-            return None
-        return ModuleSpec(name, self, is_package=name == OLD)
+        ours = f"{name}.".startswith(f"{OLD}.") and importlib.util.find_spec(NEW) is not None
+        return ModuleSpec(name, self, is_package=name == OLD) if ours else None
 
     def create_module(self, spec):
         module = importlib.import_module(spec.name.replace(OLD, NEW, 1))
@@ -35,11 +30,12 @@ class FastMCPFinder(Loader):
 
 
 def make_fastmcp(base):
-    """Return the class with the arguments that it had in mcp 1.x."""
+    """Return the class with the arguments of mcp 1.x; those about HTTP, such as host and port, go unused."""
+    known = inspect.signature(base).parameters
 
     class FastMCP(base):
         def __init__(self, name=None, instructions=None, **options):
-            given = {key: value for key, value in options.items() if key not in HTTP}
+            given = {key: options[key] for key in options if key in known}
             super().__init__(name, instructions=instructions, **given)
 
     return FastMCP
