@@ -51,7 +51,7 @@ SATELLITES = [
     "services/keywords.py", "services/trl.py", "services/model_registry.py", "services/sft_trainer.py",
     "services/rl_trainer.py", "services/reward_model.py", "services/async_executor.py", "services/process_reward.py",
 ]  # fmt: skip
-TOTAL_LINES = 51_300  # of Python in the package
+TOTAL_LINES = 52_300  # of Python in the package
 
 NO_TORCH = [
     "types", "protocols", "openai_form", "options", "running", "seeds", "config", "catalog", "user_code", "workers",

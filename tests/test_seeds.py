@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from tests.kits.mcp import SERVERS, free_port, running, start_server
 from tests.kits.seeds import Block, blocks
 from tests.kits.siblings import COMPUTE, DATA, ENVIRONMENTS
 from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.rewards.judge.endpoints import Reply
+from TrainingFactory.services.build.own_judge import OwnJudge
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.types import Task, ToolCall, Trajectory
 
@@ -37,14 +40,13 @@ SMALL = {
 }
 LIMITS: dict[str, Any] = {"max_steps": 1, "group_size": 2, "batch_size": 1} | {"sampling": SMALL["sampling"]}
 PROJECT = {
-    "models": {"Qwen3-4B": "builtin:tiny", "Qwen/Qwen3-4B-Instruct": "builtin:tiny"},
+    "models": dict.fromkeys(("Qwen3-4B", "Qwen/Qwen3-4B-Instruct", "QwQ-32B"), "builtin:tiny"),
     "environments": {
         name: {"environment": {"environment_id": "search", "max_turns": 2}, **SMALL}
         for name in ("env_search", "env_search_v1")
     },
-    "datasets": {"ds_tool_calling_v1": "calls.jsonl"},
+    "datasets": {"ds_tool_calling_v1": {"dataset": "ds_tool_calling_v1", "count": 8}},  # that of the package
 }
-TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 SEARCH = {
     "name": "web_search",
     "description": "Search the web",
@@ -107,7 +109,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the document's names lead to."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "factories.yaml").write_text(json.dumps(PROJECT))
-    (tmp_path / "calls.jsonl").write_text(json.dumps(TALK) + "\n")
     (tmp_path / "tools").mkdir()
     return tmp_path
 
@@ -142,7 +143,8 @@ def names(number: int) -> dict[str, Any]:
 def test_a_block_runs_as_printed(
     block: Block, project: Path, install: Callable[..., None], search_server: str
 ) -> None:
-    install(DataFactory=DATA, EnvironmentFactory=ENVIRONMENTS, ComputeFactory=COMPUTE)
+    if block.number > 14:
+        install(DataFactory=DATA, EnvironmentFactory=ENVIRONMENTS, ComputeFactory=COMPUTE)
     for file in ("search.json", "search_tool.json"):
         (project / "tools" / file).write_text(json.dumps(SEARCH | {"mcp_server": search_server}))
     if block.number > 14:  # where the other factories are to be asked
@@ -211,8 +213,17 @@ def rewards_steps(space: dict[str, Any]) -> None:
     assert trajectory.reward is not None
     trajectory.reward.outcome = 1.0
     assert calculate_process_reward(trajectory).outcome == 1.0
-    with pytest.raises(ValueError, match="is of a Trajectory, as a rollout returns it, not of a list"):
-        calculate_process_reward([])  # pyright: ignore[reportArgumentType]
+    # The document's own steps, and its own function on them.
+    steps = [SimpleNamespace(tool_call_correct=True, reasoning_clear=number == 1) for number in range(3)]
+    ours = calculate_process_reward(steps, outcome=1.0)
+    space["calculate_process_reward"].__globals__["outcome_reward"] = 1.0
+    assert ours.outcome + sum(ours.steps) == pytest.approx(space["calculate_process_reward"](steps))
+    assert ours.steps == pytest.approx([0.5, 0.8, 0.5]) and ours.parts["correct_tool"] == pytest.approx(1.5)
+    assert calculate_process_reward([vars(steps[1])], {"clear_reasoning": 2.0}).steps == [2.0]
+    with pytest.raises(ValueError, match="step 0 has no tool_call_correct"):
+        calculate_process_reward([object()])
+    with pytest.raises(ValueError, match="is of a Trajectory, as a rollout returns it"):
+        calculate_process_reward(1)  # pyright: ignore[reportArgumentType]
 
 
 def supports(space: dict[str, Any]) -> None:
@@ -226,15 +237,28 @@ def scores(space: dict[str, Any]) -> None:
 
     same_methods(space["DistributedRewardModel"], DistributedRewardModel, "compute_rewards")
 
-    async def compute() -> Any:
-        pool = DistributedRewardModel(num_workers=4)
+    async def compute(**model: str) -> Any:
+        pool = DistributedRewardModel(**model, num_workers=4)
         assert len(pool.workers) == 4
-        return await pool.compute_rewards([trajectory] * 5)
+        try:
+            return await pool.compute_rewards([trajectory] * 5)
+        finally:
+            await pool.close()
 
     trajectory = episode()
+    trajectory.status = "done"  # one that was cut off is worth nothing, and no judge is asked
     assert [reward.outcome for reward in asyncio.run(compute())] == [0.0] * 5
-    with pytest.raises(ValueError, match="QwQ-32B"):
-        DistributedRewardModel(model="QwQ-32B", num_workers=4)
+    with pytest.MonkeyPatch.context() as patched:  # the built-in model would not know what to say
+        patched.setattr(OwnJudge, "ask", scored)
+        rewards = asyncio.run(compute(model="QwQ-32B"))
+    assert [reward.outcome for reward in rewards] == [0.4] * 5
+    with pytest.raises(ValueError, match=r"no such run or model: 'QwQ-33B'[\s\S]*base_url="):
+        DistributedRewardModel(model="QwQ-33B", num_workers=4)
+
+
+async def scored(self: OwnJudge, messages: Any, number: int) -> Reply:
+    assert self.asked.model == "QwQ-32B" and "2 + 2?" in messages[-1].content
+    return Reply("Score: 4", 1, 1)
 
 
 def rolls_out(space: dict[str, Any]) -> None:
@@ -306,7 +330,7 @@ CHECKS: dict[int, Callable[[dict[str, Any]], None]] = {
     3: rewards_steps,
     4: supports,
     5: scores,
-    8: lambda space: last_run(3, "epochs: 3"),
+    8: lambda space: last_run(3, "epochs: 3", "ds_tool_calling_v1"),
     9: lambda space: last_run(1, "async_rollout: true"),
     10: rolls_out,
     11: caches,

@@ -67,10 +67,15 @@ async def list_tools(
         if as_json:
             print(json.dumps([asdict(offer) for offer in loaded.offers], indent=2, ensure_ascii=False))
             return
-        for name, server in loaded.configs.items():
+        about = {
+            name: f"{server.target} ({server.transport}, {server.settings.isolation})"
+            for name, server in loaded.configs.items()
+        }
+        for name, target in (
+            about | ({"": "built-in tools that the file names"} if loaded.named else {})
+        ).items():
             offers = [offer for offer in loaded.offers if offer.server == name]
-            how = f"{server.transport}, {server.settings.isolation}"
-            show.table([(name, f"{server.target} ({how}): {show.count(len(offers), 'tool')}")])
+            show.table([(name, f"{target}: {show.count(len(offers), 'tool')}")])
             rows = [
                 (each.spec.name, _arguments(each.spec), _marks(each.options), _brief(each.spec.description))
                 for each in offers

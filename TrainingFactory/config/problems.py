@@ -106,7 +106,19 @@ def _explain(details: ErrorDetails, root: type[BaseModel]) -> Problem:
         return Problem(key, f"must be a section with keys {', '.join(section.model_fields)}", value)
     if kind == "missing":
         return Problem(key, "is missing")
+    if dotted(key) == "training.algorithm" and (option := _option_of_algorithm(value, root)):
+        section = option.partition(".")[0]
+        return Problem(key, f"{value} is an option of {section}; write training.algorithm={section} {option}")
     return Problem(key, explain_value(details), value)
+
+
+def _option_of_algorithm(value: Any, root: type[BaseModel]) -> str | None:
+    """Return the option that selects what others call an algorithm: dpo.loss_kind=orpo, grpo.advantage=rloo."""
+    algorithms = get_args(leaves(root)["training.algorithm"].annotation)
+    for full, info in leaves(root).items():
+        if full.partition(".")[0] in algorithms and value in get_args(info.annotation):
+            return f"{full}={value}"
+    return None
 
 
 def _section_at(key: tuple[str | int, ...], root: type[BaseModel]) -> type[BaseModel]:

@@ -44,6 +44,12 @@ def is_path(name: str) -> bool:
     return name.lower().endswith(FILES) or name.startswith((".", "/", "~"))
 
 
+def builtin_dataset(name: str) -> Path | None:
+    """Return the file of a dataset that comes with TrainingFactory; None for other names."""
+    path = Path(__file__).parent / "builtin" / f"{name}.jsonl"
+    return path if path.parent.name == "builtin" and path.is_file() else None
+
+
 def _rows(source: Any, split: str) -> Iterator[Row]:
     if not isinstance(source, str | Path):
         return _of_objects(source, split)
@@ -53,6 +59,8 @@ def _rows(source: Any, split: str) -> Iterator[Row]:
     if path.is_file():
         readers = {".json": _of_json, ".parquet": _of_parquet, ".csv": _of_csv}
         return readers.get(path.suffix.lower(), _of_lines)(path)
+    if (own := builtin_dataset(str(source))) is not None:
+        return _of_lines(own)
     if is_path(str(source)):
         raise ValueError(f"there is no file of data at {path}; rows come from {KINDS}")
     return _of_dicts(_from_hub(str(source), split), str(source), arrow=True)

@@ -13,6 +13,7 @@ SUPPORTED_MODELS = {
     "qwen3-8b": "Qwen/Qwen3-8B-Instruct",
     "qwen2.5-3b": "Qwen/Qwen2.5-3B-Instruct",
     "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
+    "qwq-32b": "Qwen/QwQ-32B",
     "deepseek-v3": "deepseek-ai/DeepSeek-V3",
     "deepseek-r1-distill-7b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
     "llama3-8b": "meta-llama/Llama-3-8B-Instruct",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +31,15 @@ class Episode:
     async def call(self, tool: str, **arguments: Any) -> ToolResult:
         """Call a tool of the environment. That a call failed is in its result; where the tool could not be asked,
         nothing is known: that raises ToolFailure, and a reward that lets it pass leaves the episode unscored."""
-        [result] = await self.executor.batch_execute([ToolCall(tool, arguments)])
-        if result.error in ("timeout", "unavailable"):
-            raise ToolFailure(result.content)
-        return result
+        return await call_tool(self.executor, tool, arguments)
+
+
+async def call_tool(executor: AsyncToolExecutor, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
+    """Call one tool; raise ToolFailure where it could not be asked."""
+    [result] = await executor.batch_execute([ToolCall(tool, dict(arguments))])
+    if result.error in ("timeout", "unavailable"):
+        raise ToolFailure(result.content)
+    return result
 
 
 async def score(episode: Episode, function: RewardFunction | None) -> Reward:

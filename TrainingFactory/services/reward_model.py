@@ -8,9 +8,9 @@ from typing import Any, Unpack
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.rewards import LearnedReward
+from TrainingFactory.rewards.judge.judges import Judge
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel as Pool
-from TrainingFactory.services.build import factories
-from TrainingFactory.services.build.reward_types import reward_model
+from TrainingFactory.services.build.reward_types import Making, judge, reward_model
 from TrainingFactory.services.keywords import RewardModelKeywords
 from TrainingFactory.services.trainers import Trainer
 
@@ -31,9 +31,10 @@ class RewardModelTrainer(Trainer):
 class DistributedRewardModel(Pool):
     """Spreads rewards over workers: `await DistributedRewardModel("runs/judge", num_workers=4).compute_rewards(...)`.
 
-    `model` is a trained reward model (a run or a folder, or its name in factories.yaml), a function of a file such as
-    `rewards.py:score`, any callable, or with `base_url` a model that judges there. The other options are those of
-    `rewards/workers/distributed.py`. Without `model` the built-in one scores, which is not trained."""
+    `model` is a trained reward model (a run or a folder, or its name in factories.yaml), any other model, which then
+    judges by a prompt in a process of its own, a function of a file such as `rewards.py:score`, any callable, or with
+    `base_url` a model that judges there. The other options are those of `rewards/workers/distributed.py`. Without
+    `model` the built-in one scores, which is not trained."""
 
     def __init__(
         self,
@@ -44,21 +45,33 @@ class DistributedRewardModel(Pool):
         **options: Any,
     ) -> None:
         named = base_url is None and (model is None or (isinstance(model, str) and ":" not in model))
-        super().__init__(_scorer(model) if named else model, num_workers, base_url=base_url, **options)
+        reward = _scorer(model) if named else model
+        super().__init__(reward, num_workers, base_url=base_url, **options)
+        if named and isinstance(reward, Judge):
+            self._opened.append(reward)
 
 
-def _scorer(name: str | None) -> LearnedReward:
-    """Return the reward model of that name as a reward; all workers share what is loaded once."""
+def _scorer(name: str | None) -> Any:
+    """Return the reward model of that name as a reward, or the model as a judge; all workers share what is loaded."""
     from TrainingFactory.learning.reward_models import RewardScorer  # torch
 
     if name is not None:
+        config = TrainingConfig()
         try:
-            found = reward_model(name, TrainingConfig())
+            try:
+                found = reward_model(name, config)
+            except ValueError:
+                made = judge(Making(config, load=True), {"judge": {"model": name}})
+                log.warning(
+                    "%s is no reward model: it is started with the first episode, and judges by a prompt",
+                    name,
+                )
+                return made
             base = found.name if found.adapter else None
             return LearnedReward(RewardScorer.load(str(found.folder), base=base))
         except ValueError as error:
-            last = f"{error}; rewards.py:score names a function, and with base_url= it is a model that judges there"
-            raise factories.nowhere("models", name, last) from error
+            more = "rewards.py:score names a function, and with base_url= it is a model that judges there"
+            raise ValueError(f"{error}\n{more}") from error
     from TrainingFactory.learning.heads import head_for
     from TrainingFactory.models import chat_format, load_model
 

@@ -378,3 +378,11 @@ def test_tools_on_a_cluster_need_one() -> None:
     text = "tools.1.remote: tools run in the run's own process without compute.backend=ray"
     assert unused(TrainingConfig(**asked)) == [text]
     assert unused(TrainingConfig(**asked, compute={"backend": "ray"})) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [("orpo", "dpo dpo.loss_kind=orpo"), ("rloo", "grpo grpo.advantage=rloo")]
+)
+def test_the_name_of_a_loss_as_an_algorithm_leads_to_its_option(name: str, option: str) -> None:
+    with pytest.raises(ConfigError, match=f"write training.algorithm={option}"):
+        load_config(None, [f"training.algorithm={name}"])

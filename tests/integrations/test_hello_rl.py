@@ -76,6 +76,8 @@ def test_records_have_the_textbooks_form(tmp_path: Path, monkeypatch: pytest.Mon
     prompt = "Question: She has 1 and gets 2. How many?\n\nLet's solve this step by step:\n"
     assert row["prompt"] == prompt and row["text"] == prompt + row["completion"]
     assert row["completion"] == "She has 1 + 2 = <<1+2=3>>3 now.\n\nFinal Answer: 3"
+    [row] = rl.create_rl_dataset(1)  # the trainer knows the model, and writes the prompt by its template
+    assert row["prompt"] == prompt.strip()
     [row] = rl.create_rl_dataset(1, "test", "builtin:tiny")
     assert row["prompt"].startswith("<|im_start|>user\nQuestion: ") and row["prompt"].endswith("assistant\n")
     assert (row["ground_truth"], row["full_answer"]) == ("3", problems(1)[0]["answer"])

@@ -28,6 +28,20 @@ def config_of(result: Result) -> dict[str, Any]:
     return yaml.safe_load(Path(result["run"], "config.yaml").read_text())
 
 
+@pytest.mark.parametrize(
+    ("given", "english", "chinese"),
+    [
+        (None, "as a mapping or as JSON text", "参数必须是对象或 JSON 文本"),
+        ('{"action": ', "not valid JSON (line 1, column 12)", "第 1 行第 12 列"),
+        ({"algorithm": "sft", "reward": "step"}, "algorithms that sample", "只用于会采样的算法"),
+    ],
+)  # fmt: skip
+def test_an_error_is_one_text_in_one_language(given: Any, english: str, chinese: str):
+    for language, text in {"en": english, "zh": chinese}.items():
+        answer = RLTrainingTool(language).run(given)
+        assert answer["status"] == "error" and text in answer["message"]
+
+
 def test_a_result_is_json_text_and_has_keys():
     result = Result({"status": "success", "name": "数学"})
     assert isinstance(result, str) and json.loads(result) == {"status": "success", "name": "数学"}
@@ -44,14 +58,16 @@ def test_a_result_is_json_text_and_has_keys():
         {"algorithm": "grpo"},
         {"action": "train", "model_name": "builtin:tiny", "num_epochs": 2},
         {"input": "please train a good model"},
+        "train something",
+        '{"action": "train"}',
         {"input": '{"action": "train", "num_epochs": "2"}'},
         {"algorithm": "sft", "model_name": "builtin:tiny", "confirm": False},
     ],
 )
-def test_a_vague_request_gets_a_plan_and_trains_nothing(tool: RLTrainingTool, vague: dict[str, Any]):
+def test_a_vague_request_gets_a_plan_and_trains_nothing(tool: RLTrainingTool, vague: Any):
     answer = tool.run(vague)
     assert answer["status"] == "plan" and "confirm: true" in answer["message"]
-    assert answer["plan"]["algorithm"] == vague.get("algorithm", "sft")
+    assert answer["plan"]["algorithm"] == ("grpo" if "grpo" in str(vague) else "sft")
     assert answer["plan"]["num_epochs"] in (2, 3) and not Path("output").exists()
 
 

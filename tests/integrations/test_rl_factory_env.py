@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,10 @@ def played(
     environment = as_ours(env)(task, [lookup])
     key = EpisodeKey("eval-1" if heldout else 1, task.id, 0)
     return asyncio.run(play(environment, CHAT, said, key=key, **options))
+
+
+def _rules(self: Any, data: Any, tokenizer: Any, if_val: bool = False) -> Any:
+    return [[1.0]]
 
 
 def test_data_is_one_episode_in_the_shape_of_dataproto() -> None:
@@ -138,7 +143,8 @@ def test_verified_results_steps_and_rules_make_one_reward() -> None:
         (np.array([0.5]), (0.5, []), ""),
         ([[0.1, 0.9]], (0.9, [0.1, 0.0]), ""),
         (0.5, None, "gave 0.5 .float.; it must give a list with one entry for each item"),
-        ([[0.1, 0.2, 0.3]], None, "gave 3 numbers for an episode of 2 turns"),
+        ([[0.1, 0.2, 0.3]], (0.3, [0.1, 0.2]), ""),
+        ([[0.1, 0.2, 0.3, 0.4]], None, "gave 4 numbers for an episode of 2 turns"),
         ([[math.nan]], None, "must be finite"),
         ([], None, "one entry for each item"),
     ],
@@ -165,7 +171,7 @@ def test_what_rules_give(gives: Any, reward: Any, error: str) -> None:
         ),
         (lambda *_: 1 / 0, r"ZeroDivisionError"),
         (lambda self, *_: self.tool_manager.get_tool("gone"), "no tool 'gone'; the tools are: lookup"),
-        (lambda self, *_: self.tool_manager.get_prompt(), "no 'get_prompt' here: the run itself calls tools"),
+        (lambda self, *_: self.tool_manager.functions, "no 'functions' here: the run itself writes prompts"),
     ],
 )
 def test_a_failed_verification_costs_its_own_episode(verify: Callable[..., Any], error: str) -> None:
@@ -226,17 +232,115 @@ def test_a_judge_is_asked_in_the_words_of_the_environment(judge_key: None) -> No
         asyncio.run(check_tools(as_ours(Judged), task, CHAT))
 
 
-def _rules(self: Any, data: Any, tokenizer: Any, if_val: bool = False) -> Any:
-    return [[1.0]]
+def test_an_own_step_answers_the_turns() -> None:
+    seen: list[Any] = []
+
+    class Stepping(Env):
+        def step(self, responses: Any, tokenizer: Any = None) -> Any:
+            seen.append(responses)
+            found = super().step(responses, tokenizer)
+            if found[1] == [True] and len(seen) < 3:  # asks once more
+                return ["Are you sure?"], [False], [0], [0]
+            return found
+
+        def _compute_score_with_rules(self, data: Any, tokenizer: Any, if_val: bool = False) -> Any:
+            return [[float(len(seen))]]
+
+    found = played(Stepping, [CALL, Message("assistant", "Oslo"), Message("assistant", "Yes")])
+    assert found.reward is not None and (found.status, found.reward.outcome) == ("done", 3.0), found.error
+    called, asked, last = found.turns
+    assert seen[0] == ['<tool_call>\n{"name": "lookup", "arguments": {"name": "Ada"}}\n</tool_call>']
+    assert [(reply.role, reply.name, reply.content) for reply in called.replies] == [
+        ("tool", "lookup", "<answer>Oslo</answer> says Ada")
+    ]
+    assert [result.ok for result in called.tool_results] == [True] and called.signals["is_tool"] == 1.0
+    assert [(reply.role, reply.content) for reply in asked.replies] == [("user", "Are you sure?")]
+    assert not last.replies
+
+    class Wrong(Stepping):
+        def step(self, responses: Any, tokenizer: Any = None) -> Any:
+            return ""
+
+    assert "must give four lists: next_obs, dones" in (played(Wrong).error or "")
+
+
+def test_an_own_step_may_rewrite_what_the_model_wrote() -> None:
+    class Stepping(Env):
+        def step(self, responses: Any, tokenizer: Any = None) -> Any:
+            return super().step([text.replace("Ada", "Bo") for text in responses], tokenizer)
+
+        _compute_score_with_rules = _rules
+
+    found = played(Stepping)
+    assert found.turns[0].replies[0].content.endswith("says Bo"), found.error
+
+
+def test_an_own_compute_score_gets_rules_and_steps() -> None:
+    class Scored(Env):
+        use_process_reward = True
+
+        def get_step_reward(self, responses: Any, format_score: float = 0.1) -> Any:
+            return [format_score if "lookup" in text else math.nan for text in responses]
+
+        def compute_score(self, reward_rollout_wg: Any, *args: Any, **options: Any) -> Any:
+            assert reward_rollout_wg is None
+            return [
+                [2 * value for value in scores] for scores in super().compute_score(None, *args, **options)
+            ]
+
+        _compute_score_with_rules = _rules
+
+    found, measured = played(Scored), played(Scored, heldout=True)
+    assert found.reward is not None and measured.reward is not None, found.error
+    assert (found.reward.outcome, found.reward.steps) == (2.0, pytest.approx([0.2, 0.0]))
+    assert (measured.reward.outcome, measured.reward.steps) == (2.0, [])
+
+
+def test_an_own_score_of_a_judge_generates_with_the_judge_of_the_config(judge_key: None) -> None:
+    """As RL-Factory's own method does it: prompts in tokens to a worker group, replies in tokens back."""
+    replies: list[str] = []
+
+    class Judged(Env):
+        def _get_single_prompt_str(
+            self, data_source, solution_str, ground_truth, extra_info, reward_tokenizer
+        ):  # type: ignore[no-untyped-def]
+            said = [{"role": "system", "content": "Judge."}, {"role": "user", "content": solution_str}]
+            return reward_tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+
+        def _compute_score_with_reward_rollout_wg(
+            self, reward_rollout_wg: Any, reward_tokenizer: Any, data: Any
+        ) -> Any:
+            [[prompt]] = self.get_prompt_for_reward(reward_tokenizer, data)
+            batch = reward_tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+            assert reward_rollout_wg.world_size == 1
+            for item in reward_rollout_wg.generate_sequences(SimpleNamespace(batch=batch)):
+                replies.append(reward_tokenizer.decode(item.batch["responses"], skip_special_tokens=True))
+            return [[float(replies[-1].split()[-1]) / 8]]
+
+    class Read(Judged):
+        _compute_score_with_reward_rollout_wg = Env._compute_score_with_reward_rollout_wg
+
+        def compute_score(self, reward_rollout_wg: Any, *args: Any, **options: Any) -> Any:
+            return [[1 + value for [value] in super().compute_score(reward_rollout_wg, *args, **options)]]
+
+        def _compute_single_score_with_reward_rollout_wg(
+            self, data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any
+        ) -> float:
+            return float(solution_str.split()[-1])
+
+    with judging("Score: 4") as server:
+        one, other = (played(kind, reward=judge_at(server.url)) for kind in (Judged, Read))
+    assert one.reward is not None and other.reward is not None, (one.error, other.error)
+    assert (one.reward.outcome, other.reward.outcome, replies) == (0.5, 5.0, ["Score: 4"])
+    assert [message["role"] for message in server.asked[0]["messages"]] == ["system", "user"]
 
 
 @pytest.mark.parametrize(
     ("members", "error"),
     [
         ({}, "Mine scores nothing: write _compute_score_with_rules, get_step_reward or"),
-        ({"step": lambda self, responses: None}, "Mine.step cannot be honoured: the run itself calls"),
-        ({"_compute_score_with_reward_rollout_wg": _rules}, "no worker group.*reward.type=model_judge"),
-        ({"compute_score": _rules}, "Mine.compute_score cannot be honoured"),
+        ({"step": lambda self: None}, r"Mine.step\(\) has another signature.*responses, tokenizer"),
+        ({"compute_score": _rules}, "compute_score.*another signature.*reward_rollout_wg, reward_tokenizer"),
         ({"_compute_scores_with_rules": _rules}, "nobody's to call; did you mean _compute_score_with_rules"),
         (
             {"_compute_score_with_rules": lambda self, data: 0},

@@ -55,6 +55,8 @@ CUDA_VISIBLE_DEVICES=0,1 python3 -m verl.trainer.main_ppo\
     reward_rollout.if_use_reward_rollout=True\
     reward_rollout.rollout.model_name=$REWARD_MODEL_PATH\
     reward_rollout.rollout.response_length=2048\
+    reward_rollout.rollout.tensor_model_parallel_size=4\
+    reward_rollout.rollout.gpu_memory_utilization=0.65\
     trainer.logger=['console','wandb']\
     trainer.project_name='GRPO search'\
     trainer.experiment_name=run_$NOW\
@@ -92,10 +94,8 @@ def test_a_script_becomes_a_config_and_what_is_left_out_is_told(tmp_path: Path) 
         "tools": [{"name": "tools", "config": "/your/path/mcp_tools.pydata"}],
         "reward": {
             "type": "model_judge",
-            "model": "/models/QwQ-32B",
-            "options": {
-                "base_url": "http://127.0.0.1:8000/v1", "api_key_env": None, "options": {"max_tokens": 2048}
-            },
+            "judge": {"model": "/models/QwQ-32B", "engine": "vllm", "gpus": 4},
+            "options": {"options": {"max_tokens": 2048}},
         },
         "data": {"tasks": "data/$raw/train.parquet", "heldout": "data/$raw/test.parquet"},
         "sampling": {"max_tokens": 512},
@@ -109,10 +109,8 @@ def test_a_script_becomes_a_config_and_what_is_left_out_is_told(tmp_path: Path) 
     assert told["trainer.experiment_name"].endswith("depends on $(...), which only the shell knows")
     assert "depends on ${OUT}" in told["trainer.default_local_dir"]
     assert "by hand: travel.py must have your Env" in told["actor_rollout_ref.env.name"]
-    assert {
-        "actor_rollout_ref.env.config_path",
-        "reward",
-    } < told.keys() and "trainer.total_epochs" not in told
+    assert "reward.judge.engine_options" in told["reward_rollout.rollout.gpu_memory_utilization"]
+    assert "actor_rollout_ref.env.config_path" in told and "trainer.total_epochs" not in told
 
 
 @pytest.mark.parametrize(
@@ -168,6 +166,7 @@ def test_what_switches_something_off_has_its_comment(tmp_path: Path) -> None:
         (f"{COMMAND}", "no overrides"),
         (f"{COMMAND} \\ \n  data.train_files=x", "main.sh:2: data.train_files=x belongs to no command"),
         (f"{COMMAND} a.b='open", "main.sh:1: cannot be read as a command: No closing quotation"),
+        ("A=1234\n" + "A=$A$A\n" * 20, "main.sh:15: .*expand to more than 100000 characters"),
         (f"{COMMAND} data.train_batch_size=many", "main.sh: training.batch_size"),
         (f"{COMMAND} trainer.save_freq=often trainer.nnodes=$N", "trainer.save_freq is 'often'"),
     ],

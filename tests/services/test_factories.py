@@ -19,6 +19,7 @@ from TrainingFactory.envs import CalculatorEnvironment
 from TrainingFactory.services import GRPOTrainer, SFTTrainer
 from TrainingFactory.services.build import factories
 from TrainingFactory.services.build.training import Training, resume
+from TrainingFactory.services.reports.run_tables import state_rows
 
 Install = Callable[..., None]
 FILE = """
@@ -65,6 +66,37 @@ def test_an_entry_fills_what_is_not_set(project: Path) -> None:
     tasks = factories.by_file(TrainingConfig(data={"tasks": "ds_questions"})).data
     assert (tasks.tasks, tasks.dataset, tasks.count) == ("questions.jsonl", None, 1)
     assert factories.model("Qwen3-4B") == "builtin:tiny" and factories.model("Qwen3-8B") is None
+
+
+def test_a_run_keeps_what_its_ids_were_found_to_be(project: Path, install: Install) -> None:
+    def started(**options: Any) -> list[str]:
+        said: list[str] = []
+        watcher = Quiet()
+        watcher.say = said.append  # type: ignore[method-assign]
+        made = Training(TrainingConfig(data={"count": 1}, **options), watcher=watcher)
+        found = json.loads((made.run.path / "environment.json").read_text())["resolved"]
+        made.run.unlock()
+        assert found and set(found) <= set(said)
+        assert [text for name, text in state_rows(made.run) if name == "resolved"] == found
+        return found
+
+    assert started(model="tiny", environment_id="env_search_v1") == [
+        "model.name tiny is builtin:tiny",
+        "environment.environment_id env_search_v1 is search, which comes with TrainingFactory",
+    ]
+    learns = {"training": {"algorithm": "sft"}, "dataset_id": "ds_tool_calling_v1"}
+    assert started(**learns) == [
+        "data.dataset ds_tool_calling_v1 is a small dataset that comes with TrainingFactory"
+    ]
+    install(DataFactory=DATA, EnvironmentFactory=ENVIRONMENTS, ComputeFactory=COMPUTE + LOOKED_UP)
+    assert started(environment_id="env_search_v1", allocation_id="alloc-1")[1:] == [
+        "environment.environment_id env_search_v1 is a scenario of EnvironmentFactory"
+    ]
+    assert started(**learns) == ["data.dataset ds_tool_calling_v1 is a dataset of DataFactory"]
+    (project / "factories.yaml").write_text(FILE)
+    assert "model.name Qwen3-4B is builtin:tiny (factories.yaml)" in started(
+        model="Qwen3-4B", environment_id="calculator"
+    )
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,7 @@ async def test_images_are_kept_and_shown_as_text(shared: MCPTools) -> None:
 
 async def test_secrets_are_hidden_in_results_and_attachments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THE_TOKEN", "sesame-1234")
+    monkeypatch.setenv("PYTHONPATH", "/of/the/user")
     secret = {"API": "${THE_TOKEN}", "DB_PASS": "hunter-hunter", "DB": "pg://me:hunter22@db/x"}
     entry = kit.own("tiny.py") | {"env": secret | {"PLACE": "/some/folder"}}
     async with MCPTools.from_dict({"mcpServers": {"tiny": entry}}) as tools:
@@ -106,7 +107,7 @@ async def test_secrets_are_hidden_in_results_and_attachments(monkeypatch: pytest
     (resource,) = result.attachments
     for shown in (result.content, resource["text"]):
         assert not [
-            word for word in ("sesame", "hunter", "PYTHONPATH") if word in shown
+            word for word in ("sesame", "hunter", "/of/the/user") if word in shown
         ]  # the last is not handed on
         assert "pg://me:***@db/x" in shown and "/some/folder" in shown
 
@@ -266,3 +267,48 @@ async def test_sessions_over_http(caplog: pytest.LogCaptureFixture) -> None:
             await one.close()
             await other.close()
     assert "sesame" not in caplog.text
+
+
+FASTMCP = """
+from mcp.server.fastmcp import Context, FastMCP
+from mcp.server.fastmcp.exceptions import ToolError
+
+mcp = FastMCP("LocalServer", "Says things.", host="127.0.0.1", port=9)
+
+
+@mcp.tool()
+def echo(text: str, times: int = 2):
+    "Say it."
+    if not text:
+        raise ToolError("nothing to say")
+    return {"said": text * times}
+
+
+if __name__ == "__main__":
+    mcp.run(transport="stdio")
+"""
+
+
+async def test_a_server_for_mcp_1_runs_unchanged_and_keeps_its_sitecustomize(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(FASTMCP)
+    (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    entry = {"command": sys.executable, "args": ["server.py"], "env": {"PYTHONPATH": str(tmp_path)}}
+    async with MCPTools.from_dict({"mcpServers": {"local": entry}}, folder=tmp_path) as tools:
+        assert '"said": "hihi"' in (await call(tools, "echo", text="hi")).content
+        assert "nothing to say" in (await call(tools, "echo", text="")).content
+    assert (tmp_path / "ran").exists()
+
+
+async def test_a_file_may_name_tools_of_ours_beside_servers(tmp_path: Path) -> None:
+    """RL-Factory's form: texts in the list of a .pydata file."""
+    path = tmp_path / "tools.pydata"
+    path.write_text(repr(["code_interpreter", "calculator", {"mcpServers": {"tiny": kit.own("tiny.py")}}]))
+    async with MCPTools.load_from_config(path) as tools:
+        names = [spec.name for spec in tools.specs]
+        assert {"python", "calculator"} < set(names) and len(names) > 2
+        assert sorted(tool.spec.name for tool in tools.session().tools) == sorted(names)
+        assert (await call(tools, "calculator", expression="6 * 7")).content == "42"
+        assert (await call(tools, "python", code="print(6 * 7)")).content.strip() == "42"
+    path.write_text("['calculator']")
+    async with MCPTools.load_from_config(path) as tools:
+        assert [(offer.server, offer.spec.name) for offer in tools.offers] == [("", "calculator")]

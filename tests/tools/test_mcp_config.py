@@ -40,7 +40,7 @@ def test_the_file_of_other_programs(tmp_path: Path) -> None:
     remote = {"type": "http", "url": "https://example.org/mcp", "headers": {"Authorization": "Bearer x"}}
     given = {"mcpServers": {"local": ECHO | {"env": {"A": "1"}}, "remote": remote, "off": {"disabled": True}}}
     path.write_text("\ufeff" + json.dumps(given), encoding="utf-8")
-    local, remote = read_config(path)
+    (local, remote), _ = read_config(path)
     assert (local.name, local.transport, local.args, local.env) == ("local", "stdio", ("-V",), {"A": "1"})
     assert (remote.transport, remote.url) == ("http", "https://example.org/mcp")
     assert remote.headers == {"Authorization": "Bearer x"}
@@ -55,7 +55,7 @@ def test_comments_and_last_commas_are_read_over(tmp_path: Path) -> None:
         "args": ["http://a//b", "/* no */ \\",]", ",}", ], /* , */ },
     },}"""
     path.write_text(text, encoding="utf-8")
-    [server] = read_config(path)
+    [server], _ = read_config(path)
     assert server.args == ("http://a//b", '/* no */ ",]', ",}")
     path.write_text(text.replace("],", "]]"), encoding="utf-8")
     with pytest.raises(ValueError, match="line 4 column"):
@@ -128,7 +128,7 @@ def test_the_form_with_one_tool() -> None:
 def test_pydata_is_read_and_never_executed(tmp_path: Path) -> None:
     path = tmp_path / "tools.pydata"
     path.write_text("\n[ # RL-Factory\n {'mcpServers': {'one': {'command': '" + sys.executable + "'}}},\n]\n")
-    assert read_config(path)[0].command == sys.executable
+    assert read_config(path)[0][0].command == sys.executable
     path.write_text(f"[open({str(tmp_path / 'made')!r}, 'w')]")
     with pytest.raises(ValueError, match=r"tools.pydata: cannot be read: malformed node"):
         read_config(path)

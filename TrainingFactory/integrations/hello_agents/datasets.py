@@ -14,7 +14,6 @@ from TrainingFactory.data.datasets import FILES, Row, read_each, read_rows
 GSM8K = "TFACTORY_GSM8K"  # environment variable: a folder with train.jsonl and test.jsonl
 HUB = "openai/gsm8k"
 NAMES = ("gsm8k", HUB)
-DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 FORMATS = ("sft", "rl")
 SPLIT = re.compile(r"(\w+)(?:\[(\d*):(\d*)\])?")
 Reader = Callable[..., list[dict]]  # of a source, a split, and how many rows
@@ -177,12 +176,14 @@ def create_sft_dataset(max_samples: int | None = 1000, split: str = "train") -> 
 
 
 def create_rl_dataset(
-    max_samples: int | None = 500, split: str = "train", model_name: str = DEFAULT_MODEL
+    max_samples: int | None = 500, split: str = "train", model_name: str | None = None
 ) -> Any:
+    """Return tasks of GSM8K, written by the chat template of `model_name`; without one the prompts are plain text, and
+    the trainer writes them by the template of the model that it trains."""
     return create_math_dataset("gsm8k", split, max_samples, "rl", tokenizer_of(model_name))
 
 
-def format_math_dataset(dataset: Any, format_type: str = "sft", model_name: str = DEFAULT_MODEL) -> Any:
+def format_math_dataset(dataset: Any, format_type: str = "sft", model_name: str | None = None) -> Any:
     """Return a dataset with `question` and `answer` in the records of `format_type`."""
     tokenizer = tokenizer_of(model_name) if format_type == "rl" else None
     return _dataset(format_rows(dataset, format_type, tokenizer))
@@ -197,7 +198,9 @@ def preview_dataset(dataset: Any, num_samples: int = 3) -> None:
             print(f"{key}: {text[:200]}{'...' if len(text) > 200 else ''}")
 
 
-def tokenizer_of(model_name: str) -> Any:
+def tokenizer_of(model_name: str | None) -> Any:
+    if model_name is None:
+        return None
     from TrainingFactory.models.loading import load_tokenizer
     from TrainingFactory.services.build.model_names import find_model
 

@@ -26,6 +26,18 @@ TEXTS = {
         "操作 {action} 没有参数 {value}{near}。可用的参数: {known}",
         "the action {action} has no parameter {value}{near}; it has: {known}",
     ),
+    "parameters": (
+        '参数必须是对象或 JSON 文本, 例如 {{"action": "train"}}, 而不是 {value}',
+        'give the parameters as a mapping or as JSON text, such as {{"action": "train"}}, not as {value}',
+    ),
+    "json": (
+        "参数不是有效的 JSON (第 {line} 行第 {column} 列)",
+        "the parameters are not valid JSON (line {line}, column {column})",
+    ),
+    "unread": (
+        "{value} 只用于会采样的算法; {algorithm} 从已有的数据学习",
+        "{value} is for algorithms that sample; {algorithm} learns from existing rows",
+    ),
     "missing": ("缺少必需参数: {value}", "the parameter {value} is missing"),
     "registered": (
         "注册了多个奖励函数: {known}; 请用 reward 写明用哪一个",

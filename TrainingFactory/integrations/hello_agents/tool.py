@@ -25,7 +25,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "custom_dataset": None, "confirm": None, **REWARD,
     },
     "load_dataset": {
-        "format": "sft", "split": "train", "max_samples": 100, "model_name": datasets.DEFAULT_MODEL, "dataset": "gsm8k",
+        "format": "sft", "split": "train", "max_samples": 100, "model_name": None, "dataset": "gsm8k",
     },
     "create_reward": {"reward_type": "accuracy"},
     "evaluate": {
@@ -124,10 +124,10 @@ class RLTraining:
             for name, (kind, text) in PARAMETERS.items()
         ]
 
-    def run(self, parameters: Mapping[str, Any]) -> Any:
-        """Do what the parameters say; what goes wrong is in the answer, never raised."""
+    def run(self, parameters: Mapping[str, Any] | str) -> Any:
+        """Do what the parameters say, a mapping or its JSON text; other texts get a plan. Errors are in the answer."""
         try:
-            return self.result(self._answer(_read(parameters)))
+            return self.result(self._answer(self._read(parameters)))
         except ValueError as error:
             message = str(error)
         except Exception as error:  # foreign code: datasets, rewards, the hub
@@ -146,6 +146,27 @@ class RLTraining:
         does = {"train": self._train, "load_dataset": self._load, "create_reward": self._create}
         return does.get(action, self._evaluate)(given, DEFAULTS[action] | given)
 
+    def _read(self, parameters: Any) -> dict[str, Any]:
+        """Return the parameters in their types: agents write numbers as text, and registries put all in `input`."""
+        if not isinstance(parameters, str | Mapping):
+            raise ValueError(self.say("parameters", value=type(parameters).__name__))
+        given = {"input": parameters} if isinstance(parameters, str) else dict(parameters)
+        text, section = given.pop("input", None), given.pop("data", None)
+        if isinstance(text, str) and text.lstrip().startswith("{"):
+            try:
+                given |= json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ValueError(self.say("json", line=error.lineno, column=error.colno)) from error
+        if isinstance(section, Mapping):
+            given |= {f"data.{key}": value for key, value in section.items()}
+        for key, (kind, _) in PARAMETERS.items():
+            if kind != "string" and isinstance(value := given.get(key), str):
+                try:
+                    given[key] = json.loads(value.lower())
+                except ValueError:
+                    continue  # the config refuses it by name
+        return {key: value for key, value in given.items() if value is not None or key == "max_samples"}
+
     def _one_of(self, what: str, value: str, known: Collection[str]) -> str:
         if value not in known:
             raise ValueError(self.say("choice", what=self.say(what), value=value, known=", ".join(known)))
@@ -157,9 +178,7 @@ class RLTraining:
         algorithm = self._one_of("algorithm", str(chosen["algorithm"]).lower(), KINDS)
         samples = KINDS[algorithm].samples
         if not samples and (unread := given.keys() & REWARD):
-            raise ValueError(
-                f"{min(unread)} is for algorithms that sample; {algorithm} learns from existing rows"
-            )
+            raise ValueError(self.say("unread", value=min(unread), algorithm=algorithm))
         told, reward = self._reward(chosen) if samples else (None, None)
         dotted = {key for key in given if "." in key and key != TASKS}
         keys = {key: chosen[key] for key in chosen if key in MORE["train"] or key in dotted}
@@ -213,9 +232,9 @@ class RLTraining:
 
     def _load(self, given: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
         form = self._one_of("format", given.get("format_type", chosen["format"]), datasets.FORMATS)
-        tokenizer = datasets.tokenizer_of(chosen["model_name"]) if form == "rl" else None
         found = self._rows(chosen, datasets.unchanged)
         if {"question", "answer"} <= found[0].keys():
+            tokenizer = datasets.tokenizer_of(chosen["model_name"]) if form == "rl" else None
             found = datasets.format_rows(found, form, tokenizer)
         about = {"status": "success", "format": form, "split": chosen["split"]}
         return about | {"dataset_size": len(found), "sample_keys": list(found[0])}
@@ -242,26 +261,6 @@ class RLTraining:
         found = evaluate(path, self._rows(chosen, datasets.tasks), reward, options, *asked)
         about = {"status": "success", "model_path": path, "device": str(pick_device("auto")), "reward": told}
         return about | found
-
-
-def _read(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters in their types: agents write numbers as text, and registries put all of it in `input`."""
-    given = dict(parameters)
-    text, section = given.pop("input", None), given.pop("data", None)
-    if isinstance(text, str) and text.lstrip().startswith("{"):
-        try:
-            given |= json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"input is not valid JSON: {error}") from error
-    if isinstance(section, Mapping):
-        given |= {f"data.{key}": value for key, value in section.items()}
-    for key, (kind, _) in PARAMETERS.items():
-        if kind != "string" and isinstance(value := given.get(key), str):
-            try:
-                given[key] = json.loads(value.lower())
-            except ValueError:
-                continue  # the config refuses it by name
-    return {key: value for key, value in given.items() if value is not None or key == "max_samples"}
 
 
 class RLTrainingTool(RLTraining, Tool):

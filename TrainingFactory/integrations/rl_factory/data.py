@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from TrainingFactory.openai_form import message_to_dict
+from TrainingFactory.rewards.judge.judges import Ask
 from TrainingFactory.types import Message, Trajectory
 
 # Methods of an `Env`
 RULES, STEPS, PROMPTS = "_compute_score_with_rules", "get_step_reward", "get_prompt_for_reward"
 READ = "_compute_single_score_with_reward_rollout_wg"
+STEP, SCORE, JUDGE_SCORE = "step", "compute_score", "_compute_score_with_reward_rollout_wg"
 
 
 class Columns(dict[str, Any]):
@@ -75,22 +79,78 @@ class Data(list[DataItem]):
             self.non_tensor_batch[name] = np.empty(1, dtype=object)
             self.non_tensor_batch[name][0] = value
 
+    def add_step_rewards(self, earned: list[float]) -> None:
+        """Add what `get_step_reward` gave for each turn, under RL-Factory's name."""
+        import torch
 
-class JudgePrompt(str):
-    """The text that `apply_chat_template` gives for a judge, which remembers the messages that it was made of."""
+        self[0].batch["tool_use_scores"] = torch.tensor(earned)
+        self.batch["tool_use_scores"] = self[0].batch["tool_use_scores"].unsqueeze(0)
+
+
+class PromptText(str):
+    """The text that `apply_chat_template` gives, which remembers the messages that it was made of."""
 
     messages: list[Message]
 
 
-class JudgeTokenizer:
-    """Stands for the judge's tokenizer, which is at the judge's own end: decodes what the policy has sampled by the
-    policy's tokenizer, and keeps messages as they are."""
+class MessageTokenizer:
+    """Stands for a tokenizer where messages stay messages: the run, or the judge's end, writes them by its template.
+    The rest is that of the policy's tokenizer, where there is one."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.decode, self.batch_decode = tokenizer.decode, tokenizer.batch_decode
+    def __init__(self, tokenizer: Any = None) -> None:
+        self._tokenizer = tokenizer
+        self.prompts: dict[str, PromptText] = {}
 
-    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **_: Any) -> JudgePrompt:
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **_: Any) -> PromptText:
         messages = [Message(each["role"], str(each["content"])) for each in conversation]
-        text = JudgePrompt("\n\n".join(message.content for message in messages))
+        text = PromptText("\n\n".join(message.content for message in messages))
         text.messages = messages
-        return text
+        return self.prompts.setdefault(text, text)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._tokenizer(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+class JudgeWorkers:
+    """Stands for `reward_rollout_wg`, RL-Factory's worker group: the judge that the config names generates. Its methods
+    wait for the judge, so they run on a thread."""
+
+    world_size = 1
+
+    def __init__(self, ask: Ask, tokenizer: MessageTokenizer) -> None:
+        self._ask, self._tokenizer, self._loop = ask, tokenizer, asyncio.get_running_loop()
+
+    def score(self, prompts: Sequence[str], read: Callable[[str], float] | None = None) -> list[float]:
+        """Return what `read` makes of the reply to each prompt; None: the judge's own verdict."""
+
+        async def ask_all() -> list[float]:
+            return await asyncio.gather(*(self._ask(_messages(prompt), read) for prompt in prompts))
+
+        return asyncio.run_coroutine_threadsafe(ask_all(), self._loop).result()
+
+    def generate_sequences(self, data: Any) -> list[Any]:
+        """Return items with the tokens of prompts and replies; `data.batch` has `input_ids` and `attention_mask`."""
+        import torch
+
+        tokenizer, items = self._tokenizer, []
+        for row, mask in zip(data.batch["input_ids"], data.batch["attention_mask"], strict=True):
+            asked, replies = row[mask.bool()], list[str]()
+            text = tokenizer.decode(asked, skip_special_tokens=True)
+
+            def keep(reply: str, replies: list[str] = replies) -> float:
+                replies.append(reply)
+                return 0.0
+
+            self.score([tokenizer.prompts.get(text) or text], keep)
+            said = torch.tensor(tokenizer(replies[0], add_special_tokens=False)["input_ids"])
+            whole = torch.ones(len(asked) + len(said), dtype=torch.long)
+            batch = {"prompts": asked, "responses": said, "attention_mask": whole}
+            items.append(SimpleNamespace(batch=batch))
+        return items
+
+
+def _messages(prompt: str) -> list[Message]:
+    return prompt.messages if isinstance(prompt, PromptText) else [Message("user", prompt)]

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
-from TrainingFactory.integrations.rl_factory.data import PROMPTS, READ, RULES, STEPS, DataItem
+from TrainingFactory.integrations.rl_factory.data import (
+    JUDGE_SCORE,
+    PROMPTS,
+    READ,
+    RULES,
+    SCORE,
+    STEP,
+    STEPS,
+    DataItem,
+)
 from TrainingFactory.integrations.rl_factory.episode import EnvEpisode, JudgedEpisode
 from TrainingFactory.integrations.rl_factory.tool_manager import EpisodeTools
 from TrainingFactory.options import nearest
+from TrainingFactory.rewards.adapt import as_float
 
 VERIFY, ONE_PROMPT = "verify_tool", "_get_single_prompt_str"
 SWITCHES = {"use_verify_tool": VERIFY, "use_process_reward": STEPS}
-CALLED = (RULES, STEPS, VERIFY, PROMPTS, ONE_PROMPT, READ, "_process_data")
-# What only works inside RL-Factory's own loop -> what to write instead.
-REFUSED = {
-    "step": "the run itself calls the tools; an environment with a step of its own inherits from ToolEnvironment",
-    "compute_score": f"rules, steps and judge are added up here; write {RULES}, {STEPS} or {ONE_PROMPT}",
-    "_compute_score_with_reward_rollout_wg": "there is no worker group to generate with: a judge answers at an "
-    f"endpoint (reward.type=model_judge); write {ONE_PROMPT} and, to read its reply, {READ}",
-    "get_step_reward_with_tool": f"write {STEPS}",
-}
+CALLED = (RULES, STEPS, VERIFY, PROMPTS, ONE_PROMPT, READ, STEP, SCORE, JUDGE_SCORE, "_process_data")
 # Options of RL-Factory's `env` that are said elsewhere here.
 ELSEWHERE = {
     "name": "environment.environment_id=FILE.py:NAME",
@@ -102,7 +105,7 @@ class Env(ForeignEnvironment):
 
     @property
     def _asks_judge(self) -> bool:
-        return self.writes(PROMPTS) or self.writes(ONE_PROMPT)
+        return any(map(self.writes, (PROMPTS, ONE_PROMPT, JUDGE_SCORE)))
 
     def uses(self, switch: str) -> bool:
         """Tell whether the method behind a switch is called."""
@@ -125,9 +128,6 @@ class Env(ForeignEnvironment):
 
     def _check(self) -> None:
         name = type(self).__name__
-        for method, instead in REFUSED.items():
-            if hasattr(type(self), method):
-                raise ValueError(f"{name}.{method} cannot be honoured: {instead}")
         for method in dir(type(self)):  # one that is nearly called so would never be called
             if not hasattr(Env, method) and (near := nearest(method, CALLED, 0.85)):
                 raise ValueError(f"{name}.{method} is nobody's to call; did you mean {near}?")
@@ -144,7 +144,7 @@ class Env(ForeignEnvironment):
         if self.writes(READ) and not self._asks_judge:
             told = f"{name}.{READ} reads what a judge replies, and nothing asks one; write {ONE_PROMPT}"
             raise ValueError(told)
-        if not (self.writes(RULES) or self.writes(STEPS) or self._asks_judge):
+        if not (any(map(self.writes, (RULES, STEPS, SCORE))) or self._asks_judge):
             raise ValueError(f"{name} scores nothing: write {RULES}, {STEPS} or {ONE_PROMPT}")
 
     # What a subclass writes
@@ -182,7 +182,43 @@ class Env(ForeignEnvironment):
         """Read the judge's reply, which is `solution_str`."""
         raise NotImplementedError
 
-    # What a subclass calls
+    # What a subclass writes or calls
+
+    def step(self, responses: Sequence[str], tokenizer: Any = None) -> tuple[list[Any], ...]:
+        """Call the tools of each text; return for each what the model sees next, and whether it is done, valid and a
+        call of tools."""
+        actions, results = self.tool_manager.execute_actions(responses)
+        done = [action == "answer" for action in actions]
+        prompt = self.tool_manager.get_prompt
+        seen = ["" if over else prompt(result) for over, result in zip(done, results, strict=True)]
+        return seen, done, [1] * len(done), [int(not over) for over in done]
+
+    def compute_score(
+        self, reward_rollout_wg: Any, reward_tokenizer: Any, tokenizer: Any, data: Any, if_val: bool = False,
+        use_process_reward: bool = False,
+    ) -> Any:  # fmt: skip
+        """Return what the judge says where there is one, else what the rules give, after the rewards of the steps."""
+        if reward_rollout_wg is not None:
+            return self._compute_score_with_reward_rollout_wg(reward_rollout_wg, reward_tokenizer, data)
+        scores = self._compute_score_with_rules(data, tokenizer, if_val=if_val)
+        if not use_process_reward or if_val:
+            return scores
+        steps = [
+            [value for value in item.batch["tool_use_scores"].tolist() if value == value] for item in data
+        ]
+        return [[*earned, *score] for earned, score in zip(steps, scores, strict=True)]
+
+    def _compute_score_with_reward_rollout_wg(
+        self, reward_rollout_wg: Any, reward_tokenizer: Any, data: Any
+    ) -> list[list[float]]:
+        """Return for each item what the judge's replies are worth, read by the subclass or as the judge's verdict."""
+        scores = []
+        for item, prompts in zip(data, self.get_prompt_for_reward(reward_tokenizer, data), strict=True):
+            source, truth, extra = item.about
+            method = self._compute_single_score_with_reward_rollout_wg
+            read = partial(_read_reply, method, source, truth, extra) if self.writes(READ) else None
+            scores.append(reward_rollout_wg.score([prompts] if isinstance(prompts, str) else prompts, read))
+        return scores
 
     def _process_data(self, data_item: DataItem, tokenizer: Any) -> dict[str, Any]:
         """Return the texts of prompt and response, and what is known of the task; the response is the model's alone."""
@@ -194,6 +230,10 @@ class Env(ForeignEnvironment):
             "data_source": source,
             "extra_info": extra,
         }
+
+
+def _read_reply(method: Any, source: Any, truth: Any, extra: Any, reply: str) -> float:
+    return as_float(method(source, reply, truth, extra), READ)
 
 
 def _parameters(method: str) -> list[inspect.Parameter]:

@@ -9,23 +9,23 @@ from typing import Any
 
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.integrations.rl_factory.data import (
-    PROMPTS,
-    READ,
     RULES,
+    SCORE,
+    STEP,
     STEPS,
     Data,
     DataItem,
-    JudgePrompt,
-    JudgeTokenizer,
+    JudgeWorkers,
+    MessageTokenizer,
 )
-from TrainingFactory.integrations.rl_factory.tool_manager import EpisodeTools
+from TrainingFactory.integrations.rl_factory.tool_manager import EpisodeTools, response_text
 from TrainingFactory.protocols import Episode as AnyEpisode
 from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.rewards.adapt import Unscored, as_float, called, shown
 from TrainingFactory.rewards.judge.judges import Ask
 from TrainingFactory.rollout.scoring import Episode
 from TrainingFactory.tools.waiting import OutOfTime, within
-from TrainingFactory.types import Message, Reward, Task
+from TrainingFactory.types import Message, Reward, Step, Task
 
 
 class EnvEpisode(ToolEnvironment):
@@ -38,9 +38,28 @@ class EnvEpisode(ToolEnvironment):
         super().__init__(task, tools, timeout=self.env.tool_timeout)
         self.env, self._lock = copy.copy(self.env), asyncio.Lock()
 
+    async def step(self, message: Message) -> Step:
+        """Answer a turn by the `step` that the subclass has written, for a batch of one; else call its tools."""
+        env = self.env
+        if not env.writes(STEP):
+            return await super().step(message)
+        text = response_text(message)
+        tools = env._tools = EpisodeTools(self, {text: message})
+        found = await called(env.step, [text], MessageTokenizer())
+        if not isinstance(found, tuple) or len(found) != 4:
+            raise ValueError(
+                f"step gave {shown(found)}; it must give four lists: next_obs, dones, valid_action, is_tool"
+            )
+        [said], [done], [valid], [is_tool] = (_listed(each, STEP) for each in found)
+        replies = [] if done else _replies(said, message)
+        signals = {"valid_action": float(valid), "is_tool": float(is_tool)}
+        return Step(replies, done=bool(done), tool_results=tools.results, signals=signals)
+
     async def reward(self, episode: AnyEpisode) -> Reward:
         data, env = await self._verified(episode), self.env
         heldout = data.meta_info["validate"]
+        if env.writes(SCORE):
+            return await self._scored(data, None, None)
         if not (env.writes(RULES) or env.uses("use_process_reward")):
             name = type(env).__name__
             raise Unscored(f"{name} leaves scoring to a judge; take {{type: environment}} out of the reward")
@@ -49,10 +68,21 @@ class EnvEpisode(ToolEnvironment):
         outcome, steps = self._by_turn(found, RULES)
         parts = {"rules": outcome + sum(steps)}
         if env.uses("use_process_reward") and not heldout:
-            earned = [await self._step(text) for text in self._texts]
+            earned = [0.0 if value != value else value for value in await self._earned()]
             steps = [one + more for one, more in zip(steps, earned, strict=True)] if steps else earned
             parts["steps"] = sum(earned)
         return Reward(outcome, steps, parts)
+
+    async def _scored(self, data: Data, workers: JudgeWorkers | None, tokenizer: Any) -> Reward:
+        """Return what `compute_score` gives, called as RL-Factory's reward manager does."""
+        env, heldout = self.env, data.meta_info["validate"]
+        steps = env.uses("use_process_reward") and not heldout
+        if steps:
+            data.add_step_rewards(await self._earned())
+        given = workers, tokenizer, self._tokenizer, data
+        found = await called(env.compute_score, *given, if_val=heldout, use_process_reward=steps)
+        outcome, steps = self._by_turn(found, SCORE)
+        return Reward(outcome, steps, {"rules" if workers is None else "judge": outcome + sum(steps)})
 
     async def _verified(self, episode: AnyEpisode) -> Data:
         """Return the episode as the methods see it; verified once, also where rules and a judge are asked."""
@@ -64,7 +94,8 @@ class EnvEpisode(ToolEnvironment):
                     raise Unscored("there is no tokenizer to read the episode with")
                 item = DataItem(episode.trajectory, episode.heldout)
                 self._texts = item.texts(self._tokenizer)
-                self.env._tools = EpisodeTools(episode, self._texts, asyncio.get_running_loop())
+                messages = (turn.message for turn in episode.trajectory.turns)
+                self.env._tools = EpisodeTools(self, dict(zip(self._texts, messages, strict=True)))
                 if self.env.uses("use_verify_tool"):
                     await self._verify(item)
                 self._data = Data(item)
@@ -85,47 +116,47 @@ class EnvEpisode(ToolEnvironment):
             raise Unscored(told) from None
         truth["verified_results"] = found
 
-    async def _step(self, text: str) -> float:
-        """Ask about one turn alone: what it earns is fixed when it ends, whatever comes after it."""
-        [value] = _listed(await called(self.env.get_step_reward, [text]), STEPS)
-        return 0.0 if value != value else as_float(value, STEPS)  # NaN is RL-Factory's "none"
+    async def _earned(self) -> list[float]:
+        """Ask about each turn alone: what it earns is fixed when it ends, whatever comes after it. NaN is none."""
+        found = [_listed(await called(self.env.get_step_reward, [text]), STEPS) for text in self._texts]
+        return [value if value != value else as_float(value, STEPS) for [value] in found]
 
     def _by_turn(self, found: Any, who: str) -> tuple[float, list[float]]:
         """Return outcome and steps of one item: a number or one in a list is the outcome, one for each turn are the
-        steps before the last, which is the outcome."""
+        steps before the last, which is the outcome; with one more, every turn has a step."""
         [value] = _listed(found, who)
         values = [as_float(each, who) for each in (value if _is_list(value) else [value])]
-        if len(values) not in (1, len(self._texts)):
+        turns = len(self._texts)
+        if len(values) not in (1, turns, turns + 1):
             raise Unscored(
-                f"{who} gave {len(values)} numbers for an episode of {len(self._texts)} turns; it must give one, or "
-                "one for each turn"
+                f"{who} gave {len(values)} numbers for an episode of {turns} turns; it must give one, or one for each "
+                "turn"
             )
         *steps, outcome = values
-        return outcome, [*steps, 0.0] if steps else []
+        return outcome, [*steps, 0.0][:turns] if steps else []
 
 
 class JudgedEpisode(EnvEpisode):
     """Writes the prompts of a judge."""
 
     async def ask_judge(self, episode: AnyEpisode, ask: Ask) -> Reward:
-        data, env = await self._verified(episode), self.env
-        source, truth, extra = data[0].about
-        found = await called(env.get_prompt_for_reward, JudgeTokenizer(self._tokenizer), data)
-        [prompts] = _listed(found, PROMPTS)
-
-        def read(text: str) -> float:
-            value = env._compute_single_score_with_reward_rollout_wg(source, text, truth, extra)
-            return as_float(value, READ)
-
-        own = read if env.writes(READ) else None
-        prompts = [prompts] if isinstance(prompts, str) else prompts
-        scores = await asyncio.gather(*(ask(_messages(prompt), own) for prompt in prompts))
-        outcome, steps = self._by_turn([scores], PROMPTS)
-        return Reward(outcome, steps, {"judge": outcome + sum(steps)})
+        data = await self._verified(episode)
+        tokenizer = MessageTokenizer(self._tokenizer)
+        return await self._scored(data, JudgeWorkers(ask, tokenizer), tokenizer)
 
 
-def _messages(prompt: str) -> list[Message]:
-    return prompt.messages if isinstance(prompt, JudgePrompt) else [Message("user", prompt)]
+def _replies(said: Any, turn: Message) -> list[Message]:
+    """Return what a `step` has said as messages: of the tools that the turn has called, else of the user."""
+    calls = turn.tool_calls
+    if isinstance(said, str):
+        role = "tool" if calls else "user"
+        found = getattr(said, "messages", [Message(role, said)])
+    else:
+        found = MessageTokenizer().apply_chat_template(said).messages
+    answers = (message for message in found if message.role == "tool")
+    for call, message in zip(calls, answers, strict=False):
+        message.tool_call_id, message.name = call.id, call.name
+    return found
 
 
 def _is_list(value: Any) -> bool:

@@ -71,7 +71,7 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
     ("env.mmtool", NONE, "there are no images"),
     ("env.load_custom_chat_template", BY_HAND, "put the template into the model's folder"),
     ("env.", BY_HAND, "the cache is optimization.tool_cache=true, for tools that are marked pure"),
-    ("reward_rollout.", BY_HAND, "the judge is a server of its own: start it with these"),
+    ("reward_rollout.", BY_HAND, "further options of the judge's engine go into reward.judge.engine_options"),
     ("reward_model.reward_manager", NOT_NEEDED, "rewards of all episodes run at the same time"),
     ("reward_model.", BY_HAND, "a trained reward model is reward.type=learned"),
     ("custom_reward_function", BY_HAND, "a function of your own is reward.type=function"),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LINE = re.compile(r"^(?!\s*#)(?:.*\\\n)*.*", re.MULTILINE)  # with those that a backslash carries on
+LINE = re.compile(r"^(?![ \t]*#)(?:.*\\\n)*.*", re.MULTILINE)  # with those that a backslash carries on
 COMMAND = re.compile(r"verl[./]trainer[./]main_(\w*)")
 ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|readonly\s+|local\s+)?(\w+)=(.*)", re.DOTALL)
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w./@]*)=(.*)", re.DOTALL)
@@ -19,6 +19,7 @@ BARE = re.compile(rf"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|{VARIABLE}""", re.DOTALL)
 IN_QUOTES = re.compile(rf"\\.|{VARIABLE}", re.DOTALL)
 HIDDEN = re.compile("\ue000(.*?)\ue000")  # a value that only the shell knows, between marks of ours
 ENDS = re.compile(r"\d?>|&?>>?|<|\||;|&")
+MAX_EXPANDED = 100_000  # characters that the variables of one script stand for, over all their uses
 
 
 @dataclass(slots=True)
@@ -37,12 +38,14 @@ def read_script(path: Path, given: Mapping[str, str]) -> LaunchScript:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    known = dict(given)
+    variables = Expansion(dict(given))
     commands: list[tuple[int, list[str]]] = []
+    number, end = 1, 0
     for found in LINE.finditer(text):
-        number, line = text.count("\n", 0, found.start()) + 1, found[0].replace("\\\n", "")
+        number, end = number + text.count("\n", end, found.start()), found.start()
+        line = found[0].replace("\\\n", "")
         try:
-            words = shlex.split(_filled(line, known), comments=True)
+            words = shlex.split(variables.fill(line), comments=True)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: cannot be read as a command: {error}") from None
         if any(map(COMMAND.search, words)):
@@ -53,26 +56,40 @@ def read_script(path: Path, given: Mapping[str, str]) -> LaunchScript:
                 "backslash, with nothing behind it"
             )
         elif len(words) <= 2 and (set_here := ASSIGNMENT.fullmatch(" ".join(words))):
-            known[set_here[1]] = given.get(set_here[1], set_here[2])
+            variables.known[set_here[1]] = given.get(set_here[1], set_here[2])
     return _overrides(str(path), commands)
 
 
-def _filled(line: str, known: Mapping[str, str]) -> str:
-    """Put values in place of variables, outside single quotes. What is not known is marked."""
+@dataclass(slots=True)
+class Expansion:
+    """Puts values in place of variables, outside single quotes, and marks those that are not set. All lines of a script
+    share one limit, because a line such as `A=$A$A` doubles a value each time."""
 
-    def value(found: re.Match[str]) -> str:
+    known: dict[str, str]
+    left: int = MAX_EXPANDED
+
+    def fill(self, line: str) -> str:
+        return BARE.sub(self._value, line)
+
+    def _value(self, found: re.Match[str]) -> str:
         name, default = found[1] or found[2], found[3]
         if found[0][0] == '"':
-            return IN_QUOTES.sub(value, found[0])
+            return IN_QUOTES.sub(self._value, found[0])
         if found[0][0] in "'\\":
             return found[0]
         if name is None:
             return "" if found[0] in ("$@", "$*") else "\ue000$(...)\ue000"
+        value = self.known.get(name)
         if default is not None:
-            return known.get(name) or _filled(default.strip("\"'"), known)
-        return known.get(name, f"\ue000${{{name}}}\ue000")
-
-    return BARE.sub(value, line)
+            value = value or self.fill(default.strip("\"'"))
+        elif value is None:
+            value = f"\ue000${{{name}}}\ue000"
+        self.left -= len(value)
+        if self.left < 0:
+            raise ValueError(
+                f"its variables expand to more than {MAX_EXPANDED} characters; write shorter values"
+            )
+        return value
 
 
 def _overrides(path: str, commands: Sequence[tuple[int, list[str]]]) -> LaunchScript:

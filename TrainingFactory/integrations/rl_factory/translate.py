@@ -14,10 +14,9 @@ from TrainingFactory.integrations.rl_factory import keys
 from TrainingFactory.integrations.rl_factory.keys import BY_HAND, NONE, NOT_NEEDED
 from TrainingFactory.integrations.rl_factory.launch_script import HIDDEN, LaunchScript
 from TrainingFactory.texts import holds_secret
-from TrainingFactory.tools.mcp.config import read_with_names
+from TrainingFactory.tools.mcp.config import read_config
 
 WHOLE = "actor_rollout_ref."
-JUDGE_URL = "http://127.0.0.1:8000/v1"
 
 
 class Translation:
@@ -154,7 +153,7 @@ class Translation:
 
     def _tools(self, path: str) -> list[dict[str, str]]:
         try:
-            servers, names = read_with_names(path if Path(path).is_file() else self.folder / path)
+            servers, names = read_config(path if Path(path).is_file() else self.folder / path)
         except ValueError:
             why = "it cannot be read from here; name its servers in `tools`"
             self._note("env.config_path", path, BY_HAND, why)
@@ -166,13 +165,12 @@ class Translation:
             for key in [key for key in self._left if key.startswith("reward_rollout.")]:
                 self._note(key, self._left.pop(key), NOT_NEEDED, "the script uses no judge")
             return
-        options: dict[str, Any] = {"base_url": JUDGE_URL, "api_key_env": None}
+        judge: dict[str, Any] = {"model": self._take("reward_rollout.rollout.model_name", "NAME")}
+        if (gpus := self._count("reward_rollout.rollout.tensor_model_parallel_size", 1)) > 1:
+            judge |= {"engine": "vllm", "gpus": gpus}
+        self.sections["reward"] = {"type": "model_judge", "judge": judge}
         if limit := self._take("reward_rollout.rollout.response_length"):
-            options["options"] = {"max_tokens": limit}
-        model = self._take("reward_rollout.rollout.model_name", "NAME")
-        self.sections["reward"] = {"type": "model_judge", "model": model, "options": options}
-        what = f"start the judge, so that it answers at {JUDGE_URL}, or change that"
-        self.notes.append(f"reward: {BY_HAND}: {what}")
+            self.sections["reward"]["options"] = {"options": {"max_tokens": limit}}
 
     def _trainer(self) -> None:
         loggers = self._take("trainer.logger", [])

@@ -14,7 +14,7 @@ from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.base import ForeignEnvironment
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Tool, ToolSource
 from TrainingFactory.services.build import rewards as build_rewards
-from TrainingFactory.services.build.factories import told_with_places
+from TrainingFactory.services.build.factories import Say, told_with_places
 from TrainingFactory.services.build.siblings import ENVIRONMENTS
 from TrainingFactory.services.proxy.program import AgentProgram
 from TrainingFactory.tools.adapt import as_tool
@@ -22,13 +22,16 @@ from TrainingFactory.types import Message, Task
 from TrainingFactory.user_code import chosen, is_file_name, split_name, told
 
 
-def make_environment(config: TrainingConfig, given: bool = False) -> EnvironmentFactory:
-    """Return the environment that is named; a plain conversation where there are tasks, or `given` tools or tasks."""
+def make_environment(
+    config: TrainingConfig, given: bool = False, say: Say = lambda _: None
+) -> EnvironmentFactory:
+    """Return the environment that is named; a plain conversation where there are tasks, or `given` tools or tasks.
+    `say` is called with what an id is."""
     name = config.environment.environment_id
     if config.environment.command is not None:
         return make_program(config, config.environment.command)
     if name is not None:
-        return as_ours(environment_named(name), config.environment.options)
+        return as_ours(environment_named(name, say), config.environment.options)
     if given or config.data.tasks is not None:
         return as_ours(ToolEnvironment, config.environment.options)
     known = ", ".join(name for name, alias in catalog.names("environment").items() if alias is None)
@@ -47,14 +50,18 @@ def make_program(config: TrainingConfig, command: str) -> AgentProgram:
     return AgentProgram(command, place.options)
 
 
-def environment_named(name: str) -> Any:
+def environment_named(name: str, say: Say = lambda _: None) -> Any:
     """Return the environment of a Python file, of an EnvironmentFactory, of an installed package, or one of ours."""
     if is_file_name(name):
         return environment_from_file(name)
     if (scenario := ENVIRONMENTS.ask(name)) is not None:
+        say(f"environment.environment_id {name} is a scenario of {ENVIRONMENTS.package}")
         return environment_of(scenario)
     with told_with_places("environments"):
-        return catalog.find("environment", name)
+        found = catalog.find("environment", name)
+    if alias := catalog.names("environment").get(name):
+        say(f"environment.environment_id {name} is {alias}, which comes with TrainingFactory")
+    return found
 
 
 def check_name(name: str) -> None:

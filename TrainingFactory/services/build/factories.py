@@ -17,10 +17,10 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import load_config, read_yaml
 from TrainingFactory.config.problems import ConfigError, Places, Problem
 from TrainingFactory.config.schema import sections
-from TrainingFactory.data.datasets import is_path
+from TrainingFactory.data.datasets import builtin_dataset, is_path
 from TrainingFactory.data.disk import write_aside
 from TrainingFactory.options import Unknown, did_you_mean, nearest, one_of
-from TrainingFactory.services.build.siblings import COMPUTE, SIBLINGS, Allocation, rows_of
+from TrainingFactory.services.build.siblings import COMPUTE, DATA, SIBLINGS, Allocation, rows_of
 from TrainingFactory.services.training.dataset import Objects, read_objects
 
 FILE = "factories.yaml"
@@ -162,22 +162,28 @@ def _with(config: TrainingConfig, section: str, keys: Mapping[str, Any]) -> Trai
     return config.model_copy(update={section: getattr(config, section).model_copy(update=dict(keys))})
 
 
-def with_rows(config: TrainingConfig, given: Objects) -> Objects:
+def with_rows(config: TrainingConfig, given: Objects, say: Say = lambda _: None) -> Objects:
     """Return the objects with the rows of datasets that a DataFactory knows; files and what is handed in as objects
-    are left alone."""
+    are left alone. `say` is called with what each id is."""
     data, found = config.data, dataclasses.replace(given)
     measured = (
         given.heldout is None and given.heldout_tasks is None and config.training.eval_every is not None
     )
-    tasks = _rows(data.tasks) if given.tasks is None else None
-    examples = _rows(data.dataset) if given.examples is None else None
-    read_objects(config, found, tasks, examples, _rows(data.heldout) if measured else None)
+    wanted = {"tasks": given.tasks is None, "dataset": given.examples is None, "heldout": measured}
+    rows = {key: _rows(key, getattr(data, key), say) if read else None for key, read in wanted.items()}
+    read_objects(config, found, **rows)
     return found
 
 
-def _rows(name: str | None) -> Any:
-    known = None if name is None or is_path(name) or Path(name).exists() else SIBLINGS["datasets"].ask(name)
-    return None if known is None else rows_of(known)
+def _rows(key: str, name: str | None, say: Say) -> Any:
+    if name is None or is_path(name) or Path(name).exists():
+        return None
+    if (known := DATA.ask(name)) is not None:
+        say(f"data.{key} {name} is a dataset of {DATA.package}")
+        return rows_of(known)
+    if builtin_dataset(name) is not None:
+        say(f"data.{key} {name} is a small dataset that comes with TrainingFactory")
+    return None
 
 
 def allocated(config: TrainingConfig, say: Say) -> Allocation | None:

@@ -20,7 +20,6 @@ from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.decorator import FunctionTool
-from TrainingFactory.tools.mcp.config import read_with_names
 from TrainingFactory.tools.mcp_tools import MCPTools
 from TrainingFactory.user_code import chosen, is_file_name
 
@@ -119,18 +118,18 @@ def _from_file(name: str) -> list[Handed]:
 
 def _from_servers(path: str, entries: Sequence[ToolEntry]) -> list[Handed]:
     """Return what all entries with this file want of it, over one set of connections, and the tools that it names."""
-    servers, names = read_with_names(path)
+    loaded = MCPTools.load_from_config(path)
 
     def choose(offered: Mapping[str, str]) -> dict[str, bool]:
         taken: dict[str, bool] = {}
         for number, entry in enumerate(entries):
-            if entry.config == path and entry.name not in names:
+            if entry.config == path and entry.name not in loaded.named:
                 for name in choose_names(entry.name, offered, f"tools.{number}", path):
                     taken[name] = entry.cache_enabled or taken.get(name, False)
         return taken
 
-    made: list[Handed] = [make_tool(name) for name in names]
-    return [*made, Chosen(MCPTools(servers), choose)] if servers else made
+    servers = [Chosen(MCPTools([*loaded.configs.values()]), choose)] if loaded.configs else []
+    return [*loaded.named.values(), *servers]
 
 
 class Chosen:

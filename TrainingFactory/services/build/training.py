@@ -17,6 +17,7 @@ from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.examples import Examples
+from TrainingFactory.models.names import resolve
 from TrainingFactory.protocols import Algorithm, EnvironmentFactory, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.running import run as run_anywhere
@@ -39,7 +40,7 @@ from TrainingFactory.services.doctor.table import Table
 from TrainingFactory.services.evaluation.asked import record_of_training
 from TrainingFactory.services.model_registry import ModelRegistry
 from TrainingFactory.services.registry.rows import check_name
-from TrainingFactory.services.runs.folder import RunFolder, TrainingReport, new_name
+from TrainingFactory.services.runs.folder import RESOLVED, RunFolder, TrainingReport, new_name
 from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
 from TrainingFactory.services.training.ahead import AheadSource
@@ -79,7 +80,8 @@ class Training:
     ) -> None:
         self.watcher: Watcher = watcher or PlainLines()
         self.interrupts = Interrupts(self.watcher.say)
-        given, say = objects or Objects(), self.watcher.say
+        given, say = objects or Objects(), self._resolved
+        self.resolved: list[str] = []  # what ids were found to be, a line each
         self.allocation = None if given.allocation is None else Allocation.of(given.allocation)
         try:
             if run is not None:
@@ -88,7 +90,7 @@ class Training:
             config = factories.by_file(as_started(config, run), say)
             self.allocation = self.allocation or factories.allocated(config, say)
             config = with_all_gpus(factories.with_machines(config, self.allocation, say), say)
-            config = with_learners(config, say)
+            config = with_learners(config, self.watcher.say)
             self._prepare(config, given, name, run, replay)
         except BaseException:
             self._release()
@@ -103,8 +105,12 @@ class Training:
         replay: str | Path | None,
     ) -> None:
         """Find and check everything that the run names, and make or open its folder."""
-        self.written, self.objects = config, factories.with_rows(config, given)
+        self.written, self.objects = config, factories.with_rows(config, given, self._resolved)
         self.config = with_model(self.written) if run is None else as_started_from(run, self.written)
+        asked, model = config.model.name, self.config.model
+        if asked != (meant := resolve(model.name)):
+            over = f" under the adapter {model.adapter}" if model.adapter else ""
+            self._resolved(f"model.name {asked} is {meant}{over}")
         config = self.config
         check(config, config.data.dataset is not None or self.objects.examples is not None)
         check_engines(config)
@@ -125,7 +131,7 @@ class Training:
         tasks = [*(self.data.tasks if sampled else ()), *self.data.heldout]
         build_rewards.check_tasks(reward, tasks, self.data.environment)
         if run is None:
-            about = about_start(self.written, given, self.tools, self.data)
+            about = about_start(self.written, given, self.tools, self.data) | {RESOLVED: self.resolved}
             run = self.new_run(name or new_name(config), about)
         else:
             check_same(self.data, run.about, run.name)
@@ -135,6 +141,11 @@ class Training:
                 )
         self.run = run
         self.run.lock()
+
+    def _resolved(self, text: str) -> None:
+        """Print what an id was found to be, and keep it for the run's folder."""
+        self.resolved.append(text)
+        self.watcher.say(text)
 
     def new_run(self, name: str, about: dict[str, Any]) -> RunFolder:
         """Make the run's folder; a dry run has it elsewhere."""
@@ -156,7 +167,9 @@ class Training:
             return None
         rows = given.examples is not None or config.data.dataset is not None
         named = (config.environment.environment_id or config.environment.command) or self.tools.wanted
-        return make_environment(config, self.tools.wanted or bool(given.tasks)) if named or not rows else None
+        if rows and not named:
+            return None
+        return make_environment(config, self.tools.wanted or bool(given.tasks), self._resolved)
 
     def train(self) -> TrainingReport:
         """Train to the end, or to Ctrl-C: then what was learned is in a checkpoint and `state` is interrupted."""

@@ -55,13 +55,13 @@ class Rollouts:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         config = factories.by_file(config, say)
-        found = factories.with_rows(config, Objects())
+        found = factories.with_rows(config, Objects(), say)
         self.config = config = with_model(config)
         self.group_size, self._choose, self._say = group_size, choose, say
         self.tools = RunTools(config, tools, replay)
         checked = check_reward(config)
         check_group(choose(checked), group_size)
-        self.environment: EnvironmentFactory = make_environment(config, self.tools.wanted)
+        self.environment: EnvironmentFactory = make_environment(config, self.tools.wanted, say)
         with factories.told_with_places("datasets"):
             self.tasks = list(found.tasks or ()) or make_tasks(config, self.environment)
         build_rewards.check_tasks(checked, self.tasks)

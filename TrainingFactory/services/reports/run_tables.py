@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.runs.folder import RESOLVED, RunFolder
 
 # Metrics that are shown where a run has them -> format
 FORMATS = {
@@ -42,6 +42,7 @@ def state_rows(run: RunFolder) -> list[tuple[str, str]]:
         ("model", run.config.model.name),
         ("training", what(run.config, about)),
         ("started", f"{about['started']}, torch {about['versions']['torch']}{commit}"),
+        *(("resolved", text) for text in about.get(RESOLVED, ())),
     ]
 
 

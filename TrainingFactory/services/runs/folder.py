@@ -1,7 +1,7 @@
 """A run is a folder; everything in it can be read without us.
 
     config.yaml         every option of the run
-    environment.json    what it ran on: versions, device, commit
+    environment.json    what it ran on: versions, device, commit; and what its ids were found to be
     status.json         how far it is, and how it ended
     metrics.jsonl       a line per step
     consumed.jsonl      which tasks each step took, with number, attempt and place of their groups
@@ -68,6 +68,7 @@ FINDINGS, EVALUATIONS = "findings.jsonl", "evaluations.jsonl"
 GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, FINDINGS, EVALUATIONS, CALLS)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 CONFIG, ABOUT, STATUS = "config.yaml", "environment.json", "status.json"
+RESOLVED = "resolved"  # key of environment.json: what the ids of the config were found to be, a line each
 SECRET = (
     "holds a secret, and the config is kept with the run; put it into an environment variable, and its name into the "
     "option that ends in _env, or write ${NAME} where options of tools take it"

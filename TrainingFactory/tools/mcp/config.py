@@ -19,19 +19,14 @@ _COMMENT = re.compile(rf"{_STRING}|//[^\n]*|/\*.*?\*/", re.DOTALL)
 _LAST_COMMA = re.compile(rf"{_STRING}|,(?=\s*[\]}}])")
 
 
-def read_config(path: str | Path) -> list[ServerConfig]:
-    """Return the servers of a file. One in .pydata holds a Python literal, which is read and never executed."""
-    path = Path(path).expanduser()
-    return parse_config(_data(path), str(path), path.resolve().parent)
-
-
-def read_with_names(path: str | Path) -> tuple[list[ServerConfig], list[str]]:
-    """Return the servers of a file, and the tools that need none: texts in its list, as RL-Factory writes them."""
+def read_config(path: str | Path) -> tuple[list[ServerConfig], list[str]]:
+    """Return the servers of a file, and the tools that need none: texts in its list, as RL-Factory writes them. A
+    .pydata file holds a Python literal, which is read and never executed."""
     path = Path(path).expanduser()
     data = _data(path)
     names = [each for each in data if isinstance(each, str)] if isinstance(data, list) else []
     rest = [each for each in data if not isinstance(each, str)] if names else data
-    return parse_config(rest, str(path), path.resolve().parent) if rest else [], names
+    return parse_config(rest, str(path), path.resolve().parent) if rest or not names else [], names
 
 
 def _data(path: Path) -> Any:

@@ -36,7 +36,7 @@ class OfferedTool:
 class Offer:
     """One tool as it is offered to models: fixed for the life of its `MCPTools`."""
 
-    server: str
+    server: str  # empty for a tool of the catalog that the config names
     remote_name: str  # what its server calls it
     spec: ToolSpec
     options: ToolOptions

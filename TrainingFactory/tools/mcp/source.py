@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.protocols import Tool, ToolSource
+from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.mcp.config import parse_config, read_config
 from TrainingFactory.tools.mcp.offers import Offer, make_offers
 from TrainingFactory.tools.mcp.server_config import ServerConfig, ServerDown
 from TrainingFactory.tools.mcp.servers import Binding, EpisodeServer, SharedServer
+from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.types import ToolResult, ToolSpec
 
 AnyServer = SharedServer | EpisodeServer
 
 
 class MCPTools:
-    """Gives the tools of all servers of a config; goes into `GRPOTrainer(tools=...)` as it is.
+    """Gives the tools of all servers of a config, and those of the catalog that it names (`named`); goes into
+    `GRPOTrainer(tools=...)` as it is.
 
     `open` and `close` belong to the running event loop: on another one, or after `close`, the servers are started again
     when they are needed.
     """
 
-    def __init__(self, servers: Sequence[ServerConfig]) -> None:
+    def __init__(
+        self, servers: Sequence[ServerConfig], named: Mapping[str, Tool | ToolSource] | None = None
+    ) -> None:
         self.configs = {config.name: config for config in servers}
+        self.named = dict(named or {})
         self._offers: list[Offer] | None = None
         self._servers: dict[asyncio.AbstractEventLoop, dict[str, AnyServer]] = {}
 
     @classmethod
     def load_from_config(cls, path: str | Path) -> MCPTools:
         """Read a file in any of the forms that docs/TOOLS.md lists."""
-        return cls(read_config(path))
+        servers, names = read_config(path)
+        return cls(servers, {name: make_tool(name) for name in names})
 
     @classmethod
     def from_dict(cls, data: Any, *, folder: str | Path = ".") -> MCPTools:
@@ -51,7 +59,7 @@ class MCPTools:
         return [offer.spec for offer in self.offers]
 
     def __repr__(self) -> str:
-        return f"<MCPTools {', '.join(self.configs)}>"
+        return f"<MCPTools {', '.join([*self.configs, *self.named])}>"
 
     async def __aenter__(self) -> MCPTools:
         await self.open()
@@ -64,9 +72,16 @@ class MCPTools:
         """Connect to all servers and learn what they offer; raise ValueError with all that failed."""
         try:
             await self._connect()
+            await asyncio.gather(*(source.open() for source in self._sources()))
             if self._offers is None:
                 servers = self.here().values()
                 self._offers = [offer for each in servers for offer in make_offers(each.config, each.offered)]
+                session = self.session()
+                self._offers += [
+                    Offer("", tool.spec.name, tool.spec, getattr(tool, "options", ToolOptions()))
+                    for tool in session.named
+                ]
+                await session.close()
         except BaseException:
             await self.close()
             raise
@@ -89,7 +104,10 @@ class MCPTools:
     async def close(self) -> None:
         """End all connections and processes of the running loop."""
         servers = self._servers.pop(asyncio.get_running_loop(), {})
-        await asyncio.gather(*(server.close() for server in servers.values()))
+        await asyncio.gather(*(each.close() for each in (*servers.values(), *self._sources())))
+
+    def _sources(self) -> list[ToolSource]:
+        return [tool for tool in self.named.values() if isinstance(tool, ToolSource)]
 
     def session(self) -> MCPSession:
         return MCPSession(self)
@@ -112,7 +130,10 @@ class MCPSession:
     def __init__(self, source: MCPTools) -> None:
         self._source = source
         self._bindings: dict[str, Binding] = {}
-        self.tools = [MCPTool(offer, self) for offer in source.offers]
+        self._sessions = [each.session() for each in source._sources()]
+        self.named = [tool for tool in source.named.values() if not isinstance(tool, ToolSource)]
+        self.named += [tool for session in self._sessions for tool in session.tools]
+        self.tools = [*(MCPTool(offer, self) for offer in source.offers if offer.server), *self.named]
 
     def connections(self, name: str) -> SharedServer | Binding:
         """Return what makes the calls of this episode to a server."""
@@ -126,6 +147,7 @@ class MCPSession:
     async def close(self) -> None:
         while self._bindings:
             self._bindings.popitem()[1].release()
+        await asyncio.gather(*(session.close() for session in self._sessions))
 
 
 class MCPTool:

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 import anyio
@@ -23,6 +24,7 @@ from TrainingFactory.tools.mcp.server_config import ServerConfig
 
 MAX_MESSAGE_BYTES = 8 * 2**20  # a large image; reading more JSON keeps everybody else waiting
 TOO_LONG = f"the answer has more than {MAX_MESSAGE_BYTES} bytes"
+FASTMCP_SHIM = str(Path(__file__).parent / "fastmcp_shim")
 GRACE_SECONDS = 2.0  # between the ways to tell a process that it is over
 BYTES_KEPT, LINES_SHOWN, LINE_CHARS = 8000, 5, 500  # of what a server writes to stderr
 # Servers write the id of an answer first or last; what stands between them is not looked at.
@@ -37,7 +39,7 @@ async def stdio_transport(config: ServerConfig, errors: TextIO) -> AsyncIterator
     """Start the server and give the streams of what it says and is told."""
     process = await anyio.open_process(
         [config.command, *config.args],
-        env=get_default_environment() | config.env,
+        env=_environment(config),
         cwd=config.cwd,
         stderr=errors,
         start_new_session=True,
@@ -57,6 +59,14 @@ async def stdio_transport(config: ServerConfig, errors: TextIO) -> AsyncIterator
             tasks.cancel_scope.cancel()
     for stream in (said, told):
         stream.close()
+
+
+def _environment(config: ServerConfig) -> dict[str, str]:
+    """Return the variables of a server's process; a Python also finds mcp 1.x's FastMCP in mcp 2.x."""
+    found = get_default_environment() | config.env
+    if Path(config.command).name.startswith("python"):
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [FASTMCP_SHIM, found.get("PYTHONPATH")]))
+    return found
 
 
 async def _read(process: Process, said: Any) -> None:

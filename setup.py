@@ -1,0 +1,3 @@
+from setuptools import setup
+
+setup()  # pyproject.toml has all of it
