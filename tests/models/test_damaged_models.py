@@ -21,7 +21,7 @@ WEIGHTS = "model.safetensors"
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, tokenizer = tmp_path_factory.mktemp("model"), tiny_tokenizer()
-    tiny_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, 0).save_pretrained(folder)
+    tiny_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

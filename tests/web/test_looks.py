@@ -51,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tab(browser: Browser, page: Served) -> Iterator[Tab]:
     """One tab for all tests, which must not report an error."""
-    with browser.tab(page.url) as tab:
+    with browser.tab(page.entry) as tab:
         yield tab
         assert tab.errors == []
 
@@ -91,6 +91,8 @@ def test_curves_are_drawn_under_the_posix_locale(browser: Browser, page: Served)
     with browser.tab() as tab:
         language = "Object.defineProperty(Navigator.prototype, 'language', {get: () => 'en-US@posix'})"
         tab.send("Page.addScriptToEvaluateOnNewDocument", source=language)
+        tab.goto(page.entry)
+        tab.wait("!location.search && document.readyState === 'complete'")
         show(tab, page, "run/sft", "main > *")
         tab.wait("document.querySelectorAll('.chart canvas, .empty').length > 0")
         assert tab.errors == [] and tab.run("document.querySelectorAll('.chart canvas').length") > 2

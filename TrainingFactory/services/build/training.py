@@ -89,7 +89,7 @@ class Training:
             self.learners = Learners(config if run is None else None)
             config = factories.by_file(as_started(config, run), say)
             self.allocation = self.allocation or factories.allocated(config, say)
-            config = with_all_gpus(factories.with_machines(config, self.allocation, say), say)
+            config = with_all_gpus(factories.with_machines(config, self.allocation, say), self.watcher.say)
             config = with_learners(config, self.watcher.say)
             self._prepare(config, given, name, run, replay)
         except BaseException:
