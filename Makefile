@@ -27,7 +27,7 @@ help:
 setup: $(STAMP)
 
 # $(call quietly,COMMAND): show the output of a command only if it fails.
-quietly = log=$$(mktemp) && if { $(1); } >"$$log" 2>&1; then rm -f "$$log"; else cat "$$log"; rm -f "$$log"; false; fi
+quietly = log=$$(mktemp) && if ( $(1) ) >"$$log" 2>&1; then rm -f "$$log"; else cat "$$log"; rm -f "$$log"; false; fi
 
 # $(call install,PYTHON): install packages for an interpreter; with uv where it is there, which takes seconds.
 # Modules are compiled when they are first imported.
