@@ -37,7 +37,7 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the weights; auto: bfloat16 on a GPU, float32 on a CPU."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
-    """auto, cpu, mps, cuda or cuda:N."""
+    """auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N, or mps, which is untested."""
     max_length: Annotated[int, Field(ge=16)] | None = None
     """Longest conversation, in tokens; null: the model's own limit, at most 4096."""
     thinking: bool | None = None
