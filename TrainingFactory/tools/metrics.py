@@ -12,7 +12,7 @@ from typing import Any
 from TrainingFactory.types import ToolResult
 
 MAX_TIMES = 4096  # durations kept for the percentiles: those of the latest calls
-MAX_EPISODES = 50_000  # whose counts are kept where nobody takes a snapshot; the oldest are forgotten
+MAX_EPISODES = 50_000  # with counts since the last snapshot; the oldest are dropped
 COUNTED = {"schema": "schema_errors", "timeout": "timeouts", "unavailable": "unavailable"}
 NO_TOOL = {"unknown": "unknown", "malformed": "malformed"}  # errors of calls that belong to no tool
 ALL = ""  # stands for all tools together

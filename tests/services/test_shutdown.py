@@ -1,4 +1,4 @@
-"""A run that is told to stop loses nothing, warns early where it cannot stop in time, and fits on its disk."""
+"""A run that gets a signal to stop loses nothing, warns early where it cannot stop in time, and fits on its disk."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def _thinned(values: Sequence[float]) -> list[float]:
 
 def findings(run: RunFolder, say: Callable[[str], None] = lambda _: None) -> list[shapes.FindingRow]:
     """Return what was seen going wrong in a run, each once, with the steps of the last time. A row of the file that is
-    no finding is skipped; `say` is told which."""
+    no finding is skipped; `say` names it."""
     found: dict[str, shapes.FindingRow] = {}
     for number, row in enumerate(run.findings(), 1):
         try:
