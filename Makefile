@@ -30,7 +30,7 @@ setup: $(STAMP)
 quietly = log=$$(mktemp) && if ( $(1) ) >"$$log" 2>&1; then rm -f "$$log"; else cat "$$log"; rm -f "$$log"; false; fi
 
 # $(call install,PYTHON): install packages for an interpreter; with uv where it is there, which takes seconds.
-# Modules are compiled when they are first imported.
+# Modules are compiled when they are first imported: the large ones by the last step of set-up, once for all processes.
 UV := $(shell command -v uv 2>/dev/null)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1) -m pip install --quiet --retries 1 \
 	--disable-pip-version-check --no-compile)
@@ -42,6 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) || { echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@echo "Installing into $(VENV) (torch and others; minutes the first time) ..."
 	@$(call quietly,$(call install,$(RUN)) -c constraints.txt -e ".[test]")
+	@$(call quietly,$(RUN) -c "import torch, transformers, peft, datasets, trl.trainer.grpo_trainer")
 	@touch $@
 
 $(LINTERS): pyproject.toml constraints.txt | $(STAMP)
