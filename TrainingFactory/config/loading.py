@@ -62,7 +62,7 @@ class ConfigLoader(*BASES):  # pyright: ignore[reportGeneralTypeIssues]
             if node.tag in NOT_JSON or (node.tag == f"{TAGS}int" and len(node.value) > MAX_DIGITS):
                 raise ValueError
             return super().construct_object(node, deep)
-        except (ValueError, KeyError):  # the latter of `!!bool abc`
+        except (ValueError, KeyError, IndexError, OverflowError):  # of `!!bool abc`, `!!int ""`, `1:59:59...`
             kind = node.tag.removeprefix(TAGS).replace("int", f"an integer of at most {MAX_DIGITS} digits")
             problem = f"cannot read a value as {kind}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None

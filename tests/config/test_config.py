@@ -195,6 +195,7 @@ def test_python_users_get_the_same_error() -> None:
         ),
         (f"training:\n  seed: 0x{'f' * 5000}\n", "an integer of at most 100 digits"),
         ("training:\n  seed: !!int abc\n", ":2: is not valid YAML: cannot read a value as an integer"),
+        ("training:\n  seed: !!int ''\n", ":2: is not valid YAML: cannot read a value as an integer"),
         ("training:\n  seed: !!bool abc\n", ":2: is not valid YAML: cannot read a value as bool"),
         ("environment:\n  options: {a: !!timestamp abc}\n", ":2: is not valid YAML: cannot read a value as"),
         ("environment:\n  options: {a: !!binary aGVs}\n", ":2: is not valid YAML: cannot read a value as"),

@@ -167,6 +167,7 @@ def test_what_switches_something_off_has_its_comment(tmp_path: Path) -> None:
         (f"{COMMAND} \\ \n  data.train_files=x", "main.sh:2: data.train_files=x belongs to no command"),
         (f"{COMMAND} a.b='open", "main.sh:1: cannot be read as a command: No closing quotation"),
         ("A=1234\n" + "A=$A$A\n" * 15, "main.sh:15: .*expand to more than 100000 characters"),
+        ("A=${B:-" * 3000, "main.sh has 21,000 characters; at most 16,000 are read"),
         (f"{COMMAND} data.train_batch_size=many", "main.sh: training.batch_size"),
         (f"{COMMAND} trainer.save_freq=often trainer.nnodes=$N", "trainer.save_freq is 'often'"),
     ],

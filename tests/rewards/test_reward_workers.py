@@ -307,7 +307,9 @@ def test_a_task_that_would_be_another_one_there_is_not_scored(
     if named is None:
         assert found == 1.0
     else:
-        assert f"{named} cannot go to a worker process as it is" in str(found) and "processes: 0" in str(found)
+        assert f"{named} cannot go to a worker process as it is" in str(found) and "processes: 0" in str(
+            found
+        )
     assert children() <= processes
 
 

@@ -19,6 +19,9 @@ BARE = re.compile(rf"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|{VARIABLE}""", re.DOTALL)
 IN_QUOTES = re.compile(rf"\\.|{VARIABLE}", re.DOTALL)
 HIDDEN = re.compile("\ue000(.*?)\ue000")  # a value that only the shell knows, between marks of ours
 ENDS = re.compile(r"\d?>|&?>>?|<|\||;|&")
+MAX_SCRIPT = (
+    16_000  # characters; RL-Factory's own have 4,000. Reading nested ${A:-${B:-... takes quadratic time
+)
 MAX_EXPANDED = 100_000  # characters that the variables of one script stand for, over all their uses
 
 
@@ -38,6 +41,10 @@ def read_script(path: Path, given: Mapping[str, str]) -> LaunchScript:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
+    if len(text) > MAX_SCRIPT:
+        raise ValueError(
+            f"{path} has {len(text):,} characters; at most {MAX_SCRIPT:,} are read. Remove what does not set options"
+        )
     variables = Expansion(dict(given))
     commands: list[tuple[int, list[str]]] = []
     number, end = 1, 0
