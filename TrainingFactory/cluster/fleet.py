@@ -107,6 +107,8 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._restarting.clear()  # a restart that was cancelled before it began has not removed itself
+        self._changed.set()
         await self._places.close()
 
     # -- turns
@@ -117,7 +119,7 @@ class Fleet:
             await self._some()
             if (
                 session.home not in self._alive
-            ):  # to the one with the fewest, where its prompt is computed anew
+            ):  # move to the one with the fewest, which prefills its prompt again
                 self._open[session.home] -= 1
                 session.home = min(self._alive, key=lambda number: (self._open[number], number))
                 self._open[session.home] += 1

@@ -105,7 +105,10 @@ class Ranks:
         self.about = dict(zip(self._answers, every, strict=True))
 
     async def call(self, method: str, args: Sequence[Any], own: Callable[[], Awaitable[T]]) -> T:
-        """Do `own` here and the same in all others, and return what it returns."""
+        """Do `own` here and the same in all others, and return what it returns. A call whose caller was cancelled, such
+        as an evaluation, ends first: its answers would count as this one's."""
+        if self._doing is not None and not self._doing.done():
+            await asyncio.wait({self._doing, self._gone}, return_when=FIRST)
         self._expect()
         self._doing = asyncio.ensure_future(self._do(method, args, own))
         return await self._or_lost(self._doing)

@@ -324,6 +324,19 @@ def test_the_start_of_one_that_fails_ends_the_others() -> None:
     asyncio.run(everything())
 
 
+def test_a_fleet_that_closes_as_its_last_sampler_is_lost_lets_nobody_wait() -> None:
+    async def test() -> None:
+        fakes = Fakes()
+        fleet = Fleet(fakes, 1, 64)
+        await fleet.start()
+        fleet._lose(0, fakes.made[0], PlaceLost("gone"))
+        await fleet.close()  # before the restart has begun
+        with pytest.raises(SamplersLost, match="the samplers are closed"):
+            await fleet.session().sample([1], params(0))
+
+    run(test())
+
+
 def test_a_turn_under_way_at_the_end_makes_nothing_anew() -> None:
     async def test() -> None:
         fakes = Fakes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import re
 import signal
 import socket
@@ -22,6 +23,7 @@ from tests.kits.run import Quiet, brief, go_on, rows, train
 from tests.kits.scale import SCALE
 from tests.kits.warm import lift
 from TrainingFactory.cluster.launcher import LAUNCHER
+from TrainingFactory.cluster.ranks import Ranks
 from TrainingFactory.services.build import ranks
 from TrainingFactory.services.runs.folder import RunFolder
 
@@ -36,6 +38,48 @@ CHILD = "workers/child.py"
 
 def learners() -> list[psutil.Process]:
     return [each for each in psutil.Process().children() if CHILD in " ".join(each.cmdline())]
+
+
+class Pair:
+    """A group of two processes whose other one answers what the test puts into `answers`."""
+
+    def __init__(self) -> None:
+        self.count, self.ended = 2, False
+        self.calls: list[str] = []
+        self.answers: queue.Queue[str] = queue.Queue()
+
+    def broadcast(self, method: str, *args: Any) -> None:
+        self.calls.append(method)
+
+    def heard(self, rank: int) -> str:
+        return self.answers.get(timeout=30)
+
+
+def test_a_cancelled_call_ends_before_the_next_one_begins() -> None:
+    async def test() -> list[list[str]]:
+        pair, evaluated, seen = Pair(), asyncio.Event(), []
+        made = Ranks(pair, lambda error: None, "")  # pyright: ignore[reportArgumentType]
+
+        async def saved() -> None: ...
+
+        evaluation = asyncio.create_task(made.call("evaluate", (), evaluated.wait))
+        while not pair.calls:
+            await asyncio.sleep(0.01)
+        evaluation.cancel()
+        saving = asyncio.create_task(made.call("save", (), saved))
+        await asyncio.sleep(0.05)
+        seen.append(list(pair.calls))
+        evaluated.set()
+        pair.answers.put("")  # of the evaluation
+        while len(pair.calls) < 2:
+            await asyncio.sleep(0.01)
+        pair.answers.put("")  # of the checkpoint
+        await saving
+        pair.ended = True
+        pair.answers.put("")
+        return [*seen, pair.calls]
+
+    assert asyncio.run(test()) == [["evaluate"], ["evaluate", "save"]]
 
 
 class Strikes(Quiet):
