@@ -45,7 +45,11 @@ TYPES = {
     ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml", ".png": "image/png", ".json": "application/json", ".txt": "text/plain; charset=utf-8",
 }  # fmt: skip
-ENTER = "<!doctype html><title>TrainingFactory</title><meta http-equiv=refresh content='0; url=/'>"
+# With an empty icon: browsers would ask for /favicon.ico, which is not there.
+ENTER = (
+    "<!doctype html><title>TrainingFactory</title><link rel=icon href='data:,'>"
+    "<meta http-equiv=refresh content='0; url=/'>"
+)
 NO_TOKEN = (
     "This page needs its token. Open the address that `tfactory ui` printed, which ends in /?token=..., or start "
     "`tfactory ui` again to get a new one. Scripts send the token as the header `authorization: Bearer TOKEN`."

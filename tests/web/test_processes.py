@@ -87,7 +87,10 @@ def test_killing_a_run_never_breaks_the_page(page: Served, tmp_path: Path) -> No
     assert page.send("/api/runs/mine/stop").status_code == 409
 
 
-def test_a_container_that_ends_lets_its_runs_save(page: Served, tmp_path: Path) -> None:
+def test_a_container_that_ends_lets_its_runs_save(
+    page: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_processes", [])  # other tests start runs that are no processes
     runs = [RunFolder(tmp_path / "runs" / name) for name in ("a", "b")]
     for run in runs:
         page.post("/api/train", yaml=YAML, name=run.name)
