@@ -35,6 +35,9 @@ UV := $(shell command -v uv 2>/dev/null)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1) -m pip install --quiet --retries 1 \
 	--disable-pip-version-check --no-compile)
 
+# A variable, because `call` would take the commas for the ends of its arguments.
+LARGE := import torch, transformers, peft, datasets, trl.trainer.grpo_trainer
+
 $(STAMP): pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 		echo "TrainingFactory needs Python 3.11 or newer, and \"$(or $(PYTHON),python3)\" is not." >&2; \
@@ -42,7 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) || { echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@echo "Installing into $(VENV) (torch and others; minutes the first time) ..."
 	@$(call quietly,$(call install,$(RUN)) -c constraints.txt -e ".[test]")
-	@$(call quietly,$(RUN) -c "import torch, transformers, peft, datasets, trl.trainer.grpo_trainer")
+	@$(call quietly,$(RUN) -c "$(LARGE)")
 	@touch $@
 
 $(LINTERS): pyproject.toml constraints.txt | $(STAMP)
