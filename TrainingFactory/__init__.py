@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from TrainingFactory.config import TrainingConfig, load_config
     from TrainingFactory.envs import ToolEnvironment
-    from TrainingFactory.services.reward_model import RewardModelTrainer
-    from TrainingFactory.services.rl_trainer import GRPOTrainer, PPOTrainer, RFTTrainer
-    from TrainingFactory.services.sft_trainer import DPOTrainer, KTOTrainer, SFTTrainer
     from TrainingFactory.tools import MCPTools, tool
+    from TrainingFactory.trainers.trainers import (
+        DPOTrainer,
+        GRPOTrainer,
+        KTOTrainer,
+        PPOTrainer,
+        RewardModelTrainer,
+        RFTTrainer,
+        SFTTrainer,
+    )
     from TrainingFactory.types import Reward, Task
 
 __version__ = "0.2.0"
@@ -27,10 +33,16 @@ __all__ = [
 _HOMES = {
     "config": ["TrainingConfig", "load_config"],
     "envs": ["ToolEnvironment"],
-    "services.reward_model": ["RewardModelTrainer"],
-    "services.rl_trainer": ["GRPOTrainer", "PPOTrainer", "RFTTrainer"],
-    "services.sft_trainer": ["DPOTrainer", "KTOTrainer", "SFTTrainer"],
     "tools": ["MCPTools", "tool"],
+    "trainers.trainers": [
+        "DPOTrainer",
+        "GRPOTrainer",
+        "KTOTrainer",
+        "PPOTrainer",
+        "RFTTrainer",
+        "RewardModelTrainer",
+        "SFTTrainer",
+    ],
     "types": ["Reward", "Task"],
 }
 

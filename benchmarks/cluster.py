@@ -34,7 +34,7 @@ from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.models.names import BUILTIN
 from TrainingFactory.protocols import Sampler
-from TrainingFactory.rollout import AsyncRolloutEngine
+from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Completion, EngineSpec, SamplingParams, Weights
 
@@ -75,7 +75,7 @@ async def overhead(session: RaySession, model: Path, times: int) -> dict[str, An
         "fleet": Fleet(RayPlaces(session, spec, 1), 1, 512),
     }
     params = SamplingParams(temperature=1.2, max_tokens=40)
-    rollouts = AsyncRolloutEngine(
+    rollouts = RolloutEngine(
         SearchEnvironment, chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids), params, max_turns=4
     )
     seconds: dict[str, list[float]] = {name: [] for name in samplers}

@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 
 from TrainingFactory.cluster.ray_session import RaySession, require_ray
-from TrainingFactory.services.training.ledger import wrong_in_ledger
+from TrainingFactory.training.ledger import wrong_in_ledger
 
 HERE = Path(__file__).resolve().parents[1]
 MARK = "TFACTORY_FAULTS"  # in the environment of all processes of a campaign

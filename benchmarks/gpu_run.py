@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from TrainingFactory.services.recipes.recipe import Recipe
-from TrainingFactory.services.runs.tracking import PlainLines
+from TrainingFactory.apps.recipes.recipe import Recipe
+from TrainingFactory.runs.tracking import PlainLines
 
 WARM_UP = 2
 ASK = ["nvidia-smi", "--query-gpu=timestamp,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "50"]

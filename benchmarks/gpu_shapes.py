@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from benchmarks.update import make_rows
+from TrainingFactory.apps.plan.memory import needed
+from TrainingFactory.apps.plan.shapes import find_shape
+from TrainingFactory.assembly.learner import make_algorithm, make_learner, make_trainable
+from TrainingFactory.assembly.sampler import make_engine
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.models import LoadedModel
 from TrainingFactory.models.tiny import tiny_tokenizer
-from TrainingFactory.services.build.learner import make_algorithm, make_learner, make_trainable
-from TrainingFactory.services.build.sampler import make_engine
-from TrainingFactory.services.doctor.memory import needed
-from TrainingFactory.services.plan.shapes import find_shape
 from TrainingFactory.types import SamplingParams, Weights
 
 KINDS = {

@@ -30,6 +30,7 @@ import torch
 from benchmarks.sampling import EPISODES, GROUPS, MAX_TOKENS, MAX_TURNS, MEMBERS, calculator
 from benchmarks.warm import warm_run
 from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.apps.demo.lessons import Lessons, sum_drill
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.envs import CalculatorEnvironment
@@ -37,9 +38,8 @@ from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.protocols import ChatFormat
-from TrainingFactory.rollout import AsyncRolloutEngine
+from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.services.demo.lessons import Lessons, sum_drill
 from TrainingFactory.types import SamplingParams, Task, Weights
 
 RATE = 1e-4
@@ -61,7 +61,7 @@ def our_side(model: Any, chat: ChatFormat, tasks: list[Task]) -> Callable[[int],
     engine = NativeEngine(model, slots=EPISODES, max_length=1024)
     learner = Learner(model, OptimizerOptions(learning_rate=RATE))
     algorithm = GRPO()
-    rollouts = AsyncRolloutEngine(
+    rollouts = RolloutEngine(
         CalculatorEnvironment, chat, SamplingParams(max_tokens=MAX_TOKENS), max_turns=MAX_TURNS
     )
 

@@ -36,17 +36,17 @@ from typing import Any
 import numpy as np
 
 from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.assembly.rewards import make_reward
+from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.protocols import ChatFormat
-from TrainingFactory.rollout import AsyncRolloutEngine, play
-from TrainingFactory.services.build.rewards import make_reward
-from TrainingFactory.services.build.run_tools import RunTools
-from TrainingFactory.services.training.reward_clock import RewardClock
+from TrainingFactory.rollout import RolloutEngine, play
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.recording import CALLS, EpisodeKey
+from TrainingFactory.training.reward_clock import RewardClock
 from TrainingFactory.types import (
     Completion,
     Message,
@@ -147,7 +147,7 @@ async def record(environment: Any, chat: ChatFormat, tasks: Sequence[Task]) -> l
 
 
 class Bench:
-    """Everything that a step needs up to the update, as `services/build/training.py` makes it."""
+    """Everything that a step needs up to the update, as `trainers/training_run.py` makes it."""
 
     def __init__(self, folder: Path, groups: int) -> None:
         self.folder, self.tasks = folder, make_tasks(groups)
@@ -162,7 +162,7 @@ class Bench:
         self.environment = await self.tools.equip(ToolEnvironment)
         self.episodes = await record(self.environment, self.chat, self.tasks)
         self.tools.record_to(self.folder)
-        self.rollouts = AsyncRolloutEngine(
+        self.rollouts = RolloutEngine(
             self.environment, self.chat, SamplingParams(), reward=RewardClock(make_reward(self.config)),
             max_turns=12, runtime=self.tools.runtime,
         )  # fmt: skip

@@ -28,9 +28,9 @@ from typing import Any
 from benchmarks.tools import TOKENS, FixedLength
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.models import chat_format, load_model
-from TrainingFactory.rewards.model_judge import model_judge
-from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
-from TrainingFactory.rollout import AsyncRolloutEngine
+from TrainingFactory.rewards.judge.model_judge import model_judge
+from TrainingFactory.rewards.workers.distributed import RewardWorkerPool
+from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import SamplingParams, Task, Trajectory
 
@@ -67,8 +67,8 @@ def rolled_out(url: str) -> tuple[float, list[Trajectory]]:
     chat = chat_format(loaded.tokenizer, stop_ids=range(len(loaded.tokenizer)))
     sampler = FixedLength(NativeEngine(loaded.model, slots=SLOTS, max_length=1024))
     tasks = [Task(f"task-{number}", f"Question number {number}?", "x") for number in range(EPISODES)]
-    engine = AsyncRolloutEngine(ToolEnvironment, chat, SamplingParams(), reward=judge_at(url))
-    warm = AsyncRolloutEngine(ToolEnvironment, chat, SamplingParams(), reward=lambda episode: 0.0)
+    engine = RolloutEngine(ToolEnvironment, chat, SamplingParams(), reward=judge_at(url))
+    warm = RolloutEngine(ToolEnvironment, chat, SamplingParams(), reward=lambda episode: 0.0)
     started = time.perf_counter()
     warm.rollout(tasks, sampler)
     print(f"the rollout alone: {time.perf_counter() - started:.2f} s for {EPISODES} times {TOKENS} tokens")
@@ -85,7 +85,7 @@ def judged(url: str, trajectories: Sequence[Trajectory], cache: Path) -> float:
 
     async def run() -> float:
         judge = judge_at(url, cache)
-        pool = DistributedRewardModel(model=judge, per_worker=EPISODES)
+        pool = RewardWorkerPool(model=judge, per_worker=EPISODES)
         rewards = await pool.compute_rewards(trajectories)
         elapsed = time.perf_counter() - started
         assert all(reward is not None and reward.outcome == 0.7 for reward in rewards)

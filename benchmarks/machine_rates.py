@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.slow_tools import given_config
+from TrainingFactory.apps.plan.workload import as_episodes
+from TrainingFactory.assembly.learner import make_algorithm, make_policy
+from TrainingFactory.assembly.sampler import load, make_chat, make_engine, make_rollouts
 from TrainingFactory.envs import SearchEnvironment
-from TrainingFactory.services.build.learner import make_algorithm, make_policy
-from TrainingFactory.services.build.sampler import load, make_chat, make_engine, make_rollouts
-from TrainingFactory.services.plan.workload import as_episodes
 from TrainingFactory.types import Trajectory
 
 SIZES = (1, 4, 16)  # of groups

@@ -24,9 +24,9 @@ import torch
 
 from benchmarks.machine_rates import Machine, Rates
 from benchmarks.slow_tools import SKIPPED, arguments, run, warm_start
-from TrainingFactory.services.plan.step_time import Costs, StepModel
-from TrainingFactory.services.plan.workload import distribution, read_episodes
-from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.apps.plan.step_time import Costs, StepModel
+from TrainingFactory.apps.plan.workload import distribution, read_episodes
+from TrainingFactory.runs.folder import RunFolder
 
 GROUPS, SLOTS, STEPS = 8, 512, 10
 RECORDED = 16  # members of the groups of the run that gives lengths

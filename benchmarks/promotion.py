@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 
-from TrainingFactory.services.evaluation.sequential import proved
+from TrainingFactory.promotion.sequential import proved
 
 TIMES, ALPHA = 2000, 0.05
 

@@ -32,10 +32,10 @@ from typing import Any
 import psutil
 
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.evaluation.rollouts import Rollouts
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.protocols import ChatFormat
-from TrainingFactory.services.evaluation.rollouts import Rollouts
 from TrainingFactory.types import Trajectory
 
 HERE = Path(__file__).resolve().parents[1]

@@ -28,7 +28,7 @@ from benchmarks.cluster_faults import MARK, Processes
 
 HERE = Path(__file__).resolve().parents[1]
 STEPS, GRACE, LONGEST = 4, 40.0, 600.0
-CHILD, TITLE = "workers/child.py", "TrainingFactory.cli"
+CHILD, TITLE = "common/workers/child.py", "TrainingFactory.cli"
 CONFIG = {
     "model": {"name": str(HERE / "tests" / "fixtures" / "warm"), "dtype": "float32"},
     "training": {"algorithm": "grpo", "learning_rate": 6e-4, "max_steps": STEPS, "batch_size": 4, "group_size": 4},

@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-from TrainingFactory.services.recipes.recipe import SMALL
-from TrainingFactory.services.runs.folder import RunFolder, is_run
+from TrainingFactory.apps.recipes.recipe import SMALL
+from TrainingFactory.runs.folder import RunFolder, is_run
 
 SEEDS = ("gsm8k-0", "gsm8k-1", "gsm8k-2")
 CREDIT = [

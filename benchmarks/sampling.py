@@ -4,7 +4,7 @@
 writes well-formed calls; temperature 1, at most 64 tokens a turn, at most 4 turns. Three contenders on the
 same weights and tasks, in turn and several times over in one run:
 
-  ours      the native engine under `AsyncRolloutEngine`, log-probs included
+  ours      the native engine under `RolloutEngine`, log-probs included
   generate  transformers `generate` under the same rollout engine, turn by turn: all waiting rows in one
             batch, left padded, nothing kept from turn to turn, no log-probs
   trl       the generation path of TRL's GRPOTrainer with `tools=`: its own prompts, parsing and tool loop,
@@ -31,11 +31,11 @@ from typing import Any
 import torch
 
 from benchmarks.warm import expert_rows, warm_start
-from TrainingFactory.arithmetic import calculate
+from TrainingFactory.common.arithmetic import calculate
 from TrainingFactory.envs import CalculatorEnvironment
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.protocols import Sampler
-from TrainingFactory.rollout import AsyncRolloutEngine
+from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Completion, SamplingParams, Task, Trajectory, Weights
 
@@ -87,7 +87,7 @@ class GenerateSampler:
 
 
 def rollouts(chat: Any, sampler: Sampler, tasks: list[Task]) -> Callable[[int], int]:
-    engine = AsyncRolloutEngine(
+    engine = RolloutEngine(
         CalculatorEnvironment, chat, SamplingParams(max_tokens=MAX_TOKENS), max_turns=MAX_TURNS
     )
 

@@ -21,14 +21,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.apps.demo.demo import GRPO, Demo
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.envs import SearchEnvironment
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.demo.demo import GRPO, Demo
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.runs.tracking import PlainLines
-from TrainingFactory.services.training.dataset import Objects
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.runs.tracking import PlainLines
+from TrainingFactory.trainers.training_run import Training
+from TrainingFactory.training.dataset import Objects
 from TrainingFactory.types import Message, Step, Task
 
 SKIPPED = 2  # steps, while the stream fills

@@ -39,7 +39,7 @@ from benchmarks.tools_trl import measure_trl
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.protocols import Sampler, SamplingSession
-from TrainingFactory.rollout import AsyncRolloutEngine
+from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.tools import AsyncToolExecutor, MCPTools, tool
 from TrainingFactory.tools.cache.cache import ToolCache
@@ -132,7 +132,7 @@ async def measure_overlap(loaded: Any) -> dict[str, list[tuple[float, float]]]:
 
     async def seconds(kind: str, handed: Any) -> float:
         environment = type("Forced", (Forced,), {"kind": kind, "handed": [handed]})
-        rollouts = AsyncRolloutEngine(environment, chat, SamplingParams(), runtime=runtime)
+        rollouts = RolloutEngine(environment, chat, SamplingParams(), runtime=runtime)
         started = time.perf_counter()
         groups = await rollouts.rollout_batch(tasks, sampler)
         elapsed = time.perf_counter() - started

@@ -34,8 +34,9 @@ import numpy as np
 import torch
 
 from benchmarks.warm import warm_run
-from TrainingFactory.algorithms.credit import Credit
+from TrainingFactory.algorithms.advantages import Credit
 from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.apps.demo.lessons import Lessons
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.builtin.splits import belongs
@@ -44,9 +45,8 @@ from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.models.words import NAMES, PLACES
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rollout import AsyncRolloutEngine
+from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.services.demo.lessons import Lessons
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, Reward, SamplingParams, Task, ToolCall, Trajectory, Weights
 
@@ -151,7 +151,7 @@ def train(folder: Path, credit: Credit, seed: int, steps: int) -> Run:
     learner = Learner(loaded.model, OptimizerOptions(learning_rate=RATE, warmup_steps=WARMUP))
     grpo = GRPO(credit=credit)
     params = SamplingParams(max_tokens=MAX_TOKENS)
-    rollouts = AsyncRolloutEngine(Chain, chat, params, max_turns=MAX_TURNS, seed=seed)
+    rollouts = RolloutEngine(Chain, chat, params, max_turns=MAX_TURNS, seed=seed)
     tasks = list(Chain.tasks("train", seed, TASKS * steps))
     run = Run(credit, seed, [], [], 0.0)
     for step in range(steps):

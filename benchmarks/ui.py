@@ -31,11 +31,11 @@ from typing import Any
 import psutil
 
 from tests.kits.browser import PROGRAM, Browser
+from TrainingFactory.apps.views.index import EpisodeIndex, Query
+from TrainingFactory.apps.views.runs import Runs, metrics_part
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import trajectory_to_dict
-from TrainingFactory.services.runs.folder import METRICS, TRAJECTORIES, RunFolder, Status
-from TrainingFactory.services.views.index import EpisodeIndex, Query
-from TrainingFactory.services.views.runs import Runs, metrics_part
+from TrainingFactory.runs.folder import METRICS, TRAJECTORIES, RunFolder, Status
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, ToolResult, Trajectory, Turn
 
 RUNS, STEPS, EPISODES, TASKS, GROUP = 200, 200, 100_000, 25, 8

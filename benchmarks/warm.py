@@ -16,6 +16,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
+from TrainingFactory.apps.demo.demo import WARM_START
+from TrainingFactory.apps.demo.lessons import Lessons
 from TrainingFactory.config import load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.data.samples import to_samples
@@ -23,9 +25,7 @@ from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.rollout import play
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.demo.demo import WARM_START
-from TrainingFactory.services.demo.lessons import Lessons
+from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.types import Sample, Task
 
 

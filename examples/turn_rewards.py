@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.apps.reports.credit_view import coloured
 from TrainingFactory.cli import credit as terminal
 from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.rewards import ProcessReward
 from TrainingFactory.rollout.scripted import play
-from TrainingFactory.services.reports.credit_view import coloured
 from TrainingFactory.types import Message
 
 TITLE = "Four ways to answer"

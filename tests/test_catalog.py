@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from TrainingFactory import catalog
+from TrainingFactory.common import catalog
 from TrainingFactory.envs import CalculatorEnvironment, SearchEnvironment
 
 

@@ -13,7 +13,7 @@ import torch
 from tests.kits.learner import trained_values
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.policy_loss import kl_terms
-from TrainingFactory.algorithms.trained import Trained
+from TrainingFactory.algorithms.trained_tokens import Trained
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.types import Completion, Message, Reward, Sample, Status, Task, Trajectory, Turn
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BeforeValidator, validate_call
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.options import (
+from TrainingFactory.common.options import (
     STRICT,
     Count,
     NotNegative,

@@ -22,10 +22,10 @@ import pytest
 from tests.kits.mcp import SERVERS, free_port, running, start_server
 from tests.kits.seeds import Block, blocks
 from tests.kits.siblings import COMPUTE, DATA, ENVIRONMENTS
+from TrainingFactory.assembly.local_judge import OwnJudge
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.rewards.judge.endpoints import Reply
-from TrainingFactory.services.build.own_judge import OwnJudge
-from TrainingFactory.services.build.training import Training
+from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.types import Task, ToolCall, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,7 +91,7 @@ def test_the_names_and_signatures_are_there(name: str) -> None:
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_the_trainers_take_the_keywords(trainer: str) -> None:
-    from TrainingFactory.services import keywords
+    from TrainingFactory.trainers import keywords
 
     known = inspect.get_annotations(keywords.Keywords) | {"model": Any, "environment": Any}
     assert set(TRAINERS[trainer]) <= known.keys()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.kits.judge import episode
+from TrainingFactory.assembly.environment import environment_from_file
 from TrainingFactory.rewards.loading import load_reward
-from TrainingFactory.services.build.environment import environment_from_file
 
 BOTH = """
 from TrainingFactory.envs import ToolEnvironment

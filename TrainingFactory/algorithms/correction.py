@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 
 from TrainingFactory.algorithms.policy_loss import ratio_of
-from TrainingFactory.algorithms.trained import Trained
+from TrainingFactory.algorithms.trained_tokens import Trained
 
 
 @dataclass(slots=True, frozen=True)

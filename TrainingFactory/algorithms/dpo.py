@@ -25,7 +25,7 @@ from torch.nn.functional import logsigmoid
 
 from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.preferences import rows_of_pair
-from TrainingFactory.algorithms.trained import Trained
+from TrainingFactory.algorithms.trained_tokens import Trained
 from TrainingFactory.types import Sample, Trajectory
 
 SMOOTHED = ("sigmoid", "robust", "simpo")

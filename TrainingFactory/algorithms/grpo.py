@@ -22,11 +22,11 @@ from typing import Literal
 import numpy as np
 import torch
 
+from TrainingFactory.algorithms.advantages import OVERLONG, Credit, advantages, equal, reward_tables
 from TrainingFactory.algorithms.base import BaseAlgorithm, whiten
 from TrainingFactory.algorithms.correction import Correction, corrected
-from TrainingFactory.algorithms.credit import OVERLONG, Credit, advantages, equal, reward_tables
 from TrainingFactory.algorithms.policy_loss import Estimator, clipped_gain, kl_terms, ratio_of
-from TrainingFactory.algorithms.trained import Trained
+from TrainingFactory.algorithms.trained_tokens import Trained
 from TrainingFactory.data.packing import Batch
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Sample, Trajectory

@@ -24,7 +24,7 @@ from TrainingFactory.algorithms.base import SMALLEST, BaseAlgorithm, moments, wh
 from TrainingFactory.algorithms.correction import Correction, corrected
 from TrainingFactory.algorithms.gae import gae_of_episodes
 from TrainingFactory.algorithms.policy_loss import clipped_gain, kl_terms, ratio_of
-from TrainingFactory.algorithms.trained import Trained
+from TrainingFactory.algorithms.trained_tokens import Trained
 from TrainingFactory.data.packing import Batch, Pack
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Sample, Trajectory

@@ -24,7 +24,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.preferences import rows_of_pair
-from TrainingFactory.algorithms.trained import Trained
+from TrainingFactory.algorithms.trained_tokens import Trained
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Sample, Trajectory
 

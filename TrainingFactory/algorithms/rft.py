@@ -22,7 +22,7 @@ import torch
 from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.correction import Correction, corrected
 from TrainingFactory.algorithms.preferences import total_reward
-from TrainingFactory.algorithms.trained import Trained
+from TrainingFactory.algorithms.trained_tokens import Trained
 from TrainingFactory.data.packing import Batch
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Sample, Trajectory

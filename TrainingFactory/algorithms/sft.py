@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from TrainingFactory.algorithms.base import BaseAlgorithm
-from TrainingFactory.algorithms.trained import Trained
+from TrainingFactory.algorithms.trained_tokens import Trained
 from TrainingFactory.data.samples import Which, to_samples
 from TrainingFactory.types import Sample, Trajectory
 

@@ -38,9 +38,9 @@ from TrainingFactory.cli.tools import tools
 from TrainingFactory.cli.train import train
 from TrainingFactory.cli.ui import ui
 from TrainingFactory.cluster.launcher import LAUNCHER, launched
-from TrainingFactory.running import sigterm_as_ctrl_c
-from TrainingFactory.services.runs.devices import device_failure
-from TrainingFactory.texts import clean
+from TrainingFactory.common.event_loop import sigterm_as_ctrl_c
+from TrainingFactory.common.texts import clean
+from TrainingFactory.runs.devices import device_failure
 
 FAILED = 1
 USER_ERROR = 2

@@ -30,7 +30,7 @@ def status(*, address: str = "auto", as_json: Json = False) -> None:
         address: Its head, as HOST:PORT; auto is the cluster that this machine is part of.
     """
     from TrainingFactory.cluster.ray_session import RaySession
-    from TrainingFactory.running import run
+    from TrainingFactory.common.event_loop import run
 
     async def look() -> dict[str, Any]:
         async with AsyncExitStack() as held:

@@ -15,13 +15,13 @@ from rich.text import Text
 from TrainingFactory.cli import show
 from TrainingFactory.cli.evaluate import RECORD_COLUMNS, play, record_row
 from TrainingFactory.cli.options import Count, Flags, Json, Where, places
+from TrainingFactory.common.texts import clean
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.services.reports.texts import conversation, ending
-from TrainingFactory.texts import clean
+from TrainingFactory.runs.episode_texts import conversation, ending
 from TrainingFactory.types import Trajectory
 
 if TYPE_CHECKING:
-    from TrainingFactory.services.evaluation.comparison import Comparison, Flip, Side
+    from TrainingFactory.evaluation.comparison import Comparison, Flip, Side
 
 
 def compare(
@@ -57,7 +57,7 @@ def compare(
         html: Write a page with everything to this file.
         again: Play what has a record, too: those of a run on its way have kept no episodes.
     """
-    from TrainingFactory.services.evaluation import comparison
+    from TrainingFactory.evaluation import comparison
 
     flags = flags or Flags()
     names = [each for each in given if "=" not in each or Path(each).exists()]
@@ -72,7 +72,7 @@ def compare(
         return status
     found = [comparison.compare(sides[0], side, weights) for side in sides[1:]]
     if html is not None:
-        from TrainingFactory.services.reports.comparison_page import comparison_page
+        from TrainingFactory.apps.reports.comparison_page import comparison_page
 
         show.write_page(html, comparison_page(sides, found))
     if as_json:

@@ -9,16 +9,16 @@ from rich.rule import Rule
 from rich.style import Style
 from rich.text import Text
 
-from TrainingFactory.cli import show
-from TrainingFactory.services.reports.credit_view import (
+from TrainingFactory.apps.reports.credit_view import (
     LEVELS,
     Credit,
     EpisodeCredit,
     GroupCredit,
     TurnCredit,
 )
-from TrainingFactory.services.reports.texts import reward_text
-from TrainingFactory.texts import clean
+from TrainingFactory.cli import show
+from TrainingFactory.common.texts import clean
+from TrainingFactory.runs.episode_texts import reward_text
 
 GREEN, RED, PALE = (64, 190, 100), (245, 95, 95), (238, 238, 238)
 

@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter, validators
 
+from TrainingFactory.apps.recipes.gsm8k import HUB, Prepared
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Where
 from TrainingFactory.data.convert import Filters, Layout, swift_row
 from TrainingFactory.data.convert import convert as converted
 from TrainingFactory.data.examples import Form
-from TrainingFactory.data.gsm8k import HUB, Prepared
 
 data = App(name="data", help="Turn recorded episodes into datasets; show and check datasets.")
 Dataset = Annotated[
@@ -49,8 +49,8 @@ def convert(
         layout: trl is OpenAI-style messages in the columns that TRL has; swift is what ms-swift reads.
         force: Write over the file if it is there.
     """
+    from TrainingFactory.assembly.datasets import trajectories_of, write_rows
     from TrainingFactory.data.datasets import read_rows
-    from TrainingFactory.services.datasets import trajectories_of, write_rows
 
     if out.exists() and not force:
         raise ValueError(f"{out} is there already; choose another file, or write over it with --force")
@@ -87,7 +87,7 @@ def show_(
     Args:
         rows: How many rows to print.
     """
-    from TrainingFactory.services.datasets import dataset_of, fitting
+    from TrainingFactory.assembly.datasets import dataset_of, fitting
 
     found = fitting(dataset_of(source, where), split, SAMPLE)
     first = next(iter(found.fits.values()), None)
@@ -124,9 +124,9 @@ def check(
     Args:
         algorithm: sft, dpo, kto, reward_model (or rm), prm (a process reward model).
     """
+    from TrainingFactory.assembly.datasets import dataset_of
     from TrainingFactory.data.examples import load_examples
-    from TrainingFactory.services.datasets import dataset_of
-    from TrainingFactory.services.training.dataset import arguments_fit
+    from TrainingFactory.training.dataset import arguments_fit
 
     form = "rm" if algorithm == "reward_model" else algorithm
     found = dataset_of(source, where)
@@ -156,9 +156,9 @@ def lessons(environment: Literal["search", "calculator"] = "search", /, *, out: 
         out: The JSONL file; one that is there is replaced.
         seed: For the tasks and the mistakes.
     """
-    from TrainingFactory import catalog
-    from TrainingFactory.services.demo.demo import write_lessons
-    from TrainingFactory.services.demo.lessons import LESSONS
+    from TrainingFactory.apps.demo.demo import write_lessons
+    from TrainingFactory.apps.demo.lessons import LESSONS
+    from TrainingFactory.common import catalog
 
     write_lessons(out, catalog.find("environment", environment), seed, LESSONS[environment])
     show.note(f"wrote {out}")
@@ -180,7 +180,7 @@ def gsm8k(source: str = HUB, /, *, out: Path = Path("gsm8k"), plain: bool = Fals
         out: Folder for the JSONL files; those that are there are replaced.
         plain: Without calls: the solutions as they are, their marks left out.
     """
-    from TrainingFactory.services.recipes.recipe import write_gsm8k
+    from TrainingFactory.apps.recipes.recipe import write_gsm8k
 
     return _written(out, write_gsm8k(source, out, plain))
 
@@ -198,7 +198,7 @@ def wordnet(folder: str = "/usr/share/wordnet", /, *, out: Path = Path("wordnet"
         folder: With WordNet's data.noun and index.noun; the Debian package wordnet-base has them.
         out: Folder for the JSONL files; those that are there are replaced.
     """
-    from TrainingFactory.services.recipes.recipe import write_wordnet
+    from TrainingFactory.apps.recipes.recipe import write_wordnet
 
     return _written(out, write_wordnet(folder, out))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from TrainingFactory.cli import show
 
 if TYPE_CHECKING:
-    from TrainingFactory.services.demo.report import Report
+    from TrainingFactory.apps.demo.report import Report
 
 INTRO = """\
 A Qwen3 of half a million random weights learns to use tools: first from generated demonstrations, many of them
@@ -31,9 +31,9 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
         out: Folder of the run that is trained with GRPO, with the report in it. The run of the warm start
             is beside it. Both are replaced where they are an earlier demo's.
     """
+    from TrainingFactory.apps.demo.demo import Demo
     from TrainingFactory.cli.display import Display
-    from TrainingFactory.services.demo.demo import Demo
-    from TrainingFactory.services.runs.folder import RunFolder
+    from TrainingFactory.runs.folder import RunFolder
 
     made = Demo(env, seed, out)
     show.note(INTRO)
@@ -52,8 +52,8 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
 
 
 def _show(report: Report) -> None:
+    from TrainingFactory.apps.demo.report import ending
     from TrainingFactory.cli.display import curve
-    from TrainingFactory.services.demo.report import ending
 
     for title, episode in report.trial._asdict().items():
         show.episode(episode, f"held-out task {episode.task.id}, {title}: {ending(episode)}")

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from TrainingFactory.cli import show
-from TrainingFactory.services.runs.tracking import in_short
+from TrainingFactory.runs.tracking import in_short
 from TrainingFactory.types import Trajectory
 
 T = TypeVar("T")

@@ -31,18 +31,18 @@ def doctor(
         model_size: The same for a model of this size (135M, 0.6B, 1.7B, 4B, 8B, ...) instead of the config's.
     """
     if config_or_model.endswith((".yaml", ".yml")):
-        from TrainingFactory.services.build.named_files import read_config
+        from TrainingFactory.assembly.named_files import read_config
 
         config = read_config(config_or_model, overrides)
     else:
-        from TrainingFactory.services.build.model_names import find_model
-        from TrainingFactory.services.evaluation.evaluation import overrides_of, sections_of
+        from TrainingFactory.evaluation.evaluation import overrides_of, sections_of
+        from TrainingFactory.resolve.model_names import find_model
 
         model = {"model": sections_of(find_model(config_or_model))["model"]}
         config = load_config(None, [*overrides_of(model), *overrides])
     # Imported here, so that help and a wrong config do not wait for it.
-    from TrainingFactory.services.doctor.examination import examine, forecast
-    from TrainingFactory.services.runs.tracking import PlainLines
+    from TrainingFactory.apps.doctor.examination import examine, forecast
+    from TrainingFactory.runs.tracking import PlainLines
 
     asked = gpu is not None or model_size is not None
     found = forecast(config, model_size, gpu or "h200") if asked else examine(config, PlainLines())

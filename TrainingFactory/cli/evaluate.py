@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from TrainingFactory.apps.views import run_tables
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Count, Flags, Json, Overrides, places
 from TrainingFactory.cli.rollout import summary, why_unscored
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.services.reports import run_tables
 
 if TYPE_CHECKING:
-    from TrainingFactory.services.evaluation.asked import RecordedEvaluation
-    from TrainingFactory.services.evaluation.records import EvaluationRecord
-    from TrainingFactory.services.evaluation.rollouts import Report
+    from TrainingFactory.evaluation.records import EvaluationRecord
+    from TrainingFactory.evaluation.requests import RecordedEvaluation
+    from TrainingFactory.evaluation.rollouts import Report
 
 UNSCORED = 1  # exit status
 
@@ -59,7 +59,7 @@ def evaluate(
             logging.record_tools=true.
     """
     # Imported here, so that help does not wait for it.
-    from TrainingFactory.services.evaluation.asked import RecordedEvaluation, ask
+    from TrainingFactory.evaluation.requests import RecordedEvaluation, ask
 
     flags = flags or Flags()
     if flags.model is not None:
@@ -81,8 +81,8 @@ def evaluate(
 
 def _suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
     """Evaluate on every entry, print the table and return the exit status."""
-    from TrainingFactory.services.evaluation.asked import ask_model
-    from TrainingFactory.services.evaluation.suites import check_overrides, load_suite, suite_evaluations
+    from TrainingFactory.evaluation.requests import ask_model
+    from TrainingFactory.evaluation.suites import check_overrides, load_suite, suite_evaluations
 
     check_overrides(overrides)
     suite, folder = load_suite(source)

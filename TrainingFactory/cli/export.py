@@ -32,7 +32,7 @@ def export(
         merge: Fold the adapter into the model under it.
         dtype: Number format of the weights; that of the model if none is named.
     """
-    from TrainingFactory.services.export import export as write
+    from TrainingFactory.assembly.export import export as write
 
     done = write(run, out, merge, dtype)
     what = {"model": "the model", "adapter": "the adapter", "merged": "the model with its adapter merged"}

@@ -21,8 +21,8 @@ def list_ids(*, as_json: Json = False) -> None:
     tfactory factories list
     ```
     """
-    from TrainingFactory.services.build import factories as known
-    from TrainingFactory.services.build.siblings import SIBLINGS
+    from TrainingFactory.resolve import factories as known
+    from TrainingFactory.resolve.siblings import SIBLINGS
 
     found = {
         kind: {
@@ -61,7 +61,7 @@ def add(
             its section or of others.
         more: More key=value.
     """
-    from TrainingFactory.services.build import factories as known
+    from TrainingFactory.resolve import factories as known
 
     kinds = kind if kind == "compute" else f"{kind}s"
     known.add(kinds, name, [target, *more])

@@ -45,11 +45,11 @@ async def audit_judge(
         out: The page with the picture. An audit without a single verdict leaves it as it was.
     """
     # Imported here, so that help and a wrong flag do not wait for it.
-    from TrainingFactory.options import make_from
-    from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
-    from TrainingFactory.services.judge_audit.audit import audit
-    from TrainingFactory.services.judge_audit.gold import load_gold
-    from TrainingFactory.services.judge_audit.report import keep_audit, verdict_of
+    from TrainingFactory.apps.judge_audit.audit import audit
+    from TrainingFactory.apps.judge_audit.gold import load_gold
+    from TrainingFactory.apps.judge_audit.report import keep_audit, verdict_of
+    from TrainingFactory.common.options import make_from
+    from TrainingFactory.rewards.judge.model_judge import ModelJudge, model_judge
 
     made = make_from(model_judge, settings := _settings(judge, options), "a model judge")
     if not isinstance(made, ModelJudge):

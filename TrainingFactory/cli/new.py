@@ -44,7 +44,7 @@ def envs() -> None:
     tfactory rollout search
     ```
     """
-    from TrainingFactory import catalog
+    from TrainingFactory.common import catalog
 
     known = catalog.names("environment")
     notes = {"reasoning_gym/": "NAME: a dataset of reasoning-gym", "bfcl/": "CATEGORY: multi_turn_base, ..."}

@@ -35,8 +35,8 @@ def plan(
         rates: A YAML file of such figures.
     """
     # Imported here, so that help does not wait for it.
-    from TrainingFactory.services.build.named_files import read_config
-    from TrainingFactory.services.plan.planning import Planner
+    from TrainingFactory.apps.plan.planning import Planner
+    from TrainingFactory.assembly.named_files import read_config
 
     planner = Planner(read_config(config, overrides), gpus, gpu, model_size, from_run, rates, rate)
     found = planner.plan(learners)

@@ -38,11 +38,11 @@ def proxy(
         out: JSONL file to which each episode is added when it has ended.
         api_key_env: Environment variable with a token that is wanted to begin episodes.
     """
-    from TrainingFactory.services.build.named_files import read_config
+    from TrainingFactory.assembly.named_files import read_config
 
     given = read_config(config, list(overrides))
-    from TrainingFactory.http import listen  # after a wrong config is told: torch and fastapi take seconds
-    from TrainingFactory.services.proxy.alone import serve_alone
+    from TrainingFactory.apps.proxy.proxy import serve_alone
+    from TrainingFactory.common.http import listen
 
     token, local = listen.key_from(api_key_env), listen.is_loopback(host)
     if not local and token is None:

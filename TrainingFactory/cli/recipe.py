@@ -42,7 +42,7 @@ def recipe(
         final: Evaluate both on the test set as well, once: when nothing is to be chosen any more.
         plain: Without tools.
     """
-    from TrainingFactory.services.recipes.recipe import RUNS, Recipe
+    from TrainingFactory.apps.recipes.recipe import RUNS, Recipe
 
     made = Recipe(data, model, out, seed, scale, plain, sft, grpo, task)
     with Display() as display:

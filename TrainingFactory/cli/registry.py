@@ -13,9 +13,9 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.options import Json, Where
 
 if TYPE_CHECKING:
-    from TrainingFactory.services.evaluation.asked import RecordedEvaluation
-    from TrainingFactory.services.model_registry import ModelRegistry
-    from TrainingFactory.services.registry.rows import Version
+    from TrainingFactory.evaluation.requests import RecordedEvaluation
+    from TrainingFactory.promotion.model_registry import ModelRegistry
+    from TrainingFactory.registry.rows import Version
 
 registry = App(
     name="registry", help="Register models: versions, aliases, lineage; promote, verify and export them."
@@ -29,7 +29,7 @@ At = Annotated[
 
 def _open(path: Path | None, runs: str) -> ModelRegistry:
     # Imported here, so that help does not wait for it.
-    from TrainingFactory.services.model_registry import ModelRegistry
+    from TrainingFactory.promotion.model_registry import ModelRegistry
 
     return ModelRegistry(path, runs)
 
@@ -43,7 +43,7 @@ def list_(*, as_json: Json = False, at: At = None, where: Where = "runs") -> Non
     tfactory registry list --registry /data/registry.sqlite
     ```
     """
-    from TrainingFactory.services.views.registry import models
+    from TrainingFactory.apps.views.registry import models
 
     opened = _open(at, where)
     versions = opened.versions()
@@ -81,9 +81,9 @@ def show_(
     Args:
         lineage: Print the tree from the base model through every run.
     """
-    from TrainingFactory.services.registry.card import what_of
-    from TrainingFactory.services.registry.lineage import tree
-    from TrainingFactory.services.views.registry import version_view
+    from TrainingFactory.apps.views.registry import version_view
+    from TrainingFactory.registry.card import what_of
+    from TrainingFactory.registry.lineage import tree
 
     opened = _open(at, where)
     found = opened.get(version)
@@ -193,7 +193,7 @@ def promote(
         first: There is no such alias yet: promote if the guards hold that need no other version.
         html: Write a page with the decision and every task that flipped to this file.
     """
-    from TrainingFactory.services.evaluation.promotion import Promotion
+    from TrainingFactory.promotion.promotion import Promotion
 
     made = Promotion(_open(at, where), version, to, suite, first, overrides, where, show.note)
     against = f" against {made.champion}" if made.champion else ", the first"
@@ -203,7 +203,7 @@ def promote(
     decision = made.run(_play)
     status = 0 if decision.promoted else REFUSED
     if html is not None:
-        from TrainingFactory.services.reports.comparison_page import comparison_page
+        from TrainingFactory.apps.reports.comparison_page import comparison_page
 
         found = [decision.comparison] if decision.comparison else []
         show.write_page(html, comparison_page(decision.sides, found, decision))

@@ -13,7 +13,7 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Flags, Overrides
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.services.build.notices import notices
+from TrainingFactory.trainers.notices import notices
 from TrainingFactory.types import Trajectory
 
 
@@ -42,7 +42,7 @@ def rollout(
         replay: A recording whose tool calls are served again: a run, or a file of episodes that was made
             with logging.record_tools=true.
     """
-    from TrainingFactory.services.build.named_files import read_config
+    from TrainingFactory.assembly.named_files import read_config
 
     given = [*overrides, *(flags or Flags()).overrides()]
     path = None
@@ -53,7 +53,7 @@ def rollout(
         given.insert(0, source if named else key_value("environment.environment_id", source))
     config = read_config(path, given)
     # Imported here, so that help and a wrong config do not wait for it.
-    from TrainingFactory.services.evaluation.rollouts import Rollouts
+    from TrainingFactory.evaluation.rollouts import Rollouts
 
     for text in notices(config):
         show.note(f"note: {text}")

@@ -8,14 +8,14 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from TrainingFactory.apps.views import run_tables
+from TrainingFactory.apps.views import runs as views
+from TrainingFactory.apps.views.shapes import RunList, RunRow
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display, curve, plot
 from TrainingFactory.cli.options import Count, Json, Run, Where
-from TrainingFactory.services.evaluation.records import read_records
-from TrainingFactory.services.reports import run_tables
-from TrainingFactory.services.runs.folder import EVALUATIONS, RunFolder
-from TrainingFactory.services.views import runs as views
-from TrainingFactory.services.views.shapes import RunList, RunRow
+from TrainingFactory.evaluation.records import read_records
+from TrainingFactory.runs.folder import EVALUATIONS, RunFolder
 
 runs = App(name="runs", help="List, show, compare, stop and resume training runs.")
 
@@ -107,7 +107,7 @@ def report(name: Run, *, out: Path | None = None, where: Where = "runs") -> None
     Args:
         out: The HTML file; run.html in the run's folder if none is named.
     """
-    from TrainingFactory.services.reports.run_report import run_page
+    from TrainingFactory.apps.views.run_report import run_page
 
     run = RunFolder.find(name, where)
     show.write_page(out or run.path / "run.html", run_page(run))
@@ -174,10 +174,10 @@ def episodes(
             page.
         html: Write a page with everything to this file, instead of printing it.
     """
+    from TrainingFactory.apps.reports.run_credit import choose, credit_title, run_credit
+    from TrainingFactory.apps.views.credit import group_credit
+    from TrainingFactory.apps.views.index import MOST, EpisodeIndex, Query
     from TrainingFactory.cli import credit as printing
-    from TrainingFactory.services.reports.run_credit import choose, credit_title, run_credit
-    from TrainingFactory.services.views.credit import group_credit
-    from TrainingFactory.services.views.index import MOST, EpisodeIndex, Query
 
     run = RunFolder.find(name, where)
     if as_json:
@@ -210,7 +210,7 @@ def stop(name: Run, *, where: Where = "runs") -> None:
     tfactory runs stop grpo-search-1
     ```
     """
-    from TrainingFactory.services.runs import stopping
+    from TrainingFactory.runs import stopping
 
     run = RunFolder.find(name, where)
     pid = stopping.stop(run)
@@ -229,9 +229,9 @@ def resume(name: Run, *, where: Where = "runs") -> int:
     tfactory runs resume grpo-search-1
     ```
     """
+    from TrainingFactory.assembly.learner_processes import served
     from TrainingFactory.cli.train import follow
-    from TrainingFactory.services.build.ranks import served
-    from TrainingFactory.services.build.training import resume as resume_run
+    from TrainingFactory.trainers.training_run import resume as resume_run
 
     if served(None) is not None:
         return 0

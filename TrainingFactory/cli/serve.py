@@ -46,11 +46,11 @@ def serve(
         api_key_env: Environment variable with a key that clients must send as `authorization: Bearer KEY`.
     """
     # Imported here: fastapi, uvicorn, torch and transformers take seconds, and help should not wait for them.
-    from TrainingFactory.http import listen
-    from TrainingFactory.services.build.model_names import find_model
-    from TrainingFactory.services.serving.follow import following
-    from TrainingFactory.services.serving.served import served_config
-    from TrainingFactory.services.serving.server import make_server
+    from TrainingFactory.apps.serving.follow import following
+    from TrainingFactory.apps.serving.served import served_config
+    from TrainingFactory.apps.serving.server import make_server
+    from TrainingFactory.common.http import listen
+    from TrainingFactory.resolve.model_names import find_model
 
     where = places(overrides)
     found = find_model(model, *where)
@@ -74,7 +74,7 @@ def serve(
 
 
 async def _answer(sampler: Sampler, serving: Coroutine[Any, Any, None], told: str) -> None:
-    from TrainingFactory.services.build.fleet import await_engines
+    from TrainingFactory.assembly.fleet import await_engines
 
     await await_engines(sampler)
     print(told, flush=True)

@@ -13,9 +13,9 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from TrainingFactory.common.texts import clean, count
 from TrainingFactory.data.samples import turn_spans
-from TrainingFactory.services.reports.texts import reward_text, said
-from TrainingFactory.texts import clean, count
+from TrainingFactory.runs.episode_texts import reward_text, said
 from TrainingFactory.types import Message, ToolSpec, Trajectory
 
 MAX_CHARS = 1500  # of one text; the saved file has it whole

@@ -19,7 +19,7 @@ from cyclopts import App, Parameter
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Count
-from TrainingFactory.texts import clean
+from TrainingFactory.common.texts import clean
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 TOOL_FAILED = 1
@@ -52,7 +52,7 @@ async def list_tools(
             TrainingFactory.
         as_json: Print JSON, with the whole schemas.
     """
-    from TrainingFactory import catalog
+    from TrainingFactory.common import catalog
     from TrainingFactory.tools import MCPTools
 
     if config is None:
@@ -142,7 +142,7 @@ async def bench_tool(
 async def _episode(config: str | None, name: str, arguments: tuple[str, ...]) -> AsyncIterator[Call]:
     """Open the tools and give a function that makes the call."""
     # Imported here, so that help and a wrong flag do not wait for it.
-    from TrainingFactory.services.build.tool_calls import open_tools
+    from TrainingFactory.assembly.tool_calls import open_tools
 
     async with open_tools(config, name) as executor:
         specs = {tool.spec.name: tool.spec for tool in executor.tools}

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Overrides
-from TrainingFactory.services.build.notices import notices, unused
+from TrainingFactory.trainers.notices import notices, unused
 
 if TYPE_CHECKING:
-    from TrainingFactory.services.build.training import Training
+    from TrainingFactory.trainers.training_run import Training
 
 
 def train(config: str, /, *overrides: Overrides, name: str | None = None, replay: str | None = None) -> int:
@@ -30,14 +30,14 @@ def train(config: str, /, *overrides: Overrides, name: str | None = None, replay
             if not given.
         replay: A run whose recorded tool calls are served again, with no tool called and no server started.
     """
-    from TrainingFactory.services.build.named_files import read_config
-    from TrainingFactory.services.build.ranks import served
+    from TrainingFactory.assembly.learner_processes import served
+    from TrainingFactory.assembly.named_files import read_config
 
     options = read_config(config, overrides)
     if served(options) is not None:  # by rank 0, which also tells how it goes
         return 0
     # Imported here, so that help and a wrong config do not wait for it.
-    from TrainingFactory.services.build.training import Training
+    from TrainingFactory.trainers.training_run import Training
 
     for text in [*notices(options), *unused(options)]:
         show.note(f"note: {text}")

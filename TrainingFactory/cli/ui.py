@@ -51,7 +51,7 @@ def ui(
         no_token: Admit everybody who can connect. On a shared machine every user can then run programs as you.
     """
     # Imported here: fastapi and uvicorn take a second, and help should not wait for them.
-    from TrainingFactory.http import listen
+    from TrainingFactory.common.http import listen
     from TrainingFactory.web.site import Page
 
     token = _token(token_file, no_token)

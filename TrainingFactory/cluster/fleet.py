@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from TrainingFactory.cluster.places import Place, PlaceLost, Places
 from TrainingFactory.rollout.group_scoring import all_of
-from TrainingFactory.tools.waiting import Clock
+from TrainingFactory.tools.timeouts import Clock
 from TrainingFactory.types import Completion, SamplersLost, SamplingParams, Weights
 
 AGAIN = 4  # times that one turn is asked again: then it is the turn itself that ends engines

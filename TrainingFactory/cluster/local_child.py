@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 
 from TrainingFactory.cluster.engines import make_engine
 from TrainingFactory.cluster.messages import LARGEST, METHODS, from_json, to_json
+from TrainingFactory.common.workers.child import explain, send, take_pipes
 from TrainingFactory.types import EngineSpec
-from TrainingFactory.workers.child import explain, send, take_pipes
 
 TICK = 0.25  # seconds between two looks at the engine's process
 ROUNDS = 80  # ticks in which all that an engine has started must end

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from TrainingFactory.common.event_loop import OneThread
 from TrainingFactory.learning.learner import Learner
-from TrainingFactory.running import OneThread
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Weights
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from TrainingFactory.cluster.ray_session import RaySession, require_ray
-from TrainingFactory.workers import WorkerDied, WorkerError, WorkerTooSlow
+from TrainingFactory.common.workers import WorkerDied, WorkerError, WorkerTooSlow
 
 START_SECONDS = 120.0  # its function may import much
 AT_ONCE = 1000  # calls that one actor takes

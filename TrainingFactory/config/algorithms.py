@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from TrainingFactory.common.options import Count, NotNegative, Positive, Share, ZeroOrMore
 from TrainingFactory.config.section import Section
-from TrainingFactory.options import Count, NotNegative, Positive, Share, ZeroOrMore
 
 AboveOne = Annotated[float, Field(gt=1)]
 

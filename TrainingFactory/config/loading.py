@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 from yaml.composer import Composer
 
+from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.config.names import ALIASES, expand, full_key
 from TrainingFactory.config.problems import COMMAND_LINE, ConfigError, Places, Problem
 from TrainingFactory.config.schema import TrainingConfig
-from TrainingFactory.options import did_you_mean, nearest
 
 Key = tuple[str | int, ...]
 MAX_DEPTH = 50

@@ -9,8 +9,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from TrainingFactory.common.options import OptionError, did_you_mean, explain_value, nearest, show
 from TrainingFactory.config.names import ALIASES, GUESSED
-from TrainingFactory.options import OptionError, did_you_mean, explain_value, nearest, show
 
 COMMAND_LINE = "command line"
 

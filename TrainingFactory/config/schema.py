@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError
 
+from TrainingFactory.common.options import Count, NotNegative, Positive, Share, ZeroOrMore
 from TrainingFactory.config.algorithms import (
     DPOSection,
     GRPOSection,
@@ -19,7 +20,6 @@ from TrainingFactory.config.algorithms import (
 from TrainingFactory.config.names import expand
 from TrainingFactory.config.problems import ConfigError, Places, Problem, explain
 from TrainingFactory.config.section import PathText, Section
-from TrainingFactory.options import Count, NotNegative, Positive, Share, ZeroOrMore
 
 
 class ModelSection(Section):

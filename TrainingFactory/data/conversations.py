@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from TrainingFactory.common.openai_format import message_from_dict, spec_from_dict
 from TrainingFactory.data.trajectories import Kept
-from TrainingFactory.openai_form import message_from_dict, spec_from_dict
 from TrainingFactory.types import Message, Reward, ToolSpec
 
 # What is wrong with the arguments of a call, or None; handed in by who knows schemas.

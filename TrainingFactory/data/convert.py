@@ -24,11 +24,11 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, Literal
 
+from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
 from TrainingFactory.data.datasets import Row
 from TrainingFactory.data.examples import PAIRS, Form, useless
 from TrainingFactory.data.ranking import best_and_worst, one_sided, total
 from TrainingFactory.data.trajectories import trajectory_from_dict
-from TrainingFactory.openai_form import message_to_dict, spec_to_dict
 from TrainingFactory.types import Status, Trajectory
 
 Layout = Literal["trl", "swift"]

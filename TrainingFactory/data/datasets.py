@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from TrainingFactory.options import Unknown
-from TrainingFactory.texts import describe
+from TrainingFactory.common.options import Unknown
+from TrainingFactory.common.texts import describe
 
 FILES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
 KINDS = "a JSONL, JSON, Parquet or CSV file, a folder saved by datasets, or the id of a dataset on the hub"

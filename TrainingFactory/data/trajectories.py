@@ -13,8 +13,13 @@ from typing import Any
 import numpy as np
 from pydantic_core import to_json
 
+from TrainingFactory.common.openai_format import (
+    message_from_dict,
+    message_to_dict,
+    spec_from_dict,
+    spec_to_dict,
+)
 from TrainingFactory.data.disk import writing
-from TrainingFactory.openai_form import message_from_dict, message_to_dict, spec_from_dict, spec_to_dict
 from TrainingFactory.types import Completion, Reward, Task, ToolResult, Trajectory, Turn
 
 _COMPLETION, _RESULT = ([field.name for field in fields(cls)] for cls in (Completion, ToolResult))

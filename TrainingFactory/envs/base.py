@@ -10,12 +10,6 @@ from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools import AsyncToolExecutor, FunctionTool
 from TrainingFactory.types import Message, Reward, Step, Task
 
-# Methods of RL-Factory's environments in whose place there is `reward` here.
-RL_FACTORY = (
-    "_compute_score_with_rules", "_compute_score_with_reward_rollout_wg", "compute_score", "get_prompt_for_reward",
-    "get_step_reward", "verify_tool",
-)  # fmt: skip
-
 
 class ToolEnvironment:
     """A conversation about one task in which the model may call tools; it ends when a turn calls none.
@@ -39,16 +33,6 @@ class ToolEnvironment:
     """
 
     system_prompt: ClassVar[str] = ""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        ignored = [name for name in RL_FACTORY if hasattr(cls, name)]
-        if ignored and cls.reward is ToolEnvironment.reward:
-            raise ValueError(
-                f"{cls.__name__} has {', '.join(ignored)} as in RL-Factory, and nothing here would call it: inherit "
-                "from TrainingFactory.integrations.rl_factory.Env, which does, or score the episode in `reward(self, "
-                "episode)`, step by step by a Reward with `steps`"
-            )
 
     def __init__(
         self,

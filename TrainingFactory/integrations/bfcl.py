@@ -20,10 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
+from TrainingFactory.common.openai_format import message_from_dict, spec_to_dict
+from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.builtin.splits import belongs
-from TrainingFactory.openai_form import message_from_dict, spec_to_dict
-from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import validator_of

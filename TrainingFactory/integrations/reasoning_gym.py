@@ -18,10 +18,10 @@ from itertools import count as endlessly
 from itertools import islice
 from typing import Any, ClassVar
 
-from TrainingFactory.arithmetic import calculate
+from TrainingFactory.common.arithmetic import calculate
+from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.builtin.splits import belongs
-from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.protocols import Episode
 from TrainingFactory.types import Reward, Task
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from TrainingFactory.algorithms.trained import Loss, Trained
+from TrainingFactory.algorithms.trained_tokens import Loss, Trained
 from TrainingFactory.data.packing import Batch, Pack
 from TrainingFactory.learning.forward import (
     causal_model,

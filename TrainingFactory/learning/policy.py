@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+from TrainingFactory.common.event_loop import OneThread
 from TrainingFactory.learning.checkpoints import load_checkpoint, save_checkpoint
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.step import StepOptions, evaluate_rows, score_rows, train_step
 from TrainingFactory.protocols import Algorithm
-from TrainingFactory.running import OneThread
 from TrainingFactory.types import Sample, Weights
 
 CLOSE_SECONDS = 10.0

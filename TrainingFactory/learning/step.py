@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.data.packing import Batch, make_batch
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.protocols import Algorithm
-from TrainingFactory.seeds import turn_seed
 from TrainingFactory.types import Sample
 
 COUNTS = ("trained_tokens", "rows", "trained_episodes", "pairs", "row_tokens", "computed_tokens", "skipped")

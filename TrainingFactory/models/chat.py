@@ -17,6 +17,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+from TrainingFactory.common.openai_format import message_from_dict, spec_from_dict
 from TrainingFactory.models import probes
 from TrainingFactory.models.encoding import Control, TextEncoder, remembered
 from TrainingFactory.models.families import FAMILIES, Family, get_family
@@ -24,7 +25,6 @@ from TrainingFactory.models.forms import learn_reader
 from TrainingFactory.models.outlines import Outlines, Texts
 from TrainingFactory.models.round_trip import NotReadBack, difference, same_turn
 from TrainingFactory.models.templates import Template
-from TrainingFactory.openai_form import message_from_dict, spec_from_dict
 from TrainingFactory.types import Message, ToolCall, ToolSpec, Turn
 
 # Ids that a template's own text gives, and between them texts to be encoded: its own, and numbers of marks.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer, pre_tokenizers
 
-from TrainingFactory.texts import valid_text
+from TrainingFactory.common.texts import valid_text
 
 MARKUP = re.compile(r"[<\[{|｜].*[>\]}|｜]", re.DOTALL)
 # How byte-level tokenizers write bytes: one whose own character is no such sign by one behind 255, in order.

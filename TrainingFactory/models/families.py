@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from TrainingFactory.common.openai_format import spec_to_dict
+from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.models.parsers import CallReader, read_bare_json, read_deepseek, read_llama, read_tagged
-from TrainingFactory.openai_form import spec_to_dict
-from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.types import ToolCall, ToolSpec
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from TrainingFactory.common.options import Unknown, did_you_mean, nearest
 from TrainingFactory.models.encoding import gives_back
 from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
 from TrainingFactory.models.tiny import tiny_model, tiny_tokenizer
-from TrainingFactory.options import Unknown, did_you_mean, nearest
 
 CPU = torch.device("cpu")
 # What transformers, tokenizers, safetensors and gguf raise at files that they cannot read: tokenizers has no class of

@@ -8,11 +8,11 @@ from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
+from TrainingFactory.common.openai_format import spec_to_dict
 from TrainingFactory.models import probes
 from TrainingFactory.models.encoding import TextEncoder
 from TrainingFactory.models.probes import CallStyle
 from TrainingFactory.models.templates import Template, Transform, json_inner
-from TrainingFactory.openai_form import spec_to_dict
 from TrainingFactory.types import Message, ToolCall, ToolSpec
 
 Texts = list[str]  # foreign text number i is what mark number i stands for

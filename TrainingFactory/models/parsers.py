@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from TrainingFactory.texts import valid_text
+from TrainingFactory.common.texts import valid_text
 from TrainingFactory.types import ToolCall, ToolSpec
 
 CallReader = Callable[[str, Sequence[ToolSpec]], tuple[str, list[ToolCall]]]

@@ -13,13 +13,13 @@ from typing import Any, Literal, get_args
 
 from pydantic import validate_call
 
-from TrainingFactory.openai_form import message_to_dict
-from TrainingFactory.options import STRICT, Positive
+from TrainingFactory.common.openai_format import message_to_dict
+from TrainingFactory.common.options import STRICT, Positive
+from TrainingFactory.common.user_code import place_of
 from TrainingFactory.protocols import Episode, GroupReward
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
+from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward, Task, Trajectory
-from TrainingFactory.user_code import place_of
 
 # "whole" is an object of ours that scores a group by its own method `group`.
 Shape = Literal["episode", "trajectory", "episodes", "trajectories", "completions", "whole"]

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, validate_call
 
-from TrainingFactory.options import STRICT
+from TrainingFactory.common.options import STRICT
+from TrainingFactory.common.user_code import failure
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import Adapted, Unscored, alone, as_reward, environment_reward
 from TrainingFactory.types import Reward
-from TrainingFactory.user_code import failure
 
 ENVIRONMENT = "environment"  # stands for the environment's own reward
 

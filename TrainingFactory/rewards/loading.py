@@ -9,9 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from TrainingFactory.options import did_you_mean, nearest
+from TrainingFactory.common.options import did_you_mean, nearest
+from TrainingFactory.common.user_code import defined, is_file_name, opened, split_name, told
 from TrainingFactory.rewards.adapt import Adapted, as_reward
-from TrainingFactory.user_code import defined, is_file_name, opened, split_name, told
 
 KIND = "reward"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY
 from itertools import islice, zip_longest
 from typing import Annotated, Any, Literal
@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.options import STRICT, OptionError, Wrong, one_of
+from TrainingFactory.common.options import STRICT, OptionError, Wrong, one_of
+from TrainingFactory.common.user_code import failure
 from TrainingFactory.protocols import Environment, Episode
 from TrainingFactory.rewards.adapt import (
     Unscored,
@@ -31,9 +32,9 @@ from TrainingFactory.rewards.loading import find_callable
 from TrainingFactory.tools.schema import schema_problems, validator_of
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Message, Reward, ToolCall, ToolResult, Trajectory, Turn
-from TrainingFactory.user_code import failure
 
 StepRule = Callable[[Trajectory, int], float | bool]
+MARKS = {"correct_tool": "tool_call_correct", "clear_reasoning": "reasoning_clear"}  # rule -> mark of a step
 STEP_REWARDS = {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2}
 MAX_EXPERT_TURNS = 100
 ROUNDING = 1e-9
@@ -280,16 +281,19 @@ class ProcessReward:
 
 
 def calculate_process_reward(
-    trajectory: Trajectory,
+    trajectory: Trajectory | Sequence[Any],
     step_rewards: Mapping[str, float] | None = None,
     *,
     outcome: float | Reward | None = None,
     outcome_weight: float = 1.0,
     **options: Any,
 ) -> Reward:
-    """Return the same for a trajectory whose outcome is known already: its own reward's if none is given, and 0 where
-    it has none. Options are those of ProcessReward."""
+    """Reward the turns of a trajectory with known outcome: `outcome`, else its own reward's, else 0. Options are those
+    of ProcessReward. A sequence of steps is rewarded by the marks that each step carries: `step.tool_call_correct` and
+    `step.reasoning_clear`."""
     if not isinstance(trajectory, Trajectory):
+        if isinstance(trajectory, Sequence) and not isinstance(trajectory, str):
+            return _reward_marked_steps(trajectory, step_rewards, outcome)
         kind = type(trajectory).__name__
         raise ValueError(f"a process reward is of a Trajectory, as a rollout returns it, not of a {kind}")
     if outcome is None:
@@ -297,6 +301,26 @@ def calculate_process_reward(
     reward = ProcessReward(outcome_weight, step_rewards, **options)
     known = checked(outcome, len(trajectory.turns), OUTCOME)
     return reward.score(dataclasses.replace(trajectory, reward=known))
+
+
+def _reward_marked_steps(
+    steps: Sequence[Any], step_rewards: Mapping[str, float] | None, outcome: float | Reward | None
+) -> Reward:
+    weights = {rule: weight for rule, weight in (step_rewards or STEP_REWARDS).items() if rule in MARKS}
+    earned = [
+        {rule: weight * _mark(step, MARKS[rule], number) for rule, weight in weights.items()}
+        for number, step in enumerate(steps)
+    ]
+    known = outcome.outcome if isinstance(outcome, Reward) else outcome or 0.0
+    parts = {rule: sum(step[rule] for step in earned) for rule in weights}
+    return Reward(known, [sum(step.values()) for step in earned], {"outcome": known, **parts})
+
+
+def _mark(step: Any, name: str, number: int) -> bool:
+    value = step.get(name) if isinstance(step, Mapping) else getattr(step, name, None)
+    if value is None:
+        raise ValueError(f"step {number} has no {name}; a step needs tool_call_correct and reasoning_clear")
+    return bool(value)
 
 
 def scorer_from_options(options: Mapping[str, Any]) -> Callable[[Trajectory], Reward]:

@@ -1,7 +1,7 @@
 """Episodes: one, many at once, and scripted ones."""
 
-from TrainingFactory.rollout.engine import AsyncRolloutEngine
+from TrainingFactory.rollout.engine import RolloutEngine
 from TrainingFactory.rollout.metrics import rollout_metrics
 from TrainingFactory.rollout.scripted import play
 
-__all__ = ["AsyncRolloutEngine", "play", "rollout_metrics"]
+__all__ = ["RolloutEngine", "play", "rollout_metrics"]

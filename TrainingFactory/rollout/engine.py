@@ -9,19 +9,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from TrainingFactory.common.event_loop import run
+from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.protocols import AnyReward, ChatFormat, Environment, Sampler
 from TrainingFactory.rewards.adapt import group_reward
 from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
 from TrainingFactory.rollout.group_scoring import GroupRun, all_of
-from TrainingFactory.running import run
-from TrainingFactory.seeds import turn_seed
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.waiting import Clock
+from TrainingFactory.tools.timeouts import Clock
 from TrainingFactory.types import SamplingParams, Task, Trajectory
 
 
-class AsyncRolloutEngine:
+class RolloutEngine:
     """Without `reward` the environment's own is used; one that scores whole groups is called when the last episode of a
     group has ended. `on_episode` is told of every episode when its reward is known. An episode's clock
     (`episode_timeout`) starts when it is let in: with more episodes than the sampler has slots, set

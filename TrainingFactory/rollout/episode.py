@@ -11,16 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from TrainingFactory.common.texts import describe, valid_text
+from TrainingFactory.common.user_code import place_of
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, SamplingSession
 from TrainingFactory.rollout.scoring import Episode, score, scoring_failed
-from TrainingFactory.texts import describe, valid_text
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.tools.waiting import Clock, OutOfTime, SelfCancelled, at_once, never_waits, within
+from TrainingFactory.tools.timeouts import Clock, OutOfTime, SelfCancelled, at_once, never_waits, within
 from TrainingFactory.types import (
     Completion,
     Message,
@@ -33,7 +34,6 @@ from TrainingFactory.types import (
     Trajectory,
     Turn,
 )
-from TrainingFactory.user_code import place_of
 
 log = logging.getLogger(__name__)
 LARGE_TEXT = 50_000  # characters; tokenising so many takes longer than going to a thread

@@ -9,13 +9,13 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from TrainingFactory.common.user_code import place_of
 from TrainingFactory.protocols import GroupReward
 from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.rollout.episode import EpisodeRun
 from TrainingFactory.rollout.scoring import Episode, scoring_failed
-from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
+from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward, SamplersLost
-from TrainingFactory.user_code import place_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

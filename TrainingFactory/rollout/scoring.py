@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from TrainingFactory.common.event_loop import other_loop
+from TrainingFactory.common.user_code import failure, place_of
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction
 from TrainingFactory.rewards.adapt import Unscored, called, checked
-from TrainingFactory.running import other_loop
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.types import Reward, Task, ToolCall, ToolFailure, ToolResult, Trajectory
-from TrainingFactory.user_code import failure, place_of
 
 
 @dataclass(slots=True)

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from TrainingFactory.sampling.graphs import to_device
+from TrainingFactory.sampling.cache.slots import SlotCache, StepContext, Tiles
+from TrainingFactory.sampling.gpu.graphs import to_device
 from TrainingFactory.sampling.picking import finite, pick, split_picked, uniforms
 from TrainingFactory.sampling.planning import NONE, Plan
 from TrainingFactory.sampling.runner import Flat, Runner, Sampled
-from TrainingFactory.sampling.slots import SlotCache, StepContext, Tiles
 from TrainingFactory.sampling.tiles import lay_out
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class FlightRunner(Runner):
             self.use_kernels()
 
     def use_kernels(self) -> None:
-        from TrainingFactory.sampling import fused, kernels
+        from TrainingFactory.sampling.gpu import fused, kernels
 
         if fused.can_attend(self.shapes):
             self._kernels = kernels
@@ -56,7 +56,7 @@ class FlightRunner(Runner):
     def refresh(self) -> None:
         super().refresh()
         if self._kernels is not None:
-            from TrainingFactory.sampling.fused import widen
+            from TrainingFactory.sampling.gpu.fused import widen
 
             widen(self.view.get_output_embeddings())
 

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from TrainingFactory.sampling.cache.view import causal_model, refuse, routes_tokens
 from TrainingFactory.sampling.drafts import CONTEXT, Drafts
 from TrainingFactory.sampling.flights import Flight, FlightRunner
 from TrainingFactory.sampling.planning import GUESSED_TOKENS, Plan, Planner
 from TrainingFactory.sampling.runner import Sampled
 from TrainingFactory.sampling.table import Request, Round, Seat, SlotTable
-from TrainingFactory.sampling.view import causal_model, refuse, routes_tokens
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
 COMPACT_AFTER = 3  # steps

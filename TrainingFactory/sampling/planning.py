@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from TrainingFactory.sampling.drafts import CONTEXT, Drafts
-from TrainingFactory.sampling.graphs import SPANS, graph_rows, graph_span
+from TrainingFactory.sampling.gpu.graphs import SPANS, graph_rows, graph_span
 from TrainingFactory.sampling.table import SlotTable
 
 NONE = np.zeros(0, np.int64)

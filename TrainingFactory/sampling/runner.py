@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from TrainingFactory.sampling.graphs import DecodeGraphs, to_device
+from TrainingFactory.sampling.cache.slots import ATTENTION, Part, Shape, SlotCache, StepContext
+from TrainingFactory.sampling.cache.view import check_model, refuse, shared_view
+from TrainingFactory.sampling.gpu.graphs import DecodeGraphs, to_device
 from TrainingFactory.sampling.picking import finite, pick, split_picked, uniforms
 from TrainingFactory.sampling.planning import CHUNK, NONE, Plan
-from TrainingFactory.sampling.slots import ATTENTION, Part, Shape, SlotCache, StepContext
 from TrainingFactory.sampling.table import SlotTable
 from TrainingFactory.sampling.tiles import Layout, filled
 from TrainingFactory.sampling.twins import Twins, find_twins
-from TrainingFactory.sampling.view import check_model, refuse, shared_view
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from TrainingFactory.sampling.cache.slots import StepContext, Tiles
 from TrainingFactory.sampling.planning import PIECES, Plan
-from TrainingFactory.sampling.slots import StepContext, Tiles
 from TrainingFactory.sampling.table import SlotTable
 
 WORTH = 0.5  # of all keys that are read, how many groups must save

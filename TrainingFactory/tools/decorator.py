@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack, overload
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
-from TrainingFactory.options import make_from
+from TrainingFactory.common.options import make_from
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import arguments_model, description_of, model_problems, parameters_schema
 from TrainingFactory.tools.threads import in_thread

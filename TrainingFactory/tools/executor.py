@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from TrainingFactory.common.texts import describe
 from TrainingFactory.protocols import Tool, ToolSession, ToolSource
-from TrainingFactory.texts import describe
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.calls import EpisodeCache, PendingCall, ToolState
 from TrainingFactory.tools.decorator import FunctionTool
 from TrainingFactory.tools.fingerprint import ByIdentity, digest
+from TrainingFactory.tools.making import tools_without_options
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.recording import BrokenOff, Place, Recorder
 from TrainingFactory.tools.runtime import ToolRuntime
@@ -46,9 +47,14 @@ class _Entry:
 class AsyncToolExecutor:
     """Answers the calls of one episode, as docs/TOOLS.md says; `attach` makes the `ToolRuntime` (limits, further
     attempts, cache, recorder) one for all executors of a run. `tools` are tools, sources, and whatever `as_tool` can
-    make one of; `timeout` is for tools without one of their own."""
+    make one of; without it, all tools of the catalog that need no options. `timeout` is for tools without one of
+    their own."""
 
-    def __init__(self, tools: Sequence[Any], timeout: float = 30.0, max_output_chars: int = 100_000) -> None:
+    def __init__(
+        self, tools: Sequence[Any] | None = None, timeout: float = 30.0, max_output_chars: int = 100_000
+    ) -> None:
+        if tools is None:
+            tools = tools_without_options()
         self.timeout = timeout
         self.max_output_chars = max_output_chars
         self.tools: list[Tool] = []

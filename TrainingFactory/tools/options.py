@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.options import STRICT, Count, Positive, ZeroOrMore
+from TrainingFactory.common.options import STRICT, Count, Positive, ZeroOrMore
 
 
 @dataclass(slots=True, frozen=True, config=STRICT)

@@ -11,14 +11,14 @@ from contextlib import AsyncExitStack
 from functools import cached_property
 from typing import Any
 
+from TrainingFactory.common.texts import bounded, describe, environment_secrets, without
 from TrainingFactory.protocols import Tool
-from TrainingFactory.texts import bounded, describe, environment_secrets, without
 from TrainingFactory.tools.calls import Outcome, PendingCall, ResultCache
 from TrainingFactory.tools.decorator import FunctionTool, as_result
 from TrainingFactory.tools.limits import CircuitBreaker, Limits
 from TrainingFactory.tools.metrics import ToolMetrics
 from TrainingFactory.tools.recording import Recorder
-from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, at_once, never_waits, within
+from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, at_once, never_waits, within
 from TrainingFactory.types import ToolFailure, ToolResult
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from TrainingFactory.running import hand_over
+from TrainingFactory.common.event_loop import hand_over
 
 T = TypeVar("T")
 _jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()

@@ -11,24 +11,24 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, Field
 
-from TrainingFactory import catalog
 from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.assembly.environment import check_name, make_environment
+from TrainingFactory.assembly.rewards import check_reward
+from TrainingFactory.common import catalog
+from TrainingFactory.common.options import show
+from TrainingFactory.common.texts import secrets_in, valid_text
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.problems import ConfigError, Problem, dotted
 from TrainingFactory.config.schema import ALGORITHMS, sections
 from TrainingFactory.data.datasets import is_path, read_rows
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.options import show
-from TrainingFactory.services.build.environment import check_name, make_environment
-from TrainingFactory.services.build.factories import by_file
-from TrainingFactory.services.build.model_names import with_model
-from TrainingFactory.services.build.notices import notices, unused
-from TrainingFactory.services.build.rewards import check_reward
-from TrainingFactory.services.runs.folder import SECRET, list_runs
-from TrainingFactory.services.training.dataset import make_tasks
-from TrainingFactory.services.training.preflight import check_options
-from TrainingFactory.texts import secrets_in, valid_text
+from TrainingFactory.resolve.factories import by_file
+from TrainingFactory.resolve.model_names import with_model
+from TrainingFactory.runs.folder import SECRET, list_runs
+from TrainingFactory.trainers.notices import notices, unused
+from TrainingFactory.training.dataset import make_tasks
+from TrainingFactory.training.preflight import check_options
 
 Kind = Literal["text", "number", "integer", "switch", "choice", "list", "map"]
 SHAPES: dict[str, Kind] = {

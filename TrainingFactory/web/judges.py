@@ -12,11 +12,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field
 
+from TrainingFactory.apps.views.registry import audits, where_of
+from TrainingFactory.apps.views.shapes import AuditList, EpisodeView, Json, Number
+from TrainingFactory.common.http.site import Site
 from TrainingFactory.data.disk import write_aside
-from TrainingFactory.http.site import Site
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.views.registry import audits, where_of
-from TrainingFactory.services.views.shapes import AuditList, EpisodeView, Json, Number
+from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.web.worker import index_of
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from TrainingFactory.apps.views.runs import LOG, Runs, findings, log_part, metrics_part, stat_of
+from TrainingFactory.apps.views.shapes import RunRow
+from TrainingFactory.common.http.site import Event, Events, event
 from TrainingFactory.data.disk import open_regular
-from TrainingFactory.http.site import Event, Events, event
-from TrainingFactory.services.runs.folder import FINDINGS, METRICS, RunFolder
-from TrainingFactory.services.views.runs import LOG, Runs, findings, log_part, metrics_part, stat_of
-from TrainingFactory.services.views.shapes import RunRow
+from TrainingFactory.runs.folder import FINDINGS, METRICS, RunFolder
 
 TICK = 0.4  # seconds between two looks
 TAIL = 1 << 20  # bytes in which the last line of a file begins

@@ -14,16 +14,16 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from TrainingFactory import catalog
+from TrainingFactory.apps.views.runs import Runs
+from TrainingFactory.apps.views.shapes import Chat, Json
+from TrainingFactory.common import catalog
+from TrainingFactory.common.http.api import ApiError
+from TrainingFactory.common.http.site import Events, Site
 from TrainingFactory.data.examples import Form, load_examples
-from TrainingFactory.http.api import ApiError
-from TrainingFactory.http.site import Events, Site
 from TrainingFactory.models.names import BUILTIN
-from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.training.dataset import arguments_fit
-from TrainingFactory.services.views.runs import Runs
-from TrainingFactory.services.views.shapes import Chat, Json
+from TrainingFactory.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.training.dataset import arguments_fit
 from TrainingFactory.web.pool import Pool
 
 FORMS: dict[str, Form] = {"demonstration": "sft", "preference": "dpo", "verdict": "kto"}

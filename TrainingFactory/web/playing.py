@@ -13,23 +13,23 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.agent_api.conversations import Conversations, Node
+from TrainingFactory.agent_api.responses import PIECE
+from TrainingFactory.apps.serving.served import Served, load_served, served_config
+from TrainingFactory.apps.views.episodes import episode_view
+from TrainingFactory.assembly.environment import make_environment
+from TrainingFactory.assembly.run_tools import RunTools
+from TrainingFactory.common.openai_format import message_from_dict, message_to_dict, spec_to_dict
+from TrainingFactory.common.seeds import turn_seed
+from TrainingFactory.common.user_code import told
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.openai_form import message_from_dict, message_to_dict, spec_to_dict
 from TrainingFactory.protocols import Environment
+from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
-from TrainingFactory.seeds import turn_seed
-from TrainingFactory.services.build.environment import make_environment
-from TrainingFactory.services.build.model_names import find_model
-from TrainingFactory.services.build.run_tools import RunTools
-from TrainingFactory.services.proxy.conversations import Conversations, Node
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.serving.answers import PIECE
-from TrainingFactory.services.serving.served import Served, load_served, served_config
-from TrainingFactory.services.training.dataset import make_tasks, makes_tasks
-from TrainingFactory.services.views.episodes import episode_view
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.training.dataset import make_tasks, makes_tasks
 from TrainingFactory.types import Completion, Message, Task, ToolSpec, Trajectory, Turn
-from TrainingFactory.user_code import told
 from TrainingFactory.web.worker import Tell
 
 Given = dict[str, Any]

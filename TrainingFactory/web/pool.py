@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from TrainingFactory.http.api import ApiError
-from TrainingFactory.http.site import Events, event
-from TrainingFactory.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
+from TrainingFactory.common.http.api import ApiError
+from TrainingFactory.common.http.site import Events, event
+from TrainingFactory.common.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 
 TARGET = "TrainingFactory.web.worker:answer"
 IDLE = 300.0  # seconds after which a process that nobody asks is ended

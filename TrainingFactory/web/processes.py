@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.apps.views.runs import LOG
+from TrainingFactory.common.http.api import ApiError
+from TrainingFactory.common.texts import clean
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import open_regular
-from TrainingFactory.http.api import ApiError
-from TrainingFactory.services.runs.folder import RunFolder, is_run, new_name
-from TrainingFactory.services.views.runs import LOG
-from TrainingFactory.texts import clean
+from TrainingFactory.runs.folder import RunFolder, is_run, new_name
 from TrainingFactory.web.form import placed
 
 START = "start.yaml"  # in a run's folder: what the form has sent

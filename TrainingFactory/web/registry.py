@@ -6,11 +6,11 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from TrainingFactory.http.api import ApiError
-from TrainingFactory.http.site import Events, Site
-from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
-from TrainingFactory.services.views import registry as views
-from TrainingFactory.services.views import shapes
+from TrainingFactory.apps.views import registry as views
+from TrainingFactory.apps.views import shapes
+from TrainingFactory.common.http.api import ApiError
+from TrainingFactory.common.http.site import Events, Site
+from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.web.pool import Pool
 
 

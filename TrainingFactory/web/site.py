@@ -13,16 +13,16 @@ from typing import Annotated, Any
 from pydantic import BaseModel
 
 from TrainingFactory import __version__
+from TrainingFactory.apps.views import runs as views
+from TrainingFactory.apps.views import shapes
+from TrainingFactory.apps.views.index import Query
+from TrainingFactory.apps.views.registry import where_of
+from TrainingFactory.common.http.api import ApiError
+from TrainingFactory.common.http.site import IN_QUERY, Events, Site
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError
-from TrainingFactory.http.api import ApiError
-from TrainingFactory.http.site import IN_QUERY, Events, Site
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.runs.stopping import stop
-from TrainingFactory.services.views import runs as views
-from TrainingFactory.services.views import shapes
-from TrainingFactory.services.views.index import Query
-from TrainingFactory.services.views.registry import where_of
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.runs.stopping import stop
 from TrainingFactory.web import form, processes
 from TrainingFactory.web.judges import JudgeRoutes
 from TrainingFactory.web.live import Live

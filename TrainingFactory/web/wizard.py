@@ -11,13 +11,13 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from TrainingFactory.apps.views.shapes import Json
+from TrainingFactory.common.http.api import ApiError
+from TrainingFactory.common.http.site import Site
+from TrainingFactory.common.texts import secrets_in
 from TrainingFactory.config.problems import dotted
 from TrainingFactory.data.disk import write_aside
 from TrainingFactory.data.tasks import PROMPTS, load_tasks
-from TrainingFactory.http.api import ApiError
-from TrainingFactory.http.site import Site
-from TrainingFactory.services.views.shapes import Json
-from TrainingFactory.texts import secrets_in
 from TrainingFactory.tools.mcp.config import parse_config, parse_json
 from TrainingFactory.tools.mcp.server_config import ServerConfig
 from TrainingFactory.web.pool import Pool

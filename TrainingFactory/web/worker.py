@@ -12,9 +12,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.runs.tracking import PlainLines
-from TrainingFactory.services.views.index import EpisodeIndex
+from TrainingFactory.apps.views.index import EpisodeIndex
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.runs.tracking import PlainLines
 from TrainingFactory.types import Trajectory
 from TrainingFactory.web.form import Draft, read
 
@@ -54,7 +54,7 @@ def index_of(run: Path) -> EpisodeIndex:
 
 def credit(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Return the members of a group with the credit of their tokens."""
-    from TrainingFactory.services.views.credit import group_credit
+    from TrainingFactory.apps.views.credit import group_credit
 
     index = index_of(Path(given["run"]))
     found = group_credit(index.run, given["step"], given["task"], index, given["learner"], given["group"])
@@ -64,7 +64,7 @@ def credit(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
 def doctor(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Examine a config as `tfactory doctor` does."""
     config = read(Draft(yaml=given["yaml"]))
-    from TrainingFactory.services.doctor.examination import examine
+    from TrainingFactory.apps.doctor.examination import examine
 
     found = examine(config, Telling(tell)).as_json
     return {"findings": found["findings"], "rows": list(found["facts"].items())}
@@ -72,8 +72,8 @@ def doctor(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
 
 def sample(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Play two episodes of a config, and keep nothing of them."""
-    from TrainingFactory.services.evaluation.rollouts import Rollouts
-    from TrainingFactory.services.views.episodes import episode_view
+    from TrainingFactory.apps.views.episodes import episode_view
+    from TrainingFactory.evaluation.rollouts import Rollouts
 
     config, notes = read(Draft(yaml=given["yaml"])), list[str]()
     config = config.model_copy(update={"data": config.data.model_copy(update={"count": 2})})
@@ -97,8 +97,8 @@ def tools(given: dict[str, Any], tell: Tell) -> list[dict[str, Any]]:
 
 def promote(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Promote a version if it holds the gate of a suite."""
-    from TrainingFactory.services.evaluation.promotion import Promotion
-    from TrainingFactory.services.model_registry import ModelRegistry
+    from TrainingFactory.promotion.model_registry import ModelRegistry
+    from TrainingFactory.promotion.promotion import Promotion
 
     def play(name: str, evaluation: Any) -> None:
         text, played = f"{name} plays {evaluation.asked.entry}", count(1)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from TrainingFactory.algorithms.credit import Credit, advantages
+from TrainingFactory.algorithms.advantages import Credit, advantages
 from TrainingFactory.rewards.process_reward import CAPPED, CLAWED_BACK, calculate_process_reward
 from TrainingFactory.types import (
     Completion,

@@ -12,7 +12,7 @@ import torch
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.policy_loss import kl_terms
 from TrainingFactory.algorithms.ppo import PPO
-from TrainingFactory.algorithms.trained import Trained
+from TrainingFactory.algorithms.trained_tokens import Trained
 
 GAPS = [-1000, -100, -20.5, -5, -0.4, -0.1, 0, 0.1, 0.5, 1.0, 1.2, 5, 19.5, 20.5, 100, 1000]
 

@@ -17,7 +17,7 @@ from TrainingFactory.algorithms.correction import Correction, corrected
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.rft import RFT
-from TrainingFactory.algorithms.trained import Trained
+from TrainingFactory.algorithms.trained_tokens import Trained
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.step import StepOptions, train_step
 from TrainingFactory.types import Sample

@@ -31,8 +31,8 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.step import StepOptions, score_rows, train_step
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.types import Reward, Sample
 
 BETA, MARGIN = 0.3, 0.4

@@ -13,7 +13,7 @@ import torch
 
 from TrainingFactory.algorithms.correction import Correction
 from TrainingFactory.algorithms.grpo import GRPO
-from TrainingFactory.algorithms.trained import Trained
+from TrainingFactory.algorithms.trained_tokens import Trained
 
 
 @dataclass

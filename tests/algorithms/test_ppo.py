@@ -12,7 +12,7 @@ from tests.kits.engine import tiny
 from tests.kits.learner import samples_of
 from tests.kits.ppo import make, plain, played, prepared, summed_gae
 from TrainingFactory.algorithms.ppo import PPO
-from TrainingFactory.algorithms.trained import Trained
+from TrainingFactory.algorithms.trained_tokens import Trained
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.heads import ScalarHead
 from TrainingFactory.learning.learner import Learner

@@ -18,6 +18,8 @@ from tests.kits.reward_model import chat, good_and_bad, one_bad_turn, row_scores
 from tests.kits.run import Quiet, small
 from tests.kits.tokenizers import QWEN3, from_wheel
 from TrainingFactory.algorithms.reward_model import RewardModel
+from TrainingFactory.assembly import learner as assemble_learner
+from TrainingFactory.assembly import rewards as assemble_rewards
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.rewriting import written_by
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
@@ -30,9 +32,7 @@ from TrainingFactory.learning.reward_models import About, RewardScorer
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rollout.scoring import score
-from TrainingFactory.services.build import learner as assemble_learner
-from TrainingFactory.services.build import rewards as assemble_rewards
-from TrainingFactory.services.build.training import Training
+from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.types import Reward, Task, Trajectory
 
 PROCESS = RewardModel("process")

@@ -20,7 +20,7 @@ from TrainingFactory.algorithms.rft import RFT
 from TrainingFactory.algorithms.sft import SFT
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.trajectories import load_trajectories, trajectory_to_dict
-from TrainingFactory.services.build.training import Training
+from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.types import Completion, Message, Reward, Status, Task, ToolCall, Trajectory, Turn
 
 

@@ -19,7 +19,7 @@ from TrainingFactory.data.samples import to_samples
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.learning.step import StepOptions, evaluate_rows
-from TrainingFactory.services.training.tokenized import TokenizedDataset
+from TrainingFactory.training.tokenized_dataset import TokenizedDataset
 
 
 def test_every_episode_is_a_row_whatever_it_earned() -> None:

@@ -12,9 +12,9 @@ import torch
 
 from tests.kits.cli import Run
 from TrainingFactory.learning.learner import Learner
+from TrainingFactory.runs.devices import GONE, LESS, device_failure
+from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.sampling.native import NativeEngine
-from TrainingFactory.services.runs.devices import GONE, LESS, device_failure
-from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.types import SamplersLost
 
 MEMORY = torch.OutOfMemoryError(

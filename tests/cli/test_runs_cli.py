@@ -11,7 +11,7 @@ import pytest
 from tests.kits.cli import Run
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.learning import learner
-from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.runs.folder import RunFolder
 
 BEFORE = Path(__file__).parents[1] / "fixtures" / "run_before"
 

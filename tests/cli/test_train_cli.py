@@ -17,9 +17,9 @@ from tests.kits.run import assert_same_run
 from TrainingFactory.cli.display import Display, curve, duration
 from TrainingFactory.config import load_config
 from TrainingFactory.config.schema import ALGORITHMS
-from TrainingFactory.services.build.notices import notices, unused
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.training.preflight import check
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.trainers.notices import notices, unused
+from TrainingFactory.training.preflight import check
 
 SMALL = """
 environment: mine.py

@@ -15,7 +15,7 @@ from benchmarks.cluster_faults import STEPS, plan
 from tests.kits.run import Quiet, rows, small, train
 from tests.kits.scale import SCALE
 from TrainingFactory.cluster import ray_session
-from TrainingFactory.services.training.ledger import wrong_in_ledger
+from TrainingFactory.training.ledger import wrong_in_ledger
 
 
 def actors() -> list[dict[str, Any]]:

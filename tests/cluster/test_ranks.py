@@ -22,10 +22,10 @@ from tests.kits.forks import FORKED, fork
 from tests.kits.run import Quiet, brief, go_on, rows, train
 from tests.kits.scale import SCALE
 from tests.kits.warm import lift
+from TrainingFactory.assembly import learner_processes as ranks
 from TrainingFactory.cluster.launcher import LAUNCHER
 from TrainingFactory.cluster.ranks import Ranks
-from TrainingFactory.services.build import ranks
-from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.runs.folder import RunFolder
 
 CONFIG = """
 model: {name: builtin:tiny}
@@ -33,7 +33,7 @@ training: {algorithm: grpo, max_steps: 2, batch_size: 2, group_size: 2}
 environment: {environment_id: calculator, max_turns: 2}
 sampling: {max_tokens: 4, deterministic: true}
 """
-CHILD = "workers/child.py"
+CHILD = "common/workers/child.py"
 
 
 def learners() -> list[psutil.Process]:
@@ -129,7 +129,7 @@ def assert_goes_on(run: RunFolder) -> None:
 
 
 class Forked:
-    """What `Worker` is to `services/build/ranks.py`, forked from a process that has torch already."""
+    """What `Worker` is to `assembly/learner_processes.py`, forked from a process that has torch already."""
 
     def __init__(self, target: str, **_: Any) -> None:
         assert target == ranks.SERVE

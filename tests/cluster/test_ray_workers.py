@@ -16,16 +16,16 @@ import pytest
 from tests.kits.judge import all_scored, finished
 from tests.kits.parrot import parrot
 from tests.kits.scale import SCALE
+from TrainingFactory.assembly.rewards import close_reward, make_reward, open_reward
+from TrainingFactory.assembly.tools import make_tools
 from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.cluster.ray_workers import RayWorker
+from TrainingFactory.common.workers import WorkerDied, WorkerError, WorkerTooSlow
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.rewards.workers.process import FinishedEpisode
-from TrainingFactory.services.build.rewards import close_reward, make_reward, open_reward
-from TrainingFactory.services.build.tools import make_tools
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import ToolCall, ToolResult
-from TrainingFactory.workers import WorkerDied, WorkerError, WorkerTooSlow
 
 pytestmark = [SCALE, pytest.mark.usefixtures("ray_head")]
 

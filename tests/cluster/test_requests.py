@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from benchmarks import cluster
+from TrainingFactory.assembly import fleet
 from TrainingFactory.cluster import ray_session
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.services.build import fleet
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from TrainingFactory.algorithms.correction import Correction
+from TrainingFactory.assembly.learner import importance_cap, make_algorithm
+from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.config import ConfigError, TrainingConfig, load_config
 from TrainingFactory.config.names import ALIASES, SHORT
 from TrainingFactory.config.not_yet import NOT_YET
 from TrainingFactory.config.problems import leaves
-from TrainingFactory.services.build.learner import importance_cap, make_algorithm
-from TrainingFactory.services.build.notices import notices, unused
-from TrainingFactory.services.build.rewards import check_reward
+from TrainingFactory.trainers.notices import notices, unused
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FIXTURES = CONFIGS.parent / "tests" / "fixtures"

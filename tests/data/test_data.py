@@ -12,7 +12,7 @@ import pytest
 from tests.kits.data import ANSWER, BROKEN, CALL, DIALOGUE, RESULT, SEARCH, USER, calling, load, one
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.data.tasks import load_tasks
-from TrainingFactory.services.training.dataset import arguments_fit
+from TrainingFactory.training.dataset import arguments_fit
 from TrainingFactory.types import Message
 
 # -- forms

@@ -16,7 +16,7 @@ from TrainingFactory.data.convert import Filters, Layout, convert, swift_row
 from TrainingFactory.data.datasets import read_rows
 from TrainingFactory.data.examples import Form, load_examples
 from TrainingFactory.data.trajectories import save_trajectories
-from TrainingFactory.services.training.dataset import arguments_fit
+from TrainingFactory.training.dataset import arguments_fit
 from TrainingFactory.types import Message, Reward, Trajectory
 
 

@@ -13,16 +13,16 @@ import pytest
 from tests.kits.data import loaded, pairs, played, tool_dialogues, write
 from tests.kits.run import Quiet, assert_same_run
 from tests.kits.tokenizers import QWEN3, from_wheel
+from TrainingFactory.common.openai_format import message_from_dict
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.examples import Examples, Form, load_examples
 from TrainingFactory.data.rewriting import Unreadable, written_by
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.models import chat_format
-from TrainingFactory.openai_form import message_from_dict
-from TrainingFactory.services.build.training import Training, resume
-from TrainingFactory.services.runs.folder import RunFolder, TrainingReport
-from TrainingFactory.services.training.tokenized import TokenizedDataset
+from TrainingFactory.runs.folder import RunFolder, TrainingReport
+from TrainingFactory.trainers.training_run import Training, resume
+from TrainingFactory.training.tokenized_dataset import TokenizedDataset
 from TrainingFactory.types import Message, Reward, Trajectory
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from TrainingFactory.apps.recipes.gsm8k import for_development, prepare
 from TrainingFactory.data.examples import load_examples
-from TrainingFactory.data.gsm8k import for_development, prepare
 from TrainingFactory.data.tasks import load_tasks
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]

@@ -15,7 +15,7 @@ from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.services import GRPOTrainer, SFTTrainer
-from TrainingFactory.services.training.dataset import make_tasks
+from TrainingFactory.training.dataset import make_tasks
 from TrainingFactory.types import Message, Task
 
 WORKED = "3 + 4 = <<3+4=7>>7\n#### 7"

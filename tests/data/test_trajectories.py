@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 
+from TrainingFactory.common.openai_format import (
+    message_from_dict,
+    message_to_dict,
+    spec_from_dict,
+    spec_to_dict,
+)
 from TrainingFactory.data.trajectories import (
     KEEP_ALL,
     load_trajectories,
     save_trajectories,
     trajectory_to_dict,
 )
-from TrainingFactory.openai_form import message_from_dict, message_to_dict, spec_from_dict, spec_to_dict
 from TrainingFactory.types import (
     Completion,
     Message,

@@ -14,14 +14,14 @@ import pytest
 
 from tests.kits.cli import Run
 from tests.kits.wordnet import ambiguous, write_wordnet
+from TrainingFactory.apps.recipes.gsm8k import Prepared
+from TrainingFactory.apps.recipes.wordnet_questions import PER_ANSWER, PER_KIND, ask
+from TrainingFactory.assembly.tools import make_tool
+from TrainingFactory.common.openai_format import message_from_dict
 from TrainingFactory.data.examples import load_examples
-from TrainingFactory.data.gsm8k import Prepared
 from TrainingFactory.data.tasks import load_tasks
-from TrainingFactory.openai_form import message_from_dict
-from TrainingFactory.services.build.tools import make_tool
 from TrainingFactory.tools.executor import AsyncToolExecutor
 from TrainingFactory.types import ToolCall
-from TrainingFactory.wordnet.questions import PER_ANSWER, PER_KIND, ask
 
 REAL = Path(os.environ.get("WORDNET", "/usr/share/wordnet"))
 MORE = {

@@ -9,8 +9,8 @@ import pytest
 
 from tests.kits.docs import Page
 from TrainingFactory.config import load_config
-from TrainingFactory.services.evaluation.records import EvaluationRecord, read_records
-from TrainingFactory.services.evaluation.suites import SuiteEntry, load_suite
+from TrainingFactory.evaluation.records import EvaluationRecord, read_records
+from TrainingFactory.evaluation.suites import SuiteEntry, load_suite
 
 PAGE = Page("docs/EVALUATION.md")
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.kits.cli import Run
 from tests.kits.docs import Page
-from TrainingFactory.services.build.factories import entries
+from TrainingFactory.resolve.factories import entries
 
 PAGE = Page("docs/FACTORIES.md")
 

@@ -14,9 +14,9 @@ from tests.kits.cli import Run
 from tests.kits.docs import Page
 from tests.kits.judge import judging
 from tests.services.test_judge_audit import compares
-from TrainingFactory.endpoint import BY_HOST
+from TrainingFactory.common.endpoint import BY_HOST
+from TrainingFactory.rewards.judge.model_judge import FORMS, model_judge
 from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, RUBRIC, SINGLE
-from TrainingFactory.rewards.model_judge import FORMS, model_judge
 
 PAGE = Page("docs/JUDGES.md")
 

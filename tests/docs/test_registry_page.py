@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.kits.docs import ROOT, Page
-from TrainingFactory.services.evaluation.gate import Gate, Guard
-from TrainingFactory.services.evaluation.suites import load_suite
+from TrainingFactory.evaluation.gate import Gate, Guard
+from TrainingFactory.evaluation.suites import load_suite
 
 PAGE = Page("docs/REGISTRY.md")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.kits.cli import Run
 from tests.kits.docs import Page
+from TrainingFactory.assembly.environment import as_ours, environment_from_file
 from TrainingFactory.config import load_config
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.data.trajectories import load_trajectories
@@ -15,7 +16,6 @@ from TrainingFactory.models import chat_format
 from TrainingFactory.models.families import FAMILIES
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.rollout import play
-from TrainingFactory.services.build.environment import as_ours, environment_from_file
 from TrainingFactory.tools.custom_tools import calculator
 from TrainingFactory.types import Message, ToolCall
 

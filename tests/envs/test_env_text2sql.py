@@ -13,15 +13,15 @@ import pytest
 
 from tests.kits.rollout import FakeChat
 from tests.kits.run import Quiet
+from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.config import load_config
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.envs.builtin.text2sql import Text2SqlEnvironment, hidden_variants
 from TrainingFactory.envs.builtin.text2sql_data import DOMAINS, QUESTIONS, script_of
-from TrainingFactory.rewards.tool_verified import make_verifier
+from TrainingFactory.rewards.rules.tool_verified import make_verifier
 from TrainingFactory.rollout.scripted import play
-from TrainingFactory.services.build.notices import notices
-from TrainingFactory.services.build.rewards import check_reward
-from TrainingFactory.services.build.training import Training
+from TrainingFactory.trainers.notices import notices
+from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.types import Message, Task, ToolCall, Trajectory
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tiny_text2sql.yaml"

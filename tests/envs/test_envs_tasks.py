@@ -12,7 +12,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.services.training.dataset import make_tasks
+from TrainingFactory.training.dataset import make_tasks
 from TrainingFactory.types import Message, Task
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.kits.gyms import gyms, needs_gyms
 from tests.kits.rollout import FakeChat
 from tests.kits.run import rows, small, train
-from TrainingFactory import catalog
+from TrainingFactory.common import catalog
 from TrainingFactory.integrations import bfcl
 from TrainingFactory.rollout.scripted import play
 from TrainingFactory.types import Message, Step, Task, ToolCall, Trajectory

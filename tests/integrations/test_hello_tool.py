@@ -11,10 +11,10 @@ import yaml
 
 from tests.kits.hello import STARTED, completion, problems, tool_call, write_gsm8k
 from tests.kits.judge import judging
+from TrainingFactory.evaluation.records import read_records
 from TrainingFactory.integrations.hello_agents import Result, RLTrainingTool
 from TrainingFactory.integrations.hello_agents.agents import HelloAgentsLLM, SimpleAgent, ToolRegistry
 from TrainingFactory.integrations.hello_agents.training import sections_of
-from TrainingFactory.services.evaluation.records import read_records
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ import pytest
 from tests.kits.gyms import gyms, needs_gyms
 from tests.kits.rollout import FakeChat
 from tests.kits.run import Quiet, rows, small, train
-from TrainingFactory import catalog
+from TrainingFactory.common import catalog
 from TrainingFactory.config import load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.integrations import reasoning_gym
 from TrainingFactory.rollout.scripted import play
-from TrainingFactory.services.build.training import Training
+from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.types import Message, Task, Trajectory
 
 pytestmark = needs_gyms

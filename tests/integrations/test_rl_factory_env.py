@@ -19,6 +19,7 @@ import pytest
 
 from tests.kits.judge import judge_at, judging
 from tests.kits.run import Quiet
+from TrainingFactory.assembly.environment import as_ours, check_tools, make_environment
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.data.trajectories import load_trajectories
@@ -30,7 +31,6 @@ from TrainingFactory.models.words import NAMES
 from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.rollout import play
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.services.build.environment import as_ours, check_tools, make_environment
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.types import Message, Sample, Task, ToolCall, Trajectory

@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from tests.kits.cli import Run
+from TrainingFactory.assembly.tools import make_tools
 from TrainingFactory.config import load_config
 from TrainingFactory.config.loading import ConfigLoader
 from TrainingFactory.integrations.rl_factory.launch_script import read_script
 from TrainingFactory.integrations.rl_factory.translate import Translation
-from TrainingFactory.services.build.tools import make_tools
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "search_r1"
 COMMAND = "python3 -m verl.trainer.main_ppo"

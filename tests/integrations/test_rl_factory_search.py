@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from TrainingFactory.assembly.environment import environment_from_file, make_environment
+from TrainingFactory.assembly.named_files import read_config
+from TrainingFactory.assembly.rewards import make_reward
+from TrainingFactory.assembly.run_tools import RunTools, with_tools
 from TrainingFactory.integrations.rl_factory import Env
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.rollout import play
-from TrainingFactory.services.build.environment import environment_from_file, make_environment
-from TrainingFactory.services.build.named_files import read_config
-from TrainingFactory.services.build.rewards import make_reward
-from TrainingFactory.services.build.run_tools import RunTools, with_tools
-from TrainingFactory.services.training.dataset import make_tasks
+from TrainingFactory.training.dataset import make_tasks
 from TrainingFactory.types import Message, ToolCall, Trajectory
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "search_r1"

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from TrainingFactory.services.training.ahead import AheadSource
-from TrainingFactory.services.training.ledger import Ledger
-from TrainingFactory.services.training.order import Order
-from TrainingFactory.services.training.reward_clock import RewardClock
-from TrainingFactory.services.training.source import StepGroups
+from TrainingFactory.training.async_rollout import AheadSource
+from TrainingFactory.training.ledger import Ledger
+from TrainingFactory.training.reward_clock import RewardClock
+from TrainingFactory.training.source import StepGroups
+from TrainingFactory.training.task_order import Order
 from TrainingFactory.types import Completion, Message, Reward, Sample, Task, Trajectory, Turn
 
 

@@ -13,7 +13,7 @@ from TrainingFactory.data.examples import Examples, Form, load_examples
 from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.rollout import play
-from TrainingFactory.services.training.dataset import arguments_fit
+from TrainingFactory.training.dataset import arguments_fit
 from TrainingFactory.types import Reward, Trajectory
 
 LOOK = {

@@ -20,7 +20,7 @@ from TrainingFactory.web import pool, processes
 
 FORKS = multiprocessing.get_context("forkserver")
 NEEDED = (
-    "TrainingFactory.cli.train TrainingFactory.services.build.training TrainingFactory.services.evaluation.rollouts "
+    "TrainingFactory.cli.train TrainingFactory.trainers.training_run TrainingFactory.evaluation.rollouts "
     "TrainingFactory.learning.policy TrainingFactory.learning.checkpoints TrainingFactory.learning.tree.flex "
     "TrainingFactory.models.tiny TrainingFactory.sampling.native TrainingFactory.tools.mcp_tools "
     "TrainingFactory.web.playing transformers.models.qwen3.modeling_qwen3 peft"

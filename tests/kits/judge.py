@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from TrainingFactory.rewards.judge.model_judge import model_judge
 from TrainingFactory.rewards.judge.prompts import CLOSE, OPEN
-from TrainingFactory.rewards.model_judge import model_judge
 from TrainingFactory.rewards.workers.process import FinishedEpisode
 from TrainingFactory.types import Completion, Message, Status, Task, ToolCall, Trajectory, Turn
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.kits.engine import VOCABULARY, tiny
-from TrainingFactory.algorithms.trained import Loss
+from TrainingFactory.algorithms.trained_tokens import Loss
 from TrainingFactory.data.packing import Batch, make_batch
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from tests.kits.cli import ROOT
-from TrainingFactory.http import listen
+from TrainingFactory.common.http import listen
 from TrainingFactory.web.site import Page
 
 HANG = 120.0  # seconds

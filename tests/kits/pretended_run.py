@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from TrainingFactory.config import load_config
-from TrainingFactory.services.runs.folder import METRICS, RunFolder, Status
+from TrainingFactory.runs.folder import METRICS, RunFolder, Status
 
 
 def main(arguments: list[str]) -> int:

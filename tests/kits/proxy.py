@@ -16,12 +16,12 @@ from typing import Any
 import httpx
 
 from tests.kits.serve import HANG, Said, Script, ScriptSession
+from TrainingFactory.agent_api.agent_program import AgentProgram, ProgramRollouts
+from TrainingFactory.apps.proxy.proxy import Proxy
+from TrainingFactory.common.http import listen
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.http import listen
-from TrainingFactory.rollout import AsyncRolloutEngine
-from TrainingFactory.services.proxy.alone import Proxy
-from TrainingFactory.services.proxy.program import AgentProgram, ProgramRollouts
+from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.types import Completion, SamplingParams, Task, Trajectory
 
 TALK = 'first = ask([say("a")])["choices"][0]["message"]\nask([say("a"), first, say("b")])\n'
@@ -60,7 +60,7 @@ class _Session(ScriptSession):
 @contextmanager
 def proxied(sampler: Any, out: Path, token: str | None = None, **options: Any) -> Iterator[httpx.Client]:
     """A client of a proxy, which runs on a port of its own for as long."""
-    rollouts = AsyncRolloutEngine(ToolEnvironment, sampler.chat, SamplingParams(max_tokens=100), **options)
+    rollouts = RolloutEngine(ToolEnvironment, sampler.chat, SamplingParams(max_tokens=100), **options)
     proxy, bound, started = Proxy(rollouts, sampler, out), listen.bind("127.0.0.1", 0), threading.Event()
     runner = listen.make_server(proxy.app(token))
 

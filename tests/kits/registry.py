@@ -10,9 +10,9 @@ from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import write_sums
-from TrainingFactory.services.build.model_names import about_model
-from TrainingFactory.services.registry.catalogue import Catalogue
-from TrainingFactory.services.runs.folder import RunFolder, Status
+from TrainingFactory.registry.catalogue import Catalogue
+from TrainingFactory.resolve.model_names import about_model
+from TrainingFactory.runs.folder import RunFolder, Status
 
 ALIASES = ("champion", "staging")
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from tests.kits.preference import Group
+from TrainingFactory.apps.demo.lessons import demonstrate
 from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.models import LoadedModel, chat_format, load_model
 from TrainingFactory.models.words import NAMES, PLACES
 from TrainingFactory.rollout import play
-from TrainingFactory.services.demo.lessons import demonstrate
 from TrainingFactory.types import Message, Reward, Sample, ToolCall
 
 

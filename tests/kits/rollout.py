@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.rollout import AsyncRolloutEngine
+from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.tools import tool
 from TrainingFactory.types import (
     Completion,
@@ -148,5 +148,5 @@ def rollout(
 ) -> list[list[Trajectory]]:
     Echo.closed.clear()
     chat = options.pop("chat", None) or FakeChat()
-    engine = AsyncRolloutEngine(environment, chat, options.pop("params", PARAMS), **options)
+    engine = RolloutEngine(environment, chat, options.pop("params", PARAMS), **options)
     return asyncio.run(engine.rollout_batch(tasks(*names), sampler or FakeSampler(say), group_size, step))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kits.rollout import Echo
-from TrainingFactory.rewards.rule_based import rule_from_options
+from TrainingFactory.rewards.rules.rule_based import rule_from_options
 from TrainingFactory.rollout.scoring import Episode
 from TrainingFactory.types import Completion, Message, Reward, Status, Task, ToolCall, Trajectory, Turn
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import CalculatorEnvironment
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.runs.folder import RunFolder, TrainingReport
-from TrainingFactory.services.training.dataset import Objects
+from TrainingFactory.runs.folder import RunFolder, TrainingReport
+from TrainingFactory.trainers.training_run import Training
+from TrainingFactory.training.dataset import Objects
 from TrainingFactory.types import Message, Task, Trajectory
 
 # `sampling` of runs that are compared to the bit: it takes three times as long.

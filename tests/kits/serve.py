@@ -13,11 +13,11 @@ from typing import Any
 
 import httpx
 
-from TrainingFactory.http import listen
+from TrainingFactory.apps.serving.served import Served
+from TrainingFactory.apps.serving.server import ChatServer
+from TrainingFactory.common.http import listen
 from TrainingFactory.models import TemplateChatFormat, chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
-from TrainingFactory.services.serving.served import Served
-from TrainingFactory.services.serving.server import ChatServer
 from TrainingFactory.types import Completion, Message, SamplingParams, ToolCall
 
 HANG = 60  # seconds after which a test has hung

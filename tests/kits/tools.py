@@ -66,8 +66,8 @@ def call(name: str = "lookup", **arguments: Any) -> ToolCall:
 
 def no_turn_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let any token end a turn: an untrained model hardly ever samples the right one."""
+    from TrainingFactory.assembly import sampler
     from TrainingFactory.models import chat_format
-    from TrainingFactory.services.build import sampler
 
     def make_chat(config: Any, loaded: Any, day: Any = None) -> Any:
         return chat_format(loaded.tokenizer, stop_ids=range(len(loaded.tokenizer)))

@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.kits.run import Quiet
+from TrainingFactory.apps.demo.demo import WARM_START
+from TrainingFactory.apps.demo.lessons import Lessons
+from TrainingFactory.assembly.export import export
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.envs import ToolEnvironment
@@ -25,13 +28,10 @@ from TrainingFactory.envs.builtin.splits import belongs
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.models.words import NAMES, PLACES
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.demo.demo import WARM_START
-from TrainingFactory.services.demo.lessons import Lessons
-from TrainingFactory.services.export import export
-from TrainingFactory.services.runs.folder import TrainingReport
-from TrainingFactory.services.training.dataset import Objects
+from TrainingFactory.runs.folder import TrainingReport
 from TrainingFactory.tools import tool
+from TrainingFactory.trainers.training_run import Training
+from TrainingFactory.training.dataset import Objects
 from TrainingFactory.types import Message, Task, ToolCall
 
 WARM = Path(__file__).parents[1] / "fixtures" / "warm"

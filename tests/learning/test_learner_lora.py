@@ -31,6 +31,9 @@ from tests.kits.learner import (
     words,
 )
 from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.assembly import sampler as build_sampler
+from TrainingFactory.assembly.learner import make_algorithm, make_critic, make_trainable
+from TrainingFactory.assembly.learner import make_learner as make_learner_of
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.learner import Learner
@@ -38,10 +41,7 @@ from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import load_model, loading
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.services.build import sampler as build_sampler
-from TrainingFactory.services.build.learner import make_algorithm, make_critic, make_trainable
-from TrainingFactory.services.build.learner import make_learner as make_learner_of
-from TrainingFactory.services.training.preflight import check
+from TrainingFactory.training.preflight import check
 from TrainingFactory.types import Sample, SamplingParams, Weights
 
 

@@ -17,10 +17,10 @@ from tests.kits.algorithm import distance
 from tests.kits.forks import FORKED
 from tests.kits.learner import Gradients, ragged_rows
 from tests.kits.sharded import CASES, SAVED, Found, forked, go_on, make_case, torchrun, train_case
+from TrainingFactory.assembly.learner import check_sharded
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.sharding import Sharded, rounds_cost
-from TrainingFactory.services.build.learner import check_sharded
 
 pytestmark = FORKED
 QUICK = ["grpo", "ppo-critic+", "ppo-critic>", "lora+"]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.kits.tokenizers import QWEN3, byte_tokenizer, deepseek, from_wheel, llama3, qwen3
+from TrainingFactory.common.openai_format import spec_to_dict
 from TrainingFactory.models import DeepSeekModel, Family, LlamaModel, Qwen3Model, chat_format, register_family
 from TrainingFactory.models.families import FAMILIES
 from TrainingFactory.models.tiny import template, tiny_tokenizer
-from TrainingFactory.openai_form import spec_to_dict
 from TrainingFactory.types import Completion, Message, ToolCall, ToolSpec, Turn
 
 TOOL = ToolSpec("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}})

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.kits.tokenizers import LLAMA3, QWEN3, TEMPLATES, from_wheel
+from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
 from TrainingFactory.models import chat_format
-from TrainingFactory.openai_form import message_to_dict, spec_to_dict
 from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.types import Completion, Message, ToolSpec, Turn
 

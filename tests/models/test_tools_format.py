@@ -10,11 +10,11 @@ import torch
 
 from tests.kits.tokenizers import byte_tokenizer, from_wheel
 from tests.models.test_round_trip import ARGUMENTS, TOOL
+from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models import LoadedModel, chat_format, load_model
 from TrainingFactory.models.tiny import tiny_model
 from TrainingFactory.models.tools_format import TAGS, add_tools_format
-from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.types import Completion, Message, ToolCall, Turn
 
 CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system

@@ -8,8 +8,8 @@ import pytest
 
 from tests.kits.rollout import Echo
 from tests.kits.rules import scored
-from TrainingFactory.rewards.rule_based import make_rule
 from TrainingFactory.rewards.rules.code_asserts import read_asserts
+from TrainingFactory.rewards.rules.rule_based import make_rule
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.custom_tools import PythonTool
 

@@ -13,7 +13,7 @@ import pytest
 from tests.kits.judge import Said, finished, judge_at, judging, scored
 from tests.kits.rollout import rollout
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
-from TrainingFactory.rewards.model_judge import PairJudge, RankingJudge
+from TrainingFactory.rewards.judge.model_judge import PairJudge, RankingJudge
 from TrainingFactory.rewards.workers.process import FinishedEpisode
 from TrainingFactory.types import Reward, Trajectory
 

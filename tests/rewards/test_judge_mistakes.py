@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from TrainingFactory.assembly.rewards import check_reward
+from TrainingFactory.common.options import make_from
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.options import make_from
 from TrainingFactory.rewards.judge.client import Budget
-from TrainingFactory.rewards.model_judge import model_judge
-from TrainingFactory.services.build.rewards import check_reward
+from TrainingFactory.rewards.judge.model_judge import model_judge
 
 JUDGE: dict[str, Any] = {"base_url": "http://127.0.0.1:9/v1", "model": "big"}
 NUMBER, WHOLE = "must be a valid number", "must be a valid integer"

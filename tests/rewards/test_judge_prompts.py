@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.kits.judge import KEY, finished, judge_at, judging, outside, scored
+from TrainingFactory.rewards.judge.model_judge import model_judge
 from TrainingFactory.rewards.judge.prompts import JudgePrompt, conversation_text, harmless
-from TrainingFactory.rewards.model_judge import model_judge
 from TrainingFactory.types import Message, Reward, Trajectory
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from tests.kits.judge import KEY, Said, all_scored, finished, judge_at, judging, scored
 from tests.kits.rollout import FakeChat, FakeSampler
-from TrainingFactory.endpoint import seconds_of
+from TrainingFactory.common.endpoint import seconds_of
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure, SampledJudge
-from TrainingFactory.rewards.model_judge import model_judge
+from TrainingFactory.rewards.judge.model_judge import model_judge
 from TrainingFactory.types import Reward, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("judge_key")

@@ -12,12 +12,12 @@ import pytest
 from tests.kits.judge import Said, finished, judging, scored
 from tests.kits.run import EXACT, rows, small, train
 from tests.kits.serve import live
+from TrainingFactory.apps.serving.server import make_server
 from TrainingFactory.cli import main
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure, OpenAIEndpoint
-from TrainingFactory.rewards.model_judge import model_judge
-from TrainingFactory.services.serving.server import make_server
+from TrainingFactory.rewards.judge.model_judge import model_judge
 from TrainingFactory.types import Trajectory
 
 pytestmark = pytest.mark.usefixtures("judge_key")

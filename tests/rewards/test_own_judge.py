@@ -12,11 +12,11 @@ import pytest
 
 from tests.kits.parrot import parrot
 from tests.kits.run import Parity, Quiet, rows, small
+from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError
-from TrainingFactory.services.build.rewards import check_reward
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.training.dataset import Objects
+from TrainingFactory.trainers.training_run import Training
+from TrainingFactory.training.dataset import Objects
 
 
 @pytest.fixture(scope="module")

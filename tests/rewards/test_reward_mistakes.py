@@ -10,15 +10,15 @@ import pytest
 
 from tests.kits.rollout import Echo, rollout
 from tests.kits.run import Offering, Parity, go_on, small, train
+from TrainingFactory.assembly.rewards import check_reward, close_reward, make_reward
+from TrainingFactory.common.options import OptionError, make_from
 from TrainingFactory.config import ConfigError, TrainingConfig, load_config
-from TrainingFactory.options import OptionError, make_from
+from TrainingFactory.evaluation.rollouts import Rollouts
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.rewards.loading import find_callable
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.services.build.rewards import check_reward, close_reward, make_reward
-from TrainingFactory.services.evaluation.rollouts import Rollouts
 from TrainingFactory.types import Reward, Task
 
 FILE = """\

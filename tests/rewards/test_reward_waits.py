@@ -8,8 +8,8 @@ import re
 import pytest
 
 from tests.kits.judge import episode
-from TrainingFactory.services.training import reward_clock as waiting
-from TrainingFactory.services.training.reward_clock import RewardClock
+from TrainingFactory.training import reward_clock as waiting
+from TrainingFactory.training.reward_clock import RewardClock
 from TrainingFactory.types import Reward
 
 

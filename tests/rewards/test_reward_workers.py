@@ -17,7 +17,7 @@ import pytest
 from tests.kits.judge import Said, finished, judge_at, judging, scored_by
 from tests.kits.mcp import children, wait_until
 from TrainingFactory.rewards.adapt import Unscored
-from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
+from TrainingFactory.rewards.workers.distributed import RewardWorkerPool
 from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess, WorkerFailure
 from TrainingFactory.types import Reward, Trajectory
 
@@ -34,9 +34,7 @@ def test_one_dead_worker_loses_nothing():
         return by_quality(prompt, number) if number < 3 else None
 
     with judging(by_quality) as good, judging(dying) as bad:
-        pool = DistributedRewardModel(
-            model=[judge_at(bad.url), judge_at(good.url)], num_workers=2, per_worker=2
-        )
+        pool = RewardWorkerPool(model=[judge_at(bad.url), judge_at(good.url)], num_workers=2, per_worker=2)
         rewards = asyncio.run(pool.compute_rewards(trajectories))
         assert [reward.outcome for reward in rewards if reward] == [
             pytest.approx(number % 10 / 10) for number in range(24)
@@ -54,7 +52,7 @@ def test_an_address_that_is_down_is_named_once(caplog: pytest.LogCaptureFixture)
         return None if down["now"] else "Score: 5"
 
     with judging("Score: 5") as good, judging(flaky) as bad:
-        pool = DistributedRewardModel(model=[judge_at(bad.url), judge_at(good.url)], per_worker=1)
+        pool = RewardWorkerPool(model=[judge_at(bad.url), judge_at(good.url)], per_worker=1)
 
         async def play() -> None:
             await pool.compute_rewards([finished(f"quality {number}") for number in range(12)])
@@ -75,7 +73,7 @@ def test_an_address_that_is_down_is_named_once(caplog: pytest.LogCaptureFixture)
 def test_a_budget_is_for_all_addresses_together():
     """Also what one that is down cannot spend."""
     with judging("Score: 5") as one, judging("Score: 5") as two, judging(lambda *_: None) as dead:
-        pool = DistributedRewardModel(
+        pool = RewardWorkerPool(
             "m",
             base_url=[dead.url, one.url, two.url],
             api_key_env=None,
@@ -107,7 +105,7 @@ def test_rows_go_to_the_worker_with_the_fewest():
                 release.set()
             return 1.0
 
-        pool = DistributedRewardModel(model=[slow, quick], per_worker=2)
+        pool = RewardWorkerPool(model=[slow, quick], per_worker=2)
         rewards = await pool.compute_rewards([finished() for _ in range(20)])
         assert running == {"slow": 2, "quick": 18} and sum(each.outcome for each in rewards if each) == 18
 
@@ -134,7 +132,7 @@ def test_what_no_worker_can_score_is_dropped_and_counted():
             raise answer
         return answer
 
-    pool = DistributedRewardModel(model=reward, num_workers=3)
+    pool = RewardWorkerPool(model=reward, num_workers=3)
     rewards = asyncio.run(pool.compute_rewards([finished(name=name) for name in answers]))
     assert dict(zip(answers, rewards, strict=True)) == dict.fromkeys(answers) | {"fine": Reward(0.5)}
     assert pool.dropped.total() == 6 and any("must be finite" in reason for reason in pool.dropped)
@@ -146,7 +144,7 @@ def test_all_workers_down():
     def gone(episode: Any) -> float:
         raise ConnectionError("gone")
 
-    pool = DistributedRewardModel(model=[gone, gone], patience=0.0)
+    pool = RewardWorkerPool(model=[gone, gone], patience=0.0)
     assert asyncio.run(pool.compute_rewards([finished() for _ in range(5)])) == [None] * 5
     assert pool.dropped.total() == 5
 
@@ -168,7 +166,7 @@ def test_workers_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     texts = ["0.5", "deadly", "nonsense", "nan", "2", "3"]
-    pool = DistributedRewardModel(model="own_rewards:reward", num_workers=2, timeout=60)
+    pool = RewardWorkerPool(model="own_rewards:reward", num_workers=2, timeout=60)
     rewards = asyncio.run(pool.compute_rewards([finished(text) for text in texts]))
     assert rewards == [Reward(0.5), Reward(9), None, None, Reward(2), Reward(3)]
     assert pool.moved == 1 and pool.dropped.total() == 2
@@ -190,7 +188,7 @@ def test_workers_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 )
 def test_a_wrong_pool(model: Any, options: dict[str, Any], says: str):
     with pytest.raises(ValueError, match=says):
-        DistributedRewardModel(model, **options)
+        RewardWorkerPool(model, **options)
 
 
 GUARD = 60  # seconds; only a hang takes so long
@@ -316,7 +314,7 @@ def test_a_task_that_would_be_another_one_there_is_not_scored(
 def test_a_failure_in_a_process_is_what_it_is_in_a_thread(file: Path):
     found = scored(f"{file}:failing", "row", "network")
     assert [type(each) for each in found] == [Unscored, WorkerFailure]
-    pool = DistributedRewardModel(f"{file}:failing", num_workers=2, timeout=20)
+    pool = RewardWorkerPool(f"{file}:failing", num_workers=2, timeout=20)
     rewards = scored_by(pool, [finished(text) for text in ("network", "row", "ok")])
     assert [reward is not None for reward in rewards] == [False, False, True]
     assert sorted(worker.failed for worker in pool.workers) == [1, 1]  # the row went to both
@@ -328,7 +326,7 @@ def test_a_process_that_cannot_be_started_is_not_the_row_s_fault(file: Path):
     changed.write_text(FILE)
     bad = RewardProcess(f"{changed}:given", timeout=20)
     changed.write_text("def other(episode):\n    return 1.0\n")  # since it was made
-    pool = DistributedRewardModel([bad, good], patience=0.1)
+    pool = RewardWorkerPool([bad, good], patience=0.1)
 
     async def play() -> list[Any]:
         try:

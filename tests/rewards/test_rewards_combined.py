@@ -14,7 +14,7 @@ import pytest
 from tests.kits.rollout import Echo, rollout
 from TrainingFactory.rewards.adapt import Unscored, as_reward, checked, environment_reward
 from TrainingFactory.rewards.combined import Combined
-from TrainingFactory.rewards.rule_based import make_rule
+from TrainingFactory.rewards.rules.rule_based import make_rule
 from TrainingFactory.rollout.scoring import Episode
 from TrainingFactory.types import Completion, Message, Reward, Task, Trajectory, Turn
 

@@ -16,17 +16,17 @@ import pytest
 from tests.kits.judge import Judge, judging
 from tests.kits.rollout import PARAMS, Echo, FakeChat, FakeSampler, rollout, tasks
 from tests.kits.run import Parity, Quiet, rows, small, train
+from TrainingFactory.assembly.rewards import OWN, check_reward, evaluation_reward, make_reward
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.evaluation.evaluation import Evaluation
+from TrainingFactory.evaluation.rollouts import Rollouts
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import as_reward, compares
 from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.rewards.process_reward import ProcessReward
-from TrainingFactory.rollout import AsyncRolloutEngine, group_scoring, play
+from TrainingFactory.rollout import RolloutEngine, group_scoring, play
 from TrainingFactory.services import PPOTrainer
-from TrainingFactory.services.build.rewards import OWN, check_reward, evaluation_reward, make_reward
-from TrainingFactory.services.evaluation.evaluation import Evaluation
-from TrainingFactory.services.evaluation.rollouts import Rollouts
 from TrainingFactory.tools.recording import CALLS, SPECS, Recorder
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Message, Reward, Task, Trajectory
@@ -175,7 +175,7 @@ def test_a_batch_that_is_broken_off_closes_everything():
             return []
 
         sampler = FakeSampler(say_number)
-        engine = AsyncRolloutEngine(Echo, FakeChat(), PARAMS, reward=reward)
+        engine = RolloutEngine(Echo, FakeChat(), PARAMS, reward=reward)
         batch = asyncio.ensure_future(engine.rollout_batch(tasks("a", "b"), sampler, 2))
         await started.wait()
         batch.cancel()

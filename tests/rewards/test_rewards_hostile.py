@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.kits.rules import episode, scored
-from TrainingFactory.rewards.rule_based import make_rule
+from TrainingFactory.rewards.rules.rule_based import make_rule
 from TrainingFactory.rewards.rules.text import squad_words
-from TrainingFactory.rewards.tool_verified import make_verifier
+from TrainingFactory.rewards.rules.tool_verified import make_verifier
 
 MANY = 2_000
 LONG = 50_000  # characters

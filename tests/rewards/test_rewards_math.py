@@ -9,9 +9,9 @@ import pytest
 
 from tests.kits.rollout import rollout
 from tests.kits.rules import episode, scored
-from TrainingFactory.rewards.rule_based import make_rule, rule_from_options
+from TrainingFactory.common.workers import Worker
+from TrainingFactory.rewards.rules.rule_based import make_rule, rule_from_options
 from TrainingFactory.types import Reward
-from TrainingFactory.workers import Worker
 
 PLAIN = ["8", "8.0", "-8", "1,234", "1/2", "0.5", "50%", "1e3", "1000", "$5", "5 km", "3.14159", "0"]
 SAME = [

@@ -14,17 +14,7 @@ import pytest
 from tests.kits.judge import finished, judging, scored_by
 from tests.kits.rollout import rollout
 from tests.kits.run import Parity, Quiet, small, train
-from TrainingFactory.config import TrainingConfig
-from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.rewards import ProcessReward
-from TrainingFactory.rewards.adapt import as_reward
-from TrainingFactory.rewards.rule_based import RULES
-from TrainingFactory.rewards.rules.code import ToolRule
-from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
-from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess
-from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.services.build.notices import notices
-from TrainingFactory.services.build.rewards import (
+from TrainingFactory.assembly.rewards import (
     check_reward,
     close_reward,
     judge_metrics,
@@ -32,6 +22,16 @@ from TrainingFactory.services.build.rewards import (
     move_object,
     open_reward,
 )
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.rewards import ProcessReward
+from TrainingFactory.rewards.adapt import as_reward
+from TrainingFactory.rewards.rules.code import ToolRule
+from TrainingFactory.rewards.rules.rule_based import RULES
+from TrainingFactory.rewards.workers.distributed import RewardWorkerPool
+from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess
+from TrainingFactory.services import GRPOTrainer
+from TrainingFactory.trainers.notices import notices
 from TrainingFactory.types import Reward, Trajectory
 
 ONE = {"distributed_reward": True, "reward_workers": 1}
@@ -172,7 +172,7 @@ def test_rewards_go_to_processes_where_that_is_asked_for(file: Path):
     here, there = scored(rule, None, group_size=2), scored(rule, many, group_size=2)
     assert [each.reward for each in here] == [each.reward for each in there] != [None, None]
     for name in [name for name, kind in RULES.items() if issubclass(kind, ToolRule)]:
-        assert not isinstance(made({"type": "rule_based", "options": {"rule": name}}), DistributedRewardModel)
+        assert not isinstance(made({"type": "rule_based", "options": {"rule": name}}), RewardWorkerPool)
 
 
 STEPS_FILE = """
@@ -301,7 +301,7 @@ def test_a_judge_at_several_addresses(tmp_path: Path):
 def test_the_words_of_the_seed(tmp_path: Path):
     with judging("Score: 5") as one, judging("Score: 5") as other:
         budget, cache = {"max_requests": 6}, tmp_path / "judged.sqlite"
-        pool = DistributedRewardModel(
+        pool = RewardWorkerPool(
             model="QwQ-32B", num_workers=4, base_url=[one.url, other.url], api_key_env=None,
             budget=budget, cache=cache,
         )  # fmt: skip
@@ -310,20 +310,18 @@ def test_the_words_of_the_seed(tmp_path: Path):
         assert len(pool.workers) == 4 and len({id(each.model) for each in pool.workers}) == 2
         assert len(one.asked + other.asked) == sum(reward is not None for reward in rewards) == 6
     with pytest.raises(ValueError, match=r"'QwQ-32B' names no reward.*with base_url"):
-        DistributedRewardModel(model="QwQ-32B", num_workers=4)
+        RewardWorkerPool(model="QwQ-32B", num_workers=4)
     with pytest.raises(ValueError, match="rubric: these are options of a model that judges"):
-        DistributedRewardModel(model=seven, rubric="x")
+        RewardWorkerPool(model=seven, rubric="x")
     with pytest.raises(ValueError, match="num_workers is 1, but base_url has 2 addresses"):
-        DistributedRewardModel(model="m", num_workers=1, base_url=["http://a/v1", "http://b/v1"])
+        RewardWorkerPool(model="m", num_workers=1, base_url=["http://a/v1", "http://b/v1"])
     with pytest.raises(ValueError, match="rubrik is no option of a model judge; did you mean rubric"):
-        DistributedRewardModel(model="m", base_url="http://127.0.0.1:9/v1", rubrik="x")
+        RewardWorkerPool(model="m", base_url="http://127.0.0.1:9/v1", rubrik="x")
 
 
 def test_rankings_by_a_pool():
     with judging("Ranking: B > A") as one, judging("Ranking: B > A") as other:
-        pool = DistributedRewardModel(
-            model="m", base_url=[one.url, other.url], api_key_env=None, verdict="ranking"
-        )
+        pool = RewardWorkerPool(model="m", base_url=[one.url, other.url], api_key_env=None, verdict="ranking")
         assert pool.grouped and pool.compares
         rewards = scored_by(pool, [finished(f"answer {n}", name=f"t{n // 2}") for n in range(8)])
     assert [reward and reward.outcome for reward in rewards] == [0.0, 1.0] * 4

@@ -8,8 +8,8 @@ import pytest
 
 from tests.kits.rollout import call_text, rollout
 from tests.kits.rules import NEEDED, reward, scored, turn
-from TrainingFactory.rewards.rule_based import RULES, make_rule
 from TrainingFactory.rewards.rules.answers import without_reasoning
+from TrainingFactory.rewards.rules.rule_based import RULES, make_rule
 from TrainingFactory.rewards.rules.text import normalised
 from TrainingFactory.types import Message, Reward, Status, ToolCall
 

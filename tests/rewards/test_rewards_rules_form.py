@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.kits.rules import GSM8K, NEEDED, scored, turn
-from TrainingFactory.rewards.rule_based import RULES, make_rule, rule_from_options
+from TrainingFactory.rewards.rules.rule_based import RULES, make_rule, rule_from_options
 from TrainingFactory.types import Message, ToolCall
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.kits.rules import scored
-from TrainingFactory.rewards.tool_verified import make_verifier
-from TrainingFactory.sql.compare import Rows, read_rows
+from TrainingFactory.common.sql.compare import Rows, read_rows
+from TrainingFactory.rewards.rules.tool_verified import make_verifier
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.custom_tools import SqlTool
 from TrainingFactory.types import ToolCall

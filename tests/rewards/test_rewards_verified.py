@@ -10,8 +10,8 @@ import pytest
 from tests.kits.rollout import Echo
 from tests.kits.rules import reward as rewarded
 from tests.kits.rules import scored
-from TrainingFactory.rewards.tool_verified import make_verifier
-from TrainingFactory.sql.compare import orders_rows
+from TrainingFactory.common.sql.compare import orders_rows
+from TrainingFactory.rewards.rules.tool_verified import make_verifier
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.custom_tools import PythonTool, SqlTool
 from TrainingFactory.types import Reward, ToolFailure

@@ -13,12 +13,12 @@ from tests.kits.judge import judging
 from tests.kits.rollout import call_text, rollout
 from tests.kits.run import Parity, Quiet, rows, small, train
 from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.assembly.rewards import check_reward, close_reward, make_reward
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rewards.process_reward import PROCESS_RULES
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.services.build.notices import notices
-from TrainingFactory.services.build.rewards import check_reward, close_reward, make_reward
+from TrainingFactory.trainers.notices import notices
 from TrainingFactory.types import Reward, Trajectory
 
 SEED_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen3_grpo.yaml"

@@ -21,8 +21,8 @@ from tests.kits.rollout import (
     say_echo_then_ok,
     tasks,
 )
-from TrainingFactory.rollout import AsyncRolloutEngine, play, rollout_metrics
-from TrainingFactory.seeds import turn_seed
+from TrainingFactory.common.seeds import turn_seed
+from TrainingFactory.rollout import RolloutEngine, play, rollout_metrics
 from TrainingFactory.types import Message, Reward, SamplingParams, Step, ToolCall, Trajectory
 
 
@@ -221,7 +221,7 @@ def test_the_tail_is_the_time_in_which_few_episodes_are_left():
     def end(_: Trajectory) -> None:
         ended.append(time.perf_counter())
 
-    engine = AsyncRolloutEngine(Slow, FakeChat(), PARAMS, reward=lambda episode: 1.0, on_episode=end)
+    engine = RolloutEngine(Slow, FakeChat(), PARAMS, reward=lambda episode: 1.0, on_episode=end)
     engine.rollout(tasks(*"abcdefgh"), FakeSampler(say_echo_then_ok))
     assert 0.04 < engine.tail < ended[-1] - ended[5]
     engine.tail = 0.0

@@ -22,8 +22,8 @@ from tests.kits.rollout import (
     say_echo_then_ok,
     tasks,
 )
-from TrainingFactory.rollout import AsyncRolloutEngine
-from TrainingFactory.tools import waiting
+from TrainingFactory.rollout import RolloutEngine
+from TrainingFactory.tools import timeouts as waiting
 from TrainingFactory.types import Completion, Message, Reward, SamplingParams, Step, Task, ToolFailure, Turn
 
 
@@ -121,7 +121,7 @@ def test_bad_calls_are_answered_and_the_episode_goes_on():
 def test_an_environment_that_ignores_its_cancelling_cannot_change_the_trajectory(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("TrainingFactory.tools.waiting.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("TrainingFactory.tools.timeouts.GRACE_SECONDS", 0.05)
     came_back = asyncio.Event()
 
     class Stubborn(Echo):
@@ -137,7 +137,7 @@ def test_an_environment_that_ignores_its_cancelling_cannot_change_the_trajectory
 
     async def main() -> None:
         sampler = FakeSampler(say_echo_then_ok)
-        engine = AsyncRolloutEngine(Stubborn, FakeChat(), PARAMS, episode_timeout=0.2)
+        engine = RolloutEngine(Stubborn, FakeChat(), PARAMS, episode_timeout=0.2)
         [[played]] = await engine.rollout_batch(tasks("a"), sampler)
         assert played.status == "error" and len(played.turns) == 1
         await came_back.wait()
@@ -164,7 +164,7 @@ def test_cancelling_a_batch_closes_everything():
     async def main() -> None:
         Echo.closed.clear()
         sampler = FakeSampler(say_echo_then_ok)
-        engine = AsyncRolloutEngine(Waits, FakeChat(), PARAMS, max_concurrency=3)
+        engine = RolloutEngine(Waits, FakeChat(), PARAMS, max_concurrency=3)
         batch = asyncio.create_task(engine.rollout_batch(tasks("a", "b", "c", "d"), sampler))
         while started < 3:
             await asyncio.sleep(0.01)

@@ -18,7 +18,7 @@ from TrainingFactory.data.samples import to_samples
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
 from TrainingFactory.envs import CalculatorEnvironment, SearchEnvironment, ToolEnvironment
 from TrainingFactory.models import LoadedModel, chat_format, load_model
-from TrainingFactory.rollout import AsyncRolloutEngine, play, rollout_metrics
+from TrainingFactory.rollout import RolloutEngine, play, rollout_metrics
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, SamplingParams, Step, Task, ToolCall, Trajectory, Turn
@@ -75,7 +75,7 @@ def rollout(
 ) -> list[Trajectory]:
     params = options.pop("params", SamplingParams(max_tokens=48))
     step = options.pop("step", 0)
-    engine = AsyncRolloutEngine(environment, chat(), params, **options)
+    engine = RolloutEngine(environment, chat(), params, **options)
     sampler = NativeEngine(tiny().model, slots=slots, max_length=1024, deterministic=deterministic)
     groups = asyncio.run(engine.rollout_batch(tasks, sampler, group_size, step))
     return [trajectory for group in groups for trajectory in group]
@@ -176,14 +176,14 @@ def test_cancelling_frees_the_engine():
     no_stops = chat_format(tiny().tokenizer)
 
     async def main() -> None:
-        engine = AsyncRolloutEngine(SearchEnvironment, no_stops, SamplingParams(max_tokens=700))
+        engine = RolloutEngine(SearchEnvironment, no_stops, SamplingParams(max_tokens=700))
         tasks = list(SearchEnvironment.tasks("train", 0, 4))
         batch = asyncio.create_task(engine.rollout_batch(tasks, sampler))
         await asyncio.sleep(0.2)
         batch.cancel()
         with pytest.raises(asyncio.CancelledError):
             await batch
-        short = AsyncRolloutEngine(SearchEnvironment, no_stops, SamplingParams(max_tokens=4))
+        short = RolloutEngine(SearchEnvironment, no_stops, SamplingParams(max_tokens=4))
         [[played], *_] = await asyncio.wait_for(short.rollout_batch(tasks, sampler), 60)
         assert played.status == "truncated" and len(played.turns[0].completion.token_ids) == 4
 

@@ -12,10 +12,10 @@ import torch
 
 from tests.kits.engine import VOCABULARY, grouped_prompts, play, tiny, worst
 from TrainingFactory.sampling import NativeEngine, native
+from TrainingFactory.sampling.cache.slots import Layer, SlotCache, StepContext
 from TrainingFactory.sampling.flights import Flight
 from TrainingFactory.sampling.picking import pick
 from TrainingFactory.sampling.planning import PIECES, Plan, Planner
-from TrainingFactory.sampling.slots import Layer, SlotCache, StepContext
 from TrainingFactory.sampling.table import SlotTable
 from TrainingFactory.sampling.tiles import lay_out
 from TrainingFactory.types import SamplingParams, Weights

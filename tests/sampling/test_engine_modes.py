@@ -27,9 +27,9 @@ from tests.kits.engine import (
     worst,
 )
 from TrainingFactory.sampling import NativeEngine
+from TrainingFactory.sampling.cache.view import OneCallNorm, fuses, join, shared_view
 from TrainingFactory.sampling.native import NativeSession
 from TrainingFactory.sampling.runner import Runner
-from TrainingFactory.sampling.view import OneCallNorm, fuses, join, shared_view
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
 

@@ -11,8 +11,8 @@ import pytest
 
 ROWS = """
 import torch
-from TrainingFactory.sampling import kernels
-from TrainingFactory.sampling.slots import Layer, StepContext, Tiles
+from TrainingFactory.sampling.gpu import kernels
+from TrainingFactory.sampling.cache.slots import Layer, StepContext, Tiles
 
 torch.manual_seed(0)
 rows, heads, shared, size, capacity = 4, 4, 2, 16, 64

@@ -16,7 +16,7 @@ from tests.kits.warm import WARM, Homes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.models import load_model
-from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Message, Step
 
 

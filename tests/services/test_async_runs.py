@@ -14,17 +14,17 @@ import torch
 
 from tests.kits.run import Offering, Quiet, assert_same_run, brief, go_on, rows, small, train
 from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.apps.plan.memory import estimate
+from TrainingFactory.assembly.learner import copy_of, make_trainable
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories, trajectory_from_dict, trajectory_to_dict
 from TrainingFactory.models import load_model
+from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.services.build.learner import copy_of, make_trainable
-from TrainingFactory.services.build.notices import notices, unused
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.doctor.memory import estimate
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.training.dataset import Objects
-from TrainingFactory.services.training.ledger import wrong_in_ledger
+from TrainingFactory.trainers.notices import notices, unused
+from TrainingFactory.trainers.training_run import Training
+from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.ledger import wrong_in_ledger
 from TrainingFactory.types import (
     Completion,
     Message,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.kits.ahead import Learner, Scripted, Teaching
-from TrainingFactory.services.training.ledger import Ledger, wrong_in_ledger
-from TrainingFactory.services.training.order import Order
+from TrainingFactory.training.ledger import Ledger, wrong_in_ledger
+from TrainingFactory.training.task_order import Order
 from TrainingFactory.types import Group, SamplersLost
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from tests.kits.cli import Run
 from tests.services.test_evaluation_records import played, record_of
+from TrainingFactory.apps.reports.comparison_page import comparison_page
 from TrainingFactory.data.trajectories import save_trajectories
-from TrainingFactory.services.evaluation.comparison import Found, Side, compare
-from TrainingFactory.services.evaluation.records import EvaluationRecord, append_record, read_records
-from TrainingFactory.services.reports.comparison_page import comparison_page
+from TrainingFactory.evaluation.comparison import Found, Side, compare
+from TrainingFactory.evaluation.records import EvaluationRecord, append_record, read_records
 from TrainingFactory.types import Message, Trajectory
 
 PARITY = """

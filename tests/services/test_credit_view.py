@@ -19,9 +19,9 @@ from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.rft import RFT
+from TrainingFactory.apps.reports.credit_view import Credit, EpisodeCredit, coloured, pieces_of
 from TrainingFactory.cli import credit as printing
 from TrainingFactory.data.samples import to_samples
-from TrainingFactory.services.reports.credit_view import Credit, EpisodeCredit, coloured, pieces_of
 from TrainingFactory.types import Completion, Message, Reward, Sample, Task, Trajectory, Turn
 
 TOKENIZER = qwen3()

@@ -10,13 +10,13 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.kits.run import Quiet, assert_same_run
+from TrainingFactory.apps.demo.demo import Demo, StageNotices
+from TrainingFactory.apps.demo.lessons import Lessons
 from TrainingFactory.cli import main
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.models import load_model
 from TrainingFactory.rollout import rollout_metrics
-from TrainingFactory.services.demo.demo import Demo, StageNotices
-from TrainingFactory.services.demo.lessons import Lessons
-from TrainingFactory.services.runs.folder import RunFolder, list_runs
+from TrainingFactory.runs.folder import RunFolder, list_runs
 
 LESSONS = Lessons(drills=6, short=6, whole=12, played=24)
 OVERRIDES = ["training.batch_size=4", "training.group_size=4", "training.max_steps=3", "data.count=12",
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("TrainingFactory.envs.SearchEnvironment.reward", lambda self, e: by_last_token(e))
         small = functools.partial(Demo, lessons=LESSONS, overrides=OVERRIDES)
-        patch.setattr("TrainingFactory.services.demo.demo.Demo", small)
+        patch.setattr("TrainingFactory.apps.demo.demo.Demo", small)
         with pytest.raises(SystemExit) as ended:
             main(["demo", "--seed", "3", "--out", str(out)])
     assert ended.value.code == 0

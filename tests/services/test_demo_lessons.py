@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from TrainingFactory.apps.demo.lessons import LESSONS, Lessons, demonstrate
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.envs import CalculatorEnvironment, SearchEnvironment
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
-from TrainingFactory.services.demo.lessons import LESSONS, Lessons, demonstrate
-from TrainingFactory.services.training.tokenized import TokenizedDataset
+from TrainingFactory.training.tokenized_dataset import TokenizedDataset
 from TrainingFactory.types import Sample, Trajectory
 
 TOKENIZER = tiny_tokenizer()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.kits.pages import HOSTILE, SHOWN, parsed, words
+from TrainingFactory.apps.demo.report import Report, Stats, Trial
+from TrainingFactory.apps.reports.charts import running_mean
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.services.demo.report import Report, Stats, Trial
-from TrainingFactory.services.reports.charts import running_mean
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, Trajectory, Turn
 
 

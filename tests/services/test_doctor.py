@@ -13,22 +13,22 @@ import torch
 from benchmarks.gpu_shapes import estimated, table
 from tests.kits.cli import Run
 from tests.kits.docs import ROOT
-from TrainingFactory.config import TrainingConfig
-from TrainingFactory.models import chat_format, load_model
-from TrainingFactory.services.doctor.checks import (
+from TrainingFactory.apps.doctor.checks import (
     check_episodes,
     check_format,
     check_mask,
     check_prompts,
     check_tools,
 )
-from TrainingFactory.services.doctor.diagnosis import REMEDIES, Diagnosis
-from TrainingFactory.services.doctor.examination import examine, forecast
-from TrainingFactory.services.doctor.memory import check_memory, estimate, remedy
-from TrainingFactory.services.plan.planning import Planner
-from TrainingFactory.services.plan.shapes import find_shape
-from TrainingFactory.services.runs.tracking import PlainLines
-from TrainingFactory.services.training.source import StepGroups
+from TrainingFactory.apps.doctor.examination import examine, forecast
+from TrainingFactory.apps.plan.memory import check_memory, estimate, remedy
+from TrainingFactory.apps.plan.planning import Planner
+from TrainingFactory.apps.plan.shapes import find_shape
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.models import chat_format, load_model
+from TrainingFactory.runs.diagnosis import REMEDIES, Diagnosis
+from TrainingFactory.runs.tracking import PlainLines
+from TrainingFactory.training.source import StepGroups
 from TrainingFactory.types import (
     Completion,
     Group,
@@ -238,7 +238,7 @@ def test_a_device_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nand more")
 
-    monkeypatch.setattr("TrainingFactory.services.build.sampler.load", load)
+    monkeypatch.setattr("TrainingFactory.assembly.sampler.load", load)
     for given in (config(), TrainingConfig()):
         [finding] = examine(given, PlainLines()).findings
         assert finding.name == "memory" and finding.sentence.endswith("20 GiB")

@@ -16,9 +16,9 @@ from tests.kits.run import brief, go_on, train
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import write_aside
 from TrainingFactory.data.trajectories import save_trajectories
-from TrainingFactory.services.evaluation import statistics
-from TrainingFactory.services.evaluation.identity import conditions, model_digest, weights_digest
-from TrainingFactory.services.evaluation.records import (
+from TrainingFactory.evaluation import statistics
+from TrainingFactory.evaluation.identity import conditions, model_digest, weights_digest
+from TrainingFactory.evaluation.records import (
     EvaluationRecord,
     ModelIdentity,
     append_record,
@@ -27,7 +27,7 @@ from TrainingFactory.services.evaluation.records import (
     task_digest,
     tasks_digest,
 )
-from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolResult, Trajectory, Turn
 
 CONFIG = TrainingConfig(environment={"environment_id": "calculator"})

@@ -11,6 +11,7 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from TrainingFactory.assembly.export import export
 from TrainingFactory.cli.app import app
 from TrainingFactory.learning.checkpoints import save_checkpoint
 from TrainingFactory.learning.heads import head_for
@@ -18,7 +19,6 @@ from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import load_model
-from TrainingFactory.services.export import export
 
 IDS = torch.tensor([[5, 17, 300, 42, 7, 7, 250, 11]])
 LEARNER = {"learner", "learner.json", "state.json"}

@@ -14,12 +14,12 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.run import Quiet
 from tests.kits.siblings import COMPUTE, DATA, ENVIRONMENTS, LOOKED_UP
+from TrainingFactory.apps.views.run_tables import state_rows
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import CalculatorEnvironment
+from TrainingFactory.resolve import factories
 from TrainingFactory.services import GRPOTrainer, SFTTrainer
-from TrainingFactory.services.build import factories
-from TrainingFactory.services.build.training import Training, resume
-from TrainingFactory.services.reports.run_tables import state_rows
+from TrainingFactory.trainers.training_run import Training, resume
 
 Install = Callable[..., None]
 FILE = """

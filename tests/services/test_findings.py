@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.kits.run import Offering, Quiet, brief, go_on, rows, small, train
+from TrainingFactory.apps.views.runs import findings
 from TrainingFactory.rollout import rollout_metrics
-from TrainingFactory.services.doctor.table import CHECKS, Table, like_a_call
-from TrainingFactory.services.runs.findings import Change
-from TrainingFactory.services.runs.folder import FINDINGS, RunFolder
-from TrainingFactory.services.training.source import sampled_metrics
-from TrainingFactory.services.views.runs import findings
+from TrainingFactory.runs.finding_rules import CHECKS, Table, like_a_call
+from TrainingFactory.runs.findings import Change
+from TrainingFactory.runs.folder import FINDINGS, RunFolder
+from TrainingFactory.training.source import sampled_metrics
 from TrainingFactory.types import (
     Completion,
     Group,

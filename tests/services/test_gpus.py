@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from TrainingFactory.assembly.gpus import with_all_gpus
 from TrainingFactory.cluster import ray_session
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.services.build import factories
-from TrainingFactory.services.build.gpus import with_all_gpus
-from TrainingFactory.services.build.notices import unused
-from TrainingFactory.services.build.siblings import Allocation
+from TrainingFactory.resolve import factories
+from TrainingFactory.resolve.siblings import Allocation
+from TrainingFactory.trainers.notices import unused
 
 
 def divided(visible: int = 8, sections: dict[str, Any] | None = None, **compute: Any) -> Any:

@@ -11,7 +11,7 @@ from tests.kits.run import EXACT, Parity, Quiet, assert_same_run, go_on, rows, s
 from tests.kits.warm import lift
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.runs.folder import RunFolder
 
 
 class Half(Parity):

@@ -12,8 +12,8 @@ from tests.kits.run import Quiet, go_on, rows, small, train
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rollout import rollout_metrics
-from TrainingFactory.services.training.guards import Guards
-from TrainingFactory.services.training.source import StepGroups
+from TrainingFactory.training.guards import Guards
+from TrainingFactory.training.source import StepGroups
 from TrainingFactory.types import Completion, Group, Message, Reward, Sample, Task, Trajectory, Turn
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from tests.kits.judge import Said, judging
+from TrainingFactory.apps.judge_audit.audit import ATTACKS, audit
+from TrainingFactory.apps.judge_audit.gold import Gold, load_gold
+from TrainingFactory.apps.judge_audit.metrics import accuracy, kappa, pearson, ranks, spearman
+from TrainingFactory.apps.judge_audit.report import Audit, verdict_of
+from TrainingFactory.rewards.judge.model_judge import ModelJudge, model_judge
 from TrainingFactory.rewards.judge.prompts import PAIR_TEMPLATE, JudgePrompt
-from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
-from TrainingFactory.services.judge_audit.audit import ATTACKS, audit
-from TrainingFactory.services.judge_audit.gold import Gold, load_gold
-from TrainingFactory.services.judge_audit.metrics import accuracy, kappa, pearson, ranks, spearman
-from TrainingFactory.services.judge_audit.report import Audit, verdict_of
 
 pytestmark = pytest.mark.usefixtures("judge_key")
 

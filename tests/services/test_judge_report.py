@@ -11,10 +11,10 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.judge import KEY, judging
 from tests.services.test_judge_audit import PAIRS, ROWS, audited, fair, gold_file, single
-from TrainingFactory.services.evaluation.evaluation import wilson
-from TrainingFactory.services.judge_audit.gold import load_gold
-from TrainingFactory.services.judge_audit.metrics import partial
-from TrainingFactory.services.judge_audit.report import Audit, verdict_of
+from TrainingFactory.apps.judge_audit.gold import load_gold
+from TrainingFactory.apps.judge_audit.metrics import partial
+from TrainingFactory.apps.judge_audit.report import Audit, verdict_of
+from TrainingFactory.evaluation.evaluation import wilson
 
 pytestmark = pytest.mark.usefixtures("judge_key")
 

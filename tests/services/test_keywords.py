@@ -14,8 +14,8 @@ import pytest
 from TrainingFactory import services
 from TrainingFactory.config.names import ALIASES
 from TrainingFactory.config.schema import ALGORITHMS, TrainingConfig, sections
-from TrainingFactory.services.keywords import Keywords, TRLKeywords, homes_of
-from TrainingFactory.services.trainers import Trainer
+from TrainingFactory.trainers.keywords import Keywords, TRLKeywords, homes_of
+from TrainingFactory.trainers.trainer import Trainer
 
 TRAINERS = {trainer.algorithm: trainer for trainer in (getattr(services, name) for name in services.__all__)}
 POSITIONAL = ["model", "environment"]

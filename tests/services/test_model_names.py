@@ -11,11 +11,11 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.registry import made_run
 from tests.kits.run import Parity, Quiet, brief, go_on, train
-from TrainingFactory.services.build.model_names import find_model, with_model
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.export import export
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.training.dataset import Objects
+from TrainingFactory.assembly.export import export
+from TrainingFactory.resolve.model_names import find_model, with_model
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.trainers.training_run import Training
+from TrainingFactory.training.dataset import Objects
 
 SHORT = {"max_steps": 1, "batch_size": 2, "group_size": 2}
 

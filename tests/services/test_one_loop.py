@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on
+from TrainingFactory.common.event_loop import run
 from TrainingFactory.learning import policy
-from TrainingFactory.running import run
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.training.dataset import Objects
+from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.tools import AsyncToolExecutor, tool
+from TrainingFactory.trainers.training_run import Training
+from TrainingFactory.training.dataset import Objects
 from TrainingFactory.types import ToolCall
 
 

@@ -15,10 +15,10 @@ from benchmarks.proxy_faults import EXPECTED, campaign
 from tests.kits.cli import Run
 from tests.kits.proxy import Talker, play_program
 from tests.kits.scale import packages
+from TrainingFactory.agent_api.agent_program import AgentProgram
 from TrainingFactory.config import load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.data.samples import to_samples
-from TrainingFactory.services.proxy.program import AgentProgram
 from TrainingFactory.types import Message, Reward, Task, ToolCall
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from TrainingFactory.apps.plan.memory import estimate
+from TrainingFactory.apps.plan.planning import Planner
+from TrainingFactory.apps.plan.shapes import DATA, Shape, find_shape, learner_bytes, sampler_bytes
+from TrainingFactory.apps.plan.step_time import Costs, StepModel, expected_maximum
+from TrainingFactory.apps.plan.workload import Episodes, distribution, draw_episodes, read_episodes
 from TrainingFactory.cli.app import app
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.models import load_model
-from TrainingFactory.services.doctor.memory import estimate
-from TrainingFactory.services.plan.planning import Planner
-from TrainingFactory.services.plan.shapes import DATA, Shape, find_shape, learner_bytes, sampler_bytes
-from TrainingFactory.services.plan.step_time import Costs, StepModel, expected_maximum
-from TrainingFactory.services.plan.workload import Episodes, distribution, draw_episodes, read_episodes
-from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolResult, Trajectory, Turn
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "qwen3_grpo_ray.yaml")

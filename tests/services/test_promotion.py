@@ -11,15 +11,15 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.registry import made_run
 from tests.services.test_compare import PARITY
+from TrainingFactory.apps.reports.comparison_page import comparison_page
+from TrainingFactory.evaluation.gate import Guard, check
+from TrainingFactory.evaluation.records import make_record, read_records, tasks_digest
+from TrainingFactory.evaluation.requests import RecordedEvaluation
+from TrainingFactory.evaluation.suites import load_suite
 from TrainingFactory.models import load_model
-from TrainingFactory.services.build.model_names import find_model
-from TrainingFactory.services.evaluation.asked import RecordedEvaluation
-from TrainingFactory.services.evaluation.gate import Guard, check
-from TrainingFactory.services.evaluation.promotion import Play, Promotion
-from TrainingFactory.services.evaluation.records import make_record, read_records, tasks_digest
-from TrainingFactory.services.evaluation.suites import load_suite
-from TrainingFactory.services.model_registry import ModelRegistry
-from TrainingFactory.services.reports.comparison_page import comparison_page
+from TrainingFactory.promotion.model_registry import ModelRegistry
+from TrainingFactory.promotion.promotion import Play, Promotion
+from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.types import Completion, Message, Reward, ToolResult, Trajectory, Turn
 
 ENTRIES = """

@@ -16,12 +16,12 @@ from tests.kits.cli import Run
 from tests.kits.proxy import PROGRAM, REWARD, TALK, Talker, begin, ended, line, play, proxied
 from tests.kits.run import Quiet
 from tests.kits.serve import CHAT, WEATHER, events, joined, tiny_chat, until
+from TrainingFactory.agent_api.conversations import Conversations
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.cli import show
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.samples import to_samples
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.proxy.conversations import Conversations
+from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.types import (
     Completion,
     Message,

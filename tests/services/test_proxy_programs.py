@@ -15,7 +15,7 @@ import pytest
 
 from tests.kits.proxy import TALK, TASK, line, play
 from tests.kits.serve import until
-from TrainingFactory.services.proxy.program import AgentProgram
+from TrainingFactory.agent_api.agent_program import AgentProgram
 from TrainingFactory.types import Reward
 
 FAILURES = {
@@ -132,7 +132,7 @@ def test_a_program_that_kills_what_the_run_started_ends_all_the_same_and_finds_n
 def test_a_program_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     code = f"""if True:
         import asyncio
-        from TrainingFactory.services.proxy.program import AgentProgram
+        from TrainingFactory.agent_api.agent_program import AgentProgram
         from TrainingFactory.types import Task
         program = AgentProgram({shlex.join([sys.executable, "-S", "agent.py"])!r}, {{}})
         asyncio.run(program(Task("t", "?")).play(None))"""

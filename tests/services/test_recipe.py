@@ -13,11 +13,11 @@ from tests.data.test_gsm8k import question, written
 from tests.kits.cli import Run
 from tests.kits.run import Quiet
 from tests.models.test_tools_format import bare
+from TrainingFactory.apps.recipes.recipe import TAKEN, Recipe
+from TrainingFactory.evaluation.comparison import sides
+from TrainingFactory.resolve.model_names import as_started_from, find_model
+from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.sampling.native import NativeEngine
-from TrainingFactory.services.build.model_names import as_started_from, find_model
-from TrainingFactory.services.evaluation.comparison import sides
-from TrainingFactory.services.recipes.recipe import TAKEN, Recipe
-from TrainingFactory.services.runs.folder import RunFolder
 
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 append = RunFolder.append

@@ -15,15 +15,15 @@ import pytest
 
 from tests.kits.cli import ROOT, Run
 from tests.kits.registry import made_run, model_folder
+from TrainingFactory.assembly.reward_types import reward_model
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import write_sums
-from TrainingFactory.services.build import model_names
-from TrainingFactory.services.build.model_names import as_started_from, check_started_from, find_model
-from TrainingFactory.services.build.reward_types import reward_model
-from TrainingFactory.services.model_registry import ModelRegistry
-from TrainingFactory.services.registry import store
-from TrainingFactory.services.registry.lineage import chain, tree
-from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.promotion.model_registry import ModelRegistry
+from TrainingFactory.registry import store
+from TrainingFactory.registry.lineage import chain, tree
+from TrainingFactory.resolve import model_names
+from TrainingFactory.resolve.model_names import as_started_from, check_started_from, find_model
+from TrainingFactory.runs.folder import RunFolder
 
 MLFLOW = ROOT / ".servers" / "mlflow"
 
@@ -395,7 +395,7 @@ def test_an_export_arrives_in_a_real_mlflow(registry: ModelRegistry, tmp_path: P
     version = registry.register("agent", "sft", "first", {"team": "search"})
     registry.set_alias("agent:1", "champion")
     program = f"""
-from TrainingFactory.services.model_registry import ModelRegistry
+from TrainingFactory.promotion.model_registry import ModelRegistry
 from mlflow import MlflowClient, artifacts
 uri = "sqlite:///{tmp_path}/mlflow.db"
 registry = ModelRegistry(runs={str(tmp_path)!r})

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.kits.registry import model_folder, operations, replayed
-from TrainingFactory.services.registry.catalogue import Catalogue
+from TrainingFactory.registry.catalogue import Catalogue
 
 FORKS = multiprocessing.get_context("forkserver")
 

@@ -15,10 +15,10 @@ import pytest
 
 from tests.kits.forks import FORKED, fork
 from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, rows, train
-from TrainingFactory.services.build.model_names import find_model
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.training.dataset import Objects
+from TrainingFactory.resolve.model_names import find_model
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.trainers.training_run import Training
+from TrainingFactory.training.dataset import Objects
 
 
 def in_process(folder: Path) -> None:

@@ -14,13 +14,13 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.pages import HOSTILE, SHOWN, parsed, words
 from tests.kits.run import small, train
+from TrainingFactory.apps.reports.charts import Chart, Line, thinned
+from TrainingFactory.apps.views.run_report import charts, run_page
+from TrainingFactory.assembly import trackers
 from TrainingFactory.cli.display import curve, plot
 from TrainingFactory.data.trajectories import save_trajectories
-from TrainingFactory.services.build import trackers
-from TrainingFactory.services.reports.charts import Chart, Line, thinned
-from TrainingFactory.services.reports.run_report import charts, run_page
-from TrainingFactory.services.reports.texts import best_and_worst
-from TrainingFactory.services.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder
+from TrainingFactory.runs.episode_texts import best_and_worst
+from TrainingFactory.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, Trajectory, Turn
 
 

@@ -15,9 +15,9 @@ from tests.kits.judge import Said, judging
 from tests.kits.run import Quiet, go_on, small, train
 from TrainingFactory.cli.display import Display
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.runs.tracking import in_short
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.runs.tracking import in_short
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """
@@ -279,7 +279,7 @@ def test_the_help_says_what_may_be_edited(tfactory: Run) -> None:
 
 def test_the_config_keeps_what_was_set(tfactory: Run) -> None:
     """Moving a file to where it is does not make other options look as if they had been given."""
-    from TrainingFactory.services.build.named_files import read_config
+    from TrainingFactory.assembly.named_files import read_config
 
     Path("w").mkdir()
     os.chdir("w")

@@ -18,16 +18,16 @@ import pytest
 import yaml
 
 from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, rows, small, train
+from TrainingFactory.assembly import trackers
+from TrainingFactory.assembly.rewards import reward_model_folder
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.evaluation.evaluation import reward_of, wilson
+from TrainingFactory.runs.folder import RunFolder, list_runs
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.services.build import trackers
-from TrainingFactory.services.build.rewards import reward_model_folder
-from TrainingFactory.services.build.training import Training, resume
-from TrainingFactory.services.evaluation.evaluation import reward_of, wilson
-from TrainingFactory.services.runs.folder import RunFolder, list_runs
-from TrainingFactory.services.training.dataset import Objects
-from TrainingFactory.services.training.order import Order
+from TrainingFactory.trainers.training_run import Training, resume
+from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.task_order import Order
 from TrainingFactory.types import Trajectory
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello Oslo"}]

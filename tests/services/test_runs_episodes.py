@@ -14,10 +14,10 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.run import Parity, small, train
 from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.apps.reports.run_credit import run_credit
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.protocols import Episode
-from TrainingFactory.services.reports.run_credit import run_credit
-from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Completion, Message, Reward, Task, Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parents[2]

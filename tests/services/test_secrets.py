@@ -12,15 +12,15 @@ import pytest
 
 from tests.kits import mcp as kit
 from tests.kits.run import Quiet
+from TrainingFactory.assembly import sampler
+from TrainingFactory.common.texts import secrets_in
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.models import chat_format
 from TrainingFactory.protocols import Episode
-from TrainingFactory.services.build import sampler
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.training.dataset import Objects
-from TrainingFactory.texts import secrets_in
 from TrainingFactory.tools import tool
+from TrainingFactory.trainers.training_run import Training
+from TrainingFactory.training.dataset import Objects
 from TrainingFactory.types import Message, Step, Task, ToolCall
 
 PLANTED = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from TrainingFactory.services.evaluation.sequential import BETS, log_capital, lower_bound, proved
+from TrainingFactory.promotion.sequential import BETS, log_capital, lower_bound, proved
 
 
 def test_capital_by_hand() -> None:

@@ -14,11 +14,11 @@ import pytest
 
 from tests.kits.engine import plain_logprobs
 from tests.kits.serve import CHAT, HANG, events, joined, live, post, raw, tiny_chat, until, user
+from TrainingFactory.agent_api.response_text import TurnReader
+from TrainingFactory.apps.serving.server import ChatServer, make_server
 from TrainingFactory.config import load_config
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.services.serving.server import ChatServer, make_server
-from TrainingFactory.services.serving.text import TurnReader
 from TrainingFactory.types import Message, SamplingParams
 
 

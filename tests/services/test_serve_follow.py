@@ -16,15 +16,15 @@ import httpx
 import pytest
 
 from tests.kits.serve import CHAT, HANG, events, joined, live, post, until, user
+from TrainingFactory.apps.serving import follow
+from TrainingFactory.apps.serving.follow import following, needed_bytes
+from TrainingFactory.apps.serving.served import load_served, served_config
+from TrainingFactory.apps.serving.server import ChatServer, make_server
 from TrainingFactory.cli.serve import serve
-from TrainingFactory.http import listen
+from TrainingFactory.common.http import listen
 from TrainingFactory.models import load_model
-from TrainingFactory.services.build.model_names import find_model
-from TrainingFactory.services.model_registry import ModelRegistry
-from TrainingFactory.services.serving import follow
-from TrainingFactory.services.serving.follow import following, needed_bytes
-from TrainingFactory.services.serving.served import load_served, served_config
-from TrainingFactory.services.serving.server import ChatServer, make_server
+from TrainingFactory.promotion.model_registry import ModelRegistry
+from TrainingFactory.resolve.model_names import find_model
 
 OPTIONS = ["sampling.slots=2", "model.max_length=200"]
 BODY = user(max_tokens=60, seed=4)

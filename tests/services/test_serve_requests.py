@@ -27,9 +27,9 @@ from tests.kits.serve import (
     until,
     user,
 )
-from TrainingFactory.http import api, listen
-from TrainingFactory.services.build.model_names import find_model
-from TrainingFactory.services.serving.served import served_config
+from TrainingFactory.apps.serving.served import served_config
+from TrainingFactory.common.http import api, listen
+from TrainingFactory.resolve.model_names import find_model
 
 TEXT = "héllo 🙂🙂 wörld END more 漢字 done"
 USER = {"role": "user", "content": "hi"}

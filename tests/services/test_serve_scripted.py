@@ -28,9 +28,9 @@ from tests.kits.serve import (
     until,
     user,
 )
-from TrainingFactory.http import listen
+from TrainingFactory.agent_api.requests import read_ask
+from TrainingFactory.common.http import listen
 from TrainingFactory.models.tiny import tiny_tokenizer
-from TrainingFactory.services.serving.request import read_ask
 from TrainingFactory.types import Message, SamplingParams, ToolSpec
 
 # -- a scripted model: tools, reasoning, failures

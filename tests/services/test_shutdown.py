@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, small, train
+from TrainingFactory.assembly.export import export
+from TrainingFactory.common.event_loop import sigterm_as_ctrl_c
 from TrainingFactory.config.schema import LoggingSection
 from TrainingFactory.data import disk
 from TrainingFactory.data.disk import STATE, changed
-from TrainingFactory.running import sigterm_as_ctrl_c
-from TrainingFactory.services.build import training as build
-from TrainingFactory.services.build.model_names import find_model
-from TrainingFactory.services.export import export
-from TrainingFactory.services.model_registry import ModelRegistry
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.training.dataset import Objects
-from TrainingFactory.services.training.forecasts import CheckpointSpace, StopForecast
-from TrainingFactory.services.training.interrupts import Interrupts
+from TrainingFactory.promotion.model_registry import ModelRegistry
+from TrainingFactory.resolve.model_names import find_model
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.trainers import training_run as build
+from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.forecasts import CheckpointSpace, StopForecast
+from TrainingFactory.training.interrupts import Interrupts
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.kits.run import Quiet, assert_same_run, brief, go_on, train
+from TrainingFactory.apps.views.run_tables import named
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.services.evaluation.records import read_records
-from TrainingFactory.services.reports.run_tables import named
-from TrainingFactory.services.runs.folder import RunFolder, Status
-from TrainingFactory.services.runs.scores import Scores
+from TrainingFactory.evaluation.records import read_records
+from TrainingFactory.runs.folder import RunFolder, Status
+from TrainingFactory.runs.scores import Scores
 
 
 def scores(values: list[float], measure: str = "eval/success", **stop_when: float) -> Scores:

@@ -10,9 +10,9 @@ import pytest
 from tests.kits.cli import Run
 from tests.services.test_compare import PARITY, outcomes
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.services.evaluation.asked import Asked, ask_model
-from TrainingFactory.services.evaluation.records import read_records
-from TrainingFactory.services.evaluation.suites import (
+from TrainingFactory.evaluation.records import read_records
+from TrainingFactory.evaluation.requests import Asked, ask_model
+from TrainingFactory.evaluation.suites import (
     BUILTIN,
     Suite,
     SuiteEntry,

@@ -24,7 +24,7 @@ from TrainingFactory.services import (
     RFTTrainer,
     SFTTrainer,
 )
-from TrainingFactory.services.training.dataset import read_heldout
+from TrainingFactory.training.dataset import read_heldout
 from TrainingFactory.types import Trajectory
 
 ROWS: dict[str, list[dict[str, Any]]] = {

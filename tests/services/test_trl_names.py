@@ -17,7 +17,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.services import DPOTrainer, GRPOTrainer, KTOTrainer, SFTTrainer
-from TrainingFactory.services.trl import rewards_of
+from TrainingFactory.trainers.trl_keywords import rewards_of
 from TrainingFactory.types import Reward
 
 TASKS = [{"prompt": f"Say {word}.", "solution": word} for word in ("yes", "no", "oh", "ah")]

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.kits.cli import Run
+from TrainingFactory.apps.views import index as indexing
+from TrainingFactory.apps.views.credit import group_credit
+from TrainingFactory.apps.views.episodes import episode_view, read_row, says
+from TrainingFactory.apps.views.index import EpisodeIndex, Query
+from TrainingFactory.apps.views.shapes import EpisodePage
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories, trajectory_to_dict
-from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
-from TrainingFactory.services.views import index as indexing
-from TrainingFactory.services.views.credit import group_credit
-from TrainingFactory.services.views.episodes import episode_view, read_row, says
-from TrainingFactory.services.views.index import EpisodeIndex, Query
-from TrainingFactory.services.views.shapes import EpisodePage
+from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, ToolResult, Trajectory, Turn
 
 HOSTILE = '<script>alert("1")</script> \x1b[31m \\ "token_ids": [1, 2] \u2028 \U0001f600'

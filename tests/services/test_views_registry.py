@@ -10,12 +10,12 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.registry import made_run
 from tests.services.test_evaluation_records import played, record_of
+from TrainingFactory.apps.judge_audit.report import AUDITS, Audit, keep_audit
+from TrainingFactory.apps.views import registry as registry_views
+from TrainingFactory.apps.views.registry import audits, comparison_view, models, version_view
 from TrainingFactory.data.trajectories import save_trajectories
-from TrainingFactory.services.evaluation.records import EvaluationRecord, ModelIdentity, append_record
-from TrainingFactory.services.judge_audit.report import AUDITS, Audit, keep_audit
-from TrainingFactory.services.model_registry import ModelRegistry
-from TrainingFactory.services.views import registry as registry_views
-from TrainingFactory.services.views.registry import audits, comparison_view, models, version_view
+from TrainingFactory.evaluation.records import EvaluationRecord, ModelIdentity, append_record
+from TrainingFactory.promotion.model_registry import ModelRegistry
 
 
 def evaluated(runs: Path, name: str, won: str, step: int = 2, **more: str) -> EvaluationRecord:

@@ -18,7 +18,20 @@ import pytest
 from tests.kits.cli import ROOT, Run
 from tests.kits.registry import made_run
 from tests.services.test_views_registry import evaluated
-from TrainingFactory.services.runs.folder import (
+from TrainingFactory.apps.views import files
+from TrainingFactory.apps.views.files import Place, read_json, read_on
+from TrainingFactory.apps.views.index import EpisodeIndex, Query
+from TrainingFactory.apps.views.runs import (
+    LOG,
+    Runs,
+    config_view,
+    diff,
+    findings,
+    log_part,
+    metrics_part,
+    run_view,
+)
+from TrainingFactory.runs.folder import (
     ABOUT,
     CONFIG,
     EVALUATIONS,
@@ -28,19 +41,6 @@ from TrainingFactory.services.runs.folder import (
     TRAJECTORIES,
     RunFolder,
     Status,
-)
-from TrainingFactory.services.views import files
-from TrainingFactory.services.views.files import Place, read_json, read_on
-from TrainingFactory.services.views.index import EpisodeIndex, Query
-from TrainingFactory.services.views.runs import (
-    LOG,
-    Runs,
-    config_view,
-    diff,
-    findings,
-    log_part,
-    metrics_part,
-    run_view,
 )
 from TrainingFactory.tools.recording import SPECS
 
@@ -105,7 +105,7 @@ def test_rows_are_read_again_only_where_something_changed(
     )
     read: list[int] = []
     monkeypatch.setattr(
-        "TrainingFactory.services.views.runs.read_on",
+        "TrainingFactory.apps.views.runs.read_on",
         lambda *given: (part := files.read_on(*given), read.append(part.place.offset - part.start))[0],
     )
     assert all(a is b for a, b in zip(runs.rows(), first, strict=True)) and not read
@@ -326,7 +326,7 @@ def test_a_line_without_an_end_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     run = made_run(tmp_path, "a")
     for module in ("data.disk", "services.views.files"):
         monkeypatch.setattr(f"TrainingFactory.{module}.MAX_LINE", 1000)
-    monkeypatch.setattr("TrainingFactory.services.views.runs.PART", 1000)
+    monkeypatch.setattr("TrainingFactory.apps.views.runs.PART", 1000)
     for name in (METRICS, EVALUATIONS, TRAJECTORIES):
         (run.path / name).touch()
         os.truncate(run.path / name, 1 << 40)  # takes no room on the disk
@@ -382,8 +382,8 @@ def test_the_command_line_prints_the_same(tfactory: Run) -> None:
 
 def test_views_are_imported_without_torch() -> None:
     code = (
-        "import sys, TrainingFactory.services.views.runs, TrainingFactory.services.views.index\n"
-        "import TrainingFactory.services.views.registry\n"
+        "import sys, TrainingFactory.apps.views.runs, TrainingFactory.apps.views.index\n"
+        "import TrainingFactory.apps.views.registry\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

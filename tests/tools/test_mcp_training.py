@@ -24,9 +24,9 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Episode
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.training.dataset import Objects
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.trainers.training_run import Training
+from TrainingFactory.training.dataset import Objects
 from TrainingFactory.types import Message, Step, Task, ToolCall, Trajectory
 
 

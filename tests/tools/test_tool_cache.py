@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.kits.tools import Lookup, ask, call
-from TrainingFactory.endpoint import Endpoint
-from TrainingFactory.services.build.tools import cacheable
+from TrainingFactory.assembly.tools import cacheable
+from TrainingFactory.common.endpoint import Endpoint
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.cache import cache as cache_module

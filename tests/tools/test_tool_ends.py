@@ -10,11 +10,11 @@ import pytest
 
 from tests.kits.rollout import FakeChat, rollout
 from tests.kits.run import Quiet, small
-from TrainingFactory import catalog
+from TrainingFactory.common import catalog
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.evaluation.rollouts import Rollouts, check_tools
+from TrainingFactory.evaluation.rollouts import Rollouts, check_tools
+from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.types import Task
 
 

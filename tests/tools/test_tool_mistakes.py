@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from TrainingFactory.endpoint import Endpoint
+from TrainingFactory.common.endpoint import Endpoint
 from TrainingFactory.tools import AsyncToolExecutor, ToolCache, as_tool, tool
-from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.custom_tools import AgentTool, PythonTool, SearchTool, SqlTool, calculator
+from TrainingFactory.tools.making import make_tool
 from TrainingFactory.tools.recording import CALLS, Recorder, recorded_tools
 from TrainingFactory.tools.schema import check_schema
 from TrainingFactory.types import ToolResult, ToolSpec

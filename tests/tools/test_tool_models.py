@@ -15,10 +15,10 @@ import pytest
 
 from tests.kits.judge import KEY, Judge, judging
 from tests.kits.tools import one, play
-from TrainingFactory.endpoint import Endpoint
+from TrainingFactory.common.endpoint import Endpoint
 from TrainingFactory.tools import AsyncToolExecutor, tool
-from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.custom_tools import AgentTool, ModelTool, calculator
+from TrainingFactory.tools.making import make_tool
 from TrainingFactory.types import Message, ToolCall, ToolFailure, ToolResult, ToolSpec
 
 ROOT = Path(__file__).resolve().parents[2]

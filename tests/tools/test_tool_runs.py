@@ -14,12 +14,12 @@ from tests.kits.rollout import Echo
 from tests.kits.run import EXACT, Quiet, assert_same_run, rows, small
 from tests.kits.tools import Down, no_turn_is_cut
 from TrainingFactory.protocols import Episode
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.runs.folder import RunFolder, TrainingReport
-from TrainingFactory.services.training.dataset import Objects
-from TrainingFactory.services.training.interrupts import Interrupts
+from TrainingFactory.runs.folder import RunFolder, TrainingReport
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.recording import CALLS
+from TrainingFactory.trainers.training_run import Training
+from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.interrupts import Interrupts
 from TrainingFactory.types import Message, Step, Task, ToolCall, ToolResult
 
 

@@ -12,12 +12,12 @@ from pydantic import BaseModel, Field
 from typing_extensions import TypedDict  # that of `typing` is too poor before Python 3.12
 
 from tests.kits.tools import one
-from TrainingFactory import catalog
+from TrainingFactory.common import catalog
 from TrainingFactory.protocols import ToolSource
 from TrainingFactory.tools import FunctionTool, ToolOptions, as_tool, tool
-from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.custom_tools import SearchTool, SqlTool, calculator
 from TrainingFactory.tools.decorator import OptionNames
+from TrainingFactory.tools.making import make_tool
 from TrainingFactory.tools.schema import check_schema, schema_problems, validator_of
 from TrainingFactory.types import ToolSpec
 

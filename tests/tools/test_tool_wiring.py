@@ -15,12 +15,12 @@ from tests.kits.mcp import own
 from tests.kits.rollout import call_text, rollout
 from tests.kits.run import Quiet, small
 from tests.kits.tools import execute
+from TrainingFactory.assembly.run_tools import RunTools
+from TrainingFactory.assembly.tools import cacheable, choose_names
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.envs import SearchEnvironment, ToolEnvironment
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.services.build.run_tools import RunTools
-from TrainingFactory.services.build.tools import cacheable, choose_names
 from TrainingFactory.tools import MCPTools, ToolCache, tool
 from TrainingFactory.types import Reward, Task, ToolCall
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from tests.kits.tools import execute, one
+from TrainingFactory.common.event_loop import hand_over
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.running import hand_over
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.custom_tools import calculator
-from TrainingFactory.tools.waiting import never_waits, within
+from TrainingFactory.tools.timeouts import never_waits, within
 from TrainingFactory.types import Task, ToolCall, ToolFailure, ToolResult
 
 
@@ -140,7 +140,7 @@ def test_a_call_out_of_time():
 
 
 def test_an_async_tool_that_ignores_its_cancelling_is_left_behind(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("TrainingFactory.tools.waiting.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("TrainingFactory.tools.timeouts.GRACE_SECONDS", 0.05)
     go_on = True
 
     @tool(timeout=0.05)

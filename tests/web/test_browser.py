@@ -12,7 +12,7 @@ import pytest
 from tests.kits.browser import Browser
 from tests.kits.page import Served, serving
 from tests.kits.registry import made_run, model_folder
-from TrainingFactory.services.registry.catalogue import Catalogue
+from TrainingFactory.registry.catalogue import Catalogue
 
 pytestmark = pytest.mark.xdist_group("browser")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from tests.kits.page import serving
 from tests.kits.registry import made_run
 from tests.web.test_pages import episode
-from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
-from TrainingFactory.services.judge_audit.gold import load_gold
-from TrainingFactory.services.judge_audit.report import Audit, keep_audit
-from TrainingFactory.services.runs.folder import TRAJECTORIES
+from TrainingFactory.apps.judge_audit.gold import load_gold
+from TrainingFactory.apps.judge_audit.report import Audit, keep_audit
+from TrainingFactory.rewards.judge.model_judge import ModelJudge, model_judge
+from TrainingFactory.runs.folder import TRAJECTORIES
 
 
 def test_labels_are_gold_rows(tmp_path: Path) -> None:

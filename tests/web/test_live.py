@@ -12,7 +12,7 @@ from tests.kits.cli import ROOT
 from tests.kits.page import serving
 from tests.kits.registry import made_run
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.services.runs.folder import FINDINGS, METRICS, RunFolder, Status
+from TrainingFactory.runs.folder import FINDINGS, METRICS, RunFolder, Status
 
 
 def running(runs: Path, name: str = "live") -> RunFolder:

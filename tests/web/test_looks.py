@@ -16,7 +16,7 @@ import pytest
 from tests.kits.browser import Browser, Tab
 from tests.kits.page import Served
 from tests.kits.registry import made_run
-from TrainingFactory.services.runs.folder import METRICS
+from TrainingFactory.runs.folder import METRICS
 from TrainingFactory.web.site import STATIC
 
 pytestmark = pytest.mark.xdist_group("browser")

@@ -13,9 +13,9 @@ from tests.kits.browser import Browser, Tab
 from tests.kits.page import Served
 from tests.kits.registry import made_run, model_folder
 from tests.services.test_views_registry import evaluated
-from TrainingFactory.http.api import ApiError
-from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
-from TrainingFactory.services.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder, Status
+from TrainingFactory.common.http.api import ApiError
+from TrainingFactory.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder, Status
 from TrainingFactory.web.site import STATIC
 
 pytestmark = pytest.mark.xdist_group("browser")

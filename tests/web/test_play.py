@@ -15,9 +15,9 @@ import pytest
 from tests.kits.page import Served, serving
 from tests.kits.registry import made_run
 from tests.kits.warm import WARM
+from TrainingFactory.agent_api.responses import PIECE
 from TrainingFactory.data.examples import load_examples
-from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
-from TrainingFactory.services.serving.answers import PIECE
+from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.web import playing
 
 HOMES = "from tests.kits.warm import Homes as Base\n\n\nclass Homes(Base):\n    pass\n"

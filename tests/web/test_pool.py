@@ -10,8 +10,8 @@ import pytest
 
 from tests.kits.page import serving, until
 from tests.kits.registry import made_run, model_folder
-from TrainingFactory.http.api import ApiError
-from TrainingFactory.services.registry.catalogue import Catalogue
+from TrainingFactory.common.http.api import ApiError
+from TrainingFactory.registry.catalogue import Catalogue
 from TrainingFactory.web import pool, worker
 from TrainingFactory.web.pool import Pool
 

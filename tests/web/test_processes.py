@@ -14,8 +14,8 @@ import pytest
 from tests.kits.cli import ROOT, Run
 from tests.kits.page import Served, command, serving, until
 from tests.kits.registry import made_run
-from TrainingFactory.services.runs import stopping
-from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.runs import stopping
+from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.web import processes
 
 YAML = "model: builtin:tiny\nenvironment: search\ntraining: {max_steps: 400}\n"

@@ -18,11 +18,11 @@ import pytest
 
 from tests.kits.page import TOKEN, Served, serving, until
 from tests.kits.registry import made_run
+from TrainingFactory.apps.views import shapes
 from TrainingFactory.cli import ui
-from TrainingFactory.http import api
-from TrainingFactory.http.site import POLICY, event, json_text
-from TrainingFactory.services.runs.folder import METRICS
-from TrainingFactory.services.views import shapes
+from TrainingFactory.common.http import api
+from TrainingFactory.common.http.site import POLICY, event, json_text
+from TrainingFactory.runs.folder import METRICS
 from TrainingFactory.web import site
 
 JSON = {"content-type": "application/json"}
@@ -242,7 +242,7 @@ def test_the_token_is_taken_from_the_environment_or_kept_in_a_file(
 
 
 def test_a_read_that_never_ends_is_a_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("TrainingFactory.http.site.READ_TIME", 0.05)
+    monkeypatch.setattr("TrainingFactory.common.http.site.READ_TIME", 0.05)
     with serving(tmp_path / "runs") as page:
         assert page.page is not None
         free = threading.Event()

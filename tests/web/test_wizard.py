@@ -13,8 +13,8 @@ import yaml
 
 from tests.kits.page import Served, serving
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.rewards.rule_based import RULES
-from TrainingFactory.rewards.tool_verified import VERIFIERS
+from TrainingFactory.rewards.rules.rule_based import RULES
+from TrainingFactory.rewards.rules.tool_verified import VERIFIERS
 from TrainingFactory.web import worker
 from TrainingFactory.web.site import STATIC
 

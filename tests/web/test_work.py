@@ -16,7 +16,7 @@ from tests.web.test_pages import HOSTILE, episode
 from tests.web.test_play import made_runs
 from tests.web.test_wizard import TINY
 from TrainingFactory.data.examples import load_examples
-from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
+from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
 
 pytestmark = [pytest.mark.xdist_group("browser"), pytest.mark.usefixtures("forked_jobs")]
 LONG = 120.0  # seconds: a process is started, and a model loaded

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.kits.mcp import children, wait_until
-from TrainingFactory.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
+from TrainingFactory.common.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 
 ROOT = Path(__file__).resolve().parents[2]
 FUNCTIONS = "tests.workers.functions"
@@ -125,7 +125,7 @@ def test_it_outlives_an_event_loop_and_ends_with_its_object():
 
 PARENT = f"""
 import asyncio
-from TrainingFactory.workers import Worker
+from TrainingFactory.common.workers import Worker
 async def main():
     worker = Worker("{FUNCTIONS}:do")
     print(await worker.ask("pid", 60), await worker.ask("start", 60), flush=True)

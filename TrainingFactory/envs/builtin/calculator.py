@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from itertools import islice
 
-from TrainingFactory.arithmetic import calculate, calculated
+from TrainingFactory.common.arithmetic import calculate, calculated
 from TrainingFactory.envs.base import ToolEnvironment
 from TrainingFactory.envs.builtin.splits import made_up
 from TrainingFactory.tools import tool

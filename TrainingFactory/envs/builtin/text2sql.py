@@ -23,12 +23,12 @@ from itertools import count as endlessly
 from pathlib import Path
 from typing import Any, Literal
 
+from TrainingFactory.common.sql.compare import same_result
+from TrainingFactory.common.sql.database import Database
 from TrainingFactory.envs.base import ToolEnvironment
 from TrainingFactory.envs.builtin.splits import made_up
 from TrainingFactory.envs.builtin.text2sql_data import DOMAINS, QUESTIONS, ask, script_of
 from TrainingFactory.protocols import Episode
-from TrainingFactory.sql.compare import same_result
-from TrainingFactory.sql.database import Database
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Message, Reward, Task, ToolCall, ToolResult

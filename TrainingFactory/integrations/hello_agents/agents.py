@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from TrainingFactory import running
-from TrainingFactory.endpoint import BY_HOST, Endpoint
+from TrainingFactory.common import event_loop as running
+from TrainingFactory.common.endpoint import BY_HOST, Endpoint
 from TrainingFactory.tools.builtin.agent import AgentTool
 from TrainingFactory.types import ToolResult
 

@@ -202,7 +202,7 @@ def tokenizer_of(model_name: str | None) -> Any:
     if model_name is None:
         return None
     from TrainingFactory.models.loading import load_tokenizer
-    from TrainingFactory.services.build.model_names import find_model
+    from TrainingFactory.resolve.model_names import find_model
 
     return load_tokenizer(find_model(model_name).name)
 

@@ -10,11 +10,11 @@ from statistics import fmean
 from typing import Any
 
 from TrainingFactory.config.loading import key_value
+from TrainingFactory.evaluation.records import EvaluationRecord
+from TrainingFactory.evaluation.requests import RecordedEvaluation, ask
 from TrainingFactory.integrations.hello_agents.rewards import accuracy_of, lines_of
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.rewards.rules.answers import marked
-from TrainingFactory.services.evaluation.asked import RecordedEvaluation, ask
-from TrainingFactory.services.evaluation.records import EvaluationRecord
 from TrainingFactory.types import Trajectory
 
 REWARD = f"{accuracy_of.__module__}:{accuracy_of.__name__}"

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.common.options import did_you_mean, nearest
+from TrainingFactory.common.texts import describe
 from TrainingFactory.integrations.hello_agents import datasets, rewards, training
 from TrainingFactory.integrations.hello_agents.agents import Tool, ToolParameter
 from TrainingFactory.integrations.hello_agents.texts import Texts
-from TrainingFactory.options import did_you_mean, nearest
-from TrainingFactory.texts import describe
 
 log = logging.getLogger(__name__)
 TASKS = "data.tasks"  # a folder with GSM8K

@@ -15,12 +15,12 @@ from TrainingFactory import services
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.integrations.hello_agents import datasets
 from TrainingFactory.models.names import BUILTIN, resolve
-from TrainingFactory.services.build.model_names import ADAPTER, find_model
-from TrainingFactory.services.runs.tracking import PlainLines, in_short
-from TrainingFactory.services.trl import VALUES
+from TrainingFactory.resolve.model_names import ADAPTER, find_model
+from TrainingFactory.runs.tracking import PlainLines, in_short
+from TrainingFactory.trainers.trl_keywords import VALUES
 
 if TYPE_CHECKING:  # torch, which takes seconds
-    from TrainingFactory.services.trainers import Trainer
+    from TrainingFactory.trainers.trainer import Trainer
 
 RECORD = "training_result.json"  # in output_dir, with the names of the model's files
 # A plain key of the textbook -> ours. What needs more than another name is in `_special`.

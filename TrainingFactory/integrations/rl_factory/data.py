@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from TrainingFactory.openai_form import message_to_dict
+from TrainingFactory.common.openai_format import message_to_dict
 from TrainingFactory.rewards.judge.judges import Ask
 from TrainingFactory.types import Message, Trajectory
 

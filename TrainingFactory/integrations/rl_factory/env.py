@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
+from TrainingFactory.common.options import nearest
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
 from TrainingFactory.integrations.rl_factory.data import (
     JUDGE_SCORE,
@@ -20,7 +21,6 @@ from TrainingFactory.integrations.rl_factory.data import (
 )
 from TrainingFactory.integrations.rl_factory.episode import EnvEpisode, JudgedEpisode
 from TrainingFactory.integrations.rl_factory.tool_manager import EpisodeTools
-from TrainingFactory.options import nearest
 from TrainingFactory.rewards.adapt import as_float
 
 VERIFY, ONE_PROMPT = "verify_tool", "_get_single_prompt_str"

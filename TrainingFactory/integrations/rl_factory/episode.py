@@ -24,7 +24,7 @@ from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.rewards.adapt import Unscored, as_float, called, shown
 from TrainingFactory.rewards.judge.judges import Ask
 from TrainingFactory.rollout.scoring import Episode
-from TrainingFactory.tools.waiting import OutOfTime, within
+from TrainingFactory.tools.timeouts import OutOfTime, within
 from TrainingFactory.types import Message, Reward, Step, Task
 
 

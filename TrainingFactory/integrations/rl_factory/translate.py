@@ -8,12 +8,12 @@ from typing import Any
 
 import yaml
 
+from TrainingFactory.common.texts import holds_secret
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import ConfigLoader
 from TrainingFactory.integrations.rl_factory import keys
 from TrainingFactory.integrations.rl_factory.keys import BY_HAND, NONE, NOT_NEEDED
 from TrainingFactory.integrations.rl_factory.launch_script import HIDDEN, LaunchScript
-from TrainingFactory.texts import holds_secret
 from TrainingFactory.tools.mcp.config import read_config
 
 WHOLE = "actor_rollout_ref."

@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.endpoint import ModelError
-from TrainingFactory.options import STRICT, NotNegative
+from TrainingFactory.common.endpoint import ModelError
+from TrainingFactory.common.options import STRICT, NotNegative
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure, JudgeModel, Reply
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.cache.stores import IN_REDIS

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from TrainingFactory.endpoint import Endpoint, first_message
+from TrainingFactory.common.endpoint import Endpoint, first_message
 from TrainingFactory.protocols import ChatFormat, Sampler
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Message, SamplingParams

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from TrainingFactory.options import did_you_mean, nearest
+from TrainingFactory.common.options import did_you_mean, nearest
+from TrainingFactory.common.texts import bounded
 from TrainingFactory.rewards.rules.answers import without_reasoning
-from TrainingFactory.texts import bounded
 from TrainingFactory.types import Message, Task, Trajectory
 
 SINGLE = ("task", "conversation", "answer", "reference")

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.options import STRICT, Text, make_from
+from TrainingFactory.common.options import STRICT, Text, make_from
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.rules.answers import without_reasoning
 from TrainingFactory.rewards.rules.json_answers import checked_schema, strict_json

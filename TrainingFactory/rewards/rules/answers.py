@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.options import STRICT
+from TrainingFactory.common.options import STRICT
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import check_known
 from TrainingFactory.rewards.rules.numbers import last_number_text

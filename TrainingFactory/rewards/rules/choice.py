@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.options import STRICT
+from TrainingFactory.common.options import STRICT
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.rules.answers import ReferenceRule
 from TrainingFactory.rewards.rules.numbers import plain

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.options import STRICT, Text
+from TrainingFactory.common.options import STRICT, Text
+from TrainingFactory.common.sql.compare import Ask
 from TrainingFactory.protocols import Environment, Episode
 from TrainingFactory.rewards.rules.answers import Extract, Extraction, references
 from TrainingFactory.rewards.rules.code_asserts import read_asserts
 from TrainingFactory.rewards.rules.json_answers import last_fenced
-from TrainingFactory.sql.compare import Ask
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult
 

@@ -8,7 +8,7 @@ import regex
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.options import STRICT, NotNegative
+from TrainingFactory.common.options import STRICT, NotNegative
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.rules.answers import Extract, Extraction, FinalText, marked, references
 from TrainingFactory.rewards.rules.json_answers import NOTHING, read_json

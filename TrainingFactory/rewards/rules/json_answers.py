@@ -12,7 +12,7 @@ from jsonschema.validators import validator_for
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.options import STRICT
+from TrainingFactory.common.options import STRICT
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.rules.answers import Extract, Extraction
 from TrainingFactory.tools.schema import unknown_reference, validator_of

@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.options import STRICT, Count, NotNegative
+from TrainingFactory.common.options import STRICT, Count, NotNegative
+from TrainingFactory.common.workers import Worker, WorkerTooSlow
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.rules.answers import AnswerRule, ReferenceRule
 from TrainingFactory.rewards.rules.numbers import Number, is_number, only_number, same_number
 from TrainingFactory.rewards.rules.text import holds, normalised
 from TrainingFactory.types import Reward
-from TrainingFactory.workers import Worker, WorkerTooSlow
 
 MAX_FORMULA_CHARS = 300  # of a formula; what is longer is no answer
 MAX_BYTES = 4 * 2**30  # of memory; a formula that needs more has no value

@@ -9,12 +9,12 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.options import STRICT, Count, Text
+from TrainingFactory.common.options import STRICT, Count, Text
+from TrainingFactory.common.sql.compare import same_result
+from TrainingFactory.common.sql.database import Database
 from TrainingFactory.protocols import Environment, Episode
 from TrainingFactory.rewards.rules.answers import references
 from TrainingFactory.rewards.rules.code import ToolRule, through
-from TrainingFactory.sql.compare import same_result
-from TrainingFactory.sql.database import Database
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Task
 

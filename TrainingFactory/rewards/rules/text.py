@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.options import STRICT
+from TrainingFactory.common.options import STRICT
 from TrainingFactory.rewards.rules.answers import AnswerRule, Extract
 from TrainingFactory.rewards.rules.numbers import lowered
 

@@ -13,18 +13,18 @@ from typing import Any, TypeVar
 
 from pydantic import validate_call
 
-from TrainingFactory.endpoint import Endpoint
-from TrainingFactory.options import STRICT, Count, NotNegative, Positive
+from TrainingFactory.common.endpoint import Endpoint
+from TrainingFactory.common.options import STRICT, Count, NotNegative, Positive
+from TrainingFactory.common.user_code import failure
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import Adapted, as_reward, one_by_one
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.judge.judges import Judge
-from TrainingFactory.rewards.model_judge import judges_at
+from TrainingFactory.rewards.judge.model_judge import judges_at
 from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess, is_rows_own
 from TrainingFactory.tools.limits import CircuitBreaker
-from TrainingFactory.tools.waiting import OutOfTime, within
+from TrainingFactory.tools.timeouts import OutOfTime, within
 from TrainingFactory.types import Reward, Trajectory
-from TrainingFactory.user_code import failure
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class PoolWorker:
         return f"worker {self.number}" + (f" at {model.url}" if isinstance(model, Endpoint) else "")
 
 
-class DistributedRewardModel:
+class RewardWorkerPool:
     """Spread rewards over workers. `model` is one reward for all, or a list with one for each; a text such as
     `rewards.py:score` runs in a process for each worker, or with `base_url` names a model that judges there. `timeout`
     is for one attempt; a row waits at most `patience` seconds while all workers are down."""

@@ -9,13 +9,13 @@ from typing import Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
+from TrainingFactory.common.user_code import failure
+from TrainingFactory.common.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 from TrainingFactory.data.trajectories import trajectory_from_dict, trajectory_to_dict
 from TrainingFactory.protocols import Environment, Episode
 from TrainingFactory.rewards.adapt import Adapted, BrokeOff, Unscored, alone
 from TrainingFactory.rewards.loading import load_reward, with_whole_path
 from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult, Trajectory
-from TrainingFactory.user_code import failure
-from TrainingFactory.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 
 Rows = list[dict[str, Any]]
 # What a reward raises at a row that it does not understand; anything else may be the worker's.

@@ -8,14 +8,14 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import validate_call
 
-from TrainingFactory.endpoint import Endpoint, ModelError
-from TrainingFactory.options import STRICT, Count, Positive, Text, nested
+from TrainingFactory.common.endpoint import Endpoint, ModelError
+from TrainingFactory.common.options import STRICT, Count, Positive, Text, nested
 from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.tools.adapt import as_tool
-from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.builtin.model import PROMPT, OneTool, failed, opening
 from TrainingFactory.tools.executor import DEFAULT_OPTIONS, AsyncToolExecutor
 from TrainingFactory.tools.fingerprint import call_name, definition, digest
+from TrainingFactory.tools.making import make_tool
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Message, ToolFailure, ToolResult, ToolSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from TrainingFactory.arithmetic import calculated
+from TrainingFactory.common.arithmetic import calculated
 from TrainingFactory.tools.decorator import tool
 
 

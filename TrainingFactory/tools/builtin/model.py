@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import validate_call
 
-from TrainingFactory.endpoint import BY_HOST, Endpoint, ModelError
-from TrainingFactory.options import STRICT, Count, Positive, Text, ZeroOrMore
+from TrainingFactory.common.endpoint import BY_HOST, Endpoint, ModelError
+from TrainingFactory.common.options import STRICT, Count, Positive, Text, ZeroOrMore
 from TrainingFactory.protocols import Tool
 from TrainingFactory.tools.fingerprint import definition, digest
 from TrainingFactory.tools.options import ToolOptions

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, validate_call
 
-from TrainingFactory.options import STRICT, Count, Text
+from TrainingFactory.common.options import STRICT, Count, Text
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.threads import in_thread

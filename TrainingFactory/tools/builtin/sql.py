@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import validate_call
 
-from TrainingFactory.options import STRICT, Count, Positive, Text, ZeroOrMore
+from TrainingFactory.common.options import STRICT, Count, Positive, Text, ZeroOrMore
+from TrainingFactory.common.sql.database import Database, Format
 from TrainingFactory.protocols import Tool
-from TrainingFactory.sql.database import Database, Format
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.threads import in_thread

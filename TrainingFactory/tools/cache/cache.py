@@ -15,13 +15,13 @@ from typing import Any
 
 from pydantic import validate_call
 
-from TrainingFactory.options import STRICT, Count, Positive, ZeroOrMore
-from TrainingFactory.texts import describe
-from TrainingFactory.tools.builtin.making import tools_without_options
+from TrainingFactory.common.options import STRICT, Count, Positive, ZeroOrMore
+from TrainingFactory.common.texts import describe
 from TrainingFactory.tools.cache.stores import Store, store_at
 from TrainingFactory.tools.calls import PendingCall, ToolState
 from TrainingFactory.tools.executor import AsyncToolExecutor
 from TrainingFactory.tools.fingerprint import call_name, digest
+from TrainingFactory.tools.making import tools_without_options
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolCall, ToolResult

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.texts import describe
+from TrainingFactory.common.texts import describe
 
 log = logging.getLogger(__name__)
 APPLICATION_ID = 0x7F_70_01_C4  # in the header of the file: says that it is ours

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.options import OptionError, make_from
+from TrainingFactory.common.options import OptionError, make_from
 from TrainingFactory.tools.mcp.server_config import OneTool, ServerConfig, server_config
 
 _STRING = r'("(?:[^"\\]|\\.)*")'

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from TrainingFactory.texts import without
+from TrainingFactory.common.texts import without
 from TrainingFactory.types import ToolResult
 
 

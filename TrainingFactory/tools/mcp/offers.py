@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from TrainingFactory.options import did_you_mean, nearest
-from TrainingFactory.texts import clean
+from TrainingFactory.common.options import did_you_mean, nearest
+from TrainingFactory.common.texts import clean
 from TrainingFactory.tools.mcp.server_config import OneTool, ServerConfig
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import check_schema, without_titles

@@ -18,8 +18,17 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from TrainingFactory.options import STRICT, Count, OptionError, Positive, Text, ZeroOrMore, make_from, nested
-from TrainingFactory.texts import SECRET_VARIABLES, secrets_in, without
+from TrainingFactory.common.options import (
+    STRICT,
+    Count,
+    OptionError,
+    Positive,
+    Text,
+    ZeroOrMore,
+    make_from,
+    nested,
+)
+from TrainingFactory.common.texts import SECRET_VARIABLES, secrets_in, without
 
 Transport = Literal["stdio", "http", "sse"]
 Named = Literal["stdio", "http", "streamable-http", "streamable_http", "streamableHttp", "sse"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.protocols import Tool, ToolSource
-from TrainingFactory.tools.builtin.making import make_tool
+from TrainingFactory.tools.making import make_tool
 from TrainingFactory.tools.mcp.config import parse_config, read_config
 from TrainingFactory.tools.mcp.offers import Offer, make_offers
 from TrainingFactory.tools.mcp.server_config import ServerConfig, ServerDown

@@ -20,13 +20,13 @@ from typing import Annotated, Any
 import psutil
 from pydantic import Field, validate_call
 
-from TrainingFactory.options import STRICT, Count, Positive
+from TrainingFactory.common.event_loop import run
+from TrainingFactory.common.options import STRICT, Count, Positive
+from TrainingFactory.common.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 from TrainingFactory.protocols import Tool
-from TrainingFactory.running import run
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.types import ToolResult, ToolSpec
-from TrainingFactory.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 
 log = logging.getLogger(__name__)
 START_SECONDS = 60.0  # a loaded machine may take its time; usual are a few hundredths

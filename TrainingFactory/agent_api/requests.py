@@ -1,0 +1,241 @@
+"""What a client asks of `tfactory serve`, read and checked. A mistake is an `ApiError` that names the field.
+
+Everything that would change the answer is either done or refused; nothing of that kind is ignored in silence."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from TrainingFactory.common.http.api import ApiError
+from TrainingFactory.common.options import Count, Share, Text
+from TrainingFactory.types import Message, SamplingParams, ToolCall, ToolSpec
+
+LEAST_TEMPERATURE = 1e-3  # logits divided by less leave the range of their number format
+LEAST_TOP_P = 1e-6
+LEAST_TOKENS = 2  # of a message: what it says, and its end
+MOST_BYTES = 16  # of a body for each token; texts have 3 to 5, an escaped emoji 12
+SMALL = 64 * 1024  # bytes; a body up to this size is read whatever the context
+# Of what the engine cannot do, neutral values are taken, because some clients always send them.
+Zero = Annotated[float, Field(ge=0, le=0)]
+PROBLEMS = {  # of pydantic -> code, text
+    "extra_forbidden": (
+        "unknown_parameter",
+        "is not known to this server; it is refused rather than ignored",
+    ),
+    "missing": ("missing_required_parameter", "is missing"),
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, row: Any) -> Any:
+        """Leave out null: it is as if the field were not there."""
+        if not isinstance(row, dict):
+            return row
+        return {name: value for name, value in row.items() if cls._says_something(name, value)}
+
+    @classmethod
+    def _says_something(cls, name: str, value: Any) -> bool:
+        return value is not None
+
+
+class _Row(_Strict):
+    @classmethod
+    def _says_something(cls, name: str, value: Any) -> bool:
+        """Leave out unknown fields that are empty, too: clients send many."""
+        return bool(value) or (value is not None and name in cls.model_fields)
+
+
+class _Part(_Row):
+    type: Literal["text"] = "text"
+    text: str
+    cache_control: Any = None  # about speed
+
+
+def _parts(content: Any) -> Any:
+    return [{"text": content}] if isinstance(content, str) else content
+
+
+def _arguments(given: Any) -> Any:
+    return json.loads(given) if given and isinstance(given, str) else given or {}
+
+
+class _Called(_Row):
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = Field(default_factory=dict)
+
+
+class _Call(_Row):
+    id: Text
+    type: Literal["function"] = "function"
+    function: _Called
+    index: int | None = None
+
+
+class _Message(_Row):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[_Part] | None, BeforeValidator(_parts)] = None
+    name: str | None = None
+    tool_calls: list[_Call] = Field(default_factory=list)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Function(_Row):
+    name: Text
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: Any = None
+
+
+class _Tool(_Row):
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _StreamOptions(_Strict):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class _Format(_Strict):
+    type: Literal["text"] = "text"
+
+
+class ChatRequest(_Strict):
+    """Holds the body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    model: str | None = None
+    tools: list[_Tool] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none"] = "auto"
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    min_p: Share | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = Field(default_factory=lambda: secrets.randbits(63))
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=256)]],
+        Field(max_length=16),
+        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+    ] = Field(default_factory=list)
+    logprobs: bool = False
+    stream: bool = False
+    stream_options: _StreamOptions = Field(default_factory=_StreamOptions)
+    parallel_tool_calls: Literal[True] = True
+    top_logprobs: Zero = 0
+    frequency_penalty: Zero = 0
+    presence_penalty: Zero = 0
+    logit_bias: dict[str, Any] = Field(default_factory=dict, max_length=0)
+    response_format: _Format = Field(default_factory=_Format)
+    # They say something about the client and change no answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @field_validator("temperature")
+    @classmethod
+    def _hot_enough(cls, value: float) -> float:
+        if 0 < value < LEAST_TEMPERATURE:
+            raise ValueError(f"give 0 for greedy, or at least {LEAST_TEMPERATURE:g}")
+        return value
+
+
+@dataclass(slots=True)
+class Ask:
+    """A request as the server works with it."""
+
+    request: ChatRequest
+    messages: list[Message]
+    tools: list[ToolSpec]
+    params: SamplingParams  # all but the seed and max_tokens, which belong to a choice
+    max_tokens: int = 0  # known with the prompt
+
+
+def check_size(body: bytes, context: int) -> None:
+    """Refuse by its size what cannot fit into a context of so many tokens, before it costs anything."""
+    if len(body) > max(SMALL, context * MOST_BYTES):
+        raise _too_long(f"the body has {len(body)} bytes", context)
+
+
+def read_ask(body: bytes, defaults: SamplingParams, context: int = 2**63) -> Ask:
+    """Return what is asked for; `defaults` hold what a client leaves out."""
+    request = _parsed(body, context)
+    functions = [row.function.model_dump(exclude={"strict"}, exclude_defaults=True) for row in request.tools]
+    tools = [ToolSpec(**function) for function in functions] if request.tool_choice == "auto" else []
+    given = request.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_unset=True)
+    # Under the least only the likeliest token is left either way.
+    given["top_p"] = max(given.get("top_p", defaults.top_p), LEAST_TOP_P)
+    params = replace(defaults, **given)
+    return Ask(request, _messages(request.messages), tools, params)
+
+
+def _too_long(what: str, context: int) -> ApiError:
+    text = f"{what}, too many for the {context} tokens of the model's context; shorten the messages"
+    return ApiError(text, "messages", code="context_length_exceeded")
+
+
+def _parsed(body: bytes, context: int) -> ChatRequest:
+    try:
+        data = json.loads(body)
+        rows = data.get("messages") if isinstance(data, dict) else None
+        if isinstance(rows, list) and len(rows) > context // LEAST_TOKENS:
+            raise _too_long(f"there are {len(rows)} messages", context)
+        return ChatRequest.model_validate(data)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not valid JSON: {error}", "body", code="invalid_json") from error
+    places = (f"[{place}]" if isinstance(place, int) else f".{place}" for place in problem["loc"])
+    param = "".join(places).removeprefix(".") or "body"
+    wrong = f"is {problem['input']!r:.60}: {problem['msg']}"
+    code, text = PROBLEMS.get(problem["type"], ("invalid_value", wrong))
+    raise ApiError(f"{param} {text}", param, code=code)
+
+
+def _messages(rows: list[_Message]) -> list[Message]:
+    messages: list[Message] = []
+    names: dict[str, str] = {}  # of the tools that were called, by the id of the call
+    for number, row in enumerate(rows):
+        calls = [ToolCall(**dict(each.function), id=each.id) for each in row.tool_calls]
+        names |= {call.id: call.name for call in calls}
+        reasoning = row.reasoning if row.reasoning_content is None else row.reasoning_content
+        place = f"messages[{number}]"
+        if calls and row.role != "assistant":
+            raise ApiError(
+                f"{place} has tool_calls, but only the assistant makes them", f"{place}.tool_calls"
+            )
+        if row.content is None and not calls and reasoning is None:
+            raise ApiError(f"{place} has no content", f"{place}.content")
+        if row.role == "tool" and row.tool_call_id not in names:
+            raise ApiError(
+                f"{place} has a tool_call_id that no assistant's call has", f"{place}.tool_call_id"
+            )
+        role = "system" if row.role == "developer" else row.role
+        text = "".join(part.text for part in row.content or ())
+        name = names[row.tool_call_id or ""] if role == "tool" else row.name
+        messages.append(Message(role, text, calls, row.tool_call_id, name, reasoning))
+    return messages

@@ -1,0 +1,164 @@
+"""How an answer is sampled and written for a client, in one piece or as a stream, whoever it is that answers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from TrainingFactory.agent_api.requests import Ask
+from TrainingFactory.agent_api.response_text import TurnReader
+from TrainingFactory.common.http.api import failure
+from TrainingFactory.common.openai_format import message_to_dict
+from TrainingFactory.protocols import SamplingSession
+from TrainingFactory.types import Completion, Message, SamplingParams
+
+PIECE = 8  # tokens between two looks at a turn that is streamed or may meet a stop string
+
+
+@dataclass(slots=True)
+class Choice:
+    """One finished answer."""
+
+    message: Message
+    finish: str
+    tokens: int
+    logprobs: dict[str, Any] | None
+
+
+Tell = Callable[[Message], None]  # what is certain of a turn that goes on
+Choose = Callable[[int, Tell | None], Coroutine[Any, Any, Choice]]  # writes the choice of this number
+
+
+async def sample_choice(
+    session: SamplingSession,
+    chat: Any,
+    ask: Ask,
+    prompt: list[int],
+    params: SamplingParams,
+    tell: Tell | None,
+) -> tuple[Choice, Completion]:
+    """Sample one turn. Return it as the client sees it, and its tokens up to a stop string that ended it."""
+    reader = TurnReader(chat, prompt, ask.tools)
+    ids, logprobs, versions = list[int](), list[float](), list[int]()
+    piece = PIECE if tell is not None or ask.request.stop else ask.max_tokens
+    while True:
+        size = min(piece, ask.max_tokens - len(ids))
+        more = await session.sample(prompt + ids, dataclasses.replace(params, max_tokens=size))
+        ids += more.token_ids
+        logprobs += more.logprobs
+        versions += more.token_versions
+        text = reader.text(ids)
+        cut = reader.cut(ids, text, ask.request.stop)
+        if cut or more.finish == "stop" or len(ids) >= ask.max_tokens:
+            break
+        if tell is not None:
+            tell(reader.so_far(text, ask.request.stop))
+    message = reader.message(ids, text if cut is None else text[: cut.start])
+    for call in message.tool_calls:
+        call.id = f"call_{secrets.token_hex(12)}"
+    ended = cut is not None or more.finish == "stop"
+    finish = "length" if not ended else "tool_calls" if message.tool_calls else "stop"
+    whole = Completion(ids, logprobs, more.finish, versions[0])
+    shown = {"content": reader.logprobs(whole, cut), "refusal": None} if ask.request.logprobs else None
+    if cut is not None:
+        ids, logprobs, versions = ids[: cut.tokens], logprobs[: cut.tokens], versions[: cut.tokens]
+        whole = Completion(ids, logprobs, "length", versions[0])
+    whole.versions = versions if len(set(versions)) > 1 else None
+    return Choice(message, finish, len(ids), shown), whole
+
+
+def head_of(model: str, streamed: bool = False) -> dict[str, Any]:
+    """Return what an answer, or each part of a stream, begins with."""
+    kind, unique = "chat.completion.chunk" if streamed else "chat.completion", secrets.token_hex(12)
+    return {"id": f"chatcmpl-{unique}", "object": kind, "created": int(time.time()), "model": model}
+
+
+async def complete(head: dict[str, Any], ask: Ask, prompt: list[int], choose: Choose) -> dict[str, Any]:
+    """Write the answer in one piece."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(choose(number, None)) for number in range(ask.request.n)]
+    rows, tokens = list[dict[str, Any]](), 0
+    for number, choice in enumerate(task.result() for task in tasks):
+        row = {"index": number, "message": _message_row(choice.message), "finish_reason": choice.finish}
+        rows.append(row | {"logprobs": choice.logprobs})
+        tokens += choice.tokens
+    return head | {"choices": rows, "usage": _usage(prompt, tokens)}
+
+
+async def stream(
+    head: dict[str, Any], ask: Ask, prompt: list[int], choose: Choose, around: AbstractContextManager[Any]
+) -> AsyncGenerator[str, None]:
+    """Yield the data of server-sent events, the last one being [DONE], inside `around`; to be closed."""
+    n, counts = ask.request.n, ask.request.stream_options.include_usage
+    head |= {"usage": None} if counts else {}
+    events: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
+
+    async def one(number: int) -> int:
+        try:
+            return await _streamed(choose, number, events.put_nowait)
+        except Exception as error:
+            events.put_nowait(error)
+            return 0
+
+    with around:
+        tasks = [asyncio.create_task(one(number)) for number in range(n)]
+        try:
+            while n:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    yield json.dumps(failure(event).body)
+                    break
+                n -= event["finish_reason"] is not None
+                yield json.dumps(head | {"choices": [event]})
+            else:
+                if counts:
+                    usage = _usage(prompt, sum([await task for task in tasks]))
+                    yield json.dumps(head | {"choices": [], "usage": usage})
+            yield "[DONE]"
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _streamed(choose: Choose, number: int, send: Callable[[dict[str, Any]], None]) -> int:
+    """Send what one choice is made of as it becomes known, and return the number of its tokens."""
+    sent = {"reasoning_content": "", "content": ""}
+
+    def put(delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> None:
+        send({"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
+
+    def tell(message: Message) -> None:
+        for key, text in (("reasoning_content", message.reasoning or ""), ("content", message.content)):
+            if len(text) > len(sent[key]):
+                put({key: text[len(sent[key]) :]})
+                sent[key] = text
+
+    put({"role": "assistant", "content": ""})
+    choice = await choose(number, tell)
+    tell(choice.message)
+    for index, call in enumerate(_message_row(choice.message).get("tool_calls", [])):
+        put({"tool_calls": [{"index": index} | call]})
+    put({}, choice.finish, choice.logprobs)
+    return choice.tokens
+
+
+def _message_row(message: Message) -> dict[str, Any]:
+    row = message_to_dict(message) | {"refusal": None}
+    if not message.reasoning:
+        row.pop("reasoning_content", None)
+    if message.tool_calls and not message.content:
+        row["content"] = None
+    return row
+
+
+def _usage(prompt: list[int], sampled: int) -> dict[str, int]:
+    total = len(prompt) + sampled
+    return {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": total}

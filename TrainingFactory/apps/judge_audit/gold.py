@@ -1,0 +1,115 @@
+"""Gold files: what a judge should say, one JSON object a line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from TrainingFactory.common.openai_format import message_from_dict
+from TrainingFactory.common.options import STRICT, make_from
+from TrainingFactory.data.datasets import Row as FoundRow
+from TrainingFactory.data.datasets import read_each
+from TrainingFactory.rewards.judge.judges import ModelJudge
+from TrainingFactory.rewards.judge.verdicts import JsonVerdict, Score
+from TrainingFactory.types import Completion, Message, Task, Trajectory, Turn
+
+FORM = 'like {"prompt": "...", "response": "...", "label": true}'
+SIDES = {"first": 1.0, "second": 0.0, "tie": 0.5}
+SMALL = 0.1  # gold scores that all lie in so small a part of the range are on another scale
+
+
+@dataclass(slots=True, frozen=True)
+class Gold:
+    """Holds one item. `value` is from 0 to 1; `other` is a second response, `better` how much better the first is."""
+
+    trajectory: Trajectory
+    value: float | None = None
+    other: Trajectory | None = None
+    better: float | None = None
+
+
+@checked_dataclass(config=STRICT | ConfigDict(extra="ignore"), kw_only=True)
+class Row:
+    """Checks one line of the file."""
+
+    id: Any = None
+    prompt: str | None = None
+    response: str | None = None
+    conversation: list[dict[str, Any]] | None = None
+    label: bool | None = None
+    score: float | None = None
+    pair: str | None = None
+    better: Literal["first", "second", "tie"] | None = None
+    reference: Any = None
+
+    def __post_init__(self) -> None:
+        if not self.conversation and (self.prompt is None or self.response is None):
+            raise ValueError('it needs "prompt" and "response", or a "conversation"')
+        if (self.pair is None) != (self.better is None):
+            raise ValueError('"pair", the other response, and "better" (first, second or tie) go together')
+        if self.label is None and self.score is None and self.pair is None:
+            raise ValueError('it has neither a "label" nor a "score", nor a "pair"')
+        if self.messages[-1].role != "assistant":
+            raise ValueError('"conversation" does not end with the assistant\'s message')
+
+    @property
+    def messages(self) -> list[Message]:
+        if self.conversation:
+            return [message_from_dict(each) for each in self.conversation]
+        return [Message("user", self.prompt or ""), Message("assistant", self.response or "")]
+
+    def value(self, low: float, high: float) -> float | None:
+        """Return the label or the score, from 0 to 1."""
+        if self.label is not None:
+            return float(self.label)
+        if self.score is None:
+            return None
+        if not low <= self.score <= high:
+            raise ValueError(f'has the "score" {self.score:g}; the judge\'s range is {low:g} to {high:g}')
+        return (self.score - low) / (high - low)
+
+    def trajectory(self, name: str, messages: Sequence[Message]) -> Trajectory:
+        start = next(place for place, message in enumerate(messages) if message.role == "assistant")
+        prompt, turns = list(messages[:start]), list[Turn]()
+        for message in messages[start:]:
+            if message.role == "assistant":
+                turns.append(Turn([], Completion([], [], "stop"), message))
+            else:
+                turns[-1].replies.append(message)
+        asked = prompt if self.conversation else self.prompt or ""
+        return Trajectory(Task(name, asked, self.reference), name, prompt=prompt, turns=turns)
+
+
+def load_gold(path: str | Path, judge: ModelJudge) -> list[Gold]:
+    """Read the file, whose scores are in the judge's own range; raise where a line is no `Row`."""
+    scale = judge.verdict.scale if isinstance(judge.verdict, JsonVerdict) else judge.verdict
+    low, high = (scale.low, scale.high) if isinstance(scale, Score) else (0.0, 1.0)
+
+    def read(found: FoundRow, number: int) -> Gold:
+        try:
+            row: Row = make_from(Row, found.columns, "a gold item")
+        except ValueError as error:
+            raise ValueError(f"is no gold item: {error}") from None
+        if "reference" in judge.prompt.fields and row.reference is None:
+            raise ValueError('has no "reference", which the judge\'s template shows')
+        name, messages = str(number if row.id is None else row.id), row.messages
+        item, value = row.trajectory(name, messages), row.value(low, high)
+        if row.pair is None or row.better is None:
+            return Gold(item, value)
+        other = row.trajectory(name, [*messages[:-1], Message("assistant", row.pair)])
+        return Gold(item, value, other, SIDES[row.better])
+
+    items = read_each(path, f"gold items {FORM}", read)
+    scores = [item.value for item in items if item.value is not None]
+    if len(scores) > 1 and 0 < max(scores) <= SMALL:
+        top = low + max(scores) * (high - low)
+        raise ValueError(
+            f'{path}: no gold score is over {top:g}, but the judge\'s range is {low:g} to {high:g}, and "score" is in '
+            "that range; write the scores in it, change it with verdict_options, or add items that deserve more"
+        )
+    return items

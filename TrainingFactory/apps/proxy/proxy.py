@@ -1,0 +1,131 @@
+"""`tfactory proxy`: the endpoint alone. Episodes are begun and rewarded by HTTP calls, and written when they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from TrainingFactory.agent_api.agent_endpoint import Calls, Endpoint, new_key
+from TrainingFactory.agent_api.agent_program import ProgramFailed, ProgramRun, Scored
+from TrainingFactory.assembly import rewards as build_rewards
+from TrainingFactory.assembly.fleet import at_once, await_engines, join_cluster
+from TrainingFactory.assembly.sampler import make_rollouts, make_sampler
+from TrainingFactory.common.http import listen
+from TrainingFactory.common.http.api import Answer, ApiError
+from TrainingFactory.common.seeds import turn_seed
+from TrainingFactory.common.texts import describe
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.tasks import load_tasks
+from TrainingFactory.data.trajectories import save_trajectories
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.protocols import Sampler
+from TrainingFactory.resolve.factories import by_file
+from TrainingFactory.resolve.model_names import with_model
+from TrainingFactory.rollout import RolloutEngine
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.types import Trajectory
+
+MOST_OPEN = 1000  # episodes at a time
+
+
+class Asked(BaseModel):
+    """The body of `POST /v1/episodes`: the task as a row of a file of tasks, and a key that the caller chose."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+    task: dict[str, Any] = Field(default_factory=dict)
+    key: Annotated[str, Field(pattern=r"^[\x21-\x7e]{16,200}$")] = Field(default_factory=new_key)
+
+
+class Elsewhere(Scored):
+    """Is played by whoever has its key, until a reward is posted."""
+
+    async def play(self, calls: Calls) -> None:
+        await calls.rewarded.wait()
+        self.given = calls.given
+        if self.given is None:
+            raise ProgramFailed("the proxy was stopped before a reward came")
+
+
+class Proxy:
+    """Plays episodes until it is closed. `out` gets each of them when it has ended."""
+
+    def __init__(self, rollouts: RolloutEngine, sampler: Sampler, out: Path) -> None:
+        if rollouts.group_reward is not None:
+            raise ValueError("the reward compares episodes, and here each comes alone; take another")
+        self.endpoint, self._rules, self._seed = Endpoint(), rollouts.rules, rollouts.seed
+        self._sampler, self._out = sampler, out
+        self._playing: set[asyncio.Task[None]] = set()
+        self.begun = self.ended = self.scored = 0
+
+    def app(self, token: str | None = None, local: bool = True) -> Any:
+        """Make its pages; with a token only who sends it can begin an episode."""
+        api = self.endpoint.api(token, local)
+        api.post("/v1/episodes", self.begin)
+        api.get("/health", lambda: {"begun": self.begun, "ended": self.ended} | self.endpoint.counts)
+        return api.app
+
+    async def begin(self, body: bytes) -> Answer:
+        """Begin an episode; return its key."""
+        try:
+            asked = Asked.model_validate_json(body)
+            [task] = load_tasks([{"id": f"episode-{self.begun}", "prompt": "none"} | asked.task])
+        except ValueError as error:
+            raise ApiError(f"the episode cannot be begun: {error}", "body") from None
+        open_calls, number = self.endpoint.open_calls, self.begun
+        if asked.key in open_calls or len(open_calls) >= MOST_OPEN:
+            text = f"an open episode has this key, or {MOST_OPEN} episodes are open"
+            raise ApiError(text, "key", status=409, code="conflict")
+        self.begun += 1
+        rules = replace(self._rules, environment=lambda task: Elsewhere(task, self.endpoint, asked.key))
+        trajectory = Trajectory(task, group=f"proxy/{task.id}", member=number)
+        run = ProgramRun(rules, trajectory, self._sampler, partial(turn_seed, self._seed, 0, task.id, number))
+        playing = asyncio.create_task(self._play(run))
+        self._playing.add(playing)
+        playing.add_done_callback(self._playing.discard)
+        while asked.key not in open_calls and not playing.done():
+            await asyncio.sleep(0)
+        return {"key": asked.key, "task": task.id}
+
+    async def close(self) -> None:
+        """End the episodes that are open; they are written as failed."""
+        for calls in self.endpoint.open_calls.values():
+            calls.rewarded.set()
+        await asyncio.gather(*self._playing, return_exceptions=True)
+
+    async def _play(self, run: ProgramRun) -> None:
+        try:
+            await run.run()
+        except Exception as error:  # of the sampler: others may still work
+            run.trajectory.status, run.trajectory.error = "error", f"sampling failed: {describe(error)}"
+        finally:
+            run.leave()
+        self.ended += 1
+        self.scored += run.trajectory.reward is not None
+        save_trajectories(self._out, [run.trajectory], append=True)
+
+
+async def serve_alone(
+    config: TrainingConfig, bound: Any, out: Path, token: str | None, local: bool, say: Callable[[str], None]
+) -> Proxy:
+    """Serve until Ctrl-C; return what was played."""
+    config = with_model(by_file(config, say))
+    async with AsyncExitStack() as held:
+        await join_cluster(config, held)
+        chat, sampler = await in_thread(make_sampler, config, at_once(config))
+        held.push_async_callback(sampler.close)
+        await await_engines(sampler)
+        reward = build_rewards.make_reward(config)
+        await build_rewards.open_reward(reward, held, say)
+        proxy = Proxy(make_rollouts(config, ToolEnvironment, chat, reward=reward), sampler, out)
+        held.push_async_callback(proxy.close)
+        address = f"{listen.address_of(bound)}/v1"
+        say(f"proxy at {address} (POST {address}/episodes begins one; Ctrl-C stops); episodes go to {out}")
+        await listen.make_server(proxy.app(token, local)).serve([bound])
+    return proxy

@@ -1,0 +1,152 @@
+"""An OpenAI-compatible chat server on the native engine: what it answers. How it is reached is in `http/`.
+
+Requests of all clients are sampled in one engine, each choice in a session of its own. A stream samples its turn in
+pieces: the session keeps what was computed, and a random number depends on the seed and the token's place only, so
+that pieces give the tokens of the whole. Each request holds the loaded model that it was begun with, so that another
+can take over between two requests; the last request to let go of a model frees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from TrainingFactory.agent_api.requests import Ask, check_size, read_ask
+from TrainingFactory.agent_api.responses import Choice, Tell, complete, head_of, sample_choice, stream
+from TrainingFactory.apps.serving.served import Say, Served, load_served
+from TrainingFactory.common.http.api import Answer, Api, ApiError
+from TrainingFactory.common.seeds import turn_seed
+from TrainingFactory.config import TrainingConfig
+
+
+class ChatServer:
+    """Answers requests on one event loop. `slots` choices are sampled at a time, and `queue` more may wait."""
+
+    def __init__(self, name: str, served: Served, *, queue: int = 256) -> None:
+        self.name, self.served, self.queue = name, served, queue
+        self.pending = 0  # requests that are being read, choices that are being sampled or wait
+        self.refused = 0  # requests since the start
+        self.follows: dict[str, str | None] | None = None  # the alias that decides which version answers
+        self._before: list[weakref.ref[Served]] = []
+        self._writer = ThreadPoolExecutor(1, "chat-template")  # a long prompt must not stop the event loop
+        self._started = int(time.time())
+
+    def switch(self, served: Served) -> None:
+        """Let another model answer the requests that come from now on; from any thread."""
+        self._before = [*(ref for ref in self._before if ref() is not None), weakref.ref(self.served)]
+        self.served = served
+
+    def finishing(self) -> list[str | None]:
+        """Return the versions that were switched away from and still answer requests."""
+        return [served.version for ref in self._before if (served := ref()) is not None]
+
+    def api(self, key: str | None = None, local: bool = True) -> Api:
+        """Make the pages of this server."""
+        api = Api(key, local)
+        api.post("/v1/chat/completions", self.chat)
+        api.get("/v1/models", self.models)
+        api.get("/health", self.health, keyed=False)
+        return api
+
+    async def chat(self, body: bytes) -> Answer:
+        """Answer one request, in one piece or as a stream."""
+        served = self.served
+        try:
+            with self.admitted():
+                ask, prompt = await self.read(served, body)
+            with self.admitted(ask.request.n):  # a stream is refused here, while a status can still be told
+                choose, n = partial(self._choice, served, ask, prompt), ask.request.n
+                head = head_of(self.name, ask.request.stream) | _known("system_fingerprint", served)
+                if ask.request.stream:
+                    return stream(head, ask, prompt, choose, self.admitted(n))
+                return await complete(head, ask, prompt, choose)
+        except ApiError:
+            self.refused += 1
+            raise
+
+    def models(self) -> dict[str, Any]:
+        served = self.served
+        row = {"id": self.name, "object": "model", "created": self._started, "owned_by": "trainingfactory"}
+        row |= {"max_model_len": served.sampler.max_length} | _known("version", served)
+        return {"object": "list", "data": [row]}
+
+    def health(self) -> dict[str, Any]:
+        running = min(self.pending, self.served.slots)
+        counts = {"running": running, "waiting": self.pending - running, "refused": self.refused}
+        found = {"status": "ok", "model": self.name} | _known("version", self.served) | counts
+        return found | ({} if self.follows is None else self.follows | {"finishing": self.finishing()})
+
+    async def read(self, served: Served, body: bytes) -> tuple[Ask, list[int]]:
+        """Return the request and its prompt, all checked."""
+        limit = served.sampler.max_length
+        check_size(body, limit)
+        loop = asyncio.get_running_loop()
+        ask, prompt = await loop.run_in_executor(self._writer, self._read, served, body, limit)
+        limits = {"messages": limit - len(prompt)}
+        limits |= ask.request.model_dump(include={"max_tokens", "max_completion_tokens"}, exclude_unset=True)
+        room, param = limits["messages"], max(limits, key=lambda name: limits[name])
+        if room < 1 or limits[param] > room:
+            text = (
+                f"the messages take {len(prompt)} tokens of the {limit} of the model's context; shorten them, or ask "
+                f"for at most {max(room, 0)} with {param}"
+            )
+            raise ApiError(text, "messages" if room < 1 else param, code="context_length_exceeded")
+        ask.max_tokens = min(limits.values())
+        return ask, prompt
+
+    def _read(self, served: Served, body: bytes, limit: int) -> tuple[Ask, list[int]]:
+        """Do what may take long, on a thread of its own."""
+        ask = read_ask(body, served.defaults, limit)
+        if (model := ask.request.model) not in (None, self.name):
+            text = f"this server has no model {model:.60}; it serves {self.name}"
+            raise ApiError(text, "model", status=404, code="model_not_found")
+        try:
+            return ask, served.chat.render(ask.messages, ask.tools)
+        except (ValueError, RecursionError) as error:
+            text = f"the messages and tools cannot be written for this model: {error}"
+            raise ApiError(text, "messages") from error
+
+    @contextlib.contextmanager
+    def admitted(self, n: int = 1) -> Iterator[None]:
+        """Around the work for a request: it counts as pending."""
+        most = self.served.slots + self.queue
+        if n > most:
+            raise ApiError(f"n is {n}, and this server takes {most} at a time", "n")
+        if self.pending + n > most:
+            text = f"{self.pending} answers are being written or wait, {most} is the limit; try again later"
+            raise ApiError(text, status=429, code="queue_full")
+        self.pending += n
+        try:
+            yield
+        finally:
+            self.pending -= n
+
+    def close(self) -> None:
+        self._writer.shutdown()
+
+    async def _choice(
+        self, served: Served, ask: Ask, prompt: list[int], number: int, tell: Tell | None
+    ) -> Choice:
+        seed = ask.request.seed if number == 0 else turn_seed(ask.request.seed, 0, "choice", number, 0)
+        params = dataclasses.replace(ask.params, seed=seed)
+        async with served.gate:
+            with contextlib.closing(served.sampler.session()) as session:
+                return (await sample_choice(session, served.chat, ask, prompt, params, tell))[0]
+
+
+def make_server(
+    config: TrainingConfig, name: str, queue: int = 256, version: str | None = None, say: Say = lambda _: None
+) -> ChatServer:
+    """Load the model of the config; its sampling section holds what a client leaves out."""
+    return ChatServer(name, load_served(config, version, say), queue=queue)
+
+
+def _known(key: str, served: Served) -> dict[str, str]:
+    """Return which version of a registered model it is, under this key; nothing for other models."""
+    return {} if served.version is None else {key: served.version}

@@ -1,0 +1,90 @@
+"""A run as one HTML page: its state, its findings, its curves, some episodes and its config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from TrainingFactory.apps.reports.charts import Chart, Line
+from TrainingFactory.apps.reports.pages import render
+from TrainingFactory.apps.views.run_tables import state_rows
+from TrainingFactory.apps.views.runs import findings
+from TrainingFactory.runs.episode_texts import best_and_worst, conversation, ending
+from TrainingFactory.runs.folder import CONFIG, TRAJECTORIES, RunFolder
+from TrainingFactory.types import Trajectory
+
+# title -> metrics on one sheet, with the names they are shown by
+CURVES: dict[str, dict[str, str]] = {
+    "Loss": {"loss": "training", "eval/loss": "held-out"},
+    "Share of episodes rewarded": {"accuracy": "accuracy"},
+    "KL to the reference": {"kl": "KL"},
+    "Entropy": {"entropy": "entropy"},
+    "Clip fraction": {"clip_fraction": "clip fraction"},
+    "Gradient norm": {"grad_norm": "gradient norm"},
+    "Sampled tokens an episode": {"length": "mean", "length_max": "longest"},
+    "Tool calls that worked": {"tool_success": "tool success"},
+    "Seconds by phase": {
+        "seconds/generate": "generate", "seconds/update": "update", "seconds/reward": "reward",
+        "eval/seconds": "evaluate",
+    },
+}  # fmt: skip
+SHARES = {"accuracy", "tool_success"}  # drawn from 0 to 1
+AMOUNTS = {
+    "clip_fraction",
+    "entropy",
+    "grad_norm",
+    "length",
+    "length_max",
+    *CURVES["Seconds by phase"],
+}  # from 0 on
+Rows = Sequence[dict[str, Any]]
+
+
+def run_page(run: RunFolder) -> str:
+    """Return the page of a run, which needs nothing beside it."""
+    versions = ", ".join(f"{name} {version}" for name, version in run.about["versions"].items())
+    rows = [*state_rows(run), ("versions", versions)]
+    told = [(name, conversation(each), ending(each)) for name, each in samples(run)]
+    return render(
+        "run.html.jinja", title=f"Run {run.name}", rows=rows, findings=findings(run), charts=charts(run.metrics()),
+        episodes=told, config=(run.path / CONFIG).read_text(encoding="utf-8"),
+    )  # fmt: skip
+
+
+def charts(metrics: Rows) -> list[Chart]:
+    """Return the curves for which a run has metrics."""
+    found = [_spread(metrics), _heldout(metrics)]
+    for title, names in CURVES.items():
+        ends = (
+            (0.0, 1.0) if names.keys() <= SHARES else (0.0, None) if names.keys() <= AMOUNTS else (None, None)
+        )
+        found.append(Chart(title, [Line(shown, points(metrics, key)) for key, shown in names.items()], *ends))
+    return [chart for chart in found if chart.lines]
+
+
+def _spread(metrics: Rows) -> Chart:
+    rows = [row for row in metrics if "reward" in row]
+    low, high = (
+        [(r["step"], r["reward"] + sign * r.get("reward_std", 0.0)) for r in rows] for sign in (-1, 1)
+    )
+    return Chart("Reward, with its deviation", [Line("reward", points(rows, "reward"), low, high)])
+
+
+def _heldout(metrics: Rows) -> Chart:
+    value, low, high = (points(metrics, f"eval/success{end}") for end in ("", "_low", "_high"))
+    return Chart("Held-out success, with its 95 % interval", [Line("success", value, low, high)], 0.0, 1.0)
+
+
+def points(metrics: Rows, name: str) -> list[tuple[float, float]]:
+    return [(row["step"], row[name]) for row in metrics if name in row]
+
+
+def samples(run: RunFolder) -> list[tuple[str, Trajectory]]:
+    """Return the best and the worst episode of the first and of the last step, as far as they were kept."""
+    if not (run.path / TRAJECTORIES).is_file() or not (steps := run.consumed()):
+        return []
+    found: list[tuple[str, Trajectory]] = []
+    for step in dict.fromkeys((min(steps), max(steps))):
+        for which, each in best_and_worst(run.episodes(step)).items():
+            found.append((f"Step {step}, {which}: task {each.task.id}", each))
+    return found

@@ -1,0 +1,101 @@
+"""A run in rows, and its metrics: for `tfactory runs`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.runs.folder import RESOLVED, RunFolder
+
+# Metrics that are shown where a run has them -> format
+FORMATS = {
+    "steps_per_second": "{:.3g}", "loss": "{:.4f}", "reward": "{:.3f}", "reward_std": "{:.3f}", "accuracy": "{:.3f}",
+    "eval/success": "{:.3f}", "eval/loss": "{:.4f}", "eval/perplexity": "{:.3f}", "eval/accuracy": "{:.3f}",
+    "eval/tool_success": "{:.3f}", "tool_success": "{:.3f}", "turns": "{:.2f}", "length": "{:.1f}",
+    "length_max": "{:.0f}", "entropy": "{:.3f}", "kl": "{:.4f}", "grad_norm": "{:.3g}", "learning_rate": "{:.3g}",
+    "tokens_per_second": "{:.0f}", "tokens_saved": "{:.1%}",
+    **{f"seconds/{name}": "{:.2f}" for name in ("step", "generate", "tools", "reward", "update")},
+    "episodes/failed": "{:.0f}",
+    **{f"rows_left_out/{why}": "{:.0f}" for why in ("bad", "long", "unused")},
+}  # fmt: skip
+# What to look at first, in plain words -> the metric, the first of these that the run has
+PLAIN = {
+    "steps per second": ("steps_per_second",),
+    "reward": ("reward",),
+    "tool-call success": ("tool_success", "eval/tool_success"),
+    "accuracy": ("eval/success", "eval/accuracy", "accuracy"),
+}
+PARTED = {"reward": "reward/", "eval/success": "eval/reward/"}  # parts of the reward go after these
+ASKED = ("judge/", "pool/")
+Rows = Sequence[dict[str, Any]]
+
+
+def state_rows(run: RunFolder) -> list[tuple[str, str]]:
+    """Return what a run is and how far it is, one thing a row."""
+    status, about = run.status, run.about
+    commit = f", commit {about['commit']}" if about["commit"] else ""
+    return [
+        ("state", run.state + (f": {status.reason}" if status.reason else "")),
+        ("steps", f"{status.step} of {status.steps}, {timedelta(seconds=round(status.seconds))}"),
+        ("model", run.config.model.name),
+        ("training", what(run.config, about)),
+        ("started", f"{about['started']}, torch {about['versions']['torch']}{commit}"),
+        *(("resolved", text) for text in about.get(RESOLVED, ())),
+    ]
+
+
+def what(config: TrainingConfig, about: dict[str, Any]) -> str:
+    """Say by which algorithm a run learns, and from what."""
+    algorithm, place = config.training.algorithm, config.environment.environment_id
+    if place is not None:
+        return f"{algorithm} in {place}"
+    if config.data.dataset is not None:
+        return f"{algorithm} on {config.data.dataset}"
+    given = about.get("objects")
+    return f"{algorithm} with {' and '.join(given)} from Python" if given else f"{algorithm} in conversations"
+
+
+def latest(metrics: Rows) -> dict[str, Any]:
+    """Return the last value of each metric; not every step has all."""
+    return {key: value for row in metrics for key, value in row.items()}
+
+
+def shown(metrics: Rows) -> dict[str, str]:
+    """Return the names of the metrics that are shown, with their format: those of FORMATS, each with its parts."""
+    names = dict.fromkeys(key for row in metrics for key in row)
+    found: dict[str, str] = {}
+    for key, form in FORMATS.items():
+        parts = [name for name in names if key in PARTED and name.startswith(PARTED[key])]
+        found |= dict.fromkeys([key, *parts] if key in names else parts, form)
+    return found
+
+
+def named(metrics: Rows) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, metric, format) of all that is shown: first what PLAIN has, under its plain name."""
+    found = shown(metrics)
+    for name, keys in PLAIN.items():
+        if (key := next((key for key in keys if key in found), None)) is not None:
+            yield name if name == key else f"{name} ({key})", key, found.pop(key)
+    yield from ((key, key, form) for key, form in found.items())
+
+
+def asked(metrics: Rows) -> dict[str, float]:
+    """Add up what judges and pools were asked and have spent in all steps, evaluations included."""
+    total: dict[str, float] = {}
+    for row in metrics:
+        for key, value in row.items():
+            if (name := key.removeprefix("eval/")).startswith(ASKED):
+                total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def asked_in_words(metrics: Rows) -> Iterator[tuple[str, str]]:
+    """Yield a row for judges and one for pools, without what is 0."""
+    total = asked(metrics)
+    for prefix in ASKED:
+        spent = {key.removeprefix(prefix): value for key, value in total.items() if key.startswith(prefix)}
+        told = [f"{name.replace('_', ' ')} {value:.6g}" for name, value in spent.items() if value]
+        if told:
+            yield prefix.removesuffix("/"), f"in all: {', '.join(told)}"

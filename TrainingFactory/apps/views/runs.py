@@ -1,0 +1,334 @@
+"""Runs as shapes: all of a folder in a list, one in full, its metrics and its log from a byte on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import isfinite, nan
+from pathlib import Path
+from statistics import fmean
+
+from TrainingFactory.apps.views import shapes
+from TrainingFactory.apps.views.episodes import WRONG
+from TrainingFactory.apps.views.files import Place, Problems, read_end, read_json, read_on, reason_of
+from TrainingFactory.common.texts import valid_text
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.disk import read_whole
+from TrainingFactory.evaluation.records import read_records
+from TrainingFactory.registry.lineage import chain, origin, parent_of, told, tools_of
+from TrainingFactory.runs import folder as kept
+from TrainingFactory.runs.folder import ABOUT, CONFIG, FINDINGS, METRICS, STATUS, RunFolder, is_run
+from TrainingFactory.tools.recording import SPECS
+
+SPARK, LOCKED = 60, ("running", "killed")  # points of a small curve; states that only the lock tells apart
+PART = 8 << 20  # bytes of metrics in an answer
+LOG, LOG_PART = "run.log", 256 << 10  # what a run's process has printed, where something kept it
+LISTED = (
+    "step",
+    "reward",
+    "loss",
+    "tokens_per_second",
+    "eval/success",
+    "eval/success_low",
+    "eval/success_high",
+)
+NUMBERS = (int, float)
+SEEN = (METRICS, STATUS, CONFIG, ABOUT, FINDINGS, kept.EVALUATIONS)  # what a row is made of
+BEGAN = "the model it began with"
+COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "serve", "runs episodes")
+
+
+@dataclass(slots=True)
+class _Known:
+    """Holds what was read of a run, what its files were then, and how far metrics.jsonl was read."""
+
+    seen: list[tuple[int, int]] = field(default_factory=list)
+    row: shapes.RunRow | None = None
+    place: Place = field(default_factory=Place)
+    curves: dict[str, array[float]] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+
+    def add_metrics(self, path: Path) -> None:
+        """Read the metrics that were appended since the last call; a line that is no metrics is skipped."""
+        more = True
+        while more:
+            part = read_on(path, self.place, PART)
+            if part.again:
+                self.curves, self.last = {}, {}
+            self.place, more = part.place, part.more
+            for line in part.lines:
+                with contextlib.suppress(*WRONG):
+                    self._add(read_json(line))
+
+    def _add(self, row: shapes.Json) -> None:
+        numbers = {name: float(row[name]) for name in LISTED if isinstance(row.get(name), NUMBERS)}
+        self.last |= numbers
+        if "eval/success" in numbers:
+            self.last["eval/step"] = numbers.get("step", 0.0)
+        for name in ("reward", "loss"):
+            if isfinite(numbers.get(name, nan)):
+                self.curves.setdefault(name, array("d")).append(numbers[name])
+
+
+class Runs:
+    """The runs of a folder, for any thread. What has not changed is not read again: its row is the same object."""
+
+    def __init__(self, folder: str | Path = "runs") -> None:
+        self.folder = Path(folder).expanduser()
+        self._known, self._lock = dict[Path, _Known](), threading.Lock()
+
+    def rows(self) -> list[shapes.RunRow]:
+        """Return a row for each run, the oldest first. One that cannot be read says why."""
+        with self._lock:
+            self._known = {path: self._known.get(path, _Known()) for path in self._folders()}
+            return [self._row(RunFolder(path)) for path in self._known]
+
+    def row(self, run: RunFolder) -> shapes.RunRow:
+        with self._lock:
+            return self._row(run)
+
+    def find(self, name: str) -> RunFolder:
+        """Return the run of that name in this folder, which is looked up; raise ValueError where there is none."""
+        if name in {path.name for path in self._folders()}:
+            return RunFolder(self.folder / name)
+        raise ValueError(f"there is no run {name!r} in {self.folder}")
+
+    def _folders(self) -> list[Path]:
+        files = [file for name in (ABOUT, CONFIG) for file in self.folder.glob(f"[!.]*/{name}")]
+        made = {file.parent: (stat_of(file)[0], file) for file in files}
+        return sorted(made, key=made.__getitem__)
+
+    def _row(self, run: RunFolder) -> shapes.RunRow:
+        known = self._known.setdefault(run.path, _Known())
+        seen = [stat_of(run.path / name) for name in SEEN]
+        row = known.row
+        if row is None or seen != known.seen or (row.state in LOCKED and row.state != run.state):
+            known.seen, known.row = seen, (row := _run_row(run, known, max(seen)[0] / 1e9))
+        return row
+
+
+def stat_of(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
+def _run_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
+    """Summarise one run for the list; `problem` names a file that cannot be read, which hides nothing else."""
+    row = shapes.RunRow(name=valid_text(run.name), state="unreadable", updated=updated)
+    if row.name != run.name:
+        row.problem = "Run folder name is not valid UTF-8. Rename the folder."
+        return row
+    problems, config = Problems(), None
+    with problems.reading(METRICS):
+        known.add_metrics(run.path / METRICS)
+        _add_metrics(row, known)
+    if not is_run(run.path):
+        row.problem = f"Incomplete run: {CONFIG} or {ABOUT} is missing."
+        return row
+    with problems.reading(CONFIG):
+        config = run.config
+        _add_config(row, config)
+    with problems.reading(STATUS):
+        status = run.status
+        row.step, row.steps, row.seconds = status.step, status.steps, status.seconds
+        row.state = run.state
+    with problems.reading(FINDINGS):
+        row.findings = sum(finding.last_step is None for finding in findings(run, problems.texts.append))
+    with problems.reading(kept.EVALUATIONS):
+        if config is not None and row.state != "running":  # while it runs, its own are the newest
+            row.heldout = _newest_evaluation(run, row.heldout, config) or row.heldout
+    with problems.reading(ABOUT):
+        row.started = str(run.about["started"]).replace(" ", "T")
+    row.problem = problems.texts[0] if problems.texts else None
+    return row
+
+
+def _add_metrics(row: shapes.RunRow, known: _Known) -> None:
+    last = known.last
+    row.reward, row.loss, row.tokens_per_second = map(last.get, ("reward", "loss", "tokens_per_second"))
+    row.spark_of = "reward" if "reward" in known.curves else "loss"
+    row.spark = _thinned(known.curves.get(row.spark_of, ()))
+    if isfinite(last.get("eval/step", nan)):
+        low, high = last.get("eval/success_low"), last.get("eval/success_high")
+        row.heldout = shapes.Heldout(
+            value=last["eval/success"], low=low, high=high, step=int(last["eval/step"])
+        )
+
+
+def _add_config(row: shapes.RunRow, config: TrainingConfig) -> None:
+    row.algorithm, row.model = config.training.algorithm, config.model.name
+    environment, data = config.environment, config.data
+    alone = "conversation" if config.tools or data.tasks else None
+    row.environment = environment.environment_id or environment.command or data.dataset or alone
+
+
+def _newest_evaluation(
+    run: RunFolder, own: shapes.Heldout | None, config: TrainingConfig
+) -> shapes.Heldout | None:
+    """Return the most recent `tfactory eval` result in the run's environment (in any, if the run has none), if it
+    evaluates the best checkpoint or no earlier step than the run's own evaluation."""
+    place = config.environment.environment_id
+    for line in reversed(read_end(run.path / kept.EVALUATIONS, PART)[0]):
+        with contextlib.suppress(*WRONG):  # the page of the run says which cannot be read
+            found = evaluation_row(read_json(line)) if b'"by": "eval"' in line else None
+            if found is None or found.success is None or found.step is None or found.suite:
+                continue
+            if place is not None and found.environment not in (place, Path(place).name):
+                continue
+            if own is None or found.step >= own.step or run.checkpoint_folder(found.step) == run.best():
+                by = f"tfactory eval, {found.tasks} tasks of {found.environment or 'conversation'}"
+                return shapes.Heldout(**found.model_dump() | {"value": found.success, "by": by})
+    return None
+
+
+def _thinned(values: Sequence[float]) -> list[float]:
+    """Return at most SPARK values: the first, the last, and means of equal parts between them."""
+    if len(values) <= SPARK:
+        return list(values)
+    ends = [1 + n * (len(values) - 2) // (SPARK - 2) for n in range(SPARK - 1)]
+    return [values[0], *(fmean(values[start:end]) for start, end in pairwise(ends)), values[-1]]
+
+
+def findings(run: RunFolder, say: Callable[[str], None] = lambda _: None) -> list[shapes.FindingRow]:
+    """Return what was seen going wrong in a run, each once, with the steps of the last time. A row of the file that is
+    no finding is skipped; `say` names it."""
+    found: dict[str, shapes.FindingRow] = {}
+    for number, row in enumerate(run.findings(), 1):
+        try:
+            old = found.get(row["name"])
+            if not row.get("gone"):
+                times = old.times + 1 if old else 1
+                found[row["name"]] = shapes.FindingRow(**row, first_step=row["step"], times=times)
+            elif old is not None and old.last_step is None:
+                old.last_step = row["step"] - 1
+        except WRONG as error:
+            say(f"{FINDINGS}: row {number} is not a finding: {reason_of(error)}")
+    return list(found.values())
+
+
+def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
+    """Return a run in full; `notes` names what cannot be read."""
+    problems, row, steps = Problems(), runs.row(run), len("step-")
+    files = sorted(path for path in run.path.iterdir() if path.is_file() and not path.name.startswith("."))
+    view = shapes.RunView(
+        row=row, commands={command.split()[-1]: f"tfactory {command} {run.shown}" for command in COMMANDS},
+        files=[{"name": path.name, "bytes": path.stat().st_size} for path in files], notes=[],
+    )  # fmt: skip
+    with problems.reading(ABOUT):
+        about = run.about
+        view.about = {key: value for key, value in about.items() if key != "model"}
+        parent, began = parent_of({"about": about}), {"name": row.model, "what": BEGAN, "rows": []}
+        view.lineage = lineage_rows(parent) if parent else [began]
+    with problems.reading(STATUS):
+        view.reason = run.status.reason
+    with problems.reading("checkpoints"):
+        best = run.best()
+        names = [(path.name, path == best) for path in run.checkpoints()]
+        view.checkpoints = [
+            {"name": name, "step": int(name[steps:]), "best": is_best} for name, is_best in names
+        ]
+    with problems.reading(FINDINGS):
+        view.findings = findings(run, problems.texts.append)
+    with problems.reading(kept.EVALUATIONS):
+        records = read_records(
+            run.path / kept.EVALUATIONS, lambda say: problems.texts.append(say.removeprefix("note: "))
+        )
+        view.evaluations = [evaluation_row(record.model_dump(exclude={"outcomes"})) for record in records]
+    with problems.reading("tools"):
+        for name in (SPECS, kept.TRAJECTORIES):
+            read_on(run.path / name, Place(), 1)  # raises for what must not be read
+        view.tools = tools_of(run)["names"]
+    view.notes = problems.texts
+    return view
+
+
+def lineage_rows(node: shapes.Json) -> list[shapes.Json]:
+    """Return the way from the base model to a node."""
+    made = [(each.get("run"), *told(each)) for each in chain(node)]
+    found = [{"name": run, "what": what, "rows": rows} for run, what, rows in made if run]
+    return [{"name": origin(node), "what": BEGAN, "rows": []}, *found]
+
+
+def evaluation_row(record: shapes.Json) -> shapes.EvaluationRow:
+    """Return what a record of an evaluation says, be it of a version that this one does not know."""
+    success, low, high = (record.get("metrics", {}).get(f"success{end}") for end in ("", "_low", "_high"))
+    asked, suite = record.get("conditions", {}), [record.get("suite"), record.get("entry")]
+    return shapes.EvaluationRow(
+        id=record.get("id", ""), step=record.get("model", {}).get("step"), success=success, low=low, high=high,
+        by=record.get("by", ""), suite="/".join(filter(None, suite)) or None, environment=asked.get("environment"),
+        tasks=asked.get("count", 0), time=record.get("time", ""),
+    )  # fmt: skip
+
+
+def config_view(run: RunFolder) -> shapes.ConfigView:
+    """Return the options of a run, and which are not as they are by default."""
+    text = read_whole(run.path / CONFIG).decode("utf-8", "replace")
+    try:
+        options, usual = (_flat(each.model_dump()) for each in (run.config, TrainingConfig()))
+    except ValueError as error:
+        return shapes.ConfigView(yaml=text, options={}, changed=[], problem=str(error))
+    changed = [key for key, value in options.items() if key not in usual or usual[key] != value]
+    return shapes.ConfigView(yaml=text, options=options, changed=changed)
+
+
+def diff(runs: Sequence[RunFolder]) -> shapes.Diff:
+    """Return the options in which runs differ, and their last metrics."""
+    options = _beside([_flat(run.config.model_dump()) for run in runs])
+    last = [{key: value for row in run.metrics() for key, value in row.items()} for run in runs]
+    rows = [row for row in options if any(value != row["values"][0] for value in row["values"])]
+    return shapes.Diff(runs=[run.name for run in runs], rows=rows, metrics=_beside(last))
+
+
+def _beside(columns: Sequence[shapes.Json]) -> list[shapes.Json]:
+    keys = dict.fromkeys(key for column in columns for key in column)
+    return [{"key": key, "values": [column.get(key) for column in columns]} for key in keys]
+
+
+def _flat(data: shapes.Json, prefix: str = "") -> shapes.Json:
+    flat: shapes.Json = {}
+    for key, value in data.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
+    """Return the metrics of the steps after a byte, as columns."""
+    part = read_on(run.path / METRICS, _after(after), PART)
+    found = shapes.MetricsPart(offset=part.place.offset, again=part.again, more=part.more)
+    for line in part.lines:
+        try:
+            row: shapes.Json = read_json(line)
+            step, time = int(row.pop("step")), row.pop("time", None)
+            numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+        except WRONG:
+            found.unread += 1
+            continue
+        found.steps.append(step)
+        found.times.append(time if isinstance(time, int | float) else None)
+        for name, value in numbers.items():
+            column = found.series.setdefault(kept.OLD_METRICS.get(name, name), [])
+            column += [None] * (len(found.steps) - 1 - len(column)) + [value]
+    for column in found.series.values():
+        column += [None] * (len(found.steps) - len(column))
+    return found
+
+
+def log_part(run: RunFolder, after: int = 0) -> shapes.LogPart:
+    """Return what a run's process has printed after a byte; a negative one counts from the end."""
+    path = run.path / LOG
+    if after < 0 and (after := max(0, stat_of(path)[1] + after)):
+        after = read_on(path, Place(after), 1).place.offset  # not half a line
+    part = read_on(path, _after(after), LOG_PART)
+    text = "".join(f"{line.decode('utf-8', 'replace')}\n" for line in part.lines)
+    return shapes.LogPart(offset=part.place.offset, again=part.again, more=part.more, text=text)
+
+
+def _after(offset: int) -> Place:
+    return Place(offset, b"\n" if offset else b"")

@@ -1,0 +1,72 @@
+"""Datasets for `tfactory data`: find them, see what they fit, write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_args
+
+from TrainingFactory.data.datasets import read_rows
+from TrainingFactory.data.disk import write_aside
+from TrainingFactory.data.examples import Examples, Form, load_examples
+from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder, is_run
+from TrainingFactory.training.dataset import arguments_fit
+
+
+@dataclass(slots=True)
+class Fitting:
+    """Holds of the first rows the forms they fit, and for the others the first reason why not."""
+
+    rows: int
+    more: bool
+    columns: list[str]
+    fits: dict[Form, Examples] = field(default_factory=dict)
+    misfits: dict[Form, str] = field(default_factory=dict)
+
+
+def trajectories_of(source: str, runs: str | Path = "runs") -> Path:
+    """Return the file of a run's trajectories, by its name or folder; a file stays itself."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path
+    run = RunFolder.find(source, runs)
+    found = run.path / TRAJECTORIES
+    if not found.is_file():
+        raise ValueError(
+            f"run {run.name} has no {TRAJECTORIES}: it sampled no episodes, or logging.save_trajectories is off"
+        )
+    return found
+
+
+def dataset_of(source: str, runs: str | Path = "runs") -> str:
+    """Return a dataset as `data.dataset` names it; of a run its trajectories."""
+    path = Path(source).expanduser()
+    named = not path.exists() and is_run(Path(runs).expanduser() / source)
+    return str(trajectories_of(source, runs)) if named or is_run(path) else source
+
+
+def fitting(source: str, split: str, count: int) -> Fitting:
+    """Try all forms on the first `count` rows."""
+    rows = list(islice(read_rows(source, split), count + 1))
+    first = rows[:count]
+    if not first:
+        raise ValueError(f"{source} is empty")
+    columns = dict.fromkeys(name for row in first for name in row.columns)
+    found = Fitting(len(first), len(rows) > count, [str(name) for name in columns])
+    for form in get_args(Form):
+        try:
+            examples = load_examples(first, form, fits=arguments_fit)
+        except ValueError as error:
+            found.misfits[form] = str(error).partition("\n")[0]
+        else:
+            found.fits[form] = examples
+    return found
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write one object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_aside(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

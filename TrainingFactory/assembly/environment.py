@@ -1,0 +1,172 @@
+"""The environment that a config names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.agent_api.agent_program import AgentProgram
+from TrainingFactory.assembly import rewards as build_rewards
+from TrainingFactory.common import catalog
+from TrainingFactory.common.user_code import chosen, is_file_name, split_name, told
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.tasks import load_tasks
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.envs.base import ForeignEnvironment
+from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Tool, ToolSource
+from TrainingFactory.resolve.factories import Say, told_with_places
+from TrainingFactory.resolve.siblings import ENVIRONMENTS
+from TrainingFactory.tools.adapt import as_tool
+from TrainingFactory.types import Message, Task
+
+# Scoring methods of RL-Factory's environments; here `reward` takes their place.
+RL_FACTORY_METHODS = (
+    "_compute_score_with_rules", "_compute_score_with_reward_rollout_wg", "compute_score", "get_prompt_for_reward",
+    "get_step_reward", "verify_tool",
+)  # fmt: skip
+
+
+def make_environment(
+    config: TrainingConfig, given: bool = False, say: Say = lambda _: None
+) -> EnvironmentFactory:
+    """Return the environment that is named; a plain conversation where there are tasks, or `given` tools or tasks.
+    `say` is called with what an id is."""
+    name = config.environment.environment_id
+    if config.environment.command is not None:
+        return make_program(config, config.environment.command)
+    if name is not None:
+        return as_ours(environment_named(name, say), config.environment.options)
+    if given or config.data.tasks is not None:
+        return as_ours(ToolEnvironment, config.environment.options)
+    known = ", ".join(name for name, alias in catalog.names("environment").items() if alias is None)
+    raise ValueError(
+        f"no environment is named; give one of {known}, or a Python file such as weather.py; with tasks "
+        "alone, data.tasks=FILE, there is a plain conversation"
+    )
+
+
+def make_program(config: TrainingConfig, command: str) -> AgentProgram:
+    """Return a user's own agent; refuse what stands beside it and would do nothing."""
+    place, own = config.environment, {"tools": config.tools, "deterministic": config.sampling.deterministic}
+    beside = own | {"environment_id": place.environment_id, "system_prompt": place.system_prompt}
+    if given := ", ".join(name for name, value in beside.items() if value):
+        raise ValueError(f"environment.command goes without {given}: the program has its own")
+    return AgentProgram(command, place.options)
+
+
+def environment_named(name: str, say: Say = lambda _: None) -> Any:
+    """Return the environment of a Python file, of an EnvironmentFactory, of an installed package, or one of ours."""
+    if is_file_name(name):
+        return environment_from_file(name)
+    if (scenario := ENVIRONMENTS.ask(name)) is not None:
+        say(f"environment.environment_id {name} is a scenario of {ENVIRONMENTS.package}")
+        return environment_of(scenario)
+    with told_with_places("environments"):
+        found = catalog.find("environment", name)
+    if alias := catalog.names("environment").get(name):
+        say(f"environment.environment_id {name} is {alias}, which comes with TrainingFactory")
+    return found
+
+
+def check_name(name: str) -> None:
+    """Raise what `environment_named` does for a name that leads nowhere; what is there is not imported."""
+    known, file = catalog.names("environment").keys(), Path(split_name(name)[0]).expanduser()
+    if not (file.is_file() if is_file_name(name) else known & {name, f"{name.partition('/')[0]}/"}):
+        environment_named(name)
+
+
+def environment_of(scenario: Any) -> Any:
+    """Return what a scenario of an EnvironmentFactory means: its `environment`, or a conversation with its `tools`."""
+    given, name = getattr(scenario, "environment", None), str(scenario.scenario_id)
+    if given is not None:
+        return environment_named(str(given)) if isinstance(given, str | Path) else given
+    own = [as_tool(each) for each in getattr(scenario, "tools", ())]
+    rows = {"train": getattr(scenario, "tasks", None), "heldout": getattr(scenario, "heldout", None)}
+    if rows["train"] is None or any(isinstance(each, ToolSource) for each in own):
+        raise ValueError(
+            f"scenario {name!r} is a {type(scenario).__name__} with neither an `environment` (a class, a name, a file) "
+            "nor `tasks` (rows or a file) with `tools` that need no server; see docs/FACTORIES.md"
+        )
+
+    class Scenario(ToolEnvironment):
+        system_prompt = getattr(scenario, "system_prompt", "")
+
+        def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = ()) -> None:
+            super().__init__(task, [*own, *tools])
+
+        @classmethod
+        def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
+            if rows.get(split) is None:
+                raise ValueError(
+                    f"scenario {name!r} has no `{split}`; name a file of tasks instead: data.heldout=FILE"
+                )
+            return load_tasks(rows[split], count=count)
+
+    return Scenario
+
+
+def as_ours(environment: Any, options: Mapping[str, Any] | None = None) -> Any:
+    """Return what makes environments: one that is written for another framework is made, and gives a class for it."""
+    if inspect.isclass(environment) and issubclass(environment, ForeignEnvironment):
+        try:
+            environment = environment.from_options(options or {})
+        except Exception as error:  # foreign code
+            raise told(error) from error
+    elif options:
+        raise ValueError(
+            f"environment.options are {', '.join(options)}, which is for environments that are written for RL-Factory; "
+            "leave them out"
+        )
+    if isinstance(environment, ForeignEnvironment):
+        return environment.as_environment()
+    _reject_uncalled_methods(environment)
+    return environment
+
+
+def _reject_uncalled_methods(environment: Any) -> None:
+    """Raise for RL-Factory's scoring methods on a class of ours: nothing would call them."""
+    if not (inspect.isclass(environment) and issubclass(environment, ToolEnvironment)):
+        return
+    uncalled = [name for name in RL_FACTORY_METHODS if hasattr(environment, name)]
+    if uncalled and environment.reward is ToolEnvironment.reward:
+        raise ValueError(
+            f"{environment.__name__} has {', '.join(uncalled)} as in RL-Factory, and nothing here would call it: "
+            "inherit from TrainingFactory.integrations.rl_factory.Env, which does, or score the episode in `reward(self, "
+            "episode)`, step by step by a Reward with `steps`"
+        )
+
+
+def environment_from_file(name: str) -> type[ToolEnvironment] | type[ForeignEnvironment]:
+    """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""
+    path, wanted, found = chosen("environment", name)
+    kinds = (ToolEnvironment, ForeignEnvironment)
+    found = [value for value in found if inspect.isclass(value) and issubclass(value, kinds)]
+    if not found:
+        what = f"{wanted} in {path} is" if wanted else f"{path} defines"
+        raise ValueError(f"{what} no environment: a class that inherits from ToolEnvironment")
+    if len(found) > 1:
+        names = ", ".join(f"{path}:{value.__name__}" for value in found)
+        raise ValueError(f"{path} defines several environments; say which: {names}")
+    return found[0]
+
+
+async def check_tools(
+    factory: EnvironmentFactory, task: Task, chat: ChatFormat, reward: RewardFunction | None = None
+) -> None:
+    """Check that the environment can be made, has what the reward calls, and that the template can show its tools."""
+    try:
+        environment = factory(task)
+        try:
+            specs = [tool.spec for tool in environment.tools]
+            build_rewards.check_environment(reward, environment, task)
+        finally:
+            try:
+                await environment.close()
+            finally:
+                if isinstance(environment, ToolEnvironment):
+                    await environment.executor.close()
+    except Exception as error:  # foreign code
+        raise told(error) from error
+    chat.render([Message("user", "?")], specs)

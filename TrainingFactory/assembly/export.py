@@ -1,0 +1,121 @@
+"""What a run has made, as a folder that other programs load: no state of training, an adapter merged on request."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from TrainingFactory.models.names import BUILTIN, resolve
+from TrainingFactory.registry.store import TRAINING
+from TrainingFactory.resolve.model_names import ADAPTER, Maker, as_started_from, find_model
+
+Kind = Literal["model", "adapter", "merged"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+HEAD = ("scalar_head.safetensors", "reward_model.json")  # of a reward model
+
+
+@dataclass(slots=True)
+class Exported:
+    path: Path
+    kind: Kind
+    source: Path  # the checkpoint
+    base: str | None = None  # what an adapter needs
+    reward_model: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def export(
+    name: str,
+    out: str | Path,
+    merge: bool = False,
+    dtype: Dtype | None = None,
+    runs: str | Path = "runs",
+    registry: str | Path | None = None,
+) -> Exported:
+    """Write the model of a run (its last checkpoint is taken), of a checkpoint or of the registry into a new folder.
+    `merge` folds an adapter into the model under it; `dtype` is the number format of the weights, by default that of
+    the model."""
+    found = find_model(name, runs, registry)
+    if (checkpoint := found.folder) is None:
+        raise ValueError(f"{name!r} is neither a run in {runs} nor a folder with a model or an adapter")
+    target = Path(out).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} is there already; name a folder that is not")
+    adapter = (checkpoint / ADAPTER).is_file()
+    if merge and not adapter:
+        raise ValueError(f"{checkpoint} holds a whole model, not an adapter: there is nothing to merge")
+    if dtype is not None and adapter and not merge:
+        raise ValueError("dtype is for whole models; an adapter is exported as it was trained, or with merge")
+    done = Exported(target, "merged" if merge else "adapter" if adapter else "model", checkpoint)
+    done.reward_model = (checkpoint / HEAD[1]).is_file()
+    if adapter:
+        done.base = found.name
+    if done.kind == "adapter" and resolve(str(done.base)) == BUILTIN:
+        raise ValueError(
+            f"the adapter in {checkpoint} belongs to {BUILTIN}, which other programs cannot load: export it merged"
+        )
+    with _written_aside(target) as part:
+        if merge or dtype is not None:
+            _convert(done, found.maker, dtype, part)
+        else:
+            _copy(done, part)
+        for file in HEAD if done.reward_model else ():
+            shutil.copyfile(checkpoint / file, part / file)
+    return done
+
+
+@contextmanager
+def _written_aside(target: Path) -> Iterator[Path]:
+    """Yield a folder that gets its name when it is whole."""
+    part = target.with_name(f".{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of an export that was broken off
+    part.mkdir(parents=True)
+    try:
+        yield part
+        os.rename(part, target)  # over an empty folder too
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _copy(done: Exported, part: Path) -> None:
+    for path in done.source.iterdir():
+        if path.is_file() and path.name not in TRAINING + HEAD:
+            shutil.copyfile(path, part / path.name)
+    if done.kind == "adapter":
+        about = json.loads((part / ADAPTER).read_text(encoding="utf-8"))
+        about["base_model_name_or_path"] = resolve(str(done.base))
+        (part / ADAPTER).write_text(json.dumps(about, indent=2), encoding="utf-8")
+
+
+def _convert(done: Exported, run: Maker | None, dtype: Dtype | None, part: Path) -> None:
+    """Save the model in another number format, or with its adapter merged."""
+    from TrainingFactory.models import load_model
+    from TrainingFactory.models.loading import pick_dtype, stored_dtype
+
+    if done.kind == "model":
+        loaded = load_model(str(done.source), dtype=dtype or "auto", device="cpu")
+        model = loaded.model
+    else:
+        options: dict[str, Any] = {}
+        if run is not None:
+            named = as_started_from(run).model
+            options = {"revision": named.revision, "trust_remote_code": named.trust_remote_code}
+            if named.quantization != "none":
+                done.notes.append(
+                    f"it was trained over weights in {named.quantization} and is merged into the whole ones: what it "
+                    "says differs by their rounding"
+                )
+        base = str(done.base)
+        # In float32, and cast afterwards: a product added up in bfloat16 would lose what was learned.
+        loaded = load_model(base, dtype="float32", device="cpu", adapter=str(done.source), **options)
+        kind = stored_dtype(base, **options) if dtype is None else pick_dtype(dtype)
+        model = loaded.model.merge_and_unload().to(kind)
+    model.save_pretrained(part)
+    loaded.tokenizer.save_pretrained(part)

@@ -1,0 +1,173 @@
+"""From the options of a config to what learns: the trainable model, the algorithm, the learner."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from TrainingFactory.algorithms import kinds
+from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.assembly.fleet import elsewhere
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.protocols import Algorithm, Policy
+from TrainingFactory.runs.tracking import Watcher
+from TrainingFactory.training.tokenized_dataset import TokenizedDataset, Told
+
+if TYPE_CHECKING:
+    from TrainingFactory.learning.learner import Learner
+    from TrainingFactory.learning.policy import LocalPolicy
+    from TrainingFactory.learning.processes import Processes
+    from TrainingFactory.models import LoadedModel
+
+
+def make_trainable(config: TrainingConfig, loaded: LoadedModel) -> None:
+    """Put a fresh adapter on the model, or open a loaded one, where adapters are what is trained."""
+    from TrainingFactory.learning.lora import add_lora
+
+    lora = config.lora
+    if config.model.adapter is not None:
+        for name, param in loaded.model.named_parameters():
+            param.requires_grad_("lora_" in name)
+    elif lora.enabled:
+        loaded.model = add_lora(
+            loaded.model, lora.r, lora.alpha, lora.dropout, lora.target_modules,
+            dora=lora.dora, rslora=lora.rslora, seed=config.training.seed,
+        )  # fmt: skip
+
+
+def make_algorithm(config: TrainingConfig) -> Algorithm:
+    """Make the algorithm, with the correction that goes with who samples its episodes."""
+    name, asked = config.training.algorithm, config.optimization
+    options = getattr(config, name).model_dump()
+    if (cap := importance_cap(config)) is not None:
+        from TrainingFactory.algorithms.correction import Correction
+
+        low_high = None if (mask := asked.importance_mask) is None else (mask[0], mask[1])
+        options["correction"] = Correction(cap, asked.importance_by, low_high, asked.bound > 0)
+    return kinds.make_algorithm(name, options)
+
+
+def importance_cap(config: TrainingConfig) -> float | None:
+    """Return the largest weight of a token; None: nothing is weighted, because what is learned is what was sampled."""
+    asked = config.optimization
+    if not KINDS[config.training.algorithm].samples:
+        return None
+    return asked.importance_cap or (2.0 if elsewhere(config) or asked.bound else None)
+
+
+def make_policy(
+    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, sharded: bool = False
+) -> LocalPolicy:
+    """Make the policy of this process. `steps` are those of the training loop; each may have several updates. `sharded`
+    divides the weights among the processes of torch.distributed, each of which calls this."""
+    from TrainingFactory.learning.policy import LocalPolicy
+    from TrainingFactory.learning.step import StepOptions
+
+    training = config.training
+    options = StepOptions(training.token_budget, training.update_epochs, training.minibatches, training.seed)
+    learner = make_learner(config, loaded, algorithm, steps, sharded)
+    return LocalPolicy(learner, algorithm, loaded.tokenizer, options)
+
+
+def make_learner(
+    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, sharded: bool = False
+) -> Learner:
+    from TrainingFactory.learning.heads import head_for
+    from TrainingFactory.learning.learner import Learner
+    from TrainingFactory.learning.optim import OptimizerOptions
+
+    options, needs = config.training, algorithm.needs
+    updates = options.update_epochs * options.minibatches
+    referred = "reference" in needs and "precomputed" not in needs  # else its log-probs come with the rows
+    fresh = config.lora.enabled and config.model.adapter is None
+    scored = not needs.isdisjoint({"values", "scores"})
+    return Learner(
+        loaded.model,
+        OptimizerOptions(
+            options.optimizer,
+            options.learning_rate,
+            options.weight_decay,
+            critic_learning_rate=critic_rate(config) if "values" in needs else None,
+            schedule=options.schedule,
+            warmup_steps=options.warmup_steps * updates,
+            total_steps=steps * updates,
+            max_grad_norm=options.max_grad_norm,
+        ),
+        reference=copy_of(loaded.model)
+        if referred and not fresh
+        else None,  # else the model under the adapter
+        head=head_for(loaded.model, about_reward_model(config, needs)) if scored else None,
+        critic=make_critic(loaded.model) if "critic" in needs else None,
+        temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
+        gradient_checkpointing=options.gradient_checkpointing,
+        processes=make_processes(config) if sharded else None,
+    )
+
+
+def make_processes(config: TrainingConfig) -> Processes:
+    """Make what divides weights among the processes of torch.distributed."""
+    from TrainingFactory.learning.sharding import Sharded
+    from TrainingFactory.models.loading import pick_device
+
+    check_sharded(config)
+    return Sharded(pick_device(config.model.device), config.optimization.offload_reference)
+
+
+def check_sharded(config: TrainingConfig) -> None:
+    """Raise ValueError for what several learners cannot do; before anything is loaded."""
+    wrong = {
+        "training.optimizer is adamw_8bit": (config.training.optimizer == "adamw_8bit", "adamw or muon"),
+        f"model.quantization is {config.model.quantization}": (config.model.quantization != "none", "none"),
+    }
+    for what, (there, other) in wrong.items():
+        if there:
+            raise ValueError(
+                f"{what}, which cannot be divided among several learners: use {other}, or one learner"
+            )
+
+
+def about_reward_model(config: TrainingConfig, needs: frozenset[str]) -> dict[str, Any] | None:
+    """Return what a checkpoint of a reward model says beside its weights; see `learning/reward_models.py`."""
+    if "scores" not in needs:
+        return None
+    model = config.model
+    described = model.model_dump(include={"revision", "family", "thinking", "quantization"})
+    path = Path(model.name).expanduser()  # it is loaded from elsewhere, too
+    base = str(path.resolve()) if path.exists() else model.name
+    return {"kind": config.reward_model.kind, "base": base} | described
+
+
+def copy_of(model: Any) -> Any:
+    """Copy the model; weights that are not trained, those under an adapter, stay the same tensors."""
+    return deepcopy(model, {id(weight): weight for weight in model.parameters() if not weight.requires_grad})
+
+
+def make_critic(model: Any) -> Any:
+    critic = copy_of(model)
+    output = critic.get_output_embeddings().weight
+    if output is not critic.get_input_embeddings().weight:
+        output.requires_grad_(False)  # a critic predicts no tokens
+    return critic
+
+
+def critic_rate(config: TrainingConfig) -> float:
+    """Return the critic's own rate: it starts from nothing, and may learn faster than the policy."""
+    return config.ppo.critic_learning_rate or 10 * config.training.learning_rate
+
+
+async def references(
+    policy: Policy, algorithm: Algorithm, dataset: TokenizedDataset, batch_size: int, watcher: Watcher
+) -> list[list[list[float]]]:
+    """Compute the reference model's log-probs of all rows of each example, so that no such model is kept. Before a
+    checkpoint is loaded: the policy is its own reference only until it is trained."""
+    watcher.phase("reference")
+    found: list[list[list[float]]] = []
+    told = Told(watcher.say, len(dataset))
+    for start in range(0, len(dataset), batch_size):
+        numbers = range(start, min(start + batch_size, len(dataset)))
+        groups = [algorithm.samples(dataset.group(number)) for number in numbers]
+        scored = iter(await policy.score([row for group in groups for row in group]))
+        found += [[next(scored) for _ in group] for group in groups]
+        told.at(len(found), "examples have log-probs of the reference model")
+    return found

@@ -1,0 +1,138 @@
+"""Tools that run on the machines of a Ray cluster. Only the call itself travels: what holds for every call (schema,
+time, attempts, limits, cache, recording) stays in the run's own process, so that limits are those of the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from TrainingFactory.cluster.ray_session import require_ray
+from TrainingFactory.cluster.ray_workers import RayWorker
+from TrainingFactory.common.texts import describe
+from TrainingFactory.common.workers import WorkerDied, WorkerError, WorkerTooSlow
+from TrainingFactory.config.schema import ToolEntry
+from TrainingFactory.protocols import Tool, ToolSource
+from TrainingFactory.tools import AsyncToolExecutor, ToolOptions
+from TrainingFactory.tools.runtime import is_lost, run_tool
+from TrainingFactory.types import ToolFailure, ToolResult
+
+HOST = "TrainingFactory.assembly.tools:tools_there"
+CLOSE_SECONDS = 10.0  # for an interpreter to end
+GONE = "; what this episode had there is gone"
+FRESH = f"[a fresh process: the last one died{GONE}]\n"
+
+
+class RemoteTools:
+    """All tools of a run that are called on the cluster, in `count` processes or one on each machine. The same tools in
+    this process say what the model is told, and how a call is checked and bounded."""
+
+    def __init__(self, count: int | None) -> None:
+        self._count = count
+        self.entries: list[ToolEntry] = []
+        self.tools: list[Tool | ToolSource] = []
+        self._workers: list[RayWorker] = []
+        self.episodes: Counter[RayWorker] = Counter()
+
+    async def open(self) -> None:
+        """Start the processes; raise ValueError where one cannot have the tools."""
+        await asyncio.gather(*(tool.open() for tool in self.tools if isinstance(tool, ToolSource)))
+        settings = [entry.model_dump() for entry in self.entries]
+        count = self._count or sum(node["Alive"] for node in require_ray().nodes())
+        self._workers = [RayWorker(HOST, settings, what="tools") for _ in range(count)]
+        try:
+            await asyncio.gather(*(worker.ready() for worker in self._workers))
+        except (WorkerDied, WorkerError, WorkerTooSlow) as error:
+            raise ValueError(
+                f"a process for tools cannot be had on the cluster: {error}; their files must have the same path on "
+                "every machine, and remote: false keeps a tool on this one"
+            ) from error
+
+    def session(self) -> RemoteSession:
+        return RemoteSession(self, AsyncToolExecutor(self.tools))
+
+    def least_used(self) -> RayWorker:
+        return min(self._workers, key=lambda worker: self.episodes[worker])
+
+    async def close(self) -> None:
+        for worker in self._workers:
+            await worker.close()
+
+
+class RemoteSession:
+    """Makes the calls of one episode, all in one process."""
+
+    def __init__(self, source: RemoteTools, local: AsyncToolExecutor) -> None:
+        self._source, self._local = source, local
+        self.tools = [_RemoteTool(tool, self) for tool in local.tools]
+        self._name = secrets.token_hex(8)
+        self._worker: RayWorker | None = None
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[ToolResult, int]:
+        """Return the result, and which process of those that the worker has had gave it."""
+        if self._worker is None:
+            self._worker = self._source.least_used()
+            self._source.episodes[self._worker] += 1
+        try:
+            answer = await self._worker.ask([self._name, tool, arguments])
+        except (WorkerDied, WorkerError, WorkerTooSlow) as error:
+            text = f"{tool} gave no answer: its process on the cluster {error}{GONE}"
+            return ToolResult(text, ok=False, error="unavailable"), self._worker.starts
+        if isinstance(answer, str):
+            raise ToolFailure(answer)
+        return ToolResult(**answer), self._worker.starts
+
+    async def close(self) -> None:
+        await self._local.close()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            self._source.episodes[worker] -= 1
+        if worker is not None and worker.alive:
+            with suppress(WorkerDied, WorkerError, TimeoutError):
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await worker.ask([self._name, None, {}])
+
+
+class _RemoteTool:
+    def __init__(self, tool: Tool, session: RemoteSession) -> None:
+        self.spec, self._session = tool.spec, session
+        self.options: ToolOptions = getattr(tool, "options", ToolOptions())  # a foreign one may have none
+        self.__wrapped__ = tool  # the cache has to see who answers
+        self._process: int | None = None  # that has its state
+
+    async def run(self, arguments: dict[str, Any]) -> ToolResult:
+        result, process = await self._session.call(self.spec.name, arguments)
+        before, self._process = self._process or process, process
+        if before != process and self.options.ordered and result.error != "unavailable":
+            result.content = FRESH + result.content
+        return result
+
+
+class Hosted:
+    """Runs there: the tools, and what each episode has of them."""
+
+    def __init__(self, tools: Sequence[Tool | ToolSource]) -> None:
+        self._tools = tools
+        self._episodes: dict[str, AsyncToolExecutor] = {}
+
+    async def answer(self, message: list[Any]) -> dict[str, Any] | str | None:
+        """Return the result of a call, or why its tools are gone; without a tool, end the episode."""
+        episode, name, arguments = message
+        if name is None:
+            if (ended := self._episodes.pop(episode, None)) is not None:
+                await ended.close()
+            return None
+        if episode not in self._episodes:
+            self._episodes[episode] = AsyncToolExecutor(self._tools)
+        tool = next(each for each in self._episodes[episode].tools if each.spec.name == name)
+        try:
+            return dataclasses.asdict(await run_tool(tool, arguments))
+        except ToolFailure as error:
+            return str(error)
+        except Exception as error:  # foreign code
+            kind = "unavailable" if is_lost(error) else "exception"
+            return {"content": f"{name} failed: {describe(error)}", "ok": False, "error": kind}

@@ -1,0 +1,248 @@
+"""What each `reward.type` is made of: its options in typed form, and the object that scores. Every option that is wrong
+is an OptionError with its name; `model`, `outcome_weight` and `step_rewards` are options like the others here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import field, replace
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic.dataclasses import dataclass
+
+from TrainingFactory.assembly.local_judge import with_own_judge
+from TrainingFactory.cluster.ray_workers import RayWorker
+from TrainingFactory.common.options import (
+    STRICT,
+    OptionError,
+    Positive,
+    Text,
+    Wrong,
+    ZeroOrMore,
+    make_from,
+    make_named,
+    one_of,
+)
+from TrainingFactory.common.workers import Worker
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.protocols import RewardFunction
+from TrainingFactory.resolve.model_names import Named, find_model
+from TrainingFactory.rewards import LearnedReward
+from TrainingFactory.rewards.adapt import Adapted, as_reward, compares
+from TrainingFactory.rewards.judge.model_judge import judges_at, model_judge
+from TrainingFactory.rewards.loading import find_callable, load_reward, with_whole_path
+from TrainingFactory.rewards.process_reward import PROCESS_RULES, ClawBack, ProcessReward
+from TrainingFactory.rewards.rules.code import ToolRule
+from TrainingFactory.rewards.rules.rule_based import rule_from_options
+from TrainingFactory.rewards.rules.tool_verified import VERIFIERS, rule_or_verifier
+from TrainingFactory.rewards.workers.distributed import RewardWorkerPool
+from TrainingFactory.rewards.workers.process import RewardProcess
+
+RULE_MAKER = "TrainingFactory.rewards.rules.tool_verified:rule_or_verifier"
+STEPS_MAKER = "TrainingFactory.rewards.process_reward:scorer_from_options"
+STEP_OPTIONS = ("outcome_weight", "step_rewards", "pay", "cap", "claw_back")
+MOST_WORKERS = 4  # by default
+MANY = 1000  # calls of one judge at a time, which has no limit of its own
+
+Options = dict[str, Any]
+
+
+@plain_dataclass(slots=True, frozen=True)
+class Making:
+    """What a reward needs to know of its run. Without `load` everything is checked and no reward model is loaded."""
+
+    config: TrainingConfig
+    load: bool
+
+    @property
+    def processes(self) -> int:
+        """Return how many processes a reward gets where none are asked for by itself."""
+        optimization = self.config.optimization
+        if not optimization.distributed_reward:
+            return 0
+        return optimization.reward_workers or min(MOST_WORKERS, os.cpu_count() or 1)
+
+    def in_processes(
+        self,
+        target: str,
+        like: Adapted,
+        count: int,
+        timeout: float | None = None,
+        options: Any = None,
+    ) -> RewardWorkerPool:
+        timeout = timeout or self.config.environment.episode_timeout
+        worker = partial(RayWorker, what="reward") if self.config.compute.backend == "ray" else Worker
+        made = [RewardProcess(target, timeout, options, like, worker) for _ in range(count)]
+        return RewardWorkerPool(made)
+
+    def spread(self, rule: RewardFunction, options: Any) -> RewardFunction:
+        """Return the rule in processes of its own, where that is asked for and it needs no tools."""
+        if not self.processes or issubclass(type(rule), ToolRule):
+            return rule
+        return self.in_processes(RULE_MAKER, as_reward(rule), self.processes, options=options)
+
+    def spread_steps(self, reward: ProcessReward, rules: Mapping[str, str]) -> ProcessReward:
+        """Return the reward with processes for its steps, where asked for; `rules` name the files of its own."""
+        if not self.processes:
+            return reward
+        options: Options = {name: getattr(reward, name) for name in STEP_OPTIONS}
+        options["rules"] = {name: with_whole_path(target) for name, target in rules.items()}
+        like = as_reward(reward.score, "process_reward")
+        pool = self.in_processes(STEPS_MAKER, like, self.processes, options=options)
+        return replace(reward, pool=pool)
+
+
+def environment_reward(making: Making, options: Options) -> None:
+    """Return nothing: the environment's own reward is asked."""
+    if options:
+        text = "is for another type of reward; the environment's own takes no options"
+        raise OptionError(*(Wrong(name, text) for name in options))
+
+
+def rule_based(making: Making, options: Options) -> RewardFunction:
+    return making.spread(rule_from_options(options), options)
+
+
+def tool_verified(making: Making, options: Options) -> RewardFunction:
+    return making.spread(make_named(VERIFIERS, options, "verify", "verifier"), options)
+
+
+@dataclass(config=STRICT, kw_only=True, frozen=True)
+class FunctionOptions:
+    function: Text
+    timeout: Positive = 30.0  # seconds for one call
+    processes: ZeroOrMore | None = None
+
+
+def function(making: Making, options: Options) -> RewardFunction:
+    chosen = make_from(FunctionOptions, options, "a reward of the type function")
+    made = as_reward(load_reward(chosen.function), timeout=chosen.timeout)
+    processes = making.processes if chosen.processes is None else chosen.processes
+    if not processes:
+        return made
+    return making.in_processes(chosen.function, made, processes, chosen.timeout)
+
+
+def _outcome(options: Any) -> RewardFunction | None:
+    return None if options is None else rule_or_verifier(options)
+
+
+@dataclass(config=STRICT, kw_only=True, frozen=True)
+class ProcessOptions:
+    """Those of ProcessReward that can be written in a config."""
+
+    rules: dict[str, Text] | None = None
+    step_rewards: dict[str, float] = field(default_factory=dict)
+    outcome_weight: float = 1.0
+    pay: Literal["once", "per_turn"] = "once"
+    cap: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None
+    claw_back: ClawBack = True
+    outcome: Annotated[Any, AfterValidator(_outcome)] = None
+
+    @field_validator("step_rewards")
+    @classmethod
+    def _known(cls, step_rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        known = {*PROCESS_RULES, *(info.data.get("rules") or ())}
+        wrong = [Wrong(name, one_of(name, known)) for name in step_rewards if name not in known]
+        if wrong:
+            raise OptionError(*wrong)
+        return step_rewards
+
+
+def process_reward(making: Making, options: Options) -> RewardFunction:
+    chosen = make_from(ProcessOptions, options, "process_reward")
+    rules = {}
+    for name, target in (chosen.rules or {}).items():
+        try:
+            rules[name] = find_callable(target)
+        except ValueError as error:
+            raise OptionError(Wrong(f"rules.{name}", str(error))) from error
+    made = ProcessReward(
+        chosen.outcome_weight,
+        chosen.step_rewards or None,
+        None if chosen.outcome is None else making.spread(chosen.outcome, options["outcome"]),
+        pay=chosen.pay,
+        cap=chosen.cap,
+        claw_back=chosen.claw_back,
+        rules=rules,
+        timeout=None,  # the episode's own limit holds
+    )
+    return making.spread_steps(made, chosen.rules or {})
+
+
+def judge(making: Making, options: Options) -> RewardFunction:
+    # A fence that follows from the seed: the same requests in every run.
+    options = {"fence_seed": making.config.training.seed} | options
+    if "judge" in options:
+        options = with_own_judge(options, making.config)
+    if isinstance(options.get("base_url"), list):
+        judges = judges_at(options.pop("base_url"), options)
+        limit = options.get("concurrency", 8) or MANY
+        return RewardWorkerPool(judges, per_worker=limit, timeout=making.config.environment.episode_timeout)
+    made = make_from(model_judge, options, "a model judge")
+    return as_reward(made) if compares(made) else made
+
+
+def learned(making: Making, options: Options) -> RewardFunction | None:
+    chosen = make_from(_learned_options, options, "a reward of the type learned")
+    found = reward_model(chosen, making.config)
+    if not making.load:
+        return None
+    from TrainingFactory.learning.reward_models import RewardScorer
+
+    model = making.config.model
+    return LearnedReward(
+        RewardScorer.load(
+            str(found.folder),
+            base=found.name if found.adapter else None,
+            dtype=model.dtype,
+            device=model.device,
+            token_budget=making.config.training.token_budget,
+            together=not making.config.sampling.deterministic,
+            trust_remote_code=model.trust_remote_code,
+        )
+    )
+
+
+def _learned_options(model: str | None = None) -> str | None:
+    return model
+
+
+def reward_model(model: str | None, config: TrainingConfig) -> Named:
+    """Return the reward model that is named, as models are named everywhere."""
+    wanted = (
+        "what a run of training.algorithm=reward_model has made: a run, a checkpoint, or a registered model"
+    )
+    if model is None:
+        raise OptionError(Wrong("model", f"is missing; a reward of the type learned is {wanted}"))
+    from TrainingFactory.learning.reward_models import read_about
+
+    try:
+        found = find_model(model, config.logging.output_dir, config.registry.path)
+    except ValueError as error:
+        raise OptionError(Wrong("model", f"must be {wanted}; {error}")) from error
+    if found.folder is None:
+        raise OptionError(Wrong("model", f"must be {wanted}", model))
+    read_about(found.folder)
+    return found
+
+
+REWARD_TYPES: dict[str, Callable[[Making, Options], RewardFunction | None]] = {
+    "environment": environment_reward,
+    "rule_based": rule_based,
+    "process_reward": process_reward,
+    "model_judge": judge,
+    "tool_verified": tool_verified,
+    "learned": learned,
+    "function": function,
+}
+# Keys that stand beside `options` in the config, and the types that read them.
+BESIDE = {
+    "model": ("learned", "model_judge"),
+    "judge": ("model_judge",),
+    "outcome_weight": ("process_reward",),
+    "step_rewards": ("process_reward",),
+}

@@ -1,0 +1,200 @@
+"""The model that a config names, its chat format, what samples from it, and the rollouts over that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from TrainingFactory.agent_api.agent_program import AgentProgram, ProgramRollouts
+from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.assembly.fleet import (
+    Say,
+    check_engines,
+    elsewhere,
+    max_concurrent_episodes,
+    pushed_to,
+    reading,
+)
+from TrainingFactory.assembly.learner import copy_of, make_policy, make_trainable
+from TrainingFactory.cluster.fleet import Fleet
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, RewardFunction, Sampler
+from TrainingFactory.resolve.factories import told_with_places
+from TrainingFactory.rollout import RolloutEngine
+from TrainingFactory.tools.runtime import ToolRuntime
+from TrainingFactory.types import SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    from TrainingFactory.learning.policy import LocalPolicy
+    from TrainingFactory.models import LoadedModel, TemplateChatFormat
+    from TrainingFactory.sampling import NativeEngine
+
+DEFAULT_MAX_LENGTH = 4096
+
+
+def load(config: TrainingConfig, say: Say = lambda _: None) -> LoadedModel:
+    """Load the model of a config, with a form for tools where one is asked for; `say` is told what that changes."""
+    # Imported here: torch and transformers take seconds, and mistakes in names should not wait for them.
+    from TrainingFactory.models import load_model
+
+    model = config.model
+    with told_with_places("models"):
+        loaded = load_model(
+            model.name,
+            dtype=model.dtype,
+            device=model.device,
+            adapter=model.adapter,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            quantization=model.quantization,
+        )
+    if model.tools_format is not None:
+        from TrainingFactory.models.tools_format import add_tools_format
+
+        frozen = config.lora.enabled or model.adapter is not None or model.quantization != "none"
+        add_tools_format(loaded, model.tools_format, frozen, say)
+    limit = context_limit(loaded)
+    if model.max_length is not None and limit is not None and model.max_length > limit:
+        raise ValueError(f"model.max_length is {model.max_length}, but {model.name} was made for {limit}")
+    return loaded
+
+
+def load_trained(config: TrainingConfig, say: Say = lambda _: None) -> LoadedModel:
+    """Load the model as it is trained: for several learners into the memory of the CPU, from where each takes its share
+    of one layer after the other."""
+    from TrainingFactory.models.loading import pick_device, pick_dtype
+
+    model = config.model
+    if (config.compute.learners or 1) > 1:
+        dtype = str(pick_dtype(model.dtype, pick_device(model.device))).removeprefix("torch.")
+        model = model.model_copy(update={"device": "cpu", "dtype": dtype})
+    loaded = load(config.model_copy(update={"model": model}), say)
+    make_trainable(config, loaded)
+    return loaded
+
+
+def context_limit(loaded: LoadedModel) -> int | None:
+    config = loaded.model.config.get_text_config()
+    return getattr(config, "max_position_embeddings", None)  # foreign object
+
+
+def make_chat(config: TrainingConfig, loaded: LoadedModel, day: date | None = None) -> TemplateChatFormat:
+    """Make the chat format; `day` is for templates that print the date: a run keeps the one it started with."""
+    from TrainingFactory.models import chat_format
+
+    model = config.model
+    return chat_format(
+        loaded.tokenizer, model.family, thinking=model.thinking, stop_ids=loaded.stop_ids, day=day
+    )
+
+
+def make_engine(
+    config: TrainingConfig, loaded: LoadedModel, episodes: int, ahead: bool = False, gathered: Any = None
+) -> NativeEngine:
+    """Make the engine that samples; `ahead`: while the model is trained, from weights of its own. With `gathered` it
+    has the model of that, because the learner's is sharded."""
+    from TrainingFactory.sampling import NativeEngine
+
+    own = copy_of(loaded.model) if ahead and gathered is None else loaded.model
+    return NativeEngine(
+        own if gathered is None else gathered.model,
+        source=gathered or (loaded.model if ahead else None),
+        slots=min(config.sampling.slots, episodes),
+        max_length=max_length(config, loaded),
+        deterministic=config.sampling.deterministic,
+    )
+
+
+def make_trained(
+    config: TrainingConfig, loaded: LoadedModel, policy: LocalPolicy, episodes: int, ahead: bool, say: Say,
+    logs: Path,
+) -> Sampler:  # fmt: skip
+    """Make what samples for a policy that learns: an engine that shares its weights, or others to which it pushes,
+    whose logs are kept in the folder `logs`."""
+    publisher = policy.publisher
+    if publisher is None or not publisher.model_folder:
+        return make_engine(config, loaded, episodes, ahead, publisher)
+    return pushed_to(config, publisher, max_length(config, loaded), episodes, say, logs)
+
+
+def make_published(
+    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, played: bool, whole: Any = None
+) -> LocalPolicy:  # fmt: skip
+    """Make the policy of this process. Where something samples (`played`) and cannot share its weights, they are
+    published: into folders, or in this process to an engine with the model `whole`."""
+    sharded = (config.compute.learners or 1) > 1
+    policy = make_policy(config, loaded, algorithm, steps, sharded)
+    if not (played and (KINDS[config.training.algorithm].samples or config.training.eval_every is not None)):
+        return policy
+    if elsewhere(config):
+        from TrainingFactory.learning.publishing import Publisher
+
+        policy.publisher = Publisher(policy.learner, adapters=config.sampling.engine == "vllm")
+    elif sharded:
+        from TrainingFactory.cluster.ranks import Gathered
+
+        policy.publisher = Gathered(policy.learner, whole)
+    return policy
+
+
+def max_length(config: TrainingConfig, loaded: LoadedModel) -> int:
+    return config.model.max_length or min(context_limit(loaded) or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
+
+
+def make_sampler(
+    config: TrainingConfig, episodes: int, say: Say = lambda _: None
+) -> tuple[ChatFormat, Sampler]:
+    """Load the model; return its way to write a conversation, and the engine that samples from it."""
+    chat, sampler, _ = make_all(config, episodes, say)
+    return chat, sampler
+
+
+def make_all(config: TrainingConfig, episodes: int, say: Say = lambda _: None) -> tuple[Any, Sampler, Any]:
+    """Return also the model, where the engine has it in this process."""
+    check_engines(config)
+    loaded = load(config, say)
+    chat = make_chat(config, loaded)
+    if elsewhere(config):
+        return chat, reading(config, loaded, max_length(config, loaded), episodes, say), None
+    return chat, make_engine(config, loaded, episodes), loaded.model
+
+
+def make_rollouts(
+    config: TrainingConfig,
+    environment: EnvironmentFactory,
+    chat: ChatFormat,
+    on_episode: Callable[[Trajectory], None] | None = None,
+    reward: RewardFunction | None = None,
+    runtime: ToolRuntime | None = None,
+    gate: asyncio.Semaphore | None = None,
+    sampler: Sampler | None = None,
+) -> RolloutEngine:
+    """Make what plays episodes; the clock of episodes stops while the `sampler` has no engine that is alive."""
+    sampling = config.sampling
+    params = SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+    )
+    return (ProgramRollouts if isinstance(environment, AgentProgram) else RolloutEngine)(
+        environment,
+        chat,
+        params,
+        reward=reward,
+        max_turns=config.environment.max_turns,
+        episode_timeout=config.environment.episode_timeout,
+        max_reply_tokens=sampling.max_reply_tokens,
+        max_concurrency=max_concurrent_episodes(
+            config
+        ),  # an episode's clock starts when there is a slot for it
+        seed=config.training.seed,
+        on_episode=on_episode,
+        runtime=runtime,
+        gate=gate,
+        clock=sampler.clock if isinstance(sampler, Fleet) else None,
+    )

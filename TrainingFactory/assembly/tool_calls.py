@@ -1,0 +1,71 @@
+"""Open the tools that a config, a Python file or a file of MCP servers offers, to call them outside of a run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from TrainingFactory.assembly.environment import environment_from_file, make_environment
+from TrainingFactory.assembly.named_files import read_config
+from TrainingFactory.assembly.run_tools import with_tools
+from TrainingFactory.assembly.tools import make_tools
+from TrainingFactory.common.user_code import is_file_name, told
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.schema import ComputeSection
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.protocols import ToolSource
+from TrainingFactory.tools import AsyncToolExecutor, MCPTools
+from TrainingFactory.training.dataset import make_tasks
+from TrainingFactory.types import Task
+
+
+@asynccontextmanager
+async def open_tools(source: str | None, tool: str) -> AsyncIterator[AsyncToolExecutor]:
+    """Open the tools of `source` for one episode: a YAML config (its tools and, for the first task, its
+    environment's), a Python file, or a file of MCP servers. Without a source `tool` itself is a built-in tool or
+    FILE.py:FUNCTION."""
+    config, servers = _read_source(source, tool)
+    if config.environment.command is not None:
+        raise ValueError(f"{source}: environment.command starts a program, which has tools of its own")
+    environment: Any = make_environment(config, given=True)
+    try:
+        tools = make_tools(config, servers, environment)
+    except ValueError as error:
+        if source is not None:
+            raise
+        text = str(error).removeprefix("tools.0: ")
+        raise ValueError(f"{text}; name the config or file that offers it with --config") from error
+    async with AsyncExitStack() as stack:
+        for opened in tools:
+            if isinstance(opened, ToolSource):
+                stack.push_async_callback(opened.close)
+                await opened.open()
+        plain = environment is ToolEnvironment and config.data.tasks is None
+        task = Task("call", "") if plain else make_tasks(config, environment, 1)[0]
+        try:
+            episode = with_tools(environment, tools)(task)
+            stack.push_async_callback(episode.executor.close)
+            stack.push_async_callback(episode.close)
+            await episode.reset()
+        except Exception as error:  # foreign code
+            raise told(error) from error
+        yield episode.executor
+
+
+def _read_source(source: str | None, tool: str) -> tuple[TrainingConfig, list[ToolSource]]:
+    """Return a config that names the tools, and the servers beside it."""
+    if source is None:
+        return TrainingConfig(tools=[tool]), []
+    if source.endswith((".yaml", ".yml")):
+        # Tools run in this process whatever the run has.
+        return read_config(source).model_copy(update={"compute": ComputeSection()}), []
+    if not is_file_name(source):
+        return TrainingConfig(), [MCPTools.load_from_config(source)]
+    try:
+        environment_from_file(source)
+    except ValueError as error:
+        if "no environment" not in str(error):
+            raise
+        return TrainingConfig(tools=[source]), []
+    return TrainingConfig(environment=source), []

@@ -1,0 +1,138 @@
+"""Where metrics go besides the run's own file."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+from TrainingFactory.common.texts import clean
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.protocols import Tracker
+from TrainingFactory.runs.episode_texts import best_and_worst, conversation, ending
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.types import Trajectory
+
+log = logging.getLogger(__name__)
+
+
+class TensorBoard:
+    def __init__(self, run: Path, config: TrainingConfig) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run / "tensorboard"))
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
+        for which, text in _told(episodes).items():
+            # It reads Markdown: what is indented is shown as it is.
+            self._writer.add_text(f"episodes/{which}", indent(text, "    ", lambda _: True), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    def __init__(self, run: Path, config: TrainingConfig) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        place = {"project": os.environ.get("WANDB_PROJECT", "training-factory")} | config.logging.wandb
+        number = RunFolder(run).about.get("id", run.name)
+        given = {"dir": str(run), "config": config.model_dump()}
+        self._table = wandb.Table
+        self._run = wandb.init(name=run.name, id=number, resume="allow", **place, **given)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
+        rows = [[step, which, text] for which, text in _told(episodes).items()]
+        self._run.log({"episodes": self._table(columns=["step", "which", "episode"], data=rows)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    def __init__(self, run: Path, config: TrainingConfig) -> None:
+        import mlflow  # pyright: ignore[reportMissingImports]
+
+        self._mlflow = mlflow
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "training-factory"))
+        mlflow.start_run(run_name=run.name)
+        flat = {
+            f"{s}.{k}": v for s, keys in config.model_dump(exclude={"tools"}).items() for k, v in keys.items()
+        }
+        mlflow.log_params(flat)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        # Its file store makes folders of names, and `episodes` is a metric beside `episodes/done`.
+        named = {name.replace("/", "."): value for name, value in metrics.items()}
+        self._mlflow.log_metrics(named, step=step)
+
+    def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
+        for which, text in _told(episodes).items():
+            self._mlflow.log_text(text, f"episodes/{step:06d}-{which.replace(' ', '-')}.txt")
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+def _told(episodes: Sequence[Trajectory]) -> dict[str, str]:
+    """Return the best and the worst episode as text."""
+    return {
+        which: "\n".join(
+            clean(line)
+            for line in (f"task {each.task.id}", *map(": ".join, conversation(each)), ending(each))
+        )
+        for which, each in best_and_worst(episodes).items()
+    }
+
+
+TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise before anything slow if a package is not there."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"logging.trackers: {name} is not installed; pip install 'training-factory[{name}]', "
+                "or leave it out: the run's folder has all metrics anyway"
+            )
+
+
+class Trackers:
+    """All of them as one. They are foreign code: one that fails is said once and left out, and the run goes on."""
+
+    def __init__(self, run: Path, config: TrainingConfig) -> None:
+        self._open: list[tuple[str, Tracker]] = []
+        for name in config.logging.trackers:
+            try:
+                self._open.append((name, TRACKERS[name](run, config)))
+            except Exception as error:  # foreign code
+                raise ValueError(f"logging.trackers: {name} could not be started: {error}") from error
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._each(lambda tracker: tracker.log(step, metrics))
+
+    def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
+        self._each(lambda tracker: tracker.episodes(step, episodes))
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, do: Any) -> None:
+        for entry in list(self._open):
+            try:
+                do(entry[1])
+            except Exception as error:  # foreign code
+                log.warning("tracker %s failed and is left out from now on: %s", entry[0], error)
+                self._open.remove(entry)

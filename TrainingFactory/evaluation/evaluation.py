@@ -1,0 +1,100 @@
+"""How good a model is on held-out tasks, with the uncertainty of the figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.assembly import rewards as assemble_rewards
+from TrainingFactory.assembly.environment import make_environment
+from TrainingFactory.assembly.named_files import as_started, as_then
+from TrainingFactory.assembly.rewards import evaluation_reward, scored_by
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.loading import key_value
+from TrainingFactory.config.schema import RewardSection
+from TrainingFactory.evaluation.rollouts import Report, Rollouts
+from TrainingFactory.resolve.factories import by_file
+from TrainingFactory.resolve.model_names import Maker, Named
+from TrainingFactory.rollout.metrics import Z95, evaluation_metrics, wilson  # noqa: F401
+from TrainingFactory.training.dataset import makes_tasks
+from TrainingFactory.types import Trajectory
+
+
+class Evaluation(Rollouts):
+    """Episodes of a model on tasks it has not been trained on, scored as a run scores its evaluations."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        out: Path | None = None,
+        replay: str | Path | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        config = by_file(config, say)
+        self.scored_by = scored_by(config, evaluation_reward(assemble_rewards.check_reward(config), say))
+        group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
+        super().__init__(config, out, group, replay=replay, choose=evaluation_reward, say=say)
+
+    async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
+        report = await super().run_async(on_episode)
+        report.metrics |= evaluation_metrics(report.trajectories)
+        return report
+
+
+def sections_of(found: Named) -> dict[str, dict[str, Any]]:
+    """Return the sections of a config for a model; for what a run has made, with the environment that it had."""
+    if found.maker is None:
+        return {"model": found.section}
+    trained = as_then(found.maker.config, found.maker.about)
+    model = trained.model.model_dump(exclude_unset=True, exclude={"tools_format"})  # a checkpoint carries it
+    sections = {"model": model | found.section}
+    for section in ("environment", "data", "sampling"):
+        sections[section] = getattr(trained, section).model_dump()
+    if trained.tools:
+        sections["tools"] = {str(n): entry.model_dump() for n, entry in enumerate(trained.tools)}
+    data = sections["data"]
+    data |= {
+        "split": "heldout",
+        "tasks": data["heldout"] if data["dataset"] is None else None,
+        "dataset_split": data["heldout_split"],
+        "count": data["heldout_count"],
+        "dataset": None,
+    }
+    return sections
+
+
+def overrides_of(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the options of sections as `load_config` takes them."""
+    return [
+        key_value(f"{name}.{key}", value) for name, keys in sections.items() for key, value in keys.items()
+    ]
+
+
+def learned_tasks(run: Maker) -> dict[str, Any]:
+    """Return the data options for the tasks that a run learned from, where there are no others: nothing was held out,
+    and its environment makes none. Empty where there are."""
+    config = as_then(run.config, run.about)
+    data, named = config.data, config.environment.environment_id is not None
+    if data.tasks is None or data.heldout or data.dataset:
+        return {}
+    if named and makes_tasks(make_environment(config)):
+        return {}
+    return {"tasks": data.tasks, "dataset_split": data.dataset_split}
+
+
+def reward_of(run: Maker) -> RewardSection | None:
+    """Return the reward of a run as another command can make it, anywhere; None where it was a Python object."""
+    if "reward" in run.about.get("objects", []):
+        return None
+    config = as_started(run.config, run)
+
+    def found(model: Any) -> dict[str, str]:  # the model may be named by its run, in the folder of runs
+        return {"model": str(assemble_rewards.reward_model(model, config).folder)}
+
+    reward = config.reward
+    if reward.type == "learned" and not reward.parts:
+        return reward.model_copy(update=found(reward.model))
+    learned = {name: part for name, part in reward.parts.items() if part.get("type") == "learned"}
+    parts = {name: part | found(part.get("model")) for name, part in learned.items()}
+    return reward.model_copy(update={"parts": reward.parts | parts})

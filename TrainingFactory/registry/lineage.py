@@ -1,0 +1,113 @@
+"""Where a model comes from: a node for each run on the way, the newest first, as plain data that outlives the runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
+from TrainingFactory.tools.recording import SPECS
+
+Node = dict[str, Any]
+OF_RUN = {"run", "step", "config", "about", "tools", "metrics"}
+
+
+def run_node(run: RunFolder, checkpoint: Path) -> Node:
+    """Return what made a checkpoint: its run, with all options, what the run depended on, and its own origin."""
+    state = checkpoint / "state.json"
+    step = json.loads(state.read_text(encoding="utf-8"))["step"] if state.is_file() else run.status.step
+    measured = [row for row in run.metrics() if row.get("step") == step]
+    return {
+        "run": run.name,
+        "path": str(run.path.resolve()),
+        "step": step,
+        "config": run.config.model_dump(),
+        "about": run.about,
+        "tools": tools_of(run),
+        "metrics": measured[-1] if measured else {},
+    }
+
+
+def tools_of(run: RunFolder) -> dict[str, Any]:
+    """Return the tools that a run's model had, by name, and the digest of what it was told of them."""
+    specs, episodes = [], run.path / TRAJECTORIES
+    if (run.path / SPECS).is_file():
+        specs += json.loads((run.path / SPECS).read_text(encoding="utf-8"))
+    if episodes.is_file():
+        with episodes.open(encoding="utf-8") as file:
+            specs += json.loads(file.readline() or "{}").get("tools", [])
+    told = [json.dumps(spec, sort_keys=True) for spec in specs]
+    called = re.findall(
+        r"^tools/([^/\n]+)/calls$", "\n".join(key for row in run.metrics() for key in row), re.M
+    )
+    names = {spec.get("function", spec).get("name") for spec in specs} - {None}
+    digest = hashlib.sha256("\n".join(sorted(told)).encode()).hexdigest() if told else None
+    return {"names": sorted(names | set(called)), "digest": digest}
+
+
+def parent_of(node: Node) -> Node | None:
+    return (node.get("about", {}).get("model") or {}).get("parent")
+
+
+def chain(node: Node) -> list[Node]:
+    """Return the nodes from the base model to this one."""
+    found = [node]
+    while (parent := parent_of(found[-1])) is not None:
+        found.append(parent)
+    return found[::-1]
+
+
+def origin(node: Node) -> str:
+    """Return the model that the first run began with, or the folder that was registered."""
+    first = chain(node)[0]
+    if "config" not in first:
+        return str(first["folder"])
+    model = first["config"]["model"]
+    return model["name"] + (f" (revision {model['revision']})" if model["revision"] else "")
+
+
+def told(node: Node) -> tuple[str, list[tuple[str, str]]]:
+    """Return what a node says in words: a title, and what it depended on."""
+    if "config" not in node:
+        return f"the folder {node['folder']}", []
+    config, about = node["config"], node["about"]
+    environment = config["environment"]["environment_id"] or "no environment"
+    registered = f", registered as {node['version']}" if node.get("version") else ""
+    title = f"{config['training']['algorithm']} on {environment}: run {node['run']}, step {node['step']}{registered}"
+    commit = f", commit {about['commit']}" if about["commit"] else ""
+    data = config["data"]["dataset"] or config["data"]["tasks"] or "made by the environment"
+    rows = [
+        ("started", f"{about['started']}{commit}, torch {about['versions']['torch']}"),
+        ("data", f"{data}: {about.get('size')} tasks or rows, digest {about.get('digest')}"),
+        ("reward", _reward(config["reward"])),
+    ]
+    if about.get("objects"):
+        rows.append(("from Python", ", ".join(about["objects"])))
+    for name, file in about.get("files", {}).items():
+        rows.append(("file", name + (f", digest {file['digest']}" if file["digest"] else "")))
+    if names := node["tools"]["names"]:
+        digest = node["tools"]["digest"]
+        rows.append(("tools", ", ".join(names) + (f", digest {digest[:32]}" if digest else "")))
+    measured = [
+        f"{key} {value:.4g}" for key, value in node["metrics"].items() if key.startswith("eval/success")
+    ]
+    return title, rows + ([("measured", ", ".join(measured))] if measured else [])
+
+
+def _reward(section: dict[str, Any]) -> str:
+    parts = {name: part.get("type") for name, part in section["parts"].items()}
+    return ", ".join(f"{name}: {kind}" for name, kind in parts.items()) or section["type"]
+
+
+def tree(node: Node, name: str) -> list[str]:
+    """Return the lines of the tree from the base model to this one, which is called `name`."""
+    lines, depth = [origin(node)], 0
+    for each in chain(node):
+        title, rows = told(each)
+        lines.append(f"{'   ' * depth}└─ {title}")
+        depth += 1
+        lines += [f"{'   ' * depth}   {key}: {value}" for key, value in rows]
+    return [*lines, f"{'   ' * depth}└─ {name}"]

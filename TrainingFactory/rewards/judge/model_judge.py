@@ -1,0 +1,133 @@
+"""A model that judges episodes. No verdict, whatever the reason, raises: the episode is then dropped and counted, never
+rewarded with a zero."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import JsonValue, validate_call
+
+from TrainingFactory.common.endpoint import BY_HOST
+from TrainingFactory.common.options import (
+    STRICT,
+    Count,
+    NotNegative,
+    OptionError,
+    Positive,
+    Text,
+    Wrong,
+    ZeroOrMore,
+    make_from,
+    nested,
+)
+from TrainingFactory.rewards.judge.client import Budget, JudgeClient
+from TrainingFactory.rewards.judge.endpoints import AnthropicEndpoint, JudgeModel, OpenAIEndpoint
+from TrainingFactory.rewards.judge.judges import ModelJudge, PairJudge, RankingJudge
+from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, RUBRIC, SINGLE, JudgePrompt
+from TrainingFactory.rewards.judge.verdicts import JsonVerdict, Pairwise, Ranking, Score, Vote, YesNo
+from TrainingFactory.tools.cache.cache import ToolCache
+
+Api = Literal["openai", "anthropic"]
+VerdictName = Literal["score", "yes_no", "json", "pairwise", "ranking"]
+APIS: dict[Api, type[OpenAIEndpoint]] = {"openai": OpenAIEndpoint, "anthropic": AnthropicEndpoint}
+FORMS: dict[VerdictName, Callable[..., Any]] = {
+    "score": Score,
+    "yes_no": YesNo,
+    "json": JsonVerdict,
+    "pairwise": Pairwise,
+    "ranking": Ranking,
+}
+KINDS = {"pairwise": PAIR, "ranking": GROUP}
+
+
+@validate_call(config=STRICT)
+def model_judge(
+    *,
+    model: Text | JudgeModel,
+    base_url: str = "",
+    api: Api = "openai",
+    api_key_env: str | None = BY_HOST,
+    timeout: Positive = 60.0,
+    options: Mapping[str, JsonValue] | None = None,
+    verdict: VerdictName = "score",
+    verdict_options: Mapping[str, Any] | None = None,
+    template: str = "",
+    rubric: Text = RUBRIC,
+    reference: bool = False,
+    reasoning: bool = False,
+    samples: Count = 1,
+    vote: Vote = "mean",
+    name: Text = "judge",
+    judge_unfinished: bool = False,
+    fence_seed: int | None = None,
+    opponents: Count | None = None,
+    concurrency: Count | None = 8,
+    rate: Positive | None = None,
+    retries: ZeroOrMore = 3,
+    pause: NotNegative = 0.5,
+    cache: ToolCache | Text | Path | None = None,
+    budget: Annotated[Mapping[str, Any] | Budget | None, nested(Budget, "the judge's budget")] = None,
+) -> ModelJudge | PairJudge | RankingJudge:
+    """Make a judge from the options that docs/JUDGES.md lists."""
+    if opponents is not None and verdict != "pairwise":
+        raise OptionError(Wrong("opponents", f"is for the verdict pairwise, not for {verdict}"))
+    try:
+        form = make_from(FORMS[verdict], verdict_options or {}, f"the verdict {verdict}")
+    except OptionError as error:
+        raise error.within("verdict_options") from None
+    prompt = JudgePrompt(template, rubric, KINDS.get(verdict, SINGLE), reference, reasoning)
+    if isinstance(model, str):
+        model = _endpoint(
+            APIS[api], base_url, model, api_key_env=api_key_env, timeout=timeout, options=options
+        )
+    client = JudgeClient(
+        model=model,
+        concurrency=concurrency,
+        rate=rate,
+        retries=retries,
+        pause=pause,
+        cache=cache,  # a file is made when nothing else can be wrong
+        budget=budget or Budget(),  # type: ignore[arg-type]  # made of the mapping
+    )
+    shared: dict[str, Any] = {"client": client, "prompt": prompt, "samples": samples, "vote": vote}
+    shared |= {"name": name, "judge_unfinished": judge_unfinished, "fence_seed": fence_seed}
+    if verdict == "pairwise":
+        return PairJudge(opponents=opponents, **shared)
+    if verdict == "ranking":
+        return RankingJudge(**shared)
+    return ModelJudge(verdict=form, **shared)
+
+
+def _endpoint(kind: type[OpenAIEndpoint], base_url: str, model: str, **options: Any) -> OpenAIEndpoint:
+    endpoint = kind(base_url, model, **options)
+    if endpoint.api_key_env is not None and not os.environ.get(endpoint.api_key_env):
+        raise ValueError(
+            f"the environment variable {endpoint.api_key_env}, which holds the key for {endpoint.host}, is not set; "
+            "set it, name another one with api_key_env, or give api_key_env: null if the judge needs no key"
+        )
+    return endpoint
+
+
+def judges_at(
+    base_url: str | Sequence[str], options: Mapping[str, Any], workers: int | None = None
+) -> list[Any]:
+    """Return a judge for each worker of a pool, one at each address, with one budget for all."""
+    urls = [base_url] if isinstance(base_url, str) else list(base_url)
+    if not urls or not all(isinstance(url, str) for url in urls) or len(set(urls)) < len(urls):
+        raise ValueError(f"base_url is {base_url!r:.100}; it must be an address, or a list of different ones")
+    count = len(urls) if workers is None else workers
+    if count < len(urls):
+        raise ValueError(f"num_workers is {count}, but base_url has {len(urls)} addresses")
+    options = dict(options)
+    options.setdefault("concurrency", 8 * -(-count // len(urls)))  # of a judge that several workers share
+    judges: list[Any] = []
+    for url in urls:
+        judges.append(make_from(model_judge, {"base_url": url, **options}, "a model judge"))
+        options["cache"] = judges[0].client.cache  # opened once, and closed with the first
+    spent = [judge.client.usage for judge in judges]
+    for judge in judges:
+        judge.client.spent = spent
+    return [judges[number % len(urls)] for number in range(count)]

@@ -1,0 +1,57 @@
+"""Who is told how a run is going."""
+
+from __future__ import annotations
+
+import sys
+from typing import Protocol
+
+from TrainingFactory.common.texts import clean
+from TrainingFactory.types import Trajectory
+
+
+class Watcher(Protocol):
+    """Who looks on while a run goes. Nothing of the run depends on it."""
+
+    def phase(self, name: str) -> None:
+        """Note that load, generate, update, evaluate or checkpoint begins."""
+        ...
+
+    def episode(self, trajectory: Trajectory) -> None: ...
+    def step(self, step: int, total: int, metrics: dict[str, float]) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+class PlainLines:
+    """A line per step on stderr, for logs and scripts."""
+
+    def phase(self, name: str) -> None: ...
+    def episode(self, trajectory: Trajectory) -> None: ...
+
+    def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        self.say(f"step {step}/{total}  {in_short(metrics)}")
+
+    def say(self, text: str) -> None:
+        print(clean(text), file=sys.stderr, flush=True)
+
+
+# metric -> how it is told in a line
+SHORT = {
+    "loss": "loss {:.4f}", "reward": "reward {:.3f}", "accuracy": "accuracy {:.2f}", "tool_success": "tools {:.0%}",
+    "eval/success": "held-out {:.3f}", "eval/loss": "held-out loss {:.4f}",
+    "eval/accuracy": "held-out accuracy {:.2f}", "tokens_per_second": "{:.0f} tokens/s", "seconds/step": "{:.1f} s",
+}  # fmt: skip
+
+
+def in_short(metrics: dict[str, float]) -> str:
+    told = [text.format(metrics[name]) for name, text in SHORT.items() if name in metrics]
+    if "episodes/unscored" in metrics and "reward" not in metrics:
+        told.insert(0, "no episode could be scored")
+    elif "episodes/unscored" in metrics:
+        if unscored := int(metrics["episodes/unscored"]):
+            told.append(f"{unscored} of {int(metrics['episodes'])} unscored")
+        if not metrics.get("rows"):
+            equal = "no two scored ones of a task differ" if unscored else "all groups equal"
+            told.append(f"{equal}, nothing to learn")
+    if lost := int(metrics.get("episodes/tool_failure", 0)):
+        told.append(f"{lost} episodes lost to tools that are down")
+    return "  ".join(told)

@@ -1,0 +1,58 @@
+"""A run that was sampled ahead, trained again from what it recorded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import groupby, islice
+
+from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.protocols import Algorithm
+from TrainingFactory.runs.folder import CONSUMED, TRAJECTORIES, RunFolder
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.training.source import StepGroups, problem_of, sampled_metrics
+from TrainingFactory.types import Group, Trajectory
+
+
+class RecordedSource:
+    """The groups of a recorded run, in the order in which it trained them: nothing is sampled and no tool is called.
+    `first` is the step to begin with, `steps` how many there are."""
+
+    def __init__(self, run: RunFolder, algorithm: Algorithm, max_unscored: float, first: int = 0) -> None:
+        self._run, self._algorithm, self._max_unscored = run, algorithm, max_unscored
+        if not (run.path / TRAJECTORIES).is_file():
+            raise ValueError(
+                f"run {run.name} was sampled ahead, so that a replay needs its episodes, and it has none: "
+                "it was made with logging.save_trajectories=false"
+            )
+        self._rows = run.ledger()
+        self.steps = len(self._rows)
+        self._groups = self._read()
+        skipped = sum(len(row["groups"]) for row in self._rows[:first])
+        next(islice(self._groups, skipped, skipped), None)
+
+    async def take(self, step: int) -> StepGroups:
+        started = time.perf_counter()
+        groups = await in_thread(self._groups_of, step)
+        seconds = time.perf_counter() - started
+        metrics, problem = sampled_metrics(groups, seconds, None), problem_of(groups, self._max_unscored)
+        return StepGroups(step, groups, seconds, metrics, problem, sampled=True)
+
+    async def close(self) -> None: ...
+
+    def _groups_of(self, step: int) -> list[Group]:
+        numbers = self._rows[step]["groups"]
+        played = list(islice(self._groups, len(numbers)))
+        names = [group[0].task.id for group in played]
+        if names != self._rows[step]["tasks"]:
+            where = f"{self._run.path / TRAJECTORIES} and {CONSUMED} differ"
+            raise ValueError(f"{where} about step {step + 1}: {names} and {self._rows[step]['tasks']}")
+        found = zip(numbers, played, strict=True)
+        return [
+            Group(number, group, self._algorithm.samples(group), attempt, place)
+            for (number, attempt, place), group in found
+        ]
+
+    def _read(self) -> Iterator[list[Trajectory]]:
+        episodes = load_trajectories(self._run.path / TRAJECTORIES, growing=True)
+        yield from (list(group) for _, group in groupby(episodes, key=lambda each: each.group))

@@ -1,0 +1,261 @@
+"""Where the groups of a step come from, with their credit: sampled now, played by an expert, or read from a dataset.
+Which tasks a step takes follows from the seed and from which were taken before: so a resumed run goes on exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, Protocol
+
+from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, Sampler
+from TrainingFactory.rollout import RolloutEngine, play, rollout_metrics
+from TrainingFactory.tools.recording import EpisodeKey
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.training.ledger import Ledger
+from TrainingFactory.training.reward_clock import RewardClock
+from TrainingFactory.training.task_order import Order
+from TrainingFactory.training.tokenized_dataset import TokenizedDataset
+from TrainingFactory.types import Group, Sample, Task, Trajectory
+
+
+@dataclass(slots=True)
+class StepGroups:
+    """The groups of one training step, in order, and what getting them was like."""
+
+    step: int
+    groups: list[Group]
+    seconds: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    problem: str | None = None  # why too little can be learned from them
+    sampled: bool = False  # by the policy itself
+    # Step and name by which the tool calls of its groups are recorded, and those of groups that were given up since
+    # the step before; None: all calls so far are theirs.
+    recorded: set[tuple[int | str, str]] | None = None
+    given_up: set[tuple[int | str, str]] = field(default_factory=set)
+
+    def has_recorded(self, key: EpisodeKey) -> bool:
+        """Return whether the tool calls of that episode belong to this step."""
+        return self.recorded is None or (key.step, key.task) in self.recorded
+
+    @property
+    def rows(self) -> list[Sample]:
+        return [row for group in self.groups for row in group.rows]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+
+class Source(Protocol):
+    async def take(self, step: int) -> StepGroups:
+        """Get the groups of a step. Steps are asked for in order, each when the one before has been learned from."""
+        ...
+
+    async def close(self) -> None:
+        """End what is under way."""
+
+
+class Stream:
+    """The steps of a run, one after the other."""
+
+    def __init__(self, source: Source, first: int, total: int) -> None:
+        self._source, self._next, self._total = source, first, total
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> StepGroups:
+        if self._next >= self._total:
+            raise StopAsyncIteration
+        self._next += 1
+        return await self._source.take(self._next - 1)
+
+    def end(self) -> None:
+        """Give nothing more."""
+        self._total = self._next
+
+
+class SampledSource:
+    """`group_size` episodes of each task of the step, by the newest weights. Where the algorithm refills, tasks that
+    teach nothing are made up for by the next ones of the order, but not beyond an epoch. Where more than the share
+    `max_unscored` has no reward, the step has a problem. `ledger` knows which tasks were taken before."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        order: Order,
+        rollouts: RolloutEngine,
+        sampler: Sampler,
+        algorithm: Algorithm,
+        clock: RewardClock,
+        ledger: Ledger,
+        *,
+        group_size: int,
+        max_unscored: float = 1.0,
+    ) -> None:
+        self._tasks, self._order, self._rollouts, self._sampler = tasks, order, rollouts, sampler
+        self._algorithm, self._clock = algorithm, clock  # the clock that the rollouts score by
+        self._ledger, self._group_size, self._max_unscored = ledger, group_size, max_unscored
+
+    async def take(self, step: int) -> StepGroups:
+        started = time.perf_counter()
+        self._clock.seconds = self._rollouts.tail = 0.0
+        first = step * self._order.batch_size
+        left, numbers = self._ledger.left, range(first, first + self._order.batch_size)
+        groups = latest = await self._play(step, numbers, self._ledger.take(len(numbers)), 0)
+        for attempt in range(1, self._algorithm.refill + 1):
+            open_numbers = [group.number for group in latest if not group.rows][: left - len(groups)]
+            if not open_numbers or problem_of(latest, self._max_unscored):
+                break
+            latest = await self._play(step, open_numbers, self._ledger.take(len(open_numbers)), attempt)
+            groups = groups + latest
+        seconds = time.perf_counter() - started
+        problem = problem_of(groups, self._max_unscored)
+        metrics = sampled_metrics(groups, seconds, self._clock)
+        metrics["tail_share"] = self._rollouts.tail / seconds
+        return StepGroups(step, groups, seconds, metrics, problem, sampled=True)
+
+    async def close(self) -> None: ...
+
+    async def _play(
+        self,
+        step: int,
+        numbers: Sequence[int],
+        places: Sequence[int],
+        attempt: int,
+        names: Sequence[str] | None = None,
+    ) -> list[Group]:
+        """Play a group at each place, by numbers; there are fewer places where an epoch ends."""
+        tasks = [self._tasks[self._order.at(place)] for place in places]
+        played = await self._rollouts.rollout_batch(tasks, self._sampler, self._group_size, step, names=names)
+        adjusted = [self._algorithm.adjusted(group) for group in played]
+        credited = await in_thread(lambda: [self._algorithm.samples(group) for group in adjusted])
+        found = zip(numbers, adjusted, credited, places, strict=False)
+        return [Group(number, group, rows, attempt, place) for number, group, rows, place in found]
+
+
+def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock | None) -> dict[str, float]:
+    """Sum the step up; seconds of `tools` and `reward` add up over episodes that run side by side."""
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    metrics = rollout_metrics(episodes)
+    rewards = [trajectory.reward for trajectory in episodes if trajectory.reward is not None]
+    if rewards:
+        metrics["accuracy"] = sum(reward.outcome > 0 for reward in rewards) / len(rewards)
+    if any(any(reward.steps) for reward in rewards):  # else a wrong episode earns what its outcome says
+        for name, right in (("reward_right", True), ("reward_wrong", False)):
+            if paid := [each.outcome + sum(each.steps) for each in rewards if (each.outcome > 0) == right]:
+                metrics[name] = fmean(paid)
+    metrics["episodes/failed"] = metrics["episodes/error"] + metrics["episodes/tool_failure"]
+    tools = sum(result.seconds for t in episodes for turn in t.turns for result in turn.tool_results)
+    spent = sum(trajectory.seconds for trajectory in episodes)
+    return metrics | {
+        "groups/dropped": sum(not group.rows for group in groups),
+        "groups/refilled": len(groups) - len({group.number for group in groups}),
+        "seconds/tools": tools,
+        "seconds/reward": 0.0 if clock is None else clock.seconds,
+        "tools_share": tools / spent if spent else 0.0,
+        "tokens_per_second": metrics["sampled_tokens"] / seconds,
+        **({} if clock is None else clock.spent()),
+    }
+
+
+def problem_of(groups: Sequence[Group], max_unscored: float) -> str | None:
+    """Say why too little can be learned from groups, if that is so."""
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    unscored = [trajectory for trajectory in episodes if trajectory.reward is None]
+    if len(unscored) < len(episodes) and len(unscored) <= max_unscored * len(episodes):
+        return None
+    what = f"{len(unscored)} of {len(episodes)} episodes could not be scored"
+    if len(unscored) == len(episodes):
+        what = f"none of {len(episodes)} episodes could be scored"
+    limit = f"reward.max_unscored is {max_unscored:g}"
+    return f"{what}, and {limit}; mostly: {most_frequent(unscored)}"
+
+
+class ExpertSource:
+    """The environment's own expert plays the tasks of the step."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        order: Order,
+        environment: EnvironmentFactory,
+        chat: ChatFormat,
+        algorithm: Algorithm,
+        limits: dict[str, Any],
+        max_concurrency: int,
+    ) -> None:
+        self._tasks, self._order, self._environment = tasks, order, environment
+        self._chat, self._algorithm, self._limits = chat, algorithm, limits
+        self._gate = asyncio.Semaphore(max_concurrency)
+
+    async def take(self, step: int) -> StepGroups:
+        started = time.perf_counter()
+        tasks = [self._tasks[number] for number in self._order.batch(step)]
+        played = await asyncio.gather(*(self._play(task, step) for task in tasks))
+        groups = numbered(step, self._order, [[each] for each in played], self._algorithm)
+        return demonstrated(step, groups, time.perf_counter() - started)
+
+    async def close(self) -> None: ...
+
+    async def _play(self, task: Task, step: int) -> Trajectory:
+        key = EpisodeKey(step, task.id, 0)
+        async with self._gate:
+            environment: Any = self._environment(task)
+            found = await play(environment, self._chat, environment.expert(), key=key, **self._limits)
+        if found.status in ("error", "tool_failure") or not found.turns:
+            raise ValueError(f"demonstration {task.id} cannot be played: {found.error or found.status}")
+        return found
+
+
+class DatasetSource:
+    """The examples of the step."""
+
+    def __init__(self, dataset: TokenizedDataset, order: Order, algorithm: Algorithm) -> None:
+        self._dataset, self._order, self._algorithm = dataset, order, algorithm
+
+    async def take(self, step: int) -> StepGroups:
+        started = time.perf_counter()
+        groups = await in_thread(self._groups, step)
+        found = demonstrated(step, groups, time.perf_counter() - started)
+        found.metrics |= self._dataset.left_out
+        return found
+
+    async def close(self) -> None: ...
+
+    def _groups(self, step: int) -> list[Group]:
+        examples = self._order.batch(step)
+        played = [self._dataset.group(number) for number in examples]
+        groups = numbered(step, self._order, played, self._algorithm)
+        for number, group in zip(examples, groups, strict=True):
+            self._dataset.fill(number, group.rows)
+        return groups
+
+
+def numbered(
+    step: int, order: Order, played: Sequence[list[Trajectory]], algorithm: Algorithm
+) -> list[Group]:
+    """Give groups that exist their numbers, their rows and their places."""
+    first, place = step * order.batch_size, order.start(step)
+    return [Group(first + n, group, algorithm.samples(group), 0, place + n) for n, group in enumerate(played)]
+
+
+def demonstrated(step: int, groups: list[Group], seconds: float) -> StepGroups:
+    """Sum groups up that were not sampled: they are usable, and their rewards say nothing about the model."""
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    turns = sum(len(trajectory.turns) for trajectory in episodes) / len(episodes)
+    metrics = {"demonstrations": float(len(groups)), "turns": turns}
+    return StepGroups(step, groups, seconds, metrics)
+
+
+def most_frequent(unscored: Sequence[Trajectory]) -> str:
+    """Return a reason of the most frequent kind; those that differ in numbers or in what they quote are alike."""
+    reasons = [trajectory.error or "no reason given" for trajectory in unscored]
+    kinds = [re.sub(r"\d+|'[^']*'|\"[^\"]*\"", "", reason) for reason in reasons]
+    [(most, _)] = Counter(kinds).most_common(1)
+    return reasons[kinds.index(most)]
