@@ -133,8 +133,8 @@ def _reject_uncalled_methods(environment: Any) -> None:
     if uncalled and environment.reward is ToolEnvironment.reward:
         raise ValueError(
             f"{environment.__name__} has {', '.join(uncalled)} as in RL-Factory, and nothing here would call it: "
-            "inherit from TrainingFactory.integrations.rl_factory.Env, which does, or score the episode in `reward(self, "
-            "episode)`, step by step by a Reward with `steps`"
+            "inherit from TrainingFactory.integrations.rl_factory.Env, which does, or score the episode in "
+            "`reward(self, episode)`, step by step by a Reward with `steps`"
         )
 
 
