@@ -11,7 +11,7 @@ SERVERS := .servers
 HELLO := 0.2.9 1.0.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo test test-slow lint format bench clean
+.PHONY: help setup servers demo test test-slow lint format stubs bench clean
 
 help:
 	@echo "make demo    watch an agent learn to use tools (a few minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-slow  run those that take minutes"
 	@echo "make lint    ruff and pyright"
 	@echo "make format  let ruff rewrite what it can"
+	@echo "make stubs   generate the types of the trainers' keywords from the config's schema"
 	@echo "make bench   measure sampling and tools"
 	@echo "make servers only install the servers and packages of others that tests use, into $(SERVERS)"
 	@echo "make setup   only install, into $(VENV)"
@@ -132,6 +133,9 @@ lint: $(LINTERS)
 format: $(LINTERS)
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
+
+stubs: $(STAMP)
+	@$(RUN) -m tests.kits.keyword_types
 
 bench: $(STAMP)
 	@$(RUN) -m benchmarks.sampling

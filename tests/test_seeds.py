@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.kits.keyword_types import common_keywords
 from tests.kits.mcp import SERVERS, free_port, running, start_server
 from tests.kits.seeds import Block, blocks
 from tests.kits.siblings import COMPUTE, DATA, ENVIRONMENTS
@@ -91,10 +92,7 @@ def test_the_names_and_signatures_are_there(name: str) -> None:
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_the_trainers_take_the_keywords(trainer: str) -> None:
-    from TrainingFactory.trainers import keywords
-
-    known = inspect.get_annotations(keywords.Keywords) | {"model": Any, "environment": Any}
-    assert set(TRAINERS[trainer]) <= known.keys()
+    assert set(TRAINERS[trainer]) <= {*common_keywords(), "model", "environment"}
 
 
 @pytest.fixture(scope="module")

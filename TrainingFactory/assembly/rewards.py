@@ -26,6 +26,7 @@ from TrainingFactory.rewards.rules.answers import ReferenceRule
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import RewardWorkerPool
 from TrainingFactory.rewards.workers.process import RewardProcess
+from TrainingFactory.training.preflight import group_too_small
 from TrainingFactory.types import Task
 
 Key = tuple[str | int, ...]
@@ -41,12 +42,9 @@ OWN = "the environment's own reward"
 TOLD_BY = {"function": "function", "rule_based": "rule", "tool_verified": "verify"}
 
 
-def check_reward(config: TrainingConfig, group_size: int | None = None) -> RewardFunction | None:
-    """Raise what `make_reward` would, and if groups of that size cannot be scored; return a reward for more checks."""
-    reward = _made(Making(config, load=False))
-    if group_size is not None:
-        check_group(reward, group_size)
-    return reward
+def check_reward(config: TrainingConfig) -> RewardFunction | None:
+    """Raise what `make_reward` would raise, without loading a model. Return the reward for further checks."""
+    return _made(Making(config, load=False))
 
 
 def make_reward(config: TrainingConfig) -> RewardFunction | None:
@@ -85,12 +83,10 @@ async def close_reward(reward: RewardFunction | None) -> None:
 
 
 def check_group(reward: RewardFunction | None, group_size: int) -> None:
-    """Raise if groups of this size cannot be scored."""
+    """Raise if the reward compares the episodes of a group and groups have one episode."""
     if group_size < 2 and compares(reward):
-        raise ValueError(
-            f"training.group_size is {group_size}, but the reward compares the episodes of a group with each other: it "
-            "needs 2 or more (8 is usual); or take a reward of single episodes, such as a judge whose verdict is score"
-        )
+        remedy = "; or use a reward of single episodes, such as a judge whose verdict is score"
+        raise group_too_small(group_size, 2, "the reward", remedy)
 
 
 def check_tasks(

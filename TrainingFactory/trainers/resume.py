@@ -1,4 +1,4 @@
-"""Where a run goes on: its last whole checkpoint, and its files as they were then."""
+"""Restore a run from its last intact checkpoint."""
 
 from __future__ import annotations
 
@@ -13,54 +13,53 @@ from TrainingFactory.training.loop import Progress
 from TrainingFactory.training.task_order import Order
 
 
-async def taken_up(
+async def restore_progress(
     run: RunFolder,
     policy: Policy,
     order: Order,
     total: int,
     resuming: bool,
-    ahead: bool,
+    is_async: bool,
     say: Callable[[str], None],
 ) -> Progress:
-    """Load the last whole checkpoint, if there is one, and cut the files of the run back to it. `ahead`: groups may be
-    sampled before their step."""
-    progress, offsets = Progress(Ledger(order)), dict[str, int]()
-    if state := await _last_state(run, policy, say):
+    """Load the last intact checkpoint into the policy, if there is one, and truncate the run's files to it.
+    `is_async`: groups may be sampled before their step."""
+    progress = Progress(Ledger(order))
+    offsets: dict[str, int] = {}
+    state = await _load_last_checkpoint(run, policy, say)
+    if state:
         try:
             ledger = Ledger.of_state(order, state)
         except ValueError as error:
             raise ValueError(f"run {run.name} {error}") from error
-        if ledger.under_way and not ahead:
+        if ledger.under_way and not is_async:
             raise ValueError(
-                f"run {run.name} was sampled ahead, and {len(ledger.under_way)} of its groups were under way: it goes "
-                "on with optimization.async_rollout=true and optimization.max_staleness above 0"
+                f"run {run.name} used async rollouts and has {len(ledger.under_way)} unfinished groups: resume it with "
+                "optimization.async_rollout=true and optimization.max_staleness above 0"
             )
-        progress, offsets = (
-            Progress(ledger, state["step"], state["seconds"], state.get("unlogged")),
-            state["offsets"],
-        )
+        progress = Progress(ledger, state["step"], state["seconds"], state.get("unlogged"))
+        offsets = state["offsets"]
     await in_thread(run.rewind, offsets)
     if resuming:
-        say(
-            f"going on after step {progress.done} of {total}"
-            + ("" if state else ": there is no checkpoint yet")
-        )
+        say(f"resuming after step {progress.done} of {total}" + ("" if state else ": no checkpoint yet"))
     return progress
 
 
-async def _last_state(run: RunFolder, policy: Policy, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """Load the last checkpoint that is whole and return its state; say which ones are not."""
+async def _load_last_checkpoint(
+    run: RunFolder, policy: Policy, say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Load the last intact checkpoint and return its state; warn of damaged ones."""
     from TrainingFactory.learning.checkpoints import Damaged  # torch
 
-    found = run.checkpoints()
-    for path in reversed(found):
+    checkpoints = run.checkpoints()
+    for path in reversed(checkpoints):
         try:
             return await policy.load(str(path))
         except Damaged as error:
-            say(f"WARNING {error}" + ("; the one before it is used" if path != found[0] else ""))
-    if found:
+            say(f"WARNING {error}" + ("; the previous one is used" if path != checkpoints[0] else ""))
+    if checkpoints:
         raise ValueError(
-            f"no checkpoint of run {run.name} is whole; put back one of {run.path / 'checkpoints'}, or remove that "
-            "folder to begin anew"
+            f"All checkpoints of run {run.name} are damaged. Restore one of {run.path / 'checkpoints'}, or delete that "
+            "folder to start again."
         )
     return None

@@ -23,7 +23,7 @@ from TrainingFactory.runs.folder import RunFolder, TrainingReport
 from TrainingFactory.runs.tracking import PlainLines, Watcher
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.trainers.keywords import into, merged, placed
+from TrainingFactory.trainers.keywords import into_sections, merge_into_section, merged
 from TrainingFactory.trainers.notices import notices, unused
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.trainers.trl_keywords import FromTRL
@@ -79,17 +79,17 @@ class Trainer:
         if isinstance(options.get("tool_cache"), ToolCache):
             self.objects.cache = options.pop("tool_cache")
         given = self._in_sections(options)
-        into(given, "training", {"algorithm": self.algorithm})
+        merge_into_section(given, "training", {"algorithm": self.algorithm})
         if model is not None:
-            into(given, "model", _model_section(model))
+            merge_into_section(given, "model", _model_section(model))
         self._take_reward(reward_function, given)
         if allocation_id is not None:
-            into(given, "compute", {"allocation_id": allocation_id})
+            merge_into_section(given, "compute", {"allocation_id": allocation_id})
             self.objects.allocation = None if isinstance(allocation_id, str) else allocation_id
         self._take_tools([*self._take_environment(environment, given), *listed(tools)], given)
         for key, value in {"tasks": tasks, "dataset": dataset, "heldout": heldout}.items():
             if isinstance(value, str | Path):
-                into(given, "data", {key: value})
+                merge_into_section(given, "data", {key: value})
         self._tasks, self._dataset, self._heldout = map(_rows, (tasks, dataset, heldout))
         self._name, self._resume, self._replay = name, resume, replay
         self._watcher = watcher or PlainLines()
@@ -147,7 +147,9 @@ class Trainer:
     def _in_sections(self, config: TrainingConfig | Mapping[str, Any]) -> dict[str, Any]:
         """Return the options in sections, without the algorithm, which may not be another one."""
         whole = isinstance(config, TrainingConfig)
-        given = expand(config.model_dump(exclude_unset=True) if whole else placed(config, self.algorithm))
+        given = expand(
+            config.model_dump(exclude_unset=True) if whole else into_sections(config, self.algorithm)
+        )
         training = given.get("training")
         named = training.pop("algorithm", self.algorithm) if isinstance(training, dict) else self.algorithm
         if named != self.algorithm:
@@ -199,14 +201,14 @@ class Trainer:
             tools = listed(rest.pop("tools", ()))
             if (scenario := _handed(rest, "environment_id", None)) is not None:
                 rest["environment_id"], self.objects.environment = None, environment_of(scenario)
-            into(given, "environment", rest)
+            merge_into_section(given, "environment", rest)
             return tools
         if hasattr(environment, "scenario_id"):
             environment = environment_of(environment)
         if isinstance(environment, str | Path):
-            into(given, "environment", {"environment_id": environment})
+            merge_into_section(given, "environment", {"environment_id": environment})
         elif environment is not None:
-            into(given, "environment", {"environment_id": None})
+            merge_into_section(given, "environment", {"environment_id": None})
             self.objects.environment = as_ours(environment)
         return []
 

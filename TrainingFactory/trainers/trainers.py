@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
-from TrainingFactory.trainers.keywords import (
-    DPOKeywords,
-    GRPOKeywords,
-    KTOKeywords,
-    PPOKeywords,
-    RewardModelKeywords,
-    RFTKeywords,
-    SFTKeywords,
-)
 from TrainingFactory.trainers.trainer import Trainer
+
+if TYPE_CHECKING:
+    from TrainingFactory.trainers.keyword_types import (  # pyright: ignore[reportMissingModuleSource]
+        DPOKeywords,
+        GRPOKeywords,
+        KTOKeywords,
+        PPOKeywords,
+        RewardModelKeywords,
+        RFTKeywords,
+        SFTKeywords,
+    )
 
 
 class SFTTrainer(Trainer):

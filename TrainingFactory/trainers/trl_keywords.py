@@ -14,7 +14,7 @@ from TrainingFactory.config.names import ALIASES
 from TrainingFactory.config.schema import ALGORITHMS, RewardType
 from TrainingFactory.rewards.adapt import NoSay, Unscored
 from TrainingFactory.rewards.combined import Combined
-from TrainingFactory.trainers.keywords import TRLKeywords, homes_of, into
+from TrainingFactory.trainers.keywords import TRL_NAMES, homes_of, merge_into_section
 from TrainingFactory.types import Reward
 
 PLAIN = (str, int, float, list, tuple, set, dict)  # other values are made by the config itself
@@ -127,7 +127,7 @@ class FromTRL:
             section, name = key.split(".")
             there = options.get(section) or {}
             options[section] = dict(there) if isinstance(there, Mapping) else there
-            into(options, section, {name: value})
+            merge_into_section(options, section, {name: value})
 
     def over(self, **given: Any) -> list[Any]:
         """Return the trainer's own parameters in that order, with TRL's where they have none."""
@@ -141,7 +141,7 @@ class FromTRL:
         """Tell whether a keyword is to be read as TRL's."""
         if name in ("scale_rewards", "beta"):
             return isinstance(value, str) if name == "scale_rewards" else self.algorithm == "grpo"
-        return name in {*TRLKeywords.__annotations__, *INSTEAD, *NOTES, "per_device_train_batch_size"}
+        return name in {*TRL_NAMES, *INSTEAD, *NOTES, "per_device_train_batch_size"}
 
     def _objects(self) -> None:
         """Turn data, rewards and adapters into parameters of the trainer and keys."""

@@ -16,15 +16,20 @@ def check(config: TrainingConfig, recorded: bool) -> None:
     make_algorithm(name, getattr(config, name).model_dump())  # its options may contradict each other
 
 
+def group_too_small(group_size: int, least: int, who: str, remedy: str = "") -> ValueError:
+    """Return the error for groups in which `who` cannot compare episodes."""
+    return ValueError(
+        f"training.group_size is {group_size}, but {who} compares the episodes of a group with each other: it needs "
+        f"{least} or more (8 is usual){remedy}"
+    )
+
+
 def check_options(config: TrainingConfig, recorded: bool) -> None:
     """Raise what `check` finds without torch, which the web page does not import."""
     training, name = config.training, config.training.algorithm
     kind = KINDS[name]
     if training.group_size < (least := kind.least_group(getattr(config, name))):
-        raise ValueError(
-            f"training.group_size is {training.group_size}, but {name} compares the episodes of a group with each "
-            f"other: it needs {least} or more (8 is usual)"
-        )
+        raise group_too_small(training.group_size, least, name)
     if training.batch_size % training.minibatches:
         raise ValueError(
             f"training.minibatches is {training.minibatches}, which does not divide training.batch_size "

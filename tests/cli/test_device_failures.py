@@ -120,7 +120,7 @@ def test_it_is_told_and_the_run_goes_on(
         given = given.replace(old, new)
     config.write_text(given)
     status, _, err = tfactory("runs", "resume", "a")
-    assert status == 0 and "going on after step 1 of 3" in err, err
+    assert status == 0 and "resuming after step 1 of 3" in err, err
     assert run.state == "finished" and [row["step"] for row in run.metrics()] == [1, 2, 3]
 
 

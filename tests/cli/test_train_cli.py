@@ -108,7 +108,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tfactory: Run, tmp_path: Path, numbe
         return
     Path("mine.py").write_text(ENVIRONMENT.format(delay=0))
     status, _, err = tfactory("runs", "resume", "a")
-    assert status == 0 and f"going on after step {stopped} of 8" in err
+    assert status == 0 and f"resuming after step {stopped} of 8" in err
     assert tfactory("train", "slow.yaml", "--name", "whole")[0] == 0
     assert_same_run(tmp_path / "runs" / "whole", tmp_path / "runs" / "a")
 

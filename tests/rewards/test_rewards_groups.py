@@ -16,7 +16,7 @@ import pytest
 from tests.kits.judge import Judge, judging
 from tests.kits.rollout import PARAMS, Echo, FakeChat, FakeSampler, rollout, tasks
 from tests.kits.run import Parity, Quiet, rows, small, train
-from TrainingFactory.assembly.rewards import OWN, check_reward, evaluation_reward, make_reward
+from TrainingFactory.assembly.rewards import OWN, check_group, check_reward, evaluation_reward, make_reward
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.evaluation.evaluation import Evaluation
@@ -327,7 +327,7 @@ def test_groups_of_the_wrong_size_are_refused_at_the_start(tmp_path: Path):
     with pytest.raises(ValueError, match="group_size is 1, but the reward compares"):
         PPOTrainer(environment=Parity, reward_function=by_rank, group_size=1)
     PPOTrainer(environment=Parity, reward_function=in_trl, group_size=1)
-    check_reward(TrainingConfig(reward=ranking), 2)
+    check_group(check_reward(TrainingConfig(reward=ranking)), 2)
     said: list[str] = []
     assert evaluation_reward(as_reward(by_rank), said.append) is None and len(said) == 1
     single = make_reward(TrainingConfig(reward="rule_based"))

@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
-from TrainingFactory import services
-from TrainingFactory.config.names import ALIASES
-from TrainingFactory.config.schema import ALGORITHMS, TrainingConfig, sections
-from TrainingFactory.trainers.keywords import Keywords, TRLKeywords, homes_of
-from TrainingFactory.trainers.trainer import Trainer
-
-TRAINERS = {trainer.algorithm: trainer for trainer in (getattr(services, name) for name in services.__all__)}
-POSITIONAL = ["model", "environment"]
-# They take objects as well, or other values than the config's own are of use to nobody.
-WIDER = {"reward", "tool_cache", "tools", "type", "options", "algorithm", "dataset_id", "environment_id"}
+from tests.kits.keyword_types import PATH, stub
 
 
-def keywords_of(algorithm: str) -> dict[str, Any]:
-    [keywords] = get_args(get_type_hints(TRAINERS[algorithm].__init__)["options"])
-    return get_type_hints(keywords)
-
-
-def plain(hint: Any) -> Any:
-    """The set of the plain types that a hint allows; a path may be a Path too."""
-    if get_origin(hint) is Annotated:
-        return plain(get_args(hint)[0])
-    if get_origin(hint) in (Union, UnionType):
-        return frozenset().union(*(plain(each) for each in get_args(hint)))
-    return frozenset({hint} - {Path})
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_config_and_the_keywords_agree(algorithm: str):
-    found, known = keywords_of(algorithm), sections()
-    own = [name for name in inspect.signature(Trainer).parameters if name != "options"]
-    every = [
-        *ALIASES,
-        *TrainingConfig.model_fields,
-        *(key for each in known.values() for key in each.model_fields),
-    ]
-    wanted = {key for key in every if key.isidentifier() and len(homes_of(key, algorithm)) == 1}
-    wanted |= {*own, *TrainingConfig.model_fields, *(alias for alias in ALIASES if "." not in alias)}
-    theirs = {*TRLKeywords.__annotations__, *(["beta"] if algorithm == "grpo" else [])} - wanted
-    assert set(found) == wanted - {*POSITIONAL} | theirs
-    for key in sorted(found.keys() - set(own) - set(TrainingConfig.model_fields) - WIDER - theirs):
-        section, name = ALIASES[key].split(".") if key in ALIASES else (homes_of(key, algorithm)[0], key)
-        assert plain(found[key]) == plain(known[section].model_fields[name].annotation), key
-    signature = inspect.signature(TRAINERS[algorithm])
-    assert list(signature.parameters) == [*POSITIONAL, "options"] and set(own) <= {*found, *POSITIONAL}
-    assert Keywords.__total__ is False and NoneType in plain(found["max_steps"])
+def test_the_generated_types_are_those_of_the_schema():
+    assert PATH.read_text(encoding="utf-8") == stub(), "run `make stubs`"
+    assert "    max_steps: int | None\n" in stub() and "    output_dir: str | Path\n" in stub()
 
 
 SNIPPET = """\

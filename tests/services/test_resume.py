@@ -145,14 +145,14 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(whole: Path, tmp_path: 
     assert Training(run.config, run=run, objects=objects, watcher=watcher).train().state == "finished"
     [told] = [text for text in watcher.said if "WARNING" in text]
     assert (
-        "step-000004" in told and "learner/state.safetensors" in told and "the one before it is used" in told
+        "step-000004" in told and "learner/state.safetensors" in told and "the previous one is used" in told
     )
-    assert "going on after step 2 of 4" in watcher.said
+    assert "resuming after step 2 of 4" in watcher.said
     assert_same_run(whole, run.path)
     assert sorted(path.name for path in (run.path / "checkpoints").iterdir()) == [first.name, last.name]
     for each in (first, last):
         (each / "state.json").write_text("{")
-    with pytest.raises(ValueError, match=r"no checkpoint of run a is whole.*checkpoints"):
+    with pytest.raises(ValueError, match=r"checkpoints of run a are damaged"):
         go_on(run.path)
 
 

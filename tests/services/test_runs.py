@@ -391,7 +391,7 @@ def test_a_run_from_python_goes_on_in_python(whole: Path, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"started from Python with its own environment.*resume=True"):
         resume("a", tmp_path)
     assert GRPOTrainer(**options, resume=True, watcher=(said := Quiet())).train().state == "finished"
-    assert said.said[:2] == [f"run a in {tmp_path / 'a'}: 4 steps", "going on after step 2 of 4"]
+    assert said.said[:2] == [f"run a in {tmp_path / 'a'}: 4 steps", "resuming after step 2 of 4"]
     assert_same_run(whole, tmp_path / "a")
 
 

@@ -186,7 +186,7 @@ def test_a_run_resumes_from_the_newest_checkpoint_alone(light: Path, whole: Path
     folder = Path(shutil.copytree(light, tmp_path / "a"))
     shutil.rmtree(RunFolder(folder).checkpoints()[-1])
     watcher = Quiet()
-    with pytest.raises(ValueError, match="no checkpoint of run a is whole"):
+    with pytest.raises(ValueError, match="checkpoints of run a are damaged"):
         go_on(folder, watcher=watcher)
     assert f"model.name={folder / 'checkpoints' / 'step-000003'}" in watcher.said[0]
     stopped = brief(tmp_path, logging={"checkpoint_every": 1, "optimizer_state": "newest"})

@@ -18,7 +18,7 @@ from TrainingFactory.apps.plan.planning import Planner, find_figures
 from TrainingFactory.apps.plan.shapes import Shape, dense_shape, find_shape
 from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.assembly.learner import make_algorithm, make_trainable
-from TrainingFactory.assembly.rewards import check_reward
+from TrainingFactory.assembly.rewards import check_group, check_reward
 from TrainingFactory.assembly.trackers import check_trackers
 from TrainingFactory.common.event_loop import run as run_anywhere
 from TrainingFactory.common.texts import count
@@ -28,8 +28,9 @@ from TrainingFactory.runs.diagnosis import Diagnosis
 from TrainingFactory.runs.finding_rules import Table
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.tracking import Watcher
+from TrainingFactory.trainers.loop_setup import make_loop, make_order, steps_in
 from TrainingFactory.trainers.notices import notices, unused
-from TrainingFactory.trainers.training_run import Training, make_loop, make_order, steps_in
+from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.training.loop import TrainingLoop
 from TrainingFactory.training.preflight import check, check_steps
 from TrainingFactory.training.source import StepGroups
@@ -46,12 +47,11 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
         found.add("ignored", text, "note")
     try:
         if rows or config.environment.environment_id or config.environment.command or config.tools:
-            sampled = KINDS[config.training.algorithm].samples
             found.tried("config", lambda: check(config, rows))
             found.tried("config", lambda: check_trackers(config.logging.trackers))
-            found.tried(
-                "config", lambda: check_reward(config, config.training.group_size if sampled else None)
-            )
+            reward = found.tried("config", lambda: check_reward(config))
+            if KINDS[config.training.algorithm].samples:
+                found.tried("config", lambda: check_group(reward, config.training.group_size))
             with tempfile.TemporaryDirectory(prefix="tfactory-doctor-") as folder:
                 dry = found.tried("config", lambda: DryRun(config, Path(folder), watcher, found))
                 if dry is not None:

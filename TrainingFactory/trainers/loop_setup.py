@@ -1,0 +1,293 @@
+"""Assemble the training loop of a run: data, policy, sampler, rewards and the source of episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.assembly import rewards as build_rewards
+from TrainingFactory.assembly import sampler as build_sampler
+from TrainingFactory.assembly.environment import check_tools
+from TrainingFactory.assembly.fleet import max_concurrent_episodes
+from TrainingFactory.assembly.learner import make_algorithm, references
+from TrainingFactory.assembly.learner_processes import Learners
+from TrainingFactory.assembly.run_tools import RunTools
+from TrainingFactory.assembly.trackers import Trackers
+from TrainingFactory.cluster.fleet import Fleet
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.examples import Examples
+from TrainingFactory.evaluation.requests import record_of_training
+from TrainingFactory.protocols import Algorithm, EnvironmentFactory, Sampler
+from TrainingFactory.rollout import RolloutEngine
+from TrainingFactory.runs.finding_rules import Table
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.runs.scores import Scores
+from TrainingFactory.runs.tracking import Watcher
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.trainers.resume import restore_progress
+from TrainingFactory.training.async_rollout import AheadSource
+from TrainingFactory.training.dataset import Dataset, Objects
+from TrainingFactory.training.forecasts import DISK_SPEED, CheckpointSpace, StopForecast
+from TrainingFactory.training.guards import Guards
+from TrainingFactory.training.interrupts import Interrupts
+from TrainingFactory.training.ledger import Ledger
+from TrainingFactory.training.loop import HeldOut, TrainingLoop
+from TrainingFactory.training.replay_source import RecordedSource
+from TrainingFactory.training.reward_clock import RewardClock
+from TrainingFactory.training.source import DatasetSource, ExpertSource, SampledSource, Source
+from TrainingFactory.training.task_order import Order
+from TrainingFactory.training.tokenized_dataset import TokenizedDataset
+
+if TYPE_CHECKING:
+    from TrainingFactory.learning.policy import LocalPolicy
+    from TrainingFactory.models import LoadedModel, TemplateChatFormat
+
+
+class PreparedRun:
+    """A resolved and validated run, from which `make_loop` builds the training loop."""
+
+    config: TrainingConfig
+    objects: Objects
+    data: Dataset
+    order: Order
+    tools: RunTools
+    learners: Learners
+    run: RunFolder
+    resuming: bool
+    watcher: Watcher
+    interrupts: Interrupts
+
+    def load(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
+        """Load the model to train and its chat format. `day` is the date that templates print."""
+        loaded = build_sampler.load_trained(self.config, self.watcher.say)
+        return loaded, build_sampler.make_chat(self.config, loaded, day)
+
+
+def make_order(config: TrainingConfig, size: int) -> Order:
+    return Order(size, config.training.batch_size, config.training.seed, config.data.shuffle)
+
+
+def steps_in(config: TrainingConfig, order: Order) -> int:
+    return config.training.max_steps or config.training.num_epochs * order.steps_per_epoch
+
+
+async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> TrainingLoop:
+    """Load the model and open everything that the run needs; `exit_stack` closes it at the end of the run."""
+    config, run, tools, watcher = training.config, training.run, training.tools, training.watcher
+    environment = None if training.data.environment is None else await tools.equip(training.data.environment)
+    watcher.phase("load")
+    load = partial(training.load, date.fromisoformat(run.about["day"]))
+    loaded, chat = await training.learners.load(load, config, exit_stack, run.path, training.interrupts)
+    dataset, heldout = await in_thread(_tokenize, training, loaded, chat)
+    # The number of rows, and with it that of steps, is known only now: rows that are too long are gone.
+    order = training.order if dataset is None else make_order(config, len(dataset))
+    total = steps_in(config, order)
+
+    algorithm = make_algorithm(config)
+    replayed_run = tools.sampled_ahead  # set to train on recorded groups again instead of sampling
+    samples = environment is not None and replayed_run is None
+    local_policy, policy = await training.learners.policy(loaded, algorithm, total, samples)
+    exit_stack.push_async_callback(policy.close)
+    for rows in (dataset, heldout):
+        if rows is not None and "precomputed" in algorithm.needs:
+            rows.references = await references(policy, algorithm, rows, config.training.batch_size, watcher)
+    is_async = config.optimization.bound > 0
+    progress = await restore_progress(run, policy, order, total, training.resuming, is_async, watcher.say)
+    if config.logging.record_tools:
+        tools.record_to(run.path)
+
+    setup = None
+    if samples:
+        assert environment is not None
+        setup = await _make_rollout_setup(training, environment, chat, loaded, local_policy, exit_stack)
+    if replayed_run is None:
+        source = _make_source(training, algorithm, order, progress.ledger, setup, dataset, total)
+    else:
+        source = RecordedSource(replayed_run, algorithm, config.reward.max_unscored, progress.done)
+        total = min(total, source.steps)
+        no_evaluation = config.training.model_copy(update={"eval_every": None})
+        config = config.model_copy(update={"training": no_evaluation})
+
+    earlier = run.metrics()
+    trackers = Trackers(run.path, config)
+    exit_stack.callback(trackers.close)
+    return TrainingLoop(
+        config=config,
+        total=total,
+        policy=policy,
+        sampler=None if setup is None else setup.sampler,
+        counts=setup.sampler.metrics if setup is not None and isinstance(setup.sampler, Fleet) else dict,
+        source=source,
+        algorithm=algorithm,
+        order=order,
+        run=run,
+        tools=tools,
+        heldout=_make_heldout(training, setup, heldout),
+        guards=Guards(
+            config.reward.max_equal_steps,
+            scored=any("reward" in row for row in earlier),
+            replayed=tools.replayed is not None,
+            max_mismatch=config.optimization.max_mismatch,
+        ),
+        doctor=Table(earlier, config.training.update_epochs * config.training.minibatches),
+        watcher=watcher,
+        trackers=trackers,
+        interrupts=training.interrupts,
+        progress=progress,
+        stop_forecast=_forecast_stop(training, local_policy, total, earlier),
+        scores=Scores.of(earlier, config.training.stop_when),
+        saved=progress.done or -1,
+    )
+
+
+def _tokenize(
+    training: PreparedRun, loaded: LoadedModel, chat: Any
+) -> tuple[TokenizedDataset | None, TokenizedDataset | None]:
+    """Tokenize the dataset and the held-out rows, and free their texts."""
+    data, max_length = training.data, build_sampler.max_length(training.config, loaded)
+
+    def tokenize(examples: Examples | None, prefix: str) -> TokenizedDataset | None:
+        if examples is None:
+            return None
+        say, skip = training.watcher.say, training.config.data.skip_bad_rows
+        return TokenizedDataset(examples, chat, max_length, skip, lambda text: say(f"note: {prefix}{text}"))
+
+    datasets = tokenize(data.examples, ""), tokenize(data.heldout_examples, "held-out: ")
+    data.examples = data.heldout_examples = None
+    return datasets
+
+
+@dataclass(slots=True)
+class RolloutSetup:
+    """Everything that playing and scoring episodes needs."""
+
+    environment: EnvironmentFactory
+    chat: TemplateChatFormat
+    max_length: int  # tokens of an episode
+    sampler: Sampler
+    reward: RewardClock  # for training
+    heldout_reward: RewardClock  # for evaluation
+    scored_by: str  # describes the reward for evaluation
+    gate: asyncio.Semaphore | None  # limits concurrent episodes of all groups, with async rollouts
+
+
+async def _make_rollout_setup(
+    training: PreparedRun,
+    environment: EnvironmentFactory,
+    chat: TemplateChatFormat,
+    loaded: LoadedModel,
+    policy: LocalPolicy,
+    exit_stack: AsyncExitStack,
+) -> RolloutSetup:
+    config, say = training.config, training.watcher.say
+    samples = KINDS[config.training.algorithm].samples
+    max_staleness = config.optimization.bound if samples else 0
+    open_episodes = config.training.batch_size * config.training.group_size * (1 + max_staleness)
+    logs = training.run.path / "engines"
+    sampler = await in_thread(
+        build_sampler.make_trained, config, loaded, policy, open_episodes, max_staleness > 0, say, logs
+    )
+    exit_stack.push_async_callback(sampler.close)
+
+    moved = build_rewards.move_object(training.objects.reward, config)
+    reward = moved or build_rewards.make_reward(config)
+    await build_rewards.open_reward(reward, exit_stack, say)
+    is_evaluated = config.training.eval_every is not None
+    heldout_reward = build_rewards.evaluation_reward(reward, say if is_evaluated else lambda _: None)
+    if tasks := training.data.tasks or training.data.heldout:
+        await check_tools(environment, tasks[0], chat, reward)
+
+    limit = max_concurrent_episodes(config)
+    if config.environment.num_workers is not None and config.compute.backend != "ray":
+        say(f"environment: at most {limit} episodes at a time")
+    return RolloutSetup(
+        environment,
+        chat,
+        build_sampler.max_length(config, loaded),
+        sampler,
+        RewardClock(reward, say, lambda: build_rewards.judge_metrics(reward)),
+        RewardClock(heldout_reward, say),
+        build_rewards.scored_by(config, heldout_reward),
+        asyncio.Semaphore(limit) if max_staleness else None,
+    )
+
+
+def _make_source(
+    training: PreparedRun,
+    algorithm: Algorithm,
+    order: Order,
+    ledger: Ledger,
+    setup: RolloutSetup | None,
+    dataset: TokenizedDataset | None,
+    total: int,
+) -> Source:
+    """Return the source of training groups: dataset rows, expert episodes, or episodes sampled by the policy."""
+    config, tasks = training.config, training.data.tasks
+    if dataset is not None:
+        return DatasetSource(dataset, order, algorithm)
+    assert setup is not None
+    if KINDS[config.training.algorithm].demonstrations:
+        limits = {
+            "max_reply_tokens": config.sampling.max_reply_tokens,
+            "max_length": setup.max_length,
+            "timeout": config.environment.episode_timeout,
+            "runtime": training.tools.runtime,
+        }
+        most = max_concurrent_episodes(config)
+        return ExpertSource(tasks, order, setup.environment, setup.chat, algorithm, limits, most)
+    rollouts = _make_rollouts(training, setup, setup.reward)
+    arguments = (tasks, order, rollouts, setup.sampler, algorithm, setup.reward, ledger)
+    options = {"group_size": config.training.group_size, "max_unscored": config.reward.max_unscored}
+    max_staleness = config.optimization.bound
+    if not max_staleness:
+        return SampledSource(*arguments, **options)
+    by_arrival = config.optimization.async_order == "arrival"
+    return AheadSource(*arguments, **options, bound=max_staleness, by_arrival=by_arrival, total=total)
+
+
+def _make_rollouts(training: PreparedRun, setup: RolloutSetup, reward: RewardClock) -> RolloutEngine:
+    return build_sampler.make_rollouts(
+        training.config,
+        setup.environment,
+        setup.chat,
+        training.watcher.episode,
+        reward,
+        training.tools.runtime,
+        setup.gate,
+        setup.sampler,
+    )
+
+
+def _make_heldout(
+    training: PreparedRun, setup: RolloutSetup | None, dataset: TokenizedDataset | None
+) -> HeldOut:
+    if setup is None:
+        return HeldOut(dataset=dataset)
+    rollouts = _make_rollouts(training, setup, setup.heldout_reward)
+    tasks = training.data.heldout
+    objects = [kind for kind in training.objects.given if kind in ("environment", "reward", "tools")]
+    record = partial(record_of_training, training.config, training.run, tasks, setup.scored_by, objects)
+    return HeldOut(tasks, rollouts, setup.reward, dataset, record)
+
+
+def _forecast_stop(
+    training: PreparedRun, policy: LocalPolicy, total: int, earlier: list[dict[str, Any]]
+) -> StopForecast:
+    """Warn if the checkpoints will not fit on the disk; forecast how long stopping takes from the size of a checkpoint
+    and the time of earlier updates."""
+    from TrainingFactory.learning.checkpoints import checkpoint_bytes  # torch
+
+    run, sizes = training.run, checkpoint_bytes(policy.learner)
+    present = sum(path.stat().st_size for path in (run.path / "checkpoints").rglob("*") if path.is_file())
+    space = CheckpointSpace(training.config.logging, total, *sizes)
+    warning = space.warning(shutil.disk_usage(run.path).free + present, str(run.path))
+    if warning is not None:
+        training.watcher.say(f"WARNING {warning}")
+    update_seconds = earlier[-1].get("seconds/update", 0.0) if earlier else 0.0
+    return StopForecast(sum(sizes) / DISK_SPEED, update_seconds)

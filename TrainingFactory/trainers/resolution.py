@@ -1,0 +1,100 @@
+"""Resolve a config once: ids, files, devices and the model become what the run uses. Then validate it once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.assembly.fleet import check_engines
+from TrainingFactory.assembly.gpus import with_all_gpus
+from TrainingFactory.assembly.learner_processes import with_learners
+from TrainingFactory.assembly.named_files import as_started
+from TrainingFactory.assembly.rewards import check_group, check_reward
+from TrainingFactory.assembly.trackers import check_trackers
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.problems import Problem
+from TrainingFactory.models.names import resolve as resolve_model
+from TrainingFactory.promotion.model_registry import ModelRegistry
+from TrainingFactory.protocols import RewardFunction
+from TrainingFactory.registry.rows import check_name
+from TrainingFactory.resolve import factories
+from TrainingFactory.resolve.model_names import as_started_from, check_started_from, with_model
+from TrainingFactory.resolve.siblings import Allocation
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.preflight import check
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A config after resolution. The run folder stores `written`; the run uses `config`."""
+
+    written: TrainingConfig  # ids resolved and devices divided; the model's name as the user wrote it
+    config: TrainingConfig  # the same with the folder and adapter that the model's name stands for
+    objects: Objects  # Python objects of the caller, and the rows of datasets that are given by id
+    allocation: Allocation | None  # held until the run ends
+    notes: list[str]  # one line per resolved id
+
+
+def resolve_config(
+    config: TrainingConfig, run: RunFolder | None, objects: Objects, say: Say
+) -> ResolvedConfig:
+    """Resolve everything that a config names, for a new run or to resume `run`. `say` gets one line per decision."""
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        say(text)
+
+    allocation = None if objects.allocation is None else Allocation.of(objects.allocation)
+    try:
+        if run is not None:
+            check_started_from(run)
+        config = as_started(config, run)
+        config = factories.by_file(config, note)
+        allocation = allocation or factories.allocated(config, note)
+        config = factories.with_machines(config, allocation, note)
+        config = with_all_gpus(config, say)
+        written = with_learners(config, say)
+        objects = factories.with_rows(written, objects, note)
+        config = with_model(written) if run is None else as_started_from(run, written)
+        _note_model(written, config, note)
+    except BaseException:
+        if allocation is not None:
+            allocation.release()
+        raise
+    return ResolvedConfig(written, config, objects, allocation, notes)
+
+
+def _note_model(written: TrainingConfig, config: TrainingConfig, note: Say) -> None:
+    model = config.model
+    if written.model.name != (target := resolve_model(model.name)):
+        over = f" under the adapter {model.adapter}" if model.adapter else ""
+        note(f"model.name {written.model.name} is {target}{over}")
+
+
+def validate(resolved: ResolvedConfig) -> RewardFunction | None:
+    """Raise for whatever the run could not do, before anything is loaded. Return the reward, to check tasks against."""
+    config, objects = resolved.config, resolved.objects
+    check(config, config.data.dataset is not None or objects.examples is not None)
+    check_engines(config)
+    check_trackers(config.logging.trackers)
+    check_registry(config)
+    reward = objects.reward or check_reward(config)
+    if KINDS[config.training.algorithm].samples:
+        check_group(reward, config.training.group_size)
+    return reward
+
+
+def check_registry(config: TrainingConfig) -> None:
+    """Raise if the finished run could not be registered."""
+    section = config.registry
+    if section.name is not None:
+        try:
+            check_name(section.name)
+        except ValueError as error:
+            raise config.wrong([Problem(("registry", "name"), str(error))]) from error
+        ModelRegistry(section.path, config.logging.output_dir).names()
