@@ -255,7 +255,7 @@ def scores(space: dict[str, Any]) -> None:
 
 
 async def scored(self: OwnJudge, messages: Any, number: int) -> Reply:
-    assert self.asked.model == "QwQ-32B" and "2 + 2?" in messages[-1].content
+    assert self.options.model == "QwQ-32B" and "2 + 2?" in messages[-1].content
     return Reply("Score: 4", 1, 1)
 
 

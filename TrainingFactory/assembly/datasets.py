@@ -1,4 +1,4 @@
-"""Datasets for `tfactory data`: find them, see what they fit, write them."""
+"""Datasets for `tfactory data`: find them, check which forms they fit, write them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from TrainingFactory.training.dataset import arguments_fit
 
 @dataclass(slots=True)
 class Fitting:
-    """Holds of the first rows the forms they fit, and for the others the first reason why not."""
+    """Which dataset forms the first rows fit, and the first reason for each form that they do not fit."""
 
     rows: int
     more: bool
@@ -28,45 +28,45 @@ class Fitting:
 
 
 def trajectories_of(source: str, runs: str | Path = "runs") -> Path:
-    """Return the file of a run's trajectories, by its name or folder; a file stays itself."""
+    """Return the trajectories file of a run, given by name or folder; a file is returned as it is."""
     path = Path(source).expanduser()
     if path.is_file():
         return path
     run = RunFolder.find(source, runs)
-    found = run.path / TRAJECTORIES
-    if not found.is_file():
+    file = run.path / TRAJECTORIES
+    if not file.is_file():
         raise ValueError(
             f"run {run.name} has no {TRAJECTORIES}: it sampled no episodes, or logging.save_trajectories is off"
         )
-    return found
+    return file
 
 
 def dataset_of(source: str, runs: str | Path = "runs") -> str:
-    """Return a dataset as `data.dataset` names it; of a run its trajectories."""
+    """Return a value for `data.dataset`: for a run its trajectories, else `source` itself."""
     path = Path(source).expanduser()
-    named = not path.exists() and is_run(Path(runs).expanduser() / source)
-    return str(trajectories_of(source, runs)) if named or is_run(path) else source
+    is_run_name = not path.exists() and is_run(Path(runs).expanduser() / source)
+    return str(trajectories_of(source, runs)) if is_run_name or is_run(path) else source
 
 
 def fitting(source: str, split: str, count: int) -> Fitting:
-    """Try all forms on the first `count` rows."""
+    """Try all dataset forms on the first `count` rows."""
     rows = list(islice(read_rows(source, split), count + 1))
     first = rows[:count]
     if not first:
         raise ValueError(f"{source} is empty")
     columns = dict.fromkeys(name for row in first for name in row.columns)
-    found = Fitting(len(first), len(rows) > count, [str(name) for name in columns])
+    result = Fitting(len(first), len(rows) > count, [str(name) for name in columns])
     for form in get_args(Form):
         try:
             examples = load_examples(first, form, fits=arguments_fit)
         except ValueError as error:
-            found.misfits[form] = str(error).partition("\n")[0]
+            result.misfits[form] = str(error).partition("\n")[0]
         else:
-            found.fits[form] = examples
-    return found
+            result.fits[form] = examples
+    return result
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write one object a line."""
+    """Write a JSON Lines file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_aside(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -31,8 +31,8 @@ RL_FACTORY_METHODS = (
 def make_environment(
     config: TrainingConfig, given: bool = False, say: Say = lambda _: None
 ) -> EnvironmentFactory:
-    """Return the environment that is named; a plain conversation where there are tasks, or `given` tools or tasks.
-    `say` is called with what an id is."""
+    """Return the environment that the config names. With tasks but no name, or if `given` (the caller has tools or
+    tasks), return a plain conversation. `say` gets one line per resolved id."""
     name = config.environment.environment_id
     if config.environment.command is not None:
         return make_program(config, config.environment.command)
@@ -42,49 +42,56 @@ def make_environment(
         return as_ours(ToolEnvironment, config.environment.options)
     known = ", ".join(name for name, alias in catalog.names("environment").items() if alias is None)
     raise ValueError(
-        f"no environment is named; give one of {known}, or a Python file such as weather.py; with tasks "
-        "alone, data.tasks=FILE, there is a plain conversation"
+        f"no environment is named; set environment.environment_id to one of {known}, or to a Python file such as "
+        "weather.py; or set data.tasks=FILE for a plain conversation"
     )
 
 
 def make_program(config: TrainingConfig, command: str) -> AgentProgram:
-    """Return a user's own agent; refuse what stands beside it and would do nothing."""
-    place, own = config.environment, {"tools": config.tools, "deterministic": config.sampling.deterministic}
-    beside = own | {"environment_id": place.environment_id, "system_prompt": place.system_prompt}
-    if given := ", ".join(name for name, value in beside.items() if value):
-        raise ValueError(f"environment.command goes without {given}: the program has its own")
-    return AgentProgram(command, place.options)
+    """Return the user's agent program; raise for options that it would ignore."""
+    section = config.environment
+    unusable = {
+        "tools": config.tools,
+        "deterministic": config.sampling.deterministic,
+        "environment_id": section.environment_id,
+        "system_prompt": section.system_prompt,
+    }
+    if names := ", ".join(name for name, value in unusable.items() if value):
+        raise ValueError(f"environment.command cannot be combined with {names}: the program has its own")
+    return AgentProgram(command, section.options)
 
 
 def environment_named(name: str, say: Say = lambda _: None) -> Any:
-    """Return the environment of a Python file, of an EnvironmentFactory, of an installed package, or one of ours."""
+    """Return an environment by name: a Python file, a scenario of an EnvironmentFactory, or an entry of the catalog."""
     if is_file_name(name):
         return environment_from_file(name)
     if (scenario := ENVIRONMENTS.ask(name)) is not None:
         say(f"environment.environment_id {name} is a scenario of {ENVIRONMENTS.package}")
         return environment_of(scenario)
     with told_with_places("environments"):
-        found = catalog.find("environment", name)
+        environment = catalog.find("environment", name)
     if alias := catalog.names("environment").get(name):
-        say(f"environment.environment_id {name} is {alias}, which comes with TrainingFactory")
-    return found
+        say(f"environment.environment_id {name} is {alias}, a built-in environment")
+    return environment
 
 
 def check_name(name: str) -> None:
-    """Raise what `environment_named` does for a name that leads nowhere; what is there is not imported."""
+    """Raise the error of `environment_named` for an unknown name, without importing a known one."""
     known, file = catalog.names("environment").keys(), Path(split_name(name)[0]).expanduser()
     if not (file.is_file() if is_file_name(name) else known & {name, f"{name.partition('/')[0]}/"}):
         environment_named(name)
 
 
 def environment_of(scenario: Any) -> Any:
-    """Return what a scenario of an EnvironmentFactory means: its `environment`, or a conversation with its `tools`."""
-    given, name = getattr(scenario, "environment", None), str(scenario.scenario_id)
-    if given is not None:
-        return environment_named(str(given)) if isinstance(given, str | Path) else given
-    own = [as_tool(each) for each in getattr(scenario, "tools", ())]
+    """Return the environment of an EnvironmentFactory's scenario: its `environment`, or a conversation with its
+    `tools`."""
+    name = str(scenario.scenario_id)
+    environment = getattr(scenario, "environment", None)
+    if environment is not None:
+        return environment_named(str(environment)) if isinstance(environment, str | Path) else environment
+    own = [as_tool(entry) for entry in getattr(scenario, "tools", ())]
     rows = {"train": getattr(scenario, "tasks", None), "heldout": getattr(scenario, "heldout", None)}
-    if rows["train"] is None or any(isinstance(each, ToolSource) for each in own):
+    if rows["train"] is None or any(isinstance(entry, ToolSource) for entry in own):
         raise ValueError(
             f"scenario {name!r} is a {type(scenario).__name__} with neither an `environment` (a class, a name, a file) "
             "nor `tasks` (rows or a file) with `tools` that need no server; see docs/FACTORIES.md"
@@ -108,7 +115,8 @@ def environment_of(scenario: Any) -> Any:
 
 
 def as_ours(environment: Any, options: Mapping[str, Any] | None = None) -> Any:
-    """Return what makes environments: one that is written for another framework is made, and gives a class for it."""
+    """Return the factory of environments. An environment written for another framework is instantiated with `options`
+    and wrapped."""
     if inspect.isclass(environment) and issubclass(environment, ForeignEnvironment):
         try:
             environment = environment.from_options(options or {})
@@ -116,8 +124,8 @@ def as_ours(environment: Any, options: Mapping[str, Any] | None = None) -> Any:
             raise told(error) from error
     elif options:
         raise ValueError(
-            f"environment.options are {', '.join(options)}, which is for environments that are written for RL-Factory; "
-            "leave them out"
+            f"environment.options ({', '.join(options)}) are only for environments written for RL-Factory; leave them "
+            "out"
         )
     if isinstance(environment, ForeignEnvironment):
         return environment.as_environment()
@@ -140,22 +148,23 @@ def _reject_uncalled_methods(environment: Any) -> None:
 
 def environment_from_file(name: str) -> type[ToolEnvironment] | type[ForeignEnvironment]:
     """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""
-    path, wanted, found = chosen("environment", name)
+    path, requested, values = chosen("environment", name)
     kinds = (ToolEnvironment, ForeignEnvironment)
-    found = [value for value in found if inspect.isclass(value) and issubclass(value, kinds)]
-    if not found:
-        what = f"{wanted} in {path} is" if wanted else f"{path} defines"
+    classes = [value for value in values if inspect.isclass(value) and issubclass(value, kinds)]
+    if not classes:
+        what = f"{requested} in {path} is" if requested else f"{path} defines"
         raise ValueError(f"{what} no environment: a class that inherits from ToolEnvironment")
-    if len(found) > 1:
-        names = ", ".join(f"{path}:{value.__name__}" for value in found)
-        raise ValueError(f"{path} defines several environments; say which: {names}")
-    return found[0]
+    if len(classes) > 1:
+        names = ", ".join(f"{path}:{value.__name__}" for value in classes)
+        raise ValueError(f"{path} defines several environments; name one of them: {names}")
+    return classes[0]
 
 
 async def check_tools(
     factory: EnvironmentFactory, task: Task, chat: ChatFormat, reward: RewardFunction | None = None
 ) -> None:
-    """Check that the environment can be made, has what the reward calls, and that the template can show its tools."""
+    """Raise if the environment cannot be made for `task`, lacks a tool that the reward calls, or has tools that the
+    chat template cannot render."""
     try:
         environment = factory(task)
         try:

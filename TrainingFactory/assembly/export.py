@@ -1,4 +1,4 @@
-"""What a run has made, as a folder that other programs load: no state of training, an adapter merged on request."""
+"""Export of a trained model into a folder that other programs load: without training state, and merged on request."""
 
 from __future__ import annotations
 
@@ -38,31 +38,30 @@ def export(
     runs: str | Path = "runs",
     registry: str | Path | None = None,
 ) -> Exported:
-    """Write the model of a run (its last checkpoint is taken), of a checkpoint or of the registry into a new folder.
-    `merge` folds an adapter into the model under it; `dtype` is the number format of the weights, by default that of
-    the model."""
-    found = find_model(name, runs, registry)
-    if (checkpoint := found.folder) is None:
+    """Write a model into a new folder: a run's last checkpoint, a given checkpoint, or a registered version. `merge`
+    merges an adapter into its base model. `dtype` is the number format of the weights, by default the model's."""
+    model = find_model(name, runs, registry)
+    if (checkpoint := model.folder) is None:
         raise ValueError(f"{name!r} is neither a run in {runs} nor a folder with a model or an adapter")
     target = Path(out).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} is there already; name a folder that is not")
+        raise ValueError(f"{target} already exists; name a new folder")
     adapter = (checkpoint / ADAPTER).is_file()
     if merge and not adapter:
         raise ValueError(f"{checkpoint} holds a whole model, not an adapter: there is nothing to merge")
     if dtype is not None and adapter and not merge:
-        raise ValueError("dtype is for whole models; an adapter is exported as it was trained, or with merge")
+        raise ValueError("dtype is for whole models; export the adapter without dtype, or with merge")
     done = Exported(target, "merged" if merge else "adapter" if adapter else "model", checkpoint)
     done.reward_model = (checkpoint / HEAD[1]).is_file()
     if adapter:
-        done.base = found.name
+        done.base = model.name
     if done.kind == "adapter" and resolve(str(done.base)) == BUILTIN:
         raise ValueError(
             f"the adapter in {checkpoint} belongs to {BUILTIN}, which other programs cannot load: export it merged"
         )
     with _written_aside(target) as part:
         if merge or dtype is not None:
-            _convert(done, found.maker, dtype, part)
+            _convert(done, model.maker, dtype, part)
         else:
             _copy(done, part)
         for file in HEAD if done.reward_model else ():
@@ -72,9 +71,9 @@ def export(
 
 @contextmanager
 def _written_aside(target: Path) -> Iterator[Path]:
-    """Yield a folder that gets its name when it is whole."""
+    """Yield a temporary folder that is renamed to `target` when it is complete."""
     part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of an export that was broken off
+    shutil.rmtree(part, ignore_errors=True)  # left by an interrupted export
     part.mkdir(parents=True)
     try:
         yield part
@@ -105,15 +104,15 @@ def _convert(done: Exported, run: Maker | None, dtype: Dtype | None, part: Path)
     else:
         options: dict[str, Any] = {}
         if run is not None:
-            named = as_started_from(run).model
-            options = {"revision": named.revision, "trust_remote_code": named.trust_remote_code}
-            if named.quantization != "none":
+            section = as_started_from(run).model
+            options = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
+            if section.quantization != "none":
                 done.notes.append(
-                    f"it was trained over weights in {named.quantization} and is merged into the whole ones: what it "
-                    "says differs by their rounding"
+                    f"the adapter was trained over {section.quantization} weights and is merged into full-precision "
+                    "ones: outputs differ by the rounding"
                 )
         base = str(done.base)
-        # In float32, and cast afterwards: a product added up in bfloat16 would lose what was learned.
+        # Merged in float32 and cast afterwards, because bfloat16 sums would lose small changes.
         loaded = load_model(base, dtype="float32", device="cpu", adapter=str(done.source), **options)
         kind = stored_dtype(base, **options) if dtype is None else pick_dtype(dtype)
         model = loaded.model.merge_and_unload().to(kind)

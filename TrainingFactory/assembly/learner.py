@@ -1,4 +1,4 @@
-"""From the options of a config to what learns: the trainable model, the algorithm, the learner."""
+"""The trainable model, the algorithm, the learner and the policy of a config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def make_trainable(config: TrainingConfig, loaded: LoadedModel) -> None:
-    """Put a fresh adapter on the model, or open a loaded one, where adapters are what is trained."""
+    """Add a new LoRA adapter, or make a loaded adapter trainable, if the config trains an adapter."""
     from TrainingFactory.learning.lora import add_lora
 
     lora = config.lora
@@ -37,30 +37,31 @@ def make_trainable(config: TrainingConfig, loaded: LoadedModel) -> None:
 
 
 def make_algorithm(config: TrainingConfig) -> Algorithm:
-    """Make the algorithm, with the correction that goes with who samples its episodes."""
-    name, asked = config.training.algorithm, config.optimization
+    """Make the algorithm, with importance correction if the sampler's weights may differ from the learner's."""
+    name, optimization = config.training.algorithm, config.optimization
     options = getattr(config, name).model_dump()
     if (cap := importance_cap(config)) is not None:
         from TrainingFactory.algorithms.correction import Correction
 
-        low_high = None if (mask := asked.importance_mask) is None else (mask[0], mask[1])
-        options["correction"] = Correction(cap, asked.importance_by, low_high, asked.bound > 0)
+        mask = optimization.importance_mask
+        low_high = None if mask is None else (mask[0], mask[1])
+        options["correction"] = Correction(cap, optimization.importance_by, low_high, optimization.bound > 0)
     return kinds.make_algorithm(name, options)
 
 
 def importance_cap(config: TrainingConfig) -> float | None:
-    """Return the largest weight of a token; None: nothing is weighted, because what is learned is what was sampled."""
-    asked = config.optimization
+    """Return the largest importance weight of a token. None: no correction, because the learner itself samples."""
     if not KINDS[config.training.algorithm].samples:
         return None
-    return asked.importance_cap or (2.0 if elsewhere(config) or asked.bound else None)
+    optimization = config.optimization
+    return optimization.importance_cap or (2.0 if elsewhere(config) or optimization.bound else None)
 
 
 def make_policy(
     config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, sharded: bool = False
 ) -> LocalPolicy:
-    """Make the policy of this process. `steps` are those of the training loop; each may have several updates. `sharded`
-    divides the weights among the processes of torch.distributed, each of which calls this."""
+    """Make the policy of this process. `steps` counts training steps, each with one or more updates. With `sharded`,
+    every process of torch.distributed calls this and holds a share of the weights."""
     from TrainingFactory.learning.policy import LocalPolicy
     from TrainingFactory.learning.step import StepOptions
 
@@ -79,9 +80,9 @@ def make_learner(
 
     options, needs = config.training, algorithm.needs
     updates = options.update_epochs * options.minibatches
-    referred = "reference" in needs and "precomputed" not in needs  # else its log-probs come with the rows
-    fresh = config.lora.enabled and config.model.adapter is None
-    scored = not needs.isdisjoint({"values", "scores"})
+    needs_reference = "reference" in needs and "precomputed" not in needs
+    new_adapter = config.lora.enabled and config.model.adapter is None  # its base model is the reference
+    needs_head = not needs.isdisjoint({"values", "scores"})
     return Learner(
         loaded.model,
         OptimizerOptions(
@@ -94,10 +95,8 @@ def make_learner(
             total_steps=steps * updates,
             max_grad_norm=options.max_grad_norm,
         ),
-        reference=copy_of(loaded.model)
-        if referred and not fresh
-        else None,  # else the model under the adapter
-        head=head_for(loaded.model, about_reward_model(config, needs)) if scored else None,
+        reference=copy_of(loaded.model) if needs_reference and not new_adapter else None,
+        head=head_for(loaded.model, about_reward_model(config, needs)) if needs_head else None,
         critic=make_critic(loaded.model) if "critic" in needs else None,
         temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
         gradient_checkpointing=options.gradient_checkpointing,
@@ -106,7 +105,7 @@ def make_learner(
 
 
 def make_processes(config: TrainingConfig) -> Processes:
-    """Make what divides weights among the processes of torch.distributed."""
+    """Make the FSDP2 sharding of weights over the processes of torch.distributed."""
     from TrainingFactory.learning.sharding import Sharded
     from TrainingFactory.models.loading import pick_device
 
@@ -115,31 +114,32 @@ def make_processes(config: TrainingConfig) -> Processes:
 
 
 def check_sharded(config: TrainingConfig) -> None:
-    """Raise ValueError for what several learners cannot do; before anything is loaded."""
-    wrong = {
-        "training.optimizer is adamw_8bit": (config.training.optimizer == "adamw_8bit", "adamw or muon"),
-        f"model.quantization is {config.model.quantization}": (config.model.quantization != "none", "none"),
-    }
-    for what, (there, other) in wrong.items():
-        if there:
-            raise ValueError(
-                f"{what}, which cannot be divided among several learners: use {other}, or one learner"
-            )
+    """Raise ValueError for options that cannot be sharded over several learners."""
+    problem = None
+    if config.training.optimizer == "adamw_8bit":
+        problem = "training.optimizer is adamw_8bit", "adamw or muon"
+    elif config.model.quantization != "none":
+        problem = f"model.quantization is {config.model.quantization}", "none"
+    if problem is not None:
+        what, other = problem
+        raise ValueError(
+            f"{what}, which cannot be divided among several learners: use {other}, or one learner"
+        )
 
 
 def about_reward_model(config: TrainingConfig, needs: frozenset[str]) -> dict[str, Any] | None:
-    """Return what a checkpoint of a reward model says beside its weights; see `learning/reward_models.py`."""
+    """Return the description that a reward model's checkpoint stores; see `learning/reward_models.py`."""
     if "scores" not in needs:
         return None
     model = config.model
     described = model.model_dump(include={"revision", "family", "thinking", "quantization"})
-    path = Path(model.name).expanduser()  # it is loaded from elsewhere, too
+    path = Path(model.name).expanduser()  # absolute, because it is loaded from other folders too
     base = str(path.resolve()) if path.exists() else model.name
     return {"kind": config.reward_model.kind, "base": base} | described
 
 
 def copy_of(model: Any) -> Any:
-    """Copy the model; weights that are not trained, those under an adapter, stay the same tensors."""
+    """Copy a model. Frozen weights, such as those under an adapter, are shared."""
     return deepcopy(model, {id(weight): weight for weight in model.parameters() if not weight.requires_grad})
 
 
@@ -152,22 +152,22 @@ def make_critic(model: Any) -> Any:
 
 
 def critic_rate(config: TrainingConfig) -> float:
-    """Return the critic's own rate: it starts from nothing, and may learn faster than the policy."""
+    """Return the critic's learning rate; by default ten times the policy's, because its head starts untrained."""
     return config.ppo.critic_learning_rate or 10 * config.training.learning_rate
 
 
 async def references(
     policy: Policy, algorithm: Algorithm, dataset: TokenizedDataset, batch_size: int, watcher: Watcher
 ) -> list[list[list[float]]]:
-    """Compute the reference model's log-probs of all rows of each example, so that no such model is kept. Before a
-    checkpoint is loaded: the policy is its own reference only until it is trained."""
+    """Compute the reference model's log-probs of all rows of each example, so that the run keeps no reference model.
+    Call it before a checkpoint is loaded: until it is trained, the policy is its own reference."""
     watcher.phase("reference")
-    found: list[list[list[float]]] = []
-    told = Told(watcher.say, len(dataset))
+    logprobs: list[list[list[float]]] = []
+    progress = Told(watcher.say, len(dataset))
     for start in range(0, len(dataset), batch_size):
         numbers = range(start, min(start + batch_size, len(dataset)))
         groups = [algorithm.samples(dataset.group(number)) for number in numbers]
         scored = iter(await policy.score([row for group in groups for row in group]))
-        found += [[next(scored) for _ in group] for group in groups]
-        told.at(len(found), "examples have log-probs of the reference model")
-    return found
+        logprobs += [[next(scored) for _ in group] for group in groups]
+        progress.at(len(logprobs), "examples have log-probs of the reference model")
+    return logprobs

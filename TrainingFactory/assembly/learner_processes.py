@@ -1,4 +1,4 @@
-"""A learner in several processes: who starts them, what they are told, and what they do."""
+"""Learners in several processes: starting them, and what each of them runs."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ PACKAGES = ("torch", "transformers", "peft", "numpy")
 
 
 def with_learners(config: TrainingConfig, say: Callable[[str], None]) -> TrainingConfig:
-    """Return the config with the number of processes that train: that of a launcher, if one has started this."""
+    """Return the config with the number of learner processes: the launcher's under torchrun and the like."""
     for note in launcher_notes():
         say(f"note: {note}")
-    there, asked = launched(), config.compute.learners
-    count = (asked or 1) if there is None else there.count
-    if asked not in (None, count):
+    launch, requested = launched(), config.compute.learners
+    count = (requested or 1) if launch is None else launch.count
+    if requested not in (None, count):
         text = (
-            f"it is {asked}, the launcher has started {count} processes: set it to {count}, or leave it out"
+            f"is {requested}, but the launcher started {count} processes: set it to {count}, or leave it out"
         )
         raise config.wrong([Problem(("compute", "learners"), text)])
     if count > 1 and ":" in config.model.device:
-        text = f"it is {config.model.device}, and each of {count} learners has its own: take cuda or auto"
+        text = f"is {config.model.device}, but each of {count} learners has its own device: set cuda or auto"
         raise config.wrong([Problem(("model", "device"), text)])
     if count == 1:
         return config
@@ -61,101 +61,113 @@ def with_learners(config: TrainingConfig, say: Callable[[str], None]) -> Trainin
 
 
 class Learners:
-    """The processes of a run's learner: this one alone, or also others that do what it does. `written` is the config
-    that processes of a launcher have read too; None where they have not."""
+    """The learner processes of a run: this one, and others that mirror it. `written` is the config that the processes
+    of a launcher have read too; None if they have not."""
 
     def __init__(self, written: TrainingConfig | None) -> None:
         self._written, self._config = written, TrainingConfig()
         self._ranks: Ranks | None = None
 
     async def _open(
-        self, config: TrainingConfig, held: AsyncExitStack, folder: Path, interrupts: Interrupts
+        self, config: TrainingConfig, exit_stack: AsyncExitStack, folder: Path, interrupts: Interrupts
     ) -> None:
-        """Start the others, or wait for those of a launcher, and see that they are as this one is."""
-        self._config, count, note = config, config.compute.learners or 1, ""
+        """Start the other processes, or wait for those of a launcher, and check that all have the same versions and
+        config."""
+        self._config = config
+        count = config.compute.learners or 1
         if count == 1:
             return
         from TrainingFactory.cluster.ranks import Group, Ranks
 
-        # Under a launcher not all have read the config: each goes by whether there are GPUs.
+        # Processes of a launcher may not have read the config: each decides by whether there are GPUs.
         cuda = _device(config if launched() is None else TrainingConfig()).type == "cuda"
+        note = ""
         if launched() is not None:
             group = await in_thread(Group, 0, count, None, os.environ["MASTER_ADDR"], cuda)
         else:
             note = f", with a log in {folder}" if config.compute.backend == "local" else ""
-            group = await self._started(held, folder, count, cuda)
+            group = await self._start_group(exit_stack, folder, count, cuda)
         self._ranks = ranks = Ranks(group, interrupts.fail, note)
-        held.push_async_callback(ranks.close)
+        exit_stack.push_async_callback(ranks.close)
         await ranks.hello()
-        mine, wrong = facts(self._written), list[str]()
+        mine = facts(self._written)
+        problems: list[str] = []
         for rank, about in ranks.about.items():
             theirs = about["facts"]
-            other = sorted(key for key in mine.keys() & theirs.keys() if mine[key] != theirs[key])
-            told = ", ".join(f"{key} {theirs[key]} (here {mine[key]})" for key in other)
-            wrong += [f"learner {rank} on {about['host']} has {told}"] * bool(other)
-        if wrong:
-            raise ValueError(f"all learners need the same versions and the same config: {'; '.join(wrong)}")
+            different = sorted(key for key in mine.keys() & theirs.keys() if mine[key] != theirs[key])
+            if different:
+                values = ", ".join(f"{key} {theirs[key]} (here {mine[key]})" for key in different)
+                problems.append(f"learner {rank} on {about['host']} has {values}")
+        if problems:
+            raise ValueError(
+                f"all learners need the same versions and the same config: {'; '.join(problems)}"
+            )
 
-    async def _started(self, held: AsyncExitStack, folder: Path, count: int, cuda: bool) -> Group:
+    async def _start_group(self, exit_stack: AsyncExitStack, folder: Path, count: int, cuda: bool) -> Group:
         import torch
 
         from TrainingFactory.cluster.ranks import FIRST, Group, listening
 
-        compute, host, workers = self._config.compute, "127.0.0.1", list[Any]()
-        if compute.backend == "ray":  # which shows each its own device alone
-            host, workers = await self._actors(held, count)
-        elif cuda and (there := torch.cuda.device_count()) < count:
-            text = f"compute.learners is {count}, and this machine has {there} GPUs, one for each: take fewer, or"
-            raise ValueError(f"{text} several machines by compute.backend=ray or torchrun")
+        compute = self._config.compute
+        host = "127.0.0.1"
+        workers: list[Any] = []
+        if compute.backend == "ray":  # Ray shows each actor only its own device
+            host, workers = await self._start_actors(exit_stack, count)
+        elif cuda and (gpus := torch.cuda.device_count()) < count:
+            raise ValueError(
+                f"compute.learners is {count}, but this machine has {gpus} GPUs and each learner needs one: set fewer, "
+                "or use several machines with compute.backend=ray or torchrun"
+            )
         for rank in range(1, count if compute.backend == "local" else 1):
-            log = held.enter_context((folder / f"learner-{rank}.log").open("ab"))
+            log = exit_stack.enter_context((folder / f"learner-{rank}.log").open("ab"))
             workers.append(Worker(SERVE, stderr=log, start_seconds=compute.start_timeout))
         store, port = listening(host)
-        begun = list[asyncio.Task[str]]()
+        serving: list[asyncio.Task[str]] = []
         for rank, worker in enumerate(workers, 1):
-            held.push_async_callback(worker.close)
+            exit_stack.push_async_callback(worker.close)
             device = rank if compute.backend == "local" else 0
-            begun.append(asyncio.create_task(_end_of(worker, [rank, count, port, host, cuda, device])))
+            serving.append(asyncio.create_task(_end_of(worker, [rank, count, port, host, cuda, device])))
         joining = asyncio.create_task(in_thread(Group, 0, count, store, host, cuda))
-        await asyncio.wait({joining, *begun}, timeout=compute.start_timeout, return_when=FIRST)
+        await asyncio.wait({joining, *serving}, timeout=compute.start_timeout, return_when=FIRST)
         if not joining.done():
-            ended = [f"learner {rank} {task.result()}" for rank, task in enumerate(begun, 1) if task.done()]
-            told = "; ".join(ended) or f"compute.start_timeout={compute.start_timeout:g} s are over"
+            ended = [f"learner {rank} {task.result()}" for rank, task in enumerate(serving, 1) if task.done()]
+            reason = "; ".join(ended) or f"compute.start_timeout={compute.start_timeout:g} s have passed"
             logs = "" if compute.backend == "ray" else f"; logs are in {folder}"
-            raise ValueError(f"compute.learners={count} could not be started: {told}{logs}")
+            raise ValueError(f"compute.learners={count} could not be started: {reason}{logs}")
         return joining.result()
 
-    async def _actors(self, held: AsyncExitStack, count: int) -> tuple[str, list[Any]]:
-        """Return the address of this machine in a Ray cluster, and an actor for each other process."""
+    async def _start_actors(self, exit_stack: AsyncExitStack, count: int) -> tuple[str, list[Any]]:
+        """Return the address of this machine in the Ray cluster, and an actor for each other process."""
         compute = self._config.compute
         session = RaySession(compute.address, compute.num_gpus)
         await session.open()
-        held.push_async_callback(session.close)
+        exit_stack.push_async_callback(session.close)
         ray, gpus = require_ray(), session.gpus(compute.gpus_per_learner)
-        bundles, asked = [{"CPU": 1.0, "GPU": gpus}] * (count - 1), f"compute.learners={count}"
-        group = await session.placed(bundles, asked, compute.start_timeout)
-        held.callback(session.unplace, group)
-        given = {"group": group, "num_cpus": 1, "num_gpus": gpus}
-        made = [RayWorker(SERVE, what=f"learner {n + 1}", bundle=n, **given) for n in range(count - 1)]
-        return await in_thread(ray.util.get_node_ip_address), made
+        bundles = [{"CPU": 1.0, "GPU": gpus}] * (count - 1)
+        group = await session.placed(bundles, f"compute.learners={count}", compute.start_timeout)
+        exit_stack.callback(session.unplace, group)
+        options = {"group": group, "num_cpus": 1, "num_gpus": gpus}
+        actors = [RayWorker(SERVE, what=f"learner {n + 1}", bundle=n, **options) for n in range(count - 1)]
+        return await in_thread(ray.util.get_node_ip_address), actors
 
-    async def load(self, own: Callable[[], T], *given: Any) -> T:
-        """Open with what is `given`, and load the model in all processes at the same time."""
-        await self._open(*given)
+    async def load(self, load_model: Callable[[], T], *opening: Any) -> T:
+        """Start the processes with the arguments of `_open`, and load the model in all of them concurrently."""
+        await self._open(*opening)
         if self._ranks is None:
-            return await in_thread(own)
-        return await self._ranks.call("prepare", [self._config], lambda: in_thread(own))
+            return await in_thread(load_model)
+        return await self._ranks.call("prepare", [self._config], lambda: in_thread(load_model))
 
     async def policy(
         self, loaded: LoadedModel, algorithm: Algorithm, steps: int, played: bool
     ) -> tuple[LocalPolicy, Policy]:
-        """Make the policy of this process, and that of all; `played`: there is something that samples."""
+        """Make the policy of this process, and the one over all processes. `played`: the run samples episodes."""
         ranks, whole = self._ranks, None
         if ranks is not None and played and not elsewhere(self._config):
-            place = _device(self._config)  # of an engine here, whose copy is made before weights are sharded
-            whole = await in_thread(lambda: deepcopy(loaded.model).to(place))
-        given = self._config, loaded, algorithm, steps, played, whole
-        make = partial(in_thread, build_sampler.make_published, *given)
+            device = _device(self._config)  # the engine's copy is made before the weights are sharded
+            whole = await in_thread(lambda: deepcopy(loaded.model).to(device))
+        make = partial(
+            in_thread, build_sampler.make_published, self._config, loaded, algorithm, steps, played, whole
+        )
         if ranks is None:
             own = await make()
             return own, own
@@ -163,13 +175,13 @@ class Learners:
         return ranks.own, cast(Policy, ranks)
 
     async def end(self, report: TrainingReport) -> None:
-        """Let the others end, with the report for those that a launcher has started."""
+        """End the other processes; those of a launcher get the report."""
         if self._ranks is not None:
             await self._ranks.close(report)
 
 
 async def _end_of(worker: Any, place: list[Any]) -> str:
-    """Let it serve, and return how it ended."""
+    """Let a worker serve, and return how it ended."""
     try:
         return await worker.ask(place, None) or "ended"
     except (WorkerDied, WorkerError) as error:
@@ -183,25 +195,28 @@ def _device(config: TrainingConfig) -> Any:
 
 
 def facts(config: TrainingConfig | None) -> dict[str, Any]:
-    """Return what must be equal in all processes: versions, and what the user wrote into the config."""
-    found: dict[str, Any] = {"Python": platform.python_version(), "TrainingFactory": __version__}
-    found |= {name: version(name) for name in PACKAGES}
+    """Return what must be equal in all processes: versions, and the config as the user wrote it."""
+    values: dict[str, Any] = {"Python": platform.python_version(), "TrainingFactory": __version__}
+    values |= {name: version(name) for name in PACKAGES}
     for section, part in ({} if config is None else config.model_dump(mode="json")).items():
         keys = part.items() if isinstance(part, dict) else enumerate(part)
-        found |= {f"{section}.{key}": value for key, value in keys}
-    return found
+        values |= {f"{section}.{key}": value for key, value in keys}
+    return values
 
 
 class Rank:
-    """A process that serves: it has the learner that rank 0 has, over its own share of the weights."""
+    """A serving learner process: the same learner as rank 0's, over its own share of the weights."""
 
     def __init__(self, device: int) -> None:
         self._device = device
         self._policy: Any = None
 
     async def call(self, method: str, *args: Any) -> None:
-        ours = {"prepare": self._prepare, "build": self._build}
-        await (in_thread(ours[method], *args) if method in ours else getattr(self._policy, method)(*args))
+        own = {"prepare": self._prepare, "build": self._build}
+        if method in own:
+            await in_thread(own[method], *args)
+        else:
+            await getattr(self._policy, method)(*args)
 
     def _prepare(self, config: TrainingConfig) -> None:
         if _device(config).type == "cuda":
@@ -210,32 +225,32 @@ class Rank:
         self._config, self._loaded = config, build_sampler.load_trained(config)
 
     def _build(self, steps: int, played: bool) -> None:
-        given = self._config, self._loaded, make_algorithm(self._config), steps, played
-        self._policy = build_sampler.make_published(*given)
+        algorithm = make_algorithm(self._config)
+        self._policy = build_sampler.make_published(self._config, self._loaded, algorithm, steps, played)
 
 
 def serve_started(place: list[Any]) -> None:
-    """Serve in a process that `Learners` has started."""
+    """Serve in a process that `Learners` started."""
     *shape, device = place
     asyncio.run(_serve(shape, device, None))
 
 
 def served(config: TrainingConfig | None) -> TrainingReport | None:
-    """Serve until the run has ended where a launcher says that this process is not the first, and return what the run
-    reports; None elsewhere. `config` is what the user wrote."""
-    there = launched()
-    if there is None or there.rank == 0:
+    """In a launcher's process other than rank 0: serve until the run has ended, and return its report. Elsewhere return
+    None. `config` is as the user wrote it."""
+    launch = launched()
+    if launch is None or launch.rank == 0:
         return None
-    logging.disable(logging.WARNING)  # rank 0 says the same
+    logging.disable(logging.WARNING)  # rank 0 logs the same
     cuda = _device(TrainingConfig()).type == "cuda"
-    shape = there.rank, there.count, None, os.environ["MASTER_ADDR"], cuda
-    if (report := run_anywhere(lambda: _serve(shape, there.device, config))) is None:
-        raise SystemExit(1)  # rank 0 says why
+    shape = launch.rank, launch.count, None, os.environ["MASTER_ADDR"], cuda
+    if (report := run_anywhere(lambda: _serve(shape, launch.device, config))) is None:
+        raise SystemExit(1)  # rank 0 reports the reason
     return report
 
 
 async def _serve(shape: Sequence[Any], device: int, config: TrainingConfig | None) -> TrainingReport | None:
     from TrainingFactory.cluster.ranks import Group, serve
 
-    # The group stays open: after collectives a process that has closed it aborts at its end.
+    # The group stays open: a process that closes it after collectives aborts at exit.
     return await serve(await in_thread(Group, *shape), Rank(device).call, facts(config))

@@ -1,5 +1,5 @@
-"""Files that a config names, looked for in the current folder and beside the config, and what else a run was started
-with: one that goes on finds all of it where it was, wherever it is resumed from."""
+"""Files that a config names: searched in the current folder, then beside the config. A run stores their paths, and what
+else it was started with, so that it can be resumed from any folder."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from TrainingFactory.resolve.model_names import Maker, about_model
 from TrainingFactory.training.dataset import Dataset, Objects
 
 Section = TypeVar("Section", bound=BaseModel)
-Move = Callable[[str], str]  # from the name of a file to the one that is meant
+Move = Callable[[str], str]  # from the name of a file to its new name
 DATA = ("tasks", "dataset", "heldout")
-ABOUT = "files"  # where a run remembers them
+ABOUT = "files"  # key of the run's environment.json
 
 
 def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """Return `load_config`, with files that are not in the current folder but beside the config found there."""
+    """Load a config, and replace names of files that are only beside it by their paths."""
     config = load_config(path, overrides)
     return config if path is None else found_beside(config, Path(path).parent)
 
 
 def found_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
-    """Return the config with files that are not in the current folder but in this one found there."""
+    """Replace names of files that are not in the current folder but in `folder` by their paths."""
 
     def move(name: str) -> str:
         beside = folder / Path(name).expanduser()
@@ -42,7 +42,7 @@ def found_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
 
 
 def moved(config: TrainingConfig, move: Move) -> TrainingConfig:
-    """Return the config with every file that it names moved."""
+    """Return the config with `move` applied to every file that it names."""
 
     def named(name: str) -> str:
         if not is_file_name(name):
@@ -68,39 +68,39 @@ def moved(config: TrainingConfig, move: Move) -> TrainingConfig:
 
 
 def _with(section: Section, **values: Any) -> Section:
-    """Return the section with other values; what stays the same is not marked as set."""
+    """Return the section with new values; unchanged keys are not marked as set."""
     changed = {key: value for key, value in values.items() if value != getattr(section, key)}
     return section.model_copy(update=changed) if changed else section
 
 
 def _inside(value: Any, named: Move) -> Any:
     if isinstance(value, Mapping):
-        return {key: _inside(each, named) for key, each in value.items()}
+        return {key: _inside(item, named) for key, item in value.items()}
     return named(value) if isinstance(value, str) else value
 
 
 def about_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
-    """Return what a run remembers: where the files are that its config names, and of Python files what is in them."""
-    found: dict[str, dict[str, str | None]] = {}
+    """Return the paths of all files that a config names, with digests of Python files, for the run to store."""
+    files: dict[str, dict[str, str | None]] = {}
 
     def note(name: str) -> str:
         if _exists(name):
             path = Path(name).expanduser().resolve()
-            found[name] = {"path": str(path), "digest": _digest(path) if name.endswith(".py") else None}
+            files[name] = {"path": str(path), "digest": _digest(path) if name.endswith(".py") else None}
         return name
 
     moved(config, note)
-    return found
+    return files
 
 
 def as_then(config: TrainingConfig, about: Mapping[str, Any]) -> TrainingConfig:
-    """Return the config of a run, with the files where they were when it started."""
+    """Return a run's config with the file paths of its start."""
     places = _places(about)
     return moved(config, lambda name: places.get(name, name))
 
 
 def changed_files(about: Mapping[str, Any]) -> list[str]:
-    """Return the Python files that are not any more what they were when the run started."""
+    """Return the Python files that have changed since the run started."""
     return [
         name
         for name, place in _places(about).items()
@@ -111,28 +111,28 @@ def changed_files(about: Mapping[str, Any]) -> list[str]:
 
 
 def _places(about: Mapping[str, Any]) -> dict[str, str]:
-    """Return where each file is now: where it was, or where that is gone, in the current folder."""
+    """Return the present path of each file: its original path, or its name in the current folder if that is gone."""
     known = {name: file["path"] for name, file in about.get(ABOUT, {}).items()}
     here = {name for name in known if str(Path(name).expanduser().resolve()) == known[name]}
     return {name: path if name not in here and _exists(path) else name for name, path in known.items()}
 
 
 def _exists(name: str) -> bool:
-    return os.path.exists(os.path.expanduser(name))  # unlike Path's own, False for what cannot name a file
+    return os.path.exists(os.path.expanduser(name))  # unlike Path.exists, False for an invalid file name
 
 
 def _digest(path: Path) -> str:
     return blake2b(path.expanduser().read_bytes(), digest_size=16).hexdigest()
 
 
-def about_start(config: TrainingConfig, objects: Objects, tools: RunTools, found: Dataset) -> dict[str, Any]:
-    """Return what a run is started with besides its config, and must find again when it goes on."""
+def about_start(config: TrainingConfig, objects: Objects, tools: RunTools, data: Dataset) -> dict[str, Any]:
+    """Return what a run is started with besides its config, and needs again to resume."""
     folder = reward_model_folder(config)
     return {
         "objects": objects.given,
         "replay": tools.replayed,
-        "size": found.size,
-        "digest": found.digest,
+        "size": data.size,
+        "digest": data.digest,
         "reward_model": None if folder is None else str(folder.resolve()),
         ABOUT: about_files(config),
         STARTED_FROM: about_model(config),
@@ -140,15 +140,16 @@ def about_start(config: TrainingConfig, objects: Objects, tools: RunTools, found
 
 
 def as_started(config: TrainingConfig, run: Maker | None) -> TrainingConfig:
-    """Return the config of a run that goes on, with its files and the very reward model that it was started with."""
+    """Return the config to resume `run` with: its original files and reward model. Without a run, the config itself."""
     if run is None:
         return config
-    config, folder = as_then(config, run.about), run.about.get("reward_model")
+    config = as_then(config, run.about)
+    folder = run.about.get("reward_model")
     if folder is None:
         return config
     if not Path(folder).is_dir():
         raise ValueError(
-            f"run {run.name} was started with the reward model in {folder}, which is not there any more; put it back, "
+            f"run {run.name} was started with the reward model in {folder}, which does not exist any more; restore it, "
             "or start a new run"
         )
     reward = config.reward.model_copy(update={"model": folder})

@@ -1,5 +1,5 @@
-"""Tools that run on the machines of a Ray cluster. Only the call itself travels: what holds for every call (schema,
-time, attempts, limits, cache, recording) stays in the run's own process, so that limits are those of the cluster."""
+"""Tools that run on the machines of a Ray cluster. Only the call itself is remote: schema checks, timeouts, retries,
+limits, cache and recording stay in the run's process, so that limits hold for the whole cluster."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from TrainingFactory.types import ToolFailure, ToolResult
 
 HOST = "TrainingFactory.assembly.tools:tools_there"
 CLOSE_SECONDS = 10.0  # for an interpreter to end
-GONE = "; what this episode had there is gone"
-FRESH = f"[a fresh process: the last one died{GONE}]\n"
+GONE = "; this episode's state there is lost"
+FRESH = f"[new process: the previous one died{GONE}]\n"
 
 
 class RemoteTools:
-    """All tools of a run that are called on the cluster, in `count` processes or one on each machine. The same tools in
-    this process say what the model is told, and how a call is checked and bounded."""
+    """All tools of a run that are called on the cluster, in `count` processes or one per machine. The same tools in
+    this process provide the specs for the model, and the checks and limits of a call."""
 
     def __init__(self, count: int | None) -> None:
         self._count = count
@@ -39,7 +39,7 @@ class RemoteTools:
         self.episodes: Counter[RayWorker] = Counter()
 
     async def open(self) -> None:
-        """Start the processes; raise ValueError where one cannot have the tools."""
+        """Start the processes; raise ValueError if one cannot load the tools."""
         await asyncio.gather(*(tool.open() for tool in self.tools if isinstance(tool, ToolSource)))
         settings = [entry.model_dump() for entry in self.entries]
         count = self._count or sum(node["Alive"] for node in require_ray().nodes())
@@ -48,8 +48,8 @@ class RemoteTools:
             await asyncio.gather(*(worker.ready() for worker in self._workers))
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:
             raise ValueError(
-                f"a process for tools cannot be had on the cluster: {error}; their files must have the same path on "
-                "every machine, and remote: false keeps a tool on this one"
+                f"a tool process could not be started on the cluster: {error}; tool files need the same path on every "
+                "machine, and remote: false keeps a tool on this one"
             ) from error
 
     def session(self) -> RemoteSession:
@@ -64,7 +64,7 @@ class RemoteTools:
 
 
 class RemoteSession:
-    """Makes the calls of one episode, all in one process."""
+    """The remote calls of one episode, all in one process."""
 
     def __init__(self, source: RemoteTools, local: AsyncToolExecutor) -> None:
         self._source, self._local = source, local
@@ -73,7 +73,7 @@ class RemoteSession:
         self._worker: RayWorker | None = None
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[ToolResult, int]:
-        """Return the result, and which process of those that the worker has had gave it."""
+        """Return the result, and the number of the worker's process that gave it."""
         if self._worker is None:
             self._worker = self._source.least_used()
             self._source.episodes[self._worker] += 1
@@ -102,7 +102,7 @@ class _RemoteTool:
         self.spec, self._session = tool.spec, session
         self.options: ToolOptions = getattr(tool, "options", ToolOptions())  # a foreign one may have none
         self.__wrapped__ = tool  # the cache has to see who answers
-        self._process: int | None = None  # that has its state
+        self._process: int | None = None  # the process that holds its state
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         result, process = await self._session.call(self.spec.name, arguments)
@@ -113,14 +113,14 @@ class _RemoteTool:
 
 
 class Hosted:
-    """Runs there: the tools, and what each episode has of them."""
+    """The remote side: the tools, and an executor per episode."""
 
     def __init__(self, tools: Sequence[Tool | ToolSource]) -> None:
         self._tools = tools
         self._episodes: dict[str, AsyncToolExecutor] = {}
 
     async def answer(self, message: list[Any]) -> dict[str, Any] | str | None:
-        """Return the result of a call, or why its tools are gone; without a tool, end the episode."""
+        """Return the result of a call, or the reason why its tools failed; without a tool name, end the episode."""
         episode, name, arguments = message
         if name is None:
             if (ended := self._episodes.pop(episode, None)) is not None:
@@ -128,7 +128,7 @@ class Hosted:
             return None
         if episode not in self._episodes:
             self._episodes[episode] = AsyncToolExecutor(self._tools)
-        tool = next(each for each in self._episodes[episode].tools if each.spec.name == name)
+        tool = next(tool for tool in self._episodes[episode].tools if tool.spec.name == name)
         try:
             return dataclasses.asdict(await run_tool(tool, arguments))
         except ToolFailure as error:

@@ -1,5 +1,5 @@
-"""What each `reward.type` is made of: its options in typed form, and the object that scores. Every option that is wrong
-is an OptionError with its name; `model`, `outcome_weight` and `step_rewards` are options like the others here."""
+"""Constructors of every `reward.type`, with typed options. An invalid option raises an OptionError with its name; here
+`model`, `outcome_weight` and `step_rewards` are options like the others."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ RULE_MAKER = "TrainingFactory.rewards.rules.tool_verified:rule_or_verifier"
 STEPS_MAKER = "TrainingFactory.rewards.process_reward:scorer_from_options"
 STEP_OPTIONS = ("outcome_weight", "step_rewards", "pay", "cap", "claw_back")
 MOST_WORKERS = 4  # by default
-MANY = 1000  # calls of one judge at a time, which has no limit of its own
+MANY = 1000  # concurrent requests of a judge without a limit
 
 Options = dict[str, Any]
 
 
 @plain_dataclass(slots=True, frozen=True)
 class Making:
-    """What a reward needs to know of its run. Without `load` everything is checked and no reward model is loaded."""
+    """The context in which rewards are made. Without `load` options are checked and no reward model is loaded."""
 
     config: TrainingConfig
     load: bool
 
     @property
     def processes(self) -> int:
-        """Return how many processes a reward gets where none are asked for by itself."""
+        """Return the default number of worker processes of a reward."""
         optimization = self.config.optimization
         if not optimization.distributed_reward:
             return 0
@@ -79,13 +79,14 @@ class Making:
         return RewardWorkerPool(made)
 
     def spread(self, rule: RewardFunction, options: Any) -> RewardFunction:
-        """Return the rule in processes of its own, where that is asked for and it needs no tools."""
+        """Move the rule into worker processes if distributed rewards are on and it calls no tools."""
         if not self.processes or issubclass(type(rule), ToolRule):
             return rule
         return self.in_processes(RULE_MAKER, as_reward(rule), self.processes, options=options)
 
     def spread_steps(self, reward: ProcessReward, rules: Mapping[str, str]) -> ProcessReward:
-        """Return the reward with processes for its steps, where asked for; `rules` name the files of its own."""
+        """Score the steps in worker processes if distributed rewards are on. `rules` maps the reward's own rules to
+        `FILE.py:FUNCTION`."""
         if not self.processes:
             return reward
         options: Options = {name: getattr(reward, name) for name in STEP_OPTIONS}
@@ -96,9 +97,9 @@ class Making:
 
 
 def environment_reward(making: Making, options: Options) -> None:
-    """Return nothing: the environment's own reward is asked."""
+    """Return None, which stands for the environment's own reward."""
     if options:
-        text = "is for another type of reward; the environment's own takes no options"
+        text = "is an option of another reward type; the environment's own reward takes none"
         raise OptionError(*(Wrong(name, text) for name in options))
 
 
@@ -132,7 +133,7 @@ def _outcome(options: Any) -> RewardFunction | None:
 
 @dataclass(config=STRICT, kw_only=True, frozen=True)
 class ProcessOptions:
-    """Those of ProcessReward that can be written in a config."""
+    """The options of ProcessReward that a config can set."""
 
     rules: dict[str, Text] | None = None
     step_rewards: dict[str, float] = field(default_factory=dict)
@@ -174,7 +175,7 @@ def process_reward(making: Making, options: Options) -> RewardFunction:
 
 
 def judge(making: Making, options: Options) -> RewardFunction:
-    # A fence that follows from the seed: the same requests in every run.
+    # The fence depends on the seed, so that the same run sends the same requests.
     options = {"fence_seed": making.config.training.seed} | options
     if "judge" in options:
         options = with_own_judge(options, making.config)
@@ -187,8 +188,8 @@ def judge(making: Making, options: Options) -> RewardFunction:
 
 
 def learned(making: Making, options: Options) -> RewardFunction | None:
-    chosen = make_from(_learned_options, options, "a reward of the type learned")
-    found = reward_model(chosen, making.config)
+    name = make_from(_learned_options, options, "a reward of the type learned")
+    source = reward_model(name, making.config)
     if not making.load:
         return None
     from TrainingFactory.learning.reward_models import RewardScorer
@@ -196,8 +197,8 @@ def learned(making: Making, options: Options) -> RewardFunction | None:
     model = making.config.model
     return LearnedReward(
         RewardScorer.load(
-            str(found.folder),
-            base=found.name if found.adapter else None,
+            str(source.folder),
+            base=source.name if source.adapter else None,
             dtype=model.dtype,
             device=model.device,
             token_budget=making.config.training.token_budget,
@@ -212,22 +213,20 @@ def _learned_options(model: str | None = None) -> str | None:
 
 
 def reward_model(model: str | None, config: TrainingConfig) -> Named:
-    """Return the reward model that is named, as models are named everywhere."""
-    wanted = (
-        "what a run of training.algorithm=reward_model has made: a run, a checkpoint, or a registered model"
-    )
+    """Return the reward model of that name: a run, a checkpoint or a registered model."""
+    wanted = "a reward model (training.algorithm=reward_model): a run, a checkpoint, or a registered model"
     if model is None:
-        raise OptionError(Wrong("model", f"is missing; a reward of the type learned is {wanted}"))
+        raise OptionError(Wrong("model", f"is missing; reward.type=learned needs {wanted}"))
     from TrainingFactory.learning.reward_models import read_about
 
     try:
-        found = find_model(model, config.logging.output_dir, config.registry.path)
+        source = find_model(model, config.logging.output_dir, config.registry.path)
     except ValueError as error:
         raise OptionError(Wrong("model", f"must be {wanted}; {error}")) from error
-    if found.folder is None:
+    if source.folder is None:
         raise OptionError(Wrong("model", f"must be {wanted}", model))
-    read_about(found.folder)
-    return found
+    read_about(source.folder)
+    return source
 
 
 REWARD_TYPES: dict[str, Callable[[Making, Options], RewardFunction | None]] = {
@@ -239,7 +238,7 @@ REWARD_TYPES: dict[str, Callable[[Making, Options], RewardFunction | None]] = {
     "learned": learned,
     "function": function,
 }
-# Keys that stand beside `options` in the config, and the types that read them.
+# Keys of the reward section besides `options`, and the types that read them.
 BESIDE = {
     "model": ("learned", "model_judge"),
     "judge": ("model_judge",),

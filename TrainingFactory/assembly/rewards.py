@@ -1,4 +1,4 @@
-"""The `reward` section as the object that scores episodes. Everything that is wrong with it is told at once, by key."""
+"""The reward function of a config's `reward` section. All invalid keys and values are reported together."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ INNER: dict[type, Callable[[Any], list[Any]]] = {
     RewardProcess: lambda reward: [reward.like],
 }
 OWN = "the environment's own reward"
-# reward.type -> the option that tells one of this type from another
+# reward.type -> the option that identifies a reward of this type
 TOLD_BY = {"function": "function", "rule_based": "rule", "tool_verified": "verify"}
 
 
@@ -48,38 +48,39 @@ def check_reward(config: TrainingConfig) -> RewardFunction | None:
 
 
 def make_reward(config: TrainingConfig) -> RewardFunction | None:
-    """Return who scores the episodes, to be closed by `close_reward`; None: the environment's own reward."""
+    """Return the reward function, to be closed by `close_reward`; None: the environment's own reward."""
     return _made(Making(config, load=True))
 
 
 def move_object(reward: Any, config: TrainingConfig) -> RewardFunction | None:
-    """Return a reward that was handed in, in worker processes if it is a ProcessReward of built-in rules; any other
-    object stays as it is."""
+    """Move the caller's reward into worker processes if it is a ProcessReward of built-in rules and
+    optimization.distributed_reward is set; return any other object unchanged."""
     inner = reward.function if isinstance(reward, Adapted) else reward
     if not isinstance(inner, ProcessReward) or inner.rules or not config.optimization.distributed_reward:
         return reward
     return as_reward(Making(config, load=True).spread_steps(inner, {}))
 
 
-async def open_reward(reward: RewardFunction | None, held: AsyncExitStack, say: Say) -> None:
-    """Start the judges of the run's own in a reward, and return when they answer; `held` closes it."""
-    held.push_async_callback(close_reward, reward)
-    if processes := sum(isinstance(each, RewardProcess) for each in _inside(reward)):
-        own = environment_reward in _inside(reward)
+async def open_reward(reward: RewardFunction | None, exit_stack: AsyncExitStack, say: Say) -> None:
+    """Start the judges that the run serves itself, and wait until they answer; `exit_stack` closes the reward."""
+    exit_stack.push_async_callback(close_reward, reward)
+    parts = _inside(reward)
+    if processes := sum(isinstance(part, RewardProcess) for part in parts):
         plural = "es" if processes > 1 else ""
-        say(f"rewards: {processes} worker process{plural}{f'; {OWN} runs in this process' if own else ''}")
-    for each in _inside(reward):
-        if isinstance(each, Judge) and isinstance(each.client.model, OwnJudge):
-            await each.client.model.open(say)
+        own = f"; {OWN} runs in this process" if environment_reward in parts else ""
+        say(f"rewards: {processes} worker process{plural}{own}")
+    for part in parts:
+        if isinstance(part, Judge) and isinstance(part.client.model, OwnJudge):
+            await part.client.model.open(say)
 
 
 async def close_reward(reward: RewardFunction | None) -> None:
-    """Close the judges and processes in a reward; where it is used again, they open again."""
-    for each in _inside(reward):
-        if isinstance(each, RewardProcess):
-            each.kill()
-        elif isinstance(each, Judge):
-            await each.close()
+    """Close the judges and processes of a reward; the next use opens them again."""
+    for part in _inside(reward):
+        if isinstance(part, RewardProcess):
+            part.kill()
+        elif isinstance(part, Judge):
+            await part.close()
 
 
 def check_group(reward: RewardFunction | None, group_size: int) -> None:
@@ -92,50 +93,51 @@ def check_group(reward: RewardFunction | None, group_size: int) -> None:
 def check_tasks(
     reward: RewardFunction | None, tasks: Sequence[Task], environment: EnvironmentFactory | None = None
 ) -> None:
-    """Raise if the tasks lack what the reward asks for: a column, or the answers that it or the environment's own
-    reward compares with."""
-    own = getattr(environment, "reward", None) is ToolEnvironment.reward
-    answered = any(task.answer is not None or "expression" in task.metadata for task in tasks)
-    for each in _inside(reward):
-        if isinstance(each, Adapted):
-            each.check_tasks(tasks)
-        name = f"rule {each.rule}" if isinstance(each, ReferenceRule) else ""
-        if isinstance(each, Judge) and "reference" in each.prompt.fields:
+    """Raise if the tasks lack a column that the reward reads, or the answers that it or the environment's own reward
+    compares with."""
+    compares_answers = getattr(environment, "reward", None) is ToolEnvironment.reward
+    has_answers = any(task.answer is not None or "expression" in task.metadata for task in tasks)
+    for part in _inside(reward):
+        if isinstance(part, Adapted):
+            part.check_tasks(tasks)
+        name = f"rule {part.rule}" if isinstance(part, ReferenceRule) else ""
+        if isinstance(part, Judge) and "reference" in part.prompt.fields:
             name = "judge, whose template shows {reference},"
-        elif own and each in (None, environment_reward):
+        elif compares_answers and part in (None, environment_reward):
             name = "environment's own reward"
-        if name and tasks and not answered:
+        if name and tasks and not has_answers:
             columns = sorted({"prompt", *(key for task in tasks for key in task.metadata)})
             raise ValueError(
-                f"none of the {len(tasks)} tasks has an answer, and the {name} compares with it, so that no episode "
-                f'could be scored; give them a column "answer" (they have {", ".join(columns)}) or take another reward'
+                f"none of the {len(tasks)} tasks has an answer, but the {name} compares with it, so no episode could "
+                f'be scored; add a column "answer" (the columns are {", ".join(columns)}), or set another reward'
             )
 
 
 def check_environment(reward: RewardFunction | None, environment: Environment, task: Task) -> None:
-    """Raise if the environment lacks a tool that the reward calls, or writes prompts for a judge that is not there."""
-    inside = _inside(reward)
-    if isinstance(environment, AsksJudge) and not any(isinstance(each, ModelJudge) for each in inside):
+    """Raise if the environment lacks a tool that the reward calls, or writes judge prompts and the reward has no
+    judge."""
+    parts = _inside(reward)
+    if isinstance(environment, AsksJudge) and not any(isinstance(part, ModelJudge) for part in parts):
         raise ValueError(
-            f"{type(environment).__name__} writes prompts for a judge, and the reward has none: "
+            f"{type(environment).__name__} writes prompts for a judge, but the reward has none: set "
             "reward.type=model_judge with its model and options.base_url, alone or in reward.parts"
         )
-    for each in inside:
-        if isinstance(each, ToolRule):
-            each.check_environment(environment, task)
+    for part in parts:
+        if isinstance(part, ToolRule):
+            part.check_environment(environment, task)
 
 
 def judge_metrics(reward: Any) -> dict[str, float]:
-    """Return what the judges in a reward have asked and spent so far, added up; nothing where there is none."""
+    """Return the summed requests, tokens and costs of all judges of a reward; empty without a judge."""
     total: dict[str, float] = {}
-    for each in _inside(reward):
-        if isinstance(each, Judge | RewardWorkerPool):
-            total |= {name: total.get(name, 0.0) + value for name, value in each.metrics.items()}
+    for part in _inside(reward):
+        if isinstance(part, Judge | RewardWorkerPool):
+            total |= {name: total.get(name, 0.0) + value for name, value in part.metrics.items()}
     return total
 
 
 def reward_model_folder(config: TrainingConfig) -> Path | None:
-    """Return the checkpoint of the reward model that scores alone, if one does."""
+    """Return the reward model's checkpoint if it is the only reward, else None."""
     if config.reward.type != "learned" or config.reward.parts:
         return None
     return reward_model(config.reward.model, config).folder
@@ -144,21 +146,21 @@ def reward_model_folder(config: TrainingConfig) -> Path | None:
 def evaluation_reward(
     reward: RewardFunction | None, say: Callable[[str], None] = lambda _: None
 ) -> RewardFunction | None:
-    """Return what a model is measured by: the reward without comparisons within a group, which have the same mean
-    however good the model is; the environment's own where nothing else is left."""
+    """Return the reward for evaluation: without comparisons within a group, because their mean does not depend on the
+    model. None, the environment's own reward, if nothing else is left."""
     if not compares(reward):
         return reward
     inner: Any = reward.function if isinstance(reward, Adapted) else reward
     rest = inner.without_comparisons() if isinstance(inner, Combined) else None
     by = OWN if rest is None else _parts(rest.rewards)
     say(
-        f"note: the reward compares the episodes of a group, which cannot measure progress; evaluation goes by {by}"
+        f"note: the reward compares the episodes of a group, which cannot measure progress; evaluation uses {by}"
     )
     return rest
 
 
 def scored_by(config: TrainingConfig, measuring: RewardFunction | None) -> str:
-    """Say in words whose reward that is; `measuring` is what `evaluation_reward` made of the config's."""
+    """Describe the reward of an evaluation. `measuring` is the result of `evaluation_reward`."""
     reward = config.reward
     if isinstance(measuring, Combined):
         return _parts(measuring.rewards)
@@ -173,12 +175,12 @@ def _parts(names: Iterable[str]) -> str:
 
 
 def _inside(reward: Any) -> list[Any]:
-    """Return the reward and all that it is made of, each once: workers may share one."""
-    found = [reward]
-    for each in found:
-        inner = next((take(each) for kind, take in INNER.items() if isinstance(each, kind)), [])
-        found += [one for one in inner if not any(one is other for other in found)]
-    return found
+    """Return a reward and all parts that it is made of, each once, because workers may share one."""
+    parts = [reward]
+    for part in parts:
+        inner = next((inner_of(part) for kind, inner_of in INNER.items() if isinstance(part, kind)), [])
+        parts += [candidate for candidate in inner if not any(candidate is known for known in parts)]
+    return parts
 
 
 def _made(making: Making) -> RewardFunction | None:
@@ -193,7 +195,7 @@ def _made(making: Making) -> RewardFunction | None:
 def _combined(section: RewardSection, at: Key, making: Making, problems: _Problems) -> RewardFunction | None:
     for name in OneReward.model_fields:
         if getattr(section, name) != _default(name):
-            text = "reward.parts has rewards of its own; leave this out, or move it into a part"
+            text = "cannot be combined with reward.parts; leave it out, or move it into a part"
             problems.append(Problem((*at, name), text))
     parts: dict[str, tuple[float, Any]] = {}
     for name, entry in section.parts.items():
@@ -201,8 +203,8 @@ def _combined(section: RewardSection, at: Key, making: Making, problems: _Proble
         try:
             part = RewardPart(**entry)
         except ValidationError as error:
-            found = explain(error, RewardPart)
-            problems += [dataclasses.replace(each, key=(*key, *each.key)) for each in found]
+            explained = explain(error, RewardPart)
+            problems += [dataclasses.replace(problem, key=(*key, *problem.key)) for problem in explained]
             continue
         made = _one(part, key, making, problems)
         parts[name] = (part.weight, ENVIRONMENT if made is None else made)
@@ -214,7 +216,7 @@ def _combined(section: RewardSection, at: Key, making: Making, problems: _Proble
 
 
 def _one(reward: OneReward, key: Key, making: Making, problems: _Problems) -> RewardFunction | None:
-    """Make a reward by its type; what is wrong with it goes to `problems`."""
+    """Make a reward by its type; add invalid options to `problems`."""
     options = dict(reward.options)
     for name, types in BESIDE.items():
         value, text = getattr(reward, name), ""
@@ -236,11 +238,11 @@ def _default(key: str) -> Any:
 
 
 class _Problems(list[Problem]):
-    """All that is wrong with the section; what is made beside it is of no use."""
+    """All problems of the section. If there are any, the reward that was made is not used."""
 
     @contextmanager
     def at(self, key: Key, options: Key | None = None) -> Iterator[None]:
-        """Note what is raised inside as problems of the section at `key`, whose options are at `options`."""
+        """Collect errors raised inside as problems of the section at `key`, whose options are at `options`."""
         try:
             yield
         except ConfigError as error:

@@ -1,5 +1,4 @@
-"""Tools and episodes that run at the same time, for whoever needs no more than that: `tools/executor.py` and
-`rollout/engine.py` with a model, tools and limits of their own."""
+"""A rollout engine that needs no run: it loads its own model and tools."""
 
 from __future__ import annotations
 
@@ -28,12 +27,12 @@ log = logging.getLogger(__name__)
 
 
 class AsyncRolloutEngine:
-    """Plays an episode for every prompt, at most `num_workers` at once: `await engine.rollout_batch(prompts)`.
+    """Play an episode for every prompt, at most `num_workers` at a time: `await engine.rollout_batch(prompts)`.
 
-    `model` is a name (the built-in one if none is given), `tools` are tools, functions or names of the catalog (those
-    that need no options if none are given), `environment` a name or class for more than a conversation, `reward` any
-    callable, without which only tasks with an answer are scored. Further `options` are sections of a config, such as
-    `sampling={"max_tokens": 64}`. The model is loaded by the first batch; `await engine.close()` gives it back."""
+    `model` is a name, by default the built-in model. `tools` are tools, functions or names of the catalog; by default
+    all that need no options. `environment` is a name or class; by default a plain conversation. `reward` is any
+    callable; without it only tasks with an answer are scored. Further `options` are sections of a config, such as
+    `sampling={"max_tokens": 64}`. The first batch loads the model; `await engine.close()` releases it."""
 
     def __init__(
         self,
@@ -47,42 +46,50 @@ class AsyncRolloutEngine:
     ) -> None:
         if model is None:
             model = "builtin:tiny"
-            log.warning("no model is given: the built-in one is taken (%s), which is not trained", model)
+            log.warning("No model is given: the untrained built-in model (%s) is used.", model)
         if tools is None:
             tools = tools_without_options() if environment is None else ()
-        tools = [make_tool(each) if isinstance(each, str) else each for each in listed(tools)]
-        slots = dict(options.pop("sampling", {})) | {"slots": num_workers}
-        self.config = by_file(TrainingConfig(model=model, sampling=slots, **options))
+        tools = [make_tool(entry) if isinstance(entry, str) else entry for entry in listed(tools)]
+        sampling = dict(options.pop("sampling", {})) | {"slots": num_workers}
+        self.config = by_file(TrainingConfig(model=model, sampling=sampling, **options))
         self._environment = environment_named(environment) if isinstance(environment, str) else environment
-        self._tools, self._reward = RunTools(self.config, tools, None), reward
-        self._opening, self._held = asyncio.Lock(), AsyncExitStack()
-        self._made: tuple[RolloutEngine, Any] | None = None
+        self._tools = RunTools(self.config, tools, None)
+        self._reward = reward
+        self._opening = asyncio.Lock()
+        self._exit_stack = AsyncExitStack()
+        self._engine: tuple[RolloutEngine, Any] | None = None
         self._batches = 0
 
     async def rollout_batch(self, prompts: Sequence[str | Task]) -> list[Trajectory]:
-        """Return the episodes in the order of the prompts, which are texts or tasks."""
+        """Return one episode per prompt, in order. Prompts are texts or tasks."""
         async with self._opening:
-            engine, sampler = self._made = self._made or await self._open()
-            batch, self._batches = self._batches, self._batches + 1
+            if self._engine is None:
+                self._engine = await self._open()
+            engine, sampler = self._engine
+            batch = self._batches
+            self._batches += 1
         tasks = [
-            each if isinstance(each, Task) else Task(f"prompt-{number}", each)
-            for number, each in enumerate(prompts)
+            prompt if isinstance(prompt, Task) else Task(f"prompt-{number}", prompt)
+            for number, prompt in enumerate(prompts)
         ]
         groups = await engine.rollout_batch(tasks, sampler, step=batch)
         return [trajectory for [trajectory] in groups]
 
     async def close(self) -> None:
         """Close the model and the tools; a later batch opens them again."""
-        self._made = None
-        await self._held.aclose()
+        self._engine = None
+        await self._exit_stack.aclose()
 
     async def _open(self) -> tuple[RolloutEngine, Any]:
-        self._held.push_async_callback(self._tools.close)
-        await join_cluster(self.config, self._held)
+        self._exit_stack.push_async_callback(self._tools.close)
+        await join_cluster(self.config, self._exit_stack)
         environment = await self._tools.equip(self._environment or ToolEnvironment)
         chat, sampler = await in_thread(make_sampler, self.config, self.config.sampling.slots)
-        self._held.push_async_callback(sampler.close)
+        self._exit_stack.push_async_callback(sampler.close)
         await await_engines(sampler)
         reward = None if self._reward is None else as_reward(self._reward)
-        given = {"reward": reward, "runtime": self._tools.runtime, "sampler": sampler}
-        return make_rollouts(self.config, environment, chat, **given), sampler
+        runtime = self._tools.runtime
+        engine = make_rollouts(
+            self.config, environment, chat, reward=reward, runtime=runtime, sampler=sampler
+        )
+        return engine, sampler

@@ -1,4 +1,4 @@
-"""All that a run has to do with tools: those handed to it, what their calls share, and the recording."""
+"""The tools of a run: opening and closing them, their shared runtime, and the recording of their calls."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from TrainingFactory.types import Task, ToolSpec
 
 
 class RunTools:
-    """`given` are tools as Python objects, and `cache` is the caller's instead of the config's. With `replay`, a run or
-    a folder with a recording, no tool is made: the model is told what it was told then, and calls are answered as they
-    were. `equip` and `close` belong to the run's event loop."""
+    """The tools of a run. `given` are tools as Python objects; `cache` replaces the config's. With `replay`, a run or a
+    folder with a recording, no tool is started: specs and results come from the recording. Call `equip` and `close` on
+    the run's event loop."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class RunTools:
 
     @property
     def wanted(self) -> bool:
-        """Tell whether any are handed to the run besides those that an environment brings."""
+        """Return whether the config or the caller adds tools to those of the environment."""
         return bool(self._config.tools or self._given)
 
     @property
@@ -54,17 +54,17 @@ class RunTools:
 
     @property
     def sampled_ahead(self) -> RunFolder | None:
-        """Return the run that is replayed, if groups of it were sampled ahead: then their order is what it recorded."""
+        """Return the replayed run if it used async rollouts, so that its groups are trained in their recorded order."""
         if self._recording is None or not is_run(self._recording):
             return None
         run = RunFolder(self._recording)
         return run if run.config.optimization.bound and run.ledger() else None
 
     async def equip(self, environment: Any) -> Any:
-        """Make the tools, open those that have servers, and return the environment with all of them in it."""
+        """Make the tools, start their servers, and return the environment with the tools added."""
         if isinstance(environment, AgentProgram):
             if self._recording is not None:
-                raise ValueError("a run with environment.command has no recording that could be replayed")
+                raise ValueError("a run with environment.command has no recording to replay")
             await environment.endpoint.open()
             self._program = environment
             return with_tools(environment, self._given)
@@ -81,22 +81,22 @@ class RunTools:
         return with_tools(environment, tools, self._config.environment.system_prompt)
 
     def record_to(self, folder: Path) -> None:
-        """Record all calls from here on; comes after `equip`."""
+        """Record all calls from now on; call it after `equip`."""
         save_specs(folder, self._specs)
         self._recorder.record_to(folder)
 
     def commit(self, trained: Callable[[EpisodeKey], bool] = lambda _: True) -> None:
-        """Write down the calls of episodes that have ended and are used; those of others wait on."""
+        """Write the calls of finished episodes that are `trained`; the calls of others stay in memory."""
         self._recorder.commit(trained)
 
     def drop(self, unwanted: Callable[[EpisodeKey], bool]) -> None:
-        """Forget the calls of episodes that are not used."""
+        """Discard the calls of `unwanted` episodes."""
         self._recorder.drop(unwanted)
         self.runtime.metrics.drop(unwanted)
 
     def metrics(self, wanted: Callable[[EpisodeKey], bool] = lambda _: True) -> dict[str, float]:
-        """Return the metrics of the calls of these episodes, and of the calls that programs made; nothing where no
-        tool was called."""
+        """Return the metrics of tool calls in the `wanted` episodes, and of requests by agent programs; empty if there
+        were none."""
         programs = {} if self._program is None else self._program.endpoint.metrics()
         return self.runtime.snapshot(wanted) | programs
 
@@ -105,7 +105,7 @@ class RunTools:
         return self.runtime.metrics.totals()
 
     async def close(self) -> None:
-        """End servers and processes; again does nothing. Objects of the caller's open again when they are used."""
+        """Stop servers and processes; a second call does nothing. The caller's objects reopen when they are used."""
         sources, self._sources = self._sources, []
         try:
             await asyncio.gather(*(source.close() for source in sources))
@@ -119,25 +119,25 @@ class RunTools:
 
 
 def with_tools(environment: Any, tools: Sequence[Handed], system_prompt: str | None = None) -> Any:
-    """Return the environment with tools and a system prompt of the config's; without either, as it is."""
+    """Return the environment class with `tools` and `system_prompt` added; unchanged without either."""
     if not tools and system_prompt is None:
         return environment
     name = getattr(environment, "__name__", type(environment).__name__)
     if not inspect.isclass(environment) or not issubclass(environment, ToolEnvironment):
         what = "tools" if tools else "environment.system_prompt"
-        raise ValueError(f"{what} can be given to a class that inherits from ToolEnvironment; {name} is none")
+        raise ValueError(f"{what} needs a class that inherits from ToolEnvironment; {name} does not")
     parameters = inspect.signature(environment).parameters.values()
-    if tools and not any(each.name == "tools" or each.kind == each.VAR_KEYWORD for each in parameters):
+    if tools and not any(one.name == "tools" or one.kind == one.VAR_KEYWORD for one in parameters):
         raise ValueError(
-            f"{name} takes no tools: its __init__ needs a parameter `tools` that it hands on, as in "
+            f"{name} takes no tools: its __init__ needs a parameter `tools` that it passes on, as in "
             "def __init__(self, task, tools=()): super().__init__(task, tools)"
         )
-    given: Callable[..., None] = environment.__init__
-    more = {"tools": list(tools)} if tools else {}
+    base_init: Callable[..., None] = environment.__init__
+    options = {"tools": list(tools)} if tools else {}
 
     class Equipped(environment):
         def __init__(self, task: Task) -> None:
-            given(self, task, **more)
+            base_init(self, task, **options)
 
     Equipped.__name__ = Equipped.__qualname__ = name
     if system_prompt is not None:
@@ -146,14 +146,14 @@ def with_tools(environment: Any, tools: Sequence[Handed], system_prompt: str | N
 
 
 def find_recording(name: str | Path, runs: str | Path) -> Path:
-    """Return the folder of a recording: of a run by its name or path, or of a file of episodes."""
+    """Return the folder of a recording, given a run's name or path, or a file of episodes."""
     path = Path(name).expanduser()
     for folder in (Path(runs).expanduser() / name, path, recording_beside(path)):
         if (folder / CALLS).is_file():
             return folder
         if is_run(folder):
             raise ValueError(
-                f"run {folder.name} has no recording of its tool calls ({CALLS}); it was made with "
+                f"run {folder.name} has no recording of its tool calls ({CALLS}): it ran with "
                 "logging.record_tools=false"
             )
     known = ", ".join(run.name for run in list_runs(runs) if (run.path / CALLS).is_file()) or "none"
@@ -161,5 +161,5 @@ def find_recording(name: str | Path, runs: str | Path) -> Path:
 
 
 def recording_beside(episodes: Path) -> Path:
-    """Return the folder for the tool calls of a file of episodes: that of `a/b.jsonl` is `a/b.tools`."""
+    """Return the folder with the tool calls of a file of episodes: `a/b.tools` for `a/b.jsonl`."""
     return episodes.with_name(episodes.name.removesuffix(".jsonl") + ".tools")

@@ -1,4 +1,4 @@
-"""The model that a config names, its chat format, what samples from it, and the rollouts over that."""
+"""The model of a config, its chat format, its sampler, and the rollout engine."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ DEFAULT_MAX_LENGTH = 4096
 
 
 def load(config: TrainingConfig, say: Say = lambda _: None) -> LoadedModel:
-    """Load the model of a config, with a form for tools where one is asked for; `say` is told what that changes."""
-    # Imported here: torch and transformers take seconds, and mistakes in names should not wait for them.
+    """Load the model of a config, with `model.tools_format` applied; `say` reports what that changes."""
+    # Imported here, because torch and transformers take seconds, and errors in names should not wait for them.
     from TrainingFactory.models import load_model
 
     model = config.model
@@ -58,13 +58,15 @@ def load(config: TrainingConfig, say: Say = lambda _: None) -> LoadedModel:
         add_tools_format(loaded, model.tools_format, frozen, say)
     limit = context_limit(loaded)
     if model.max_length is not None and limit is not None and model.max_length > limit:
-        raise ValueError(f"model.max_length is {model.max_length}, but {model.name} was made for {limit}")
+        raise ValueError(
+            f"model.max_length is {model.max_length}, but the context of {model.name} has {limit} tokens"
+        )
     return loaded
 
 
 def load_trained(config: TrainingConfig, say: Say = lambda _: None) -> LoadedModel:
-    """Load the model as it is trained: for several learners into the memory of the CPU, from where each takes its share
-    of one layer after the other."""
+    """Load the model to train. For several learners it is loaded on the CPU, from where each takes its share layer by
+    layer."""
     from TrainingFactory.models.loading import pick_device, pick_dtype
 
     model = config.model
@@ -82,7 +84,7 @@ def context_limit(loaded: LoadedModel) -> int | None:
 
 
 def make_chat(config: TrainingConfig, loaded: LoadedModel, day: date | None = None) -> TemplateChatFormat:
-    """Make the chat format; `day` is for templates that print the date: a run keeps the one it started with."""
+    """Make the chat format. `day` is the date that templates print; a run keeps the day of its start."""
     from TrainingFactory.models import chat_format
 
     model = config.model
@@ -94,8 +96,8 @@ def make_chat(config: TrainingConfig, loaded: LoadedModel, day: date | None = No
 def make_engine(
     config: TrainingConfig, loaded: LoadedModel, episodes: int, ahead: bool = False, gathered: Any = None
 ) -> NativeEngine:
-    """Make the engine that samples; `ahead`: while the model is trained, from weights of its own. With `gathered` it
-    has the model of that, because the learner's is sharded."""
+    """Make the native engine. With `ahead` it samples while the model is trained, from its own copy of the weights.
+    With `gathered` it uses that object's whole model, because the learner's is sharded."""
     from TrainingFactory.sampling import NativeEngine
 
     own = copy_of(loaded.model) if ahead and gathered is None else loaded.model
@@ -112,8 +114,8 @@ def make_trained(
     config: TrainingConfig, loaded: LoadedModel, policy: LocalPolicy, episodes: int, ahead: bool, say: Say,
     logs: Path,
 ) -> Sampler:  # fmt: skip
-    """Make what samples for a policy that learns: an engine that shares its weights, or others to which it pushes,
-    whose logs are kept in the folder `logs`."""
+    """Make the sampler of a training run: an engine that shares the policy's weights, or engines in other processes
+    that load published weights and log into the folder `logs`."""
     publisher = policy.publisher
     if publisher is None or not publisher.model_folder:
         return make_engine(config, loaded, episodes, ahead, publisher)
@@ -123,8 +125,8 @@ def make_trained(
 def make_published(
     config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, played: bool, whole: Any = None
 ) -> LocalPolicy:  # fmt: skip
-    """Make the policy of this process. Where something samples (`played`) and cannot share its weights, they are
-    published: into folders, or in this process to an engine with the model `whole`."""
+    """Make the policy of this process. If the run samples (`played`) with engines that cannot share its weights, the
+    policy publishes them: into folders, or in this process to an engine with the model `whole`."""
     sharded = (config.compute.learners or 1) > 1
     policy = make_policy(config, loaded, algorithm, steps, sharded)
     if not (played and (KINDS[config.training.algorithm].samples or config.training.eval_every is not None)):
@@ -147,13 +149,13 @@ def max_length(config: TrainingConfig, loaded: LoadedModel) -> int:
 def make_sampler(
     config: TrainingConfig, episodes: int, say: Say = lambda _: None
 ) -> tuple[ChatFormat, Sampler]:
-    """Load the model; return its way to write a conversation, and the engine that samples from it."""
+    """Load the model; return its chat format and a sampler."""
     chat, sampler, _ = make_all(config, episodes, say)
     return chat, sampler
 
 
 def make_all(config: TrainingConfig, episodes: int, say: Say = lambda _: None) -> tuple[Any, Sampler, Any]:
-    """Return also the model, where the engine has it in this process."""
+    """Like `make_sampler`; also return the model if the engine runs in this process, else None."""
     check_engines(config)
     loaded = load(config, say)
     chat = make_chat(config, loaded)
@@ -172,7 +174,7 @@ def make_rollouts(
     gate: asyncio.Semaphore | None = None,
     sampler: Sampler | None = None,
 ) -> RolloutEngine:
-    """Make what plays episodes; the clock of episodes stops while the `sampler` has no engine that is alive."""
+    """Make the rollout engine. The episodes' clock stops while no engine of `sampler` is alive."""
     sampling = config.sampling
     params = SamplingParams(
         temperature=sampling.temperature,
@@ -189,9 +191,7 @@ def make_rollouts(
         max_turns=config.environment.max_turns,
         episode_timeout=config.environment.episode_timeout,
         max_reply_tokens=sampling.max_reply_tokens,
-        max_concurrency=max_concurrent_episodes(
-            config
-        ),  # an episode's clock starts when there is a slot for it
+        max_concurrency=max_concurrent_episodes(config),
         seed=config.training.seed,
         on_episode=on_episode,
         runtime=runtime,

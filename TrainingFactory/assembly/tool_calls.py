@@ -1,4 +1,4 @@
-"""Open the tools that a config, a Python file or a file of MCP servers offers, to call them outside of a run."""
+"""Tools of a config, a Python file or an MCP server file, opened for calls outside of a run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from TrainingFactory.types import Task
 
 @asynccontextmanager
 async def open_tools(source: str | None, tool: str) -> AsyncIterator[AsyncToolExecutor]:
-    """Open the tools of `source` for one episode: a YAML config (its tools and, for the first task, its
-    environment's), a Python file, or a file of MCP servers. Without a source `tool` itself is a built-in tool or
+    """Open the tools of `source` for one episode. `source` is a YAML config (its tools, and those of its environment
+    for the first task), a Python file, or a file of MCP servers. Without a source, `tool` is a built-in tool or
     FILE.py:FUNCTION."""
     config, servers = _read_source(source, tool)
     if config.environment.command is not None:
-        raise ValueError(f"{source}: environment.command starts a program, which has tools of its own")
+        raise ValueError(f"{source}: environment.command starts a program, which has its own tools")
     environment: Any = make_environment(config, given=True)
     try:
         tools = make_tools(config, servers, environment)
@@ -54,11 +54,11 @@ async def open_tools(source: str | None, tool: str) -> AsyncIterator[AsyncToolEx
 
 
 def _read_source(source: str | None, tool: str) -> tuple[TrainingConfig, list[ToolSource]]:
-    """Return a config that names the tools, and the servers beside it."""
+    """Return a config with the tools, and MCP servers to add."""
     if source is None:
         return TrainingConfig(tools=[tool]), []
     if source.endswith((".yaml", ".yml")):
-        # Tools run in this process whatever the run has.
+        # Tools run in this process, also if the run has a cluster.
         return read_config(source).model_copy(update={"compute": ComputeSection()}), []
     if not is_file_name(source):
         return TrainingConfig(), [MCPTools.load_from_config(source)]

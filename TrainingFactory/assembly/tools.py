@@ -1,4 +1,4 @@
-"""Make the tools of a run, and their cache, from what its config and its caller name."""
+"""The tools of a run and their cache, from its config and from Python objects."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ from TrainingFactory.tools.making import make_tool
 from TrainingFactory.tools.mcp_tools import MCPTools
 
 Handed = Tool | ToolSource
-# From the names of the tools on offer, each with that of its server, to the names of those that are taken, and whether
-# their repeated calls may be answered from the cache.
+# Maps offered tools (name -> server) to selected tools (name -> whether their calls may be cached).
 Choice = Callable[[Mapping[str, str]], dict[str, bool]]
 SANDBOX = ("python", "code_interpreter")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 def listed(tools: Any) -> list[Any]:
-    """Return what `tools=` was given as a list: several, or a single one."""
+    """Return `tools` as a list; it may be a single tool."""
     if isinstance(tools, ToolSource | Tool | str | Mapping) or not isinstance(tools, Iterable):
         return [tools]
     return list(tools)
@@ -41,43 +40,48 @@ def listed(tools: Any) -> list[Any]:
 def make_tools(
     config: TrainingConfig, given: Sequence[Any] = (), environment: EnvironmentFactory | None = None
 ) -> list[Handed]:
-    """Return the tools of the config and those given as objects; sources are not open yet. An entry that only names a
-    tool which the environment brings itself adds nothing."""
-    own, files = _own_tools(environment), set[str]()
-    remote, on_ray = RemoteTools(config.environment.num_workers), config.compute.backend == "ray"
-    made: list[Handed] = []
+    """Return the tools of the config and the `given` objects; sources are not open yet. An entry that only names one of
+    the environment's own tools adds nothing."""
+    own_names = _own_tools(environment)
+    files: set[str] = set()
+    remote = RemoteTools(config.environment.num_workers)
+    on_ray = config.compute.backend == "ray"
+    tools: list[Handed] = []
     for number, entry in enumerate(config.tools):
         where = f"tools.{number}"
         if entry.config is None:
-            brought = entry.name in own and not entry.options
-            if brought and entry.remote:
-                raise ValueError(f"{where}.remote: {entry.name} is the environment's own, which runs here")
-            tools = [] if brought else _tools_of(entry, where)
-            # By default the sandbox: it has no state but that of an episode.
-            if tools and on_ray and (entry.remote or (entry.remote is None and entry.name in SANDBOX)):
+            is_own = entry.name in own_names and not entry.options
+            if is_own and entry.remote:
+                raise ValueError(
+                    f"{where}.remote: {entry.name} belongs to the environment, which runs in this process"
+                )
+            added = [] if is_own else _tools_of(entry, where)
+            # Only the sandbox is remote by default, because its state lasts no longer than an episode.
+            if added and on_ray and (entry.remote or (entry.remote is None and entry.name in SANDBOX)):
                 remote.entries.append(entry)
-                remote.tools += tools
-                tools = [] if remote in made else [remote]
-            made += tools
+                remote.tools += added
+                added = [] if remote in tools else [remote]
+            tools += added
             continue
         if entry.remote:
-            raise ValueError(f"{where}.remote: servers run where {entry.config} says, here or at their url")
+            raise ValueError(f"{where}.remote: {entry.config} decides where its servers run; leave it out")
         if entry.options:
-            raise ValueError(f"{where}.options are for built-in tools; a server's stand in {entry.config}")
+            raise ValueError(f"{where}.options are for built-in tools; set a server's in {entry.config}")
         if entry.config not in files:
             files.add(entry.config)
-            made += _from_servers(entry.config, config.tools)
-    return [*made, *map(as_tool, given)]
+            tools += _from_servers(entry.config, config.tools)
+    return [*tools, *map(as_tool, given)]
 
 
 def tools_there(entries: Sequence[Mapping[str, Any]]) -> Callable[..., Any]:
-    """Make tools on another machine, with its own environment variables; return what answers calls."""
+    """Make tools on another machine, with that machine's environment variables; return the function that answers
+    calls."""
     plain = [ToolEntry(**entry).model_copy(update={"cache_enabled": False}) for entry in entries]
     return Hosted([tool for entry in plain for tool in _tools_of(entry, entry.name)]).answer
 
 
 def _own_tools(environment: EnvironmentFactory | None) -> set[str]:
-    """Return the names of the tools that an environment class brings itself."""
+    """Return the names of an environment class's own tools."""
     if not inspect.isclass(environment):
         return set()
     members = (getattr(environment, name, None) for name in dir(environment))
@@ -85,7 +89,7 @@ def _own_tools(environment: EnvironmentFactory | None) -> set[str]:
 
 
 def _tools_of(entry: ToolEntry, where: str) -> list[Handed]:
-    """Return a built-in tool, one of an installed package, or those of a Python file."""
+    """Return the tools of an entry: a built-in tool, a tool of an installed package, or those of a Python file."""
     if is_file_name(entry.name):
         if entry.options:
             raise ValueError(f"{where}.options are for built-in tools; {entry.name} is a Python file")
@@ -106,63 +110,64 @@ def _tools_of(entry: ToolEntry, where: str) -> list[Handed]:
 
 
 def _from_file(name: str) -> list[Handed]:
-    """Return all `@tool` functions of `mytools.py`, or what `mytools.py:lookup` names: it may be a plain function."""
-    path, wanted, found = chosen("tool", name)
-    if wanted:
-        return [as_tool(found[0])]
-    tools: list[Handed] = [value for value in found if isinstance(value, FunctionTool)]
+    """Return all `@tool` functions of `mytools.py`, or the function `mytools.py:lookup`, which needs no decorator."""
+    path, requested, values = chosen("tool", name)
+    if requested:
+        return [as_tool(values[0])]
+    tools: list[Handed] = [value for value in values if isinstance(value, FunctionTool)]
     if not tools:
         raise ValueError(f"{path} defines no tool: put @tool (from TrainingFactory.tools) over a function")
     return tools
 
 
 def _from_servers(path: str, entries: Sequence[ToolEntry]) -> list[Handed]:
-    """Return what all entries with this file want of it, over one set of connections, and the tools that it names."""
+    """Return the tools of one MCP file that any entry selects, over one set of connections, and its built-in tools."""
     loaded = MCPTools.load_from_config(path)
 
     def choose(offered: Mapping[str, str]) -> dict[str, bool]:
-        taken: dict[str, bool] = {}
+        selected: dict[str, bool] = {}
         for number, entry in enumerate(entries):
             if entry.config == path and entry.name not in loaded.named:
                 for name in choose_names(entry.name, offered, f"tools.{number}", path):
-                    taken[name] = entry.cache_enabled or taken.get(name, False)
-        return taken
+                    selected[name] = entry.cache_enabled or selected.get(name, False)
+        return selected
 
     servers = [Chosen(MCPTools([*loaded.configs.values()]), choose)] if loaded.configs else []
     return [*loaded.named.values(), *servers]
 
 
 class Chosen:
-    """A source of which only some tools are taken, as `choose` says once they are known."""
+    """A source restricted to the tools that `choose` selects when it opens."""
 
     def __init__(self, source: ToolSource, choose: Choice) -> None:
-        self._source, self._choose = source, choose
-        self._taken: dict[str, bool] = {}
+        self._source = source
+        self._choose = choose
+        self._selected: dict[str, bool] = {}
 
     async def open(self) -> None:
         await self._source.open()
         session = self._source.session()
         offered = {tool.spec.name: options_of(tool).server for tool in session.tools}
         await session.close()
-        self._taken = self._choose(offered)
+        self._selected = self._choose(offered)
 
     def session(self) -> ToolSession:
-        return _ChosenSession(self._source.session(), self._taken)
+        return _SelectedSession(self._source.session(), self._selected)
 
     async def close(self) -> None:
         await self._source.close()
 
 
-class _ChosenSession:
-    def __init__(self, session: ToolSession, taken: Mapping[str, bool]) -> None:
-        tools = [tool for tool in session.tools if tool.spec.name in taken]
-        self.tools = [cacheable(tool) if taken[tool.spec.name] else tool for tool in tools]
+class _SelectedSession:
+    def __init__(self, session: ToolSession, selected: Mapping[str, bool]) -> None:
+        tools = [tool for tool in session.tools if tool.spec.name in selected]
+        self.tools = [cacheable(tool) if selected[tool.spec.name] else tool for tool in tools]
         self.close = session.close
 
 
 def choose_names(name: str, offered: Mapping[str, str], where: str, path: str) -> set[str]:
-    """Return which tools of a file an entry means: the tool of that name, else all of the server of that name; where
-    the file has one server only, the name is a label for all of its tools."""
+    """Return the tools of a file that an entry selects: the tool of that name, else all tools of the server of that
+    name. If the file has one server, any name selects all of its tools."""
     if name in offered:
         return {name}
     of_server = {tool for tool, server in offered.items() if server == name}
@@ -170,24 +175,24 @@ def choose_names(name: str, offered: Mapping[str, str], where: str, path: str) -
     if of_server or len(servers) == 1:
         return of_server or set(offered)
     raise ValueError(
-        f"{where}.name is {name!r}, and {path} has neither a tool nor a server of that name; its servers: "
+        f"{where}.name is {name!r}, but {path} has no tool or server of that name; its servers: "
         f"{', '.join(sorted(servers)) or 'none'}; its tools: {', '.join(sorted(offered)) or 'none'}"
     )
 
 
 class _Cacheable:
-    """A tool that the config calls cacheable."""
+    """A tool that the config marks as cacheable."""
 
     def __init__(self, tool: Tool, options: ToolOptions) -> None:
         self.spec, self.run, self.options = tool.spec, tool.run, options
-        self.__wrapped__ = tool  # the cache has to see who answers
+        self.__wrapped__ = tool  # the cache fingerprints the wrapped tool
         if ready := getattr(tool, "until_ready", None):
             self.until_ready = ready
 
 
 def cacheable(tool: Tool) -> Tool:
-    """Return the tool marked pure, unless it says itself how it may be cached. One that takes its calls in order has a
-    state, so its answers are known by the calls before them, never by their arguments alone."""
+    """Mark a tool as pure, unless it declares itself how it may be cached. An ordered tool has state, so its results
+    are keyed by the preceding calls too: it is marked as stateful."""
     options = options_of(tool)
     if options.pure or options.stateful:
         return tool
@@ -200,13 +205,13 @@ def options_of(tool: Tool) -> ToolOptions:
 
 
 def make_tool_cache(config: TrainingConfig) -> ToolCache | None:
-    """Return one for all runs of the folder. It is on for all tools that are marked pure or stateful as soon as
-    anybody asks for it; an entry that does also marks its own tools."""
-    wanted = config.optimization.tool_cache
-    if not wanted and not any(entry.cache_enabled for entry in config.tools):
+    """Return the tool cache that all runs of the output folder share; None if neither optimization.tool_cache nor an
+    entry's cache_enabled turns it on. It serves all tools marked pure or stateful."""
+    setting = config.optimization.tool_cache
+    if not setting and not any(entry.cache_enabled for entry in config.tools):
         return None
-    if isinstance(wanted, str) and wanted:
-        target = _filled("tool_cache", wanted, "optimization.tool_cache")
+    if isinstance(setting, str) and setting:
+        target = _filled("tool_cache", setting, "optimization.tool_cache")
         return ToolCache(os.path.expanduser(target))
     folder = Path(config.logging.output_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
@@ -214,8 +219,8 @@ def make_tool_cache(config: TrainingConfig) -> ToolCache | None:
 
 
 def filled_in(options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return options with ${NAME} from the environment. Secrets must come that way: the config is kept with the
-    run."""
+    """Replace ${NAME} in options by environment variables. Secrets must be given that way, because the run folder
+    stores the config."""
     return {key: _filled(key, value, f"{where}.{key}") for key, value in options.items()}
 
 
@@ -226,11 +231,11 @@ def _filled(key: str, value: Any, where: str) -> Any:
         return [_filled(key, item, where) for item in value]
     if not isinstance(value, str):
         return value
-    # What ends in _env names a variable.
+    # A key that ends in _env holds the name of a variable.
     if is_secret(key, value) and not key.endswith("_env") and not VARIABLE.search(value):
         raise ValueError(
-            f"{where} holds a secret, and the config is kept with the run; put it into an environment variable "
-            f"and write {key}: ${{NAME}}"
+            f"{where} holds a secret, and the run folder stores the config; put it into an environment variable and "
+            f"write {key}: ${{NAME}}"
         )
     if is_secret(key, value):
         SECRET_VARIABLES.update(VARIABLE.findall(value))

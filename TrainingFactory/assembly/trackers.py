@@ -1,4 +1,4 @@
-"""Where metrics go besides the run's own file."""
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
-        for which, text in _told(episodes).items():
-            # It reads Markdown: what is indented is shown as it is.
+        for which, text in _episode_texts(episodes).items():
+            # TensorBoard renders Markdown; indented lines are shown literally.
             self._writer.add_text(f"episodes/{which}", indent(text, "    ", lambda _: True), step)
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class WandB:
         self._run.log(metrics, step=step)
 
     def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
-        rows = [[step, which, text] for which, text in _told(episodes).items()]
+        rows = [[step, which, text] for which, text in _episode_texts(episodes).items()]
         self._run.log({"episodes": self._table(columns=["step", "which", "episode"], data=rows)}, step=step)
 
     def close(self) -> None:
@@ -73,44 +73,42 @@ class MLflow:
         mlflow.log_params(flat)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        # Its file store makes folders of names, and `episodes` is a metric beside `episodes/done`.
+        # MLflow's file store turns names into folders, and both `episodes` and `episodes/done` are metrics.
         named = {name.replace("/", "."): value for name, value in metrics.items()}
         self._mlflow.log_metrics(named, step=step)
 
     def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
-        for which, text in _told(episodes).items():
+        for which, text in _episode_texts(episodes).items():
             self._mlflow.log_text(text, f"episodes/{step:06d}-{which.replace(' ', '-')}.txt")
 
     def close(self) -> None:
         self._mlflow.end_run()
 
 
-def _told(episodes: Sequence[Trajectory]) -> dict[str, str]:
+def _episode_texts(episodes: Sequence[Trajectory]) -> dict[str, str]:
     """Return the best and the worst episode as text."""
-    return {
-        which: "\n".join(
-            clean(line)
-            for line in (f"task {each.task.id}", *map(": ".join, conversation(each)), ending(each))
-        )
-        for which, each in best_and_worst(episodes).items()
-    }
+    texts = {}
+    for which, episode in best_and_worst(episodes).items():
+        lines = [f"task {episode.task.id}", *map(": ".join, conversation(episode)), ending(episode)]
+        texts[which] = "\n".join(map(clean, lines))
+    return texts
 
 
 TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise before anything slow if a package is not there."""
+    """Raise if the package of a tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ValueError(
-                f"logging.trackers: {name} is not installed; pip install 'training-factory[{name}]', "
-                "or leave it out: the run's folder has all metrics anyway"
+                f"logging.trackers: {name} is not installed; run pip install 'training-factory[{name}]', or leave it "
+                "out: the run folder has all metrics anyway"
             )
 
 
 class Trackers:
-    """All of them as one. They are foreign code: one that fails is said once and left out, and the run goes on."""
+    """All trackers of a run. A tracker that fails is reported once and disabled; the run continues."""
 
     def __init__(self, run: Path, config: TrainingConfig) -> None:
         self._open: list[tuple[str, Tracker]] = []
@@ -134,5 +132,5 @@ class Trackers:
             try:
                 do(entry[1])
             except Exception as error:  # foreign code
-                log.warning("tracker %s failed and is left out from now on: %s", entry[0], error)
+                log.warning("tracker %s failed and is disabled: %s", entry[0], error)
                 self._open.remove(entry)

@@ -1,5 +1,5 @@
-"""Keywords of the trainers, and the config sections that they belong to. Their types, for editors and type checkers, are
-generated into `keyword_types.pyi`."""
+"""Keywords of the trainers, and the config sections that they belong to. Their types, for editors and type checkers,
+are generated into `keyword_types.pyi`."""
 
 from __future__ import annotations
 

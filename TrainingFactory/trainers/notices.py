@@ -1,4 +1,4 @@
-"""What a config asks for and a run will not do, in one line each: commands and trainers print them."""
+"""Notices about options that a run ignores; commands and trainers print them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ AHEAD = ("async_rollout", "max_staleness", "async_order")
 
 
 def notices(config: TrainingConfig, *, rewarded: bool = False) -> list[str]:
-    """Return one line for each feature that is not there yet, or not for this reward. `rewarded`: a reward is handed in
-    in place of the config's."""
+    """Return one line for each option that is not implemented, or not for this reward. `rewarded`: the caller's reward
+    replaces the config's."""
     return [*not_yet(config), *_about_processes(config, rewarded)]
 
 
 def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = False) -> list[str]:
-    """Return one line for each part of the config that was changed from its default and that training does not look
-    at. `played`: an environment is there beside the config; `heldout`: so are rows to evaluate on."""
+    """Return one line for each group of options that is set and that training ignores. `played`: the caller gives an
+    environment. `heldout`: the caller gives held-out rows."""
     training, name = config.training, config.training.algorithm
     kind = KINDS[name]
     lines = [
-        (changed(config, other), f"these are options of {other}, and this run trains by {name}")
+        (changed(config, other), f"options of {other}, but this run trains with {name}")
         for other in KINDS
         if other != name
     ]
@@ -42,44 +42,45 @@ def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = Fals
             shown = [key for key in changed(config, "sampling") if key not in read]
             if not expert:
                 shown += [key for key in changed(config, "environment") if key == "environment.num_workers"]
-            lines.append((shown, f"{name} samples nothing without an environment and training.eval_every"))
+            lines.append((shown, f"{name} samples only with an environment and training.eval_every"))
     ahead = [key for key in changed(config, "optimization") if key.split(".")[1] in AHEAD]
     if not kind.samples:
-        lines.append((ahead, f"{name} samples nothing that it trains on"))
+        lines.append((ahead, f"{name} does not train on sampled episodes"))
     elif not config.optimization.async_rollout:
-        lines.append((ahead, "they are for optimization.async_rollout=true"))
+        lines.append((ahead, "only used with optimization.async_rollout=true"))
     if importance_cap(config) is None:
-        weighed = [key for key in changed(config, "optimization") if "importance" in key or "mismatch" in key]
-        why = "the learner itself samples, and weights nothing without optimization.importance_cap"
-        lines.append((weighed, why if kind.samples else f"{name} samples nothing that it learns from"))
+        correction = [
+            key for key in changed(config, "optimization") if "importance" in key or "mismatch" in key
+        ]
+        why = "the learner itself samples, so no correction is applied without optimization.importance_cap"
+        lines.append((correction, why if kind.samples else f"{name} does not train on sampled episodes"))
     if config.compute.backend != "ray":
-        own = {f"compute.{key}" for key in ("allocation_id", "start_timeout", "learners", "num_gpus")}
-        lines.append(
-            ([key for key in changed(config, "compute") if key not in own], "they are for backend=ray")
-        )
-        far = [f"tools.{number}.remote" for number, entry in enumerate(config.tools) if entry.remote]
-        lines.append((far, "tools run in the run's own process without compute.backend=ray"))
+        local = {f"compute.{key}" for key in ("allocation_id", "start_timeout", "learners", "num_gpus")}
+        of_ray = [key for key in changed(config, "compute") if key not in local]
+        lines.append((of_ray, "only used with compute.backend=ray"))
+        remote = [f"tools.{number}.remote" for number, entry in enumerate(config.tools) if entry.remote]
+        lines.append((remote, "without compute.backend=ray tools run in the run's process"))
     if config.compute.learners == 1 or (config.compute.learners is None and launched() is None):
-        kept = [key for key in changed(config, "optimization") if key == "optimization.offload_reference"]
-        lines.append((kept, "it is for several learners (compute.learners)"))
+        offload = [key for key in changed(config, "optimization") if key == "optimization.offload_reference"]
+        lines.append((offload, "only used with several learners (compute.learners)"))
     if training.eval_every is None:
-        measured = [key for key in changed(config, "data") if key.startswith("data.heldout")]
-        measured += ["heldout"] if heldout else []
-        lines.append((measured, "nothing is evaluated without training.eval_every"))
+        evaluated = [key for key in changed(config, "data") if key.startswith("data.heldout")]
+        evaluated += ["heldout"] if heldout else []
+        lines.append((evaluated, "nothing is evaluated without training.eval_every"))
     if config.model.adapter is not None:
-        form = [key for key in changed(config, "lora") if key != "lora.enabled"]
-        lines.append((form, "model.adapter is loaded in the form that it was made in"))
+        shape = [key for key in changed(config, "lora") if key != "lora.enabled"]
+        lines.append((shape, "model.adapter keeps the shape that it was trained with"))
     elif not config.lora.enabled:
         lines.append((changed(config, "lora"), "there is no adapter without lora.enabled=true"))
     return [f"{', '.join(keys)}: {text}" for keys, text in lines if keys]
 
 
 def _about_processes(config: TrainingConfig, rewarded: bool) -> list[str]:
-    """Return what cannot be scored in other processes, though that was asked for."""
-    asked, section = config.optimization, config.reward
-    if not asked.distributed_reward:
-        unread = "optimization.reward_workers: it is for optimization.distributed_reward=true"
-        return [unread] if asked.reward_workers is not None else []
+    """Return a line about rewards that cannot run in worker processes although `distributed_reward` is set."""
+    optimization, section = config.optimization, config.reward
+    if not optimization.distributed_reward:
+        unused_key = "optimization.reward_workers: only used with optimization.distributed_reward=true"
+        return [unused_key] if optimization.reward_workers is not None else []
     parts = [*section.parts.values()] or [{"type": section.type, "options": section.options}]
     types = [(part.get("type", ""), part.get("options") or {}) for part in parts]
     stay = [kind for kind, options in types if not _can_leave(kind, options)]
@@ -87,7 +88,7 @@ def _about_processes(config: TrainingConfig, rewarded: bool) -> list[str]:
         return []
     kinds = ", ".join(dict.fromkeys(stay))
     return [
-        f"optimization.distributed_reward: rewards of the type {kinds} stay in the run's process, because they ask an "
+        f"optimization.distributed_reward: rewards of the type {kinds} stay in the run's process, because they call an "
         "endpoint, or need its tools, models or environments"
     ]
 
@@ -98,4 +99,4 @@ def _can_leave(kind: str, options: Any) -> bool:
     try:
         return not isinstance(rule_or_verifier(options), ToolRule)
     except ValueError:
-        return True  # told when the reward is made
+        return True  # reported when the reward is made

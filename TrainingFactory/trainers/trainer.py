@@ -1,4 +1,4 @@
-"""What all trainers share: names and objects become a config and a run, and `train()` runs it."""
+"""The base class of all trainers: it turns names and Python objects into a config, and `train()` runs it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from TrainingFactory.training.dataset import Objects, read_objects
 
 
 class Trainer:
-    """Train by one algorithm. What is not named by text can be handed in as an object."""
+    """Trains with one algorithm. Everything can be given by name or as a Python object."""
 
     algorithm: ClassVar[str]
 
@@ -53,183 +53,186 @@ class Trainer:
         allocation_id: Any = None,
         **options: Any,
     ) -> None:
-        """Check everything that is given; nothing is loaded before `train()`.
+        """Check all arguments; nothing is loaded before `train()`.
 
-        `model` is a name or one of `TrainingFactory.models`; `environment` a name, a Python file, a class, or a
-        section of the config, with `tools` in it or not. `tools` are added to those of the environment: tools, typed
-        functions, `MCPTools` and other sources, or names; several or one. With `tools` and `tasks` alone there is a
-        plain conversation. `tasks` are `Task` objects, or rows like those of `dataset`, which is a file, a hub id, or
-        rows as Python objects (dicts, a `datasets.Dataset`), and so is `heldout`: with
-        `eval_every=N` it is measured and not learned (for trainers that sample, tasks).
-
-        `options` are keys of the config in short form (`learning_rate=1e-5`, `use_lora=True`, and those of the
-        algorithm: `DPOTrainer(beta=0.2)`) or sections of it (`sampling={"max_tokens": 64}`); they go before `config`;
-        `tool_cache` may be a `ToolCache` too. Names of TRL (`train_dataset`, `reward_funcs`, `args=`) are taken for
-        what they mean. `resume=True` goes on with the run `name`; `replay` names a run whose recorded tool
-        calls are served again. `dataset_id`, `environment_id` and `allocation_id` are ids, or what the other factories
-        gave: docs/FACTORIES.md."""
+        - `model`: a name, or one of `TrainingFactory.models`.
+        - `environment`: a name, a Python file, a class, or a section of the config, which may contain `tools`.
+        - `tools`: added to those of the environment: tools, typed functions, `MCPTools` and other sources, or names.
+          With `tools` and `tasks` alone the environment is a plain conversation.
+        - `dataset`, `tasks`, `heldout`: a file, a hub id, or rows as Python objects (dicts, a `datasets.Dataset`);
+          `tasks` may be `Task` objects. `heldout` is evaluated with `eval_every=N` and never trained on; for trainers
+          that sample it holds tasks.
+        - `resume=True` resumes the run `name`. `replay` names a run whose recorded tool calls are served again.
+        - `dataset_id`, `environment_id`, `allocation_id`: ids, or objects of the other factories (docs/FACTORIES.md).
+        - `options`: keys of the config in short form (`learning_rate=1e-5`, `use_lora=True`, those of the algorithm:
+          `DPOTrainer(beta=0.2)`), or sections (`sampling={"max_tokens": 64}`). They override `config`. `tool_cache`
+          may be a `ToolCache`. TRL's names (`train_dataset`, `reward_funcs`, `args=`) are translated."""
         self.objects = Objects()
-        dataset = _handed(options, "dataset_id", dataset)
-        environment = _handed(options, "environment_id", environment)
-        theirs = FromTRL(options, self.algorithm, (config or TrainingConfig()).training.group_size)
-        reward_function, tasks, dataset, heldout, name = theirs.over(
+        dataset = _object_for_id(options, "dataset_id", dataset)
+        environment = _object_for_id(options, "environment_id", environment)
+        from_trl = FromTRL(options, self.algorithm, (config or TrainingConfig()).training.group_size)
+        reward_function, tasks, dataset, heldout, name = from_trl.over(
             reward_function=reward_function, tasks=tasks, dataset=dataset, heldout=heldout, name=name
         )
-        self._notes = theirs.notes
+        self._notes = from_trl.notes
         if isinstance(options.get("tool_cache"), ToolCache):
             self.objects.cache = options.pop("tool_cache")
-        given = self._in_sections(options)
-        merge_into_section(given, "training", {"algorithm": self.algorithm})
+        keys = self._in_sections(options)
+        merge_into_section(keys, "training", {"algorithm": self.algorithm})
         if model is not None:
-            merge_into_section(given, "model", _model_section(model))
-        self._take_reward(reward_function, given)
+            merge_into_section(keys, "model", _model_section(model))
+        self._take_reward(reward_function, keys)
         if allocation_id is not None:
-            merge_into_section(given, "compute", {"allocation_id": allocation_id})
+            merge_into_section(keys, "compute", {"allocation_id": allocation_id})
             self.objects.allocation = None if isinstance(allocation_id, str) else allocation_id
-        self._take_tools([*self._take_environment(environment, given), *listed(tools)], given)
+        self._take_tools([*self._take_environment(environment, keys), *listed(tools)], keys)
         for key, value in {"tasks": tasks, "dataset": dataset, "heldout": heldout}.items():
             if isinstance(value, str | Path):
-                merge_into_section(given, "data", {key: value})
+                merge_into_section(keys, "data", {key: value})
         self._tasks, self._dataset, self._heldout = map(_rows, (tasks, dataset, heldout))
         self._name, self._resume, self._replay = name, resume, replay
         self._watcher = watcher or PlainLines()
         self._run: Path | None = None
-        self._take(merged(config, given))
+        self._use_config(merged(config, keys))
 
     def train(self, config: TrainingConfig | Mapping[str, Any] | None = None) -> TrainingReport:
-        """Train, and return how it went. Options in `config` go before those of the trainer. It works in a script, in
-        a notebook and inside a running event loop."""
-        self._given(config)
+        """Train and return a report. Options in `config` override those of the trainer. Works in a script, in a
+        notebook and inside a running event loop."""
+        self._override(config)
         report = served(self.config) or self._training().train()
         self._run = report.run
         return report
 
     async def train_async(self, config: TrainingConfig | Mapping[str, Any] | None = None) -> TrainingReport:
         """Train on the running event loop, for tools and rewards that belong to it."""
-        self._given(config)
+        self._override(config)
         report = served(self.config) or await self._training().train_async()
         self._run = report.run
         return report
 
     def save_model(self, path: str | Path | None = None, *, merge: bool = False) -> Exported:
-        """Write what was trained, as its last checkpoint has it, into a folder that other programs load: `path`, or
-        `model` in the run's folder. `merge` folds an adapter into the model under it."""
+        """Export the last checkpoint into a folder that other programs load: `path`, or `model` in the run folder.
+        `merge` merges an adapter into its base model."""
         if self._run is None:
             raise ValueError(
-                "there is no model to save yet: call train() first (tfactory export writes that of a run which exists)"
+                "there is no model to save yet: call train() first (tfactory export writes the model of an earlier run)"
             )
         return export(str(self._run), path if path is not None else self._run / "model", merge)
 
-    def _given(self, config: TrainingConfig | Mapping[str, Any] | None) -> None:
+    def _override(self, config: TrainingConfig | Mapping[str, Any] | None) -> None:
         if config is not None:
-            self._take(merged(self.config, self._in_sections(config)))
+            self._use_config(merged(self.config, self._in_sections(config)))
 
     def _training(self) -> Training:
-        """Return the run that `train()` is to run: a new one, or with `resume` the one of that name."""
+        """Return the run for `train()`: a new one, or with `resume` the existing run of that name."""
         for text in self.notices:
             self._watcher.say(f"note: {text}")
-        run, taken = None, self.config
+        run, config = None, self.config
         if self._resume:
             if self._name is None:
-                raise ValueError("resume=True goes on with a run, so it needs its name: name=...")
+                raise ValueError("resume=True needs the name of the run: name=...")
             run = RunFolder.find(self._name, self.config.logging.output_dir)
-            taken = run.config
-        if run is not None and taken != by_file(self.config):
+            config = run.config
+        if run is not None and config != by_file(self.config):
             self._watcher.say(
-                f"note: the options of this trainer are not those of run {self._name}; the run keeps its own"
+                f"note: the options of this trainer differ from those of run {self._name}; the run keeps its own"
             )
-        made = Training(
-            taken, name=self._name, run=run, objects=self.objects, watcher=self._watcher, replay=self._replay
+        training = Training(
+            config, name=self._name, run=run, objects=self.objects, watcher=self._watcher, replay=self._replay
         )
-        self._watcher.say(f"run {made.run.name} in {made.run.path}: {count(made.total, 'step')}")
-        return made
+        self._watcher.say(f"run {training.run.name} in {training.run.path}: {count(training.total, 'step')}")
+        return training
 
     def _in_sections(self, config: TrainingConfig | Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options in sections, without the algorithm, which may not be another one."""
-        whole = isinstance(config, TrainingConfig)
-        given = expand(
-            config.model_dump(exclude_unset=True) if whole else into_sections(config, self.algorithm)
-        )
-        training = given.get("training")
-        named = training.pop("algorithm", self.algorithm) if isinstance(training, dict) else self.algorithm
-        if named != self.algorithm:
+        """Return the options in sections, without the algorithm; raise if it is another than the trainer's."""
+        if isinstance(config, TrainingConfig):
+            keys = expand(config.model_dump(exclude_unset=True))
+        else:
+            keys = expand(into_sections(config, self.algorithm))
+        training = keys.get("training")
+        name = training.pop("algorithm", self.algorithm) if isinstance(training, dict) else self.algorithm
+        if name != self.algorithm:
             raise ValueError(
-                f"training.algorithm is {named}, and {type(self).__name__} trains by {self.algorithm}; leave it out, "
-                "or take the trainer of that algorithm"
+                f"training.algorithm is {name}, but {type(self).__name__} trains with {self.algorithm}; leave it out, "
+                "or use the trainer of that algorithm"
             )
-        return given
+        return keys
 
-    def _take(self, config: TrainingConfig) -> None:
-        """Make this the trainer's config, and read the rows that were handed in as it says."""
+    def _use_config(self, config: TrainingConfig) -> None:
+        """Set the trainer's config, and parse the caller's rows with it."""
         self.config, objects = config, self.objects
         if objects.environment is not None and config.environment.options:
             raise ValueError(
-                "environment.options are for an environment that is named; hand them to the object itself"
+                "environment.options are for an environment given by name; pass them to the object itself"
             )
         read_objects(config, objects, self._tasks, self._dataset, self._heldout)
         if KINDS[self.algorithm].samples:
             check_group(objects.reward, config.training.group_size)
-        played = objects.environment is not None or bool(objects.tools)
-        heldout = self._heldout is not None
-        rewarded = objects.reward is not None
-        about = notices(config, rewarded=rewarded)
-        self.notices = [*self._notes, *about, *unused(config, played=played, heldout=heldout)]
-        stays = rewarded and move_object(objects.reward, config) is objects.reward
-        if config.optimization.distributed_reward and stays:
+        has_reward = objects.reward is not None
+        has_environment = objects.environment is not None or bool(objects.tools)
+        self.notices = [
+            *self._notes,
+            *notices(config, rewarded=has_reward),
+            *unused(config, played=has_environment, heldout=self._heldout is not None),
+        ]
+        stays_here = has_reward and move_object(objects.reward, config) is objects.reward
+        if config.optimization.distributed_reward and stays_here:
             self.notices.append(
                 "optimization.distributed_reward: a reward that is a Python object runs in this process; to run it "
                 "in worker processes, name it: reward.type=function"
             )
 
-    def _take_reward(self, reward: Any, given: dict[str, Any]) -> None:
-        """Put its type among the options, or the callable among the objects."""
+    def _take_reward(self, reward: Any, keys: dict[str, Any]) -> None:
+        """Add a reward type to the config keys, or a callable to the objects."""
         if callable(reward):
             self.objects.reward = as_reward(reward)
         elif isinstance(reward, str):
-            given["reward_function"] = reward
+            keys["reward_function"] = reward
         elif reward is not None:
             raise ValueError(
-                f"reward_function is {reward!r:.60}; it takes one callable, or the name of a reward type such as "
-                "rule_based. Several become one by Combined({name: (weight, reward)}) of "
-                "TrainingFactory.rewards.combined, or in a config by reward.parts"
+                f"reward_function is {reward!r:.60}; give one callable, or the name of a reward type such as "
+                "rule_based. Combine several with Combined({name: (weight, reward)}) of "
+                "TrainingFactory.rewards.combined, or in a config with reward.parts"
             )
 
-    def _take_environment(self, environment: Any, given: dict[str, Any]) -> list[Any]:
-        """Put it among the options, or as an object in the place of what a config names; return the tools it brings."""
+    def _take_environment(self, environment: Any, keys: dict[str, Any]) -> list[Any]:
+        """Add an environment's name to the config keys, or an object to the objects; return the tools in its
+        section."""
         if isinstance(environment, Mapping):
-            rest = dict(environment)
-            tools = listed(rest.pop("tools", ()))
-            if (scenario := _handed(rest, "environment_id", None)) is not None:
-                rest["environment_id"], self.objects.environment = None, environment_of(scenario)
-            merge_into_section(given, "environment", rest)
+            section = dict(environment)
+            tools = listed(section.pop("tools", ()))
+            if (scenario := _object_for_id(section, "environment_id", None)) is not None:
+                section["environment_id"] = None
+                self.objects.environment = environment_of(scenario)
+            merge_into_section(keys, "environment", section)
             return tools
         if hasattr(environment, "scenario_id"):
             environment = environment_of(environment)
         if isinstance(environment, str | Path):
-            merge_into_section(given, "environment", {"environment_id": environment})
+            merge_into_section(keys, "environment", {"environment_id": environment})
         elif environment is not None:
-            merge_into_section(given, "environment", {"environment_id": None})
+            merge_into_section(keys, "environment", {"environment_id": None})
             self.objects.environment = as_ours(environment)
         return []
 
-    def _take_tools(self, tools: list[Any], given: dict[str, Any]) -> None:
-        """Put those that are named among the options, the others among the objects."""
-        if named := [entry for entry in tools if isinstance(entry, str | Mapping)]:
-            given["tools"] = named
+    def _take_tools(self, tools: list[Any], keys: dict[str, Any]) -> None:
+        """Add tools given by name to the config keys, and the others to the objects."""
+        if entries := [entry for entry in tools if isinstance(entry, str | Mapping)]:
+            keys["tools"] = entries
         self.objects.tools = [as_tool(entry) for entry in tools if not isinstance(entry, str | Mapping)]
 
 
-def _handed(options: dict[str, Any], key: str, otherwise: Any) -> Any:
-    """Take what another factory gave out of the options, where it stands in the place of its id."""
+def _object_for_id(options: dict[str, Any], key: str, default: Any) -> Any:
+    """Pop another factory's object that was given as `key` instead of its id; else return `default`."""
     if isinstance(options.get(key), str | Path | None):
-        return otherwise
-    if otherwise is not None:
+        return default
+    if default is not None:
         raise ValueError(f"{key} and {key.removesuffix('_id')} are both given; leave one of them out")
     return options.pop(key)
 
 
 def _rows(source: Any) -> Any:
-    """Return rows that were handed in as objects, so that they can be read twice; None for the name of a dataset."""
+    """Return rows given as Python objects, so that they can be read twice; None for the name of a dataset."""
     if isinstance(source, str | Path):
         return None
     if hasattr(source, "dataset_id"):
@@ -240,7 +243,9 @@ def _rows(source: Any) -> Any:
 def _model_section(model: Any) -> Mapping[str, Any]:
     if isinstance(model, Mapping | str | Path):
         return model if isinstance(model, Mapping) else {"name": model}
-    from TrainingFactory.models.faces import ModelFace  # torch, which whoever has one of these has already
+    from TrainingFactory.models.faces import (
+        ModelFace,
+    )  # torch, which a caller with such an object has imported
 
     if not isinstance(model, ModelFace):
         raise ValueError(

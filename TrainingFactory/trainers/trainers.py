@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class SFTTrainer(Trainer):
-    """Learn from demonstrations: those in `dataset` (a file, a hub id, or OpenAI-style conversations), or those that
-    the environment's own expert plays."""
+    """Learn from demonstrations: those in `dataset` (a file, a hub id, or OpenAI-style conversations), or episodes
+    played by the environment's expert."""
 
     algorithm = "sft"
 
@@ -38,7 +38,7 @@ class DPOTrainer(Trainer):
 
 
 class KTOTrainer(Trainer):
-    """Learn from single dialogues in `dataset` that are labelled good or bad."""
+    """Learn from dialogues in `dataset` that are labelled good or bad."""
 
     algorithm = "kto"
 
@@ -56,7 +56,7 @@ class GRPOTrainer(Trainer):
 
 
 class PPOTrainer(Trainer):
-    """Learn from rewards with a critic; one episode of a task is enough: `PPOTrainer(..., group_size=1)`."""
+    """Learn from rewards with a critic; one episode per task is enough: `PPOTrainer(..., group_size=1)`."""
 
     algorithm = "ppo"
 
@@ -65,7 +65,7 @@ class PPOTrainer(Trainer):
 
 
 class RFTTrainer(Trainer):
-    """Sample, keep the episodes that the reward accepts, and learn them as demonstrations."""
+    """Sample episodes, keep those that the reward accepts, and train on them as demonstrations."""
 
     algorithm = "rft"
 

@@ -1,5 +1,5 @@
-"""TRL's names on our trainers: each is taken as the option that it means, or answered with what to write instead.
-What a program does not set has our default, except what a config of TRL's or PEFT's always says."""
+"""TRL's names on our trainers: each is translated into our option, or rejected with what to write instead. Options that
+a program does not set keep our defaults, except those in `MEANT`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.trainers.keywords import TRL_NAMES, homes_of, merge_into_section
 from TrainingFactory.types import Reward
 
-PLAIN = (str, int, float, list, tuple, set, dict)  # other values are made by the config itself
-# Count in a config object also with the value that its class has: whoever wrote that value down means it.
+PLAIN = (str, int, float, list, tuple, set, dict)  # TRL's config creates values of other types itself
+# Read from a config object even if they equal the class's default, because programs rely on these defaults.
 MEANT = (
     "per_device_train_batch_size", "num_generations", "num_train_epochs", "learning_rate", "lr_scheduler_type",
     "max_completion_length", "scale_rewards", "epsilon", "beta", "seed", "r", "lora_alpha", "lora_dropout",
@@ -31,7 +31,7 @@ SAME = {
     "save_total_limit": "logging.keep_checkpoints", "epsilon_high": "grpo.clip_high", "delta": "grpo.clip_dual",
     "importance_sampling_level": "grpo.ratio",
 }  # fmt: skip
-# The same for whole numbers, which TRL may write as 1.0.
+# The same for integers, which TRL may write as 1.0.
 COUNTS = {
     "num_train_epochs": "training.num_epochs", "save_steps": "logging.checkpoint_every",
     "eval_steps": "training.eval_every", "max_tool_calling_iterations": "environment.max_turns",
@@ -39,7 +39,7 @@ COUNTS = {
 BATCH = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
 )  # fmt: skip
-# Of `peft.LoraConfig`, and what it has besides that says nothing new.
+# Fields of `peft.LoraConfig`, and those that can be ignored.
 LORA = {
     "r": "r",
     "lora_alpha": "alpha",
@@ -48,7 +48,7 @@ LORA = {
     "use_rslora": "rslora",
 }
 LORA_ABOUT = {"task_type", "inference_mode", "base_model_name_or_path", "peft_type"}
-# Their name -> our key, and what each value is called here.
+# Their name -> our key, and their values -> our values.
 VALUES: dict[str, tuple[str, dict[Any, Any]]] = {
     "lr_scheduler_type": ("training.schedule", {
         "constant": "constant", "linear": "linear", "cosine": "cosine", "constant_with_warmup": "constant"}),
@@ -64,16 +64,16 @@ VALUES: dict[str, tuple[str, dict[Any, Any]]] = {
     "loss_type": ("grpo.normalization", {
         "grpo": "sequence", "dapo": "token", "bnpo": "token", "cispo": "token", "dr_grpo": "constant"}),
 }  # fmt: skip
-# What makes no difference to what is learned: said, and left out.
+# Options without effect on training: reported and ignored.
 NOTES = {
     "logging_steps": "every step is logged",
-    "max_prompt_length": "a prompt is never cut; model.max_length bounds the whole conversation",
-    "processing_class": "tokenizer and chat template are those of the model's folder",
-    "packing": "rows are always packed, and none sees another",
-    "save_strategy": "logging.checkpoint_every counts steps, and there is a checkpoint at the end in any case",
-    "eval_strategy": "training.eval_every counts steps, and eval_steps is the same",
-    "completion_only_loss": "only what the assistant says is learned",
-    "assistant_only_loss": "only what the assistant says is learned",
+    "max_prompt_length": "prompts are never truncated; model.max_length limits the whole conversation",
+    "processing_class": "tokenizer and chat template come from the model's folder",
+    "packing": "rows are always packed, and none attends to another",
+    "save_strategy": "logging.checkpoint_every counts steps; the end of a run always has a checkpoint",
+    "eval_strategy": "training.eval_every counts steps, as eval_steps does",
+    "completion_only_loss": "only assistant tokens are trained",
+    "assistant_only_loss": "only assistant tokens are trained",
 }
 NO_MATTER = (
     "log_", "logging_", "dataloader_", "vllm_", "ddp_", "hub_", "per_device_eval", "num_completions", "disable_tqdm",
@@ -81,70 +81,70 @@ NO_MATTER = (
     "gradient_checkpointing_kwargs",
 )  # fmt: skip
 INSTEAD = {
-    "callbacks": "an object with phase, step, episode and say is told everything: watcher=",
-    "optimizers": "the optimiser is training.optimizer with training.schedule",
-    "rollout_func": "what happens in an episode is an environment: environment=",
+    "callbacks": "give an object with the methods phase, step, episode and say: watcher=",
+    "optimizers": "set training.optimizer and training.schedule",
+    "rollout_func": "write an environment: environment=",
     "environment_factory": "give the environment itself: environment=, a class with tools and a reward",
     "ref_model": "the reference is the model that training starts from",
     "quantization_config": "write model.quantization=4bit or 8bit",
     "model_init_kwargs": "write model.dtype and model.revision",
-    "chat_template_kwargs": "it takes enable_thinking=True or False alone, which is model.thinking",
+    "chat_template_kwargs": "only enable_thinking=True or False is supported, which is model.thinking",
     "warmup_ratio": "write warmup_steps, a number of steps",
     "formatting_func": "give rows with messages, or with prompt and completion",
     "dataset_text_field": "give rows with prompt and completion: data.columns={completion: NAME}",
     "data_collator": "rows are packed here without padding",
-    "compute_metrics": "what is measured is a reward: reward_function=",
-    "reward_processing_classes": "a reward model brings its own tokenizer: reward.type=learned",
+    "compute_metrics": "evaluation uses the reward: reward_function=",
+    "reward_processing_classes": "a reward model has its own tokenizer: reward.type=learned",
     "deepspeed": "DeepSpeed is not supported",
     "push_to_hub": "save_model writes a folder; upload that",
 }
 
 
 class FromTRL:
-    """Takes TRL's names out of the options of a trainer, to which it adds what they mean; raises one ValueError for all
-    that have no counterpart. `group_size` is the one of the config, where neither says another."""
+    """Replaces TRL's names in a trainer's options by ours; raises one ValueError for all names without a counterpart.
+    `group_size` is the config's, used if no option sets it."""
 
     def __init__(self, options: dict[str, Any], algorithm: str, group_size: int) -> None:
         self.algorithm, self.samples = algorithm, KINDS[algorithm].samples
         self.parameters: dict[str, Any] = {}  # of the trainer
         self.keys: dict[str, Any] = {}  # of the config, by full name
         self.notes: list[str] = []
-        named = {name: options.pop(name) for name in [*options] if self._theirs(name, options[name])}
-        args = _changed(named.pop("args", None))
-        if twice := args.keys() & (named.keys() | options.keys()):
+        keywords = {name: options.pop(name) for name in [*options] if self._is_trls(name, options[name])}
+        args = _changed(keywords.pop("args", None))
+        if twice := args.keys() & (keywords.keys() | options.keys()):
             names = ", ".join(sorted(twice))
             raise ValueError(f"{names} is given twice, by itself and in args; leave one of them out")
-        self.left = {name: value for name, value in (args | named).items() if value is not None}
+        self.left = {name: value for name, value in (args | keywords).items() if value is not None}
         training = options.get("training")
-        given = {**options, **(training if isinstance(training, Mapping) else {})}
-        self._objects()
-        self._batch(self.left.get("num_generations", given.get("group_size", group_size)))
-        self._loss()
-        problems = [text for name, value in self.left.items() if (text := self._one(name, value, options))]
-        if problems:
-            raise ValueError("\n".join(["of TRL's options these have no counterpart here:", *problems]))
+        ours = {**options, **(training if isinstance(training, Mapping) else {})}
+        self._translate_objects()
+        self._translate_batch(self.left.get("num_generations", ours.get("group_size", group_size)))
+        self._translate_loss()
+        texts = [self._translate(name, value, options) for name, value in self.left.items()]
+        if problems := [text for text in texts if text]:
+            raise ValueError("\n".join(["these options of TRL have no counterpart here:", *problems]))
         for key, value in self.keys.items():
             section, name = key.split(".")
-            there = options.get(section) or {}
-            options[section] = dict(there) if isinstance(there, Mapping) else there
+            present = options.get(section) or {}
+            options[section] = dict(present) if isinstance(present, Mapping) else present
             merge_into_section(options, section, {name: value})
 
     def over(self, **given: Any) -> list[Any]:
-        """Return the trainer's own parameters in that order, with TRL's where they have none."""
+        """Return the trainer's own parameters in the given order, with TRL's value for those that are None."""
         for name in self.parameters.keys() & {name for name, value in given.items() if value is not None}:
             raise ValueError(
-                f"{name} is given twice, by itself and by a name of TRL's; leave one of them out"
+                f"{name} is given twice, by itself and by its name in TRL; leave one of them out"
             )
         return [self.parameters.get(name, value) for name, value in given.items()]
 
-    def _theirs(self, name: str, value: Any) -> bool:
-        """Tell whether a keyword is to be read as TRL's."""
+    def _is_trls(self, name: str, value: Any) -> bool:
+        """Return whether a keyword is to be read as TRL's."""
         if name in ("scale_rewards", "beta"):
             return isinstance(value, str) if name == "scale_rewards" else self.algorithm == "grpo"
         return name in {*TRL_NAMES, *INSTEAD, *NOTES, "per_device_train_batch_size"}
 
-    def _objects(self) -> None:
-        """Turn data, rewards and adapters into parameters of the trainer and keys."""
+    def _translate_objects(self) -> None:
+        """Translate data, rewards and adapters into parameters of the trainer and keys."""
         left, rows = self.left, "tasks" if self.samples else "dataset"
         for theirs, ours in {"train_dataset": rows, "eval_dataset": "heldout", "run_name": "name"}.items():
             if theirs in left:
@@ -157,35 +157,35 @@ class FromTRL:
         if "peft_config" in left:
             self.keys |= _adapter(left.pop("peft_config"))
 
-    def _batch(self, members: int) -> None:
-        """Count tasks: TRL counts completions, several of which belong to a task."""
+    def _translate_batch(self, members: int) -> None:
+        """Translate batch sizes: TRL counts completions, we count tasks with `members` completions each."""
         left = self.left
-        given = {name: left.pop(name) for name in BATCH if name in left}
-        if not given:
+        sizes = {name: left.pop(name) for name in BATCH if name in left}
+        if not sizes:
             return
-        rows = _per_update(given)
+        rows = _per_update(sizes)
         if not self.samples:
             self.keys["training.batch_size"] = rows
             return
-        steps = given.get("steps_per_generation", given.get("gradient_accumulation_steps", 1))
-        sampled = given.get("generation_batch_size", given.get("per_device_train_batch_size", 8) * steps)
-        written = ", ".join(f"{name}={value}" for name, value in given.items())
+        steps = sizes.get("steps_per_generation", sizes.get("gradient_accumulation_steps", 1))
+        sampled = sizes.get("generation_batch_size", sizes.get("per_device_train_batch_size", 8) * steps)
+        written = ", ".join(f"{name}={value}" for name, value in sizes.items())
         if sampled % members or sampled % rows:
             raise ValueError(
-                f"{written} makes steps of {sampled} completions, {rows} an update, which are no whole tasks of "
-                f"{members} (num_generations); write training.batch_size, the tasks of a step, and training.group_size"
+                f"{written} makes steps of {sampled} completions, {rows} per update, which is not a multiple of "
+                f"{members} (num_generations); set training.batch_size, the tasks per step, and training.group_size"
             )
         tasks, updates = sampled // members, sampled // rows
         self.keys["training.batch_size"] = tasks
         if updates > 1:
             self.keys["training.minibatches"] = updates
-        if left.get("max_steps", -1) > 0:  # theirs counts updates
+        if left.get("max_steps", -1) > 0:  # TRL counts updates
             left["max_steps"] = ceil(left["max_steps"] / (updates * left.get("num_iterations", 1)))
         what = f"training.batch_size={tasks} tasks with {members} episodes each"
         self.notes.append(f"{written} counts completions: {what}")
 
-    def _loss(self) -> None:
-        """Take what several of our keys follow from."""
+    def _translate_loss(self) -> None:
+        """Translate options that set several of our keys."""
         left, kind = self.left, self.left.get("loss_type")
         if self.algorithm == "dpo" and kind is not None:
             left.pop("loss_type")
@@ -200,16 +200,16 @@ class FromTRL:
             low = left.pop("epsilon")
             self.keys |= {"grpo.clip_low": low, "grpo.clip_high": left.pop("epsilon_high", low)}
 
-    def _one(self, name: str, value: Any, options: dict[str, Any]) -> str | None:
-        """Take one more name; return what is wrong with it."""
-        key, ours = _key(name, getattr(value, "value", value))  # of an enum
+    def _translate(self, name: str, value: Any, options: dict[str, Any]) -> str | None:
+        """Translate one name; return the problem if it has no counterpart."""
+        key, ours = _key(name, getattr(value, "value", value))  # an enum's value
         others = {*ALGORITHMS} - {self.algorithm}
         if key is not None and key.split(".")[0] not in others:
             self.keys[key] = ours
         elif name in NOTES or name.startswith(NO_MATTER):
-            self.notes.append(f"{name}: {NOTES.get(name, 'it changes nothing that is learned here')}")
+            self.notes.append(f"{name}: {NOTES.get(name, 'it has no effect here')}")
         elif name not in VALUES and (name in ALIASES or homes_of(name, self.algorithm)):
-            options[name] = value  # called the same here
+            options[name] = value  # the same name here
         else:
             known = f"only {', '.join(map(str, VALUES[name][1]))}" if name in VALUES else "leave it out"
             return f"  {name}={show(name, value)}: {INSTEAD.get(name, known)}"
@@ -217,52 +217,58 @@ class FromTRL:
 
 
 def _key(name: str, value: Any) -> tuple[str | None, Any]:
-    """Return our key for a name of theirs, or None, and the value."""
+    """Return our key for a name of TRL, or None, and our value."""
     if name in VALUES:
         key, known = VALUES[name]
         return (key, known[value]) if value in [*known] else (None, value)
     if name in COUNTS and isinstance(value, int | float) and float(value).is_integer():
-        return COUNTS[name], int(value) + (name == "max_tool_calling_iterations")  # and the answer
+        return COUNTS[name], int(value) + (
+            name == "max_tool_calling_iterations"
+        )  # plus the turn that answers
     if name == "chat_template_kwargs":
         thinking = value.get("enable_thinking") if isinstance(value, Mapping) and len(value) == 1 else None
         return ("model.thinking", thinking) if isinstance(thinking, bool) else (None, value)
     if name == "report_to":
-        wanted: Any = [value] if isinstance(value, str) else value
-        return "logging.trackers", [each for each in wanted if each != "none"]
+        trackers: Any = [value] if isinstance(value, str) else value
+        return "logging.trackers", [tracker for tracker in trackers if tracker != "none"]
     return SAME.get(name), value
 
 
 def _changed(args: Any) -> dict[str, Any]:
-    """Return the attributes of a `GRPOConfig` or the like that are not as its class has them, or are meant anyway."""
+    """Return the attributes of a `GRPOConfig` or the like that differ from the class's defaults, or are in `MEANT`."""
     if args is None or isinstance(args, Mapping):
         return {name: value for name, value in (args or {}).items() if value is not None}
     if not is_dataclass(args):
         own = {name: value for name, value in vars(args).items() if not name.startswith("_")}
         return {name: own[name] for name in own if own[name] not in (None, getattr(type(args), name, None))}
-    # Some defaults depend on the machine, on which a config with nothing set may not even be made.
+    # Some defaults depend on the machine, and on some machines the default config cannot be created.
     try:
-        usual: Any = type(args)()
+        defaults: Any = type(args)()
     except Exception:  # foreign code
-        usual = type(args)
-    values = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
+        defaults = type(args)
+    values = {entry.name: getattr(args, entry.name) for entry in fields(args) if entry.init}
     changed = {
-        name: value for name, value in values.items() if name in MEANT or value != getattr(usual, name, ...)
+        name: value
+        for name, value in values.items()
+        if name in MEANT or value != getattr(defaults, name, ...)
     }
     if changed.get("generation_batch_size") == _per_update(values):  # which TRL fills in itself
         del changed["generation_batch_size"]
-    return {name: each for name, each in changed.items() if each not in ([], "") and isinstance(each, PLAIN)}
+    return {
+        name: value for name, value in changed.items() if value not in ([], "") and isinstance(value, PLAIN)
+    }
 
 
-def _per_update(given: Mapping[str, Any]) -> int:
-    return given.get("per_device_train_batch_size", 8) * given.get("gradient_accumulation_steps", 1)
+def _per_update(sizes: Mapping[str, Any]) -> int:
+    return sizes.get("per_device_train_batch_size", 8) * sizes.get("gradient_accumulation_steps", 1)
 
 
 def _adapter(config: Any) -> dict[str, Any]:
-    """Return the section `lora` for a `peft.LoraConfig`; what has no place in it is refused by name."""
-    found = _changed(config)
-    modules = found.pop("target_modules", None)
-    keys: dict[str, Any] = {f"lora.{LORA[name]}": found.pop(name) for name in [*found] if name in LORA}
-    extra = sorted(found.keys() - LORA_ABOUT)
+    """Translate a `peft.LoraConfig` into the section `lora`; raise for fields without a counterpart."""
+    left = _changed(config)
+    modules = left.pop("target_modules", None)
+    keys: dict[str, Any] = {f"lora.{LORA[name]}": left.pop(name) for name in [*left] if name in LORA}
+    extra = sorted(left.keys() - LORA_ABOUT)
     if extra or getattr(config, "peft_type", "LORA") != "LORA":
         what = ", ".join(extra) or f"type {config.peft_type}"
         has = f"{', '.join(LORA.values())} and target_modules"
@@ -273,32 +279,34 @@ def _adapter(config: Any) -> dict[str, Any]:
 
 
 class Several(Combined):
-    """Add up reward functions as TRL does: one that gives None for an episode has no say in it."""
+    """Sum of reward functions as in TRL: a function that returns None for an episode is left out."""
 
     def _sum(self, found: Mapping[str, Reward | Exception]) -> Reward | Exception:
-        said = {name: each for name, each in found.items() if not isinstance(each, NoSay)}
-        return super()._sum(said) if said else Unscored("none of the reward functions applies to it")
+        applicable = {name: result for name, result in found.items() if not isinstance(result, NoSay)}
+        if not applicable:
+            return Unscored("none of the reward functions applies to it")
+        return super()._sum(applicable)
 
 
 def rewards_of(functions: Any, weights: Sequence[float] | None = None) -> Any:
-    """Return one reward for what TRL takes as `reward_funcs` and `reward_weights`."""
-    listed = [*functions] if isinstance(functions, list | tuple) else [functions]
-    for each in listed:
-        if not callable(each) and each not in get_args(RewardType):
+    """Return one reward for TRL's `reward_funcs` and `reward_weights`."""
+    rewards = [*functions] if isinstance(functions, list | tuple) else [functions]
+    for reward in rewards:
+        if not callable(reward) and reward not in get_args(RewardType):
             raise ValueError(
-                f"reward_funcs has {each!r:.60}; it takes functions. A reward model is one that was trained here: "
-                'reward={"type": "learned", "model": RUN}; other rewards are named by reward_function'
+                f"reward_funcs has {reward!r:.60}; give functions. For a reward model that was trained here, write "
+                'reward={"type": "learned", "model": RUN}; name other rewards with reward_function'
             )
-    if len(listed) == 1 and weights is None:
-        return listed[0]
-    weights = [1.0] * len(listed) if weights is None else weights
-    if len(weights) != len(listed) or not all(callable(each) for each in listed):
+    if len(rewards) == 1 and weights is None:
+        return rewards[0]
+    weights = [1.0] * len(rewards) if weights is None else weights
+    if len(weights) != len(rewards) or not all(callable(reward) for reward in rewards):
         raise ValueError(
-            f"reward_weights has {len(weights)} numbers and reward_funcs {len(listed)} rewards; it takes a list of "
-            "functions and as many weights"
+            f"reward_weights has {len(weights)} numbers and reward_funcs {len(rewards)} rewards; give a list of "
+            "functions and one weight for each"
         )
     parts: dict[str, tuple[float, Any]] = {}
-    for weight, function in zip(weights, listed, strict=True):
+    for weight, function in zip(weights, rewards, strict=True):
         name = str(getattr(function, "__name__", type(function).__name__))
         name = name if name not in parts else f"{name}_{len(parts) + 1}"
         parts[name] = (weight, function)
