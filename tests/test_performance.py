@@ -9,7 +9,7 @@ from typing import Any
 from tests.kits.run import Quiet
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.services.async_executor import AsyncToolExecutor, RolloutEngine
+from TrainingFactory.services.async_executor import AsyncRolloutEngine, AsyncToolExecutor
 from TrainingFactory.services.reward_model import DistributedRewardModel
 from TrainingFactory.tools import ToolCache, tool
 from TrainingFactory.types import Message, Task, ToolCall, Trajectory
@@ -63,7 +63,7 @@ def test_workers_bound_the_episodes_at_once() -> None:
                 await meeting.meet()
                 return await super().reset()
 
-        engine = RolloutEngine(
+        engine = AsyncRolloutEngine(
             num_workers=4, model="builtin:tiny", environment=Slow, sampling={"max_tokens": 2}
         )
         found = await engine.rollout_batch([f"prompt {number}" for number in range(12)])

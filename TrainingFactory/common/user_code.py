@@ -17,7 +17,7 @@ from typing import Any
 
 from TrainingFactory.common.texts import describe, message_of
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 _loading = threading.RLock()  # a file may load another one
 _loaded: dict[Path, tuple[tuple[int, int], ModuleType]] = {}  # with when it was written, and its length

@@ -15,7 +15,7 @@ from peft.tuners.lora import Linear as LoraLinear
 
 from tests.kits.engine import tiny
 
-KERNELS, FUSED = (f"TrainingFactory.sampling.{name}" for name in ("kernels", "fused"))
+KERNELS, FUSED = (f"TrainingFactory.sampling.gpu.{name}" for name in ("kernels", "fused"))
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def test_a_run_is_interrupted_and_goes_on_with_what_was_under_way(tmp_path: Path
     config = first.path / "config.yaml"
     written = config.read_text()
     config.write_text(written.replace("async_rollout: true", "async_rollout: false"))
-    with pytest.raises(ValueError, match=r"run a was sampled ahead, and \d+ of its groups were under way"):
+    with pytest.raises(ValueError, match=r"run a used async rollouts and has \d+ unfinished groups"):
         go_on(first.path, Calling)
     config.write_text(written)
     go_on(first.path, Calling)

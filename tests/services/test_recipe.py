@@ -76,7 +76,7 @@ def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run, monkeypatch:
         recipe.train("grpo", Quiet(fail_at=2))
     status, out, err = tfactory("recipe", "gsm8k", *options)
     assert status == 0, err
-    assert "sft: finished before" in err and "going on" in err and "dev" in out and "test" not in out
+    assert "sft: finished before" in err and "resuming" in err and "dev" in out and "test" not in out
     # What breaks an evaluation off is told, and the same command goes on; slots are those of the run.
     Path("made/episodes/sft-test-0.jsonl.part").symlink_to("/dev/full")
     status, _, err = tfactory("recipe", "gsm8k", *options, "--final")

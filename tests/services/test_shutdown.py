@@ -21,7 +21,7 @@ from TrainingFactory.data.disk import STATE, changed
 from TrainingFactory.promotion.model_registry import ModelRegistry
 from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.runs.folder import RunFolder
-from TrainingFactory.trainers import training_run as build
+from TrainingFactory.trainers import loop_setup as build
 from TrainingFactory.training.dataset import Objects
 from TrainingFactory.training.forecasts import CheckpointSpace, StopForecast
 from TrainingFactory.training.interrupts import Interrupts
