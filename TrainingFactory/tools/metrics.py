@@ -1,4 +1,4 @@
-"""Metrics of the tool calls of a run, per tool and in total. Counts belong to the episode that made the calls, so that a
+"""Metrics of the tool calls of a run, per tool and in total. Counts belong to the episode that made the calls, so a
 training step reports the calls of its own episodes, even if they were sampled earlier."""
 
 from __future__ import annotations
