@@ -241,16 +241,10 @@ class AsyncToolExecutor:
 
     def _pending_call(self, entry: _Entry, arguments: dict[str, Any]) -> PendingCall:
         timeout = entry.options.timeout or self.timeout
+        seconds = max(self._runtime.deadline, timeout)
+        limits = (timeout, seconds, self.max_output_chars)
         return PendingCall(
-            entry.tool,
-            entry.options,
-            arguments,
-            entry.state,
-            timeout=timeout,
-            seconds=max(self._runtime.deadline, timeout),
-            max_output_chars=self.max_output_chars,
-            make=self._runtime.call,
-            episode=self._key,
+            entry.tool, entry.options, arguments, entry.state, *limits, self._runtime.call, self._key
         )
 
 

@@ -113,7 +113,7 @@ def _usual_order(item: tuple[str, Any]) -> int:
 def check_schema(spec: ToolSpec, where: str = "") -> None:
     """Raise ValueError if a tool spec is invalid; `where` names its origin in the error."""
     if isinstance(spec.name, str) and spec.name:
-        problem = _schema_problem_of(spec.parameters)
+        problem = _find_schema_problem(spec.parameters)
     else:
         problem = f"invalid name {spec.name!r}"
     if problem:
@@ -130,7 +130,7 @@ def validator_of(schema: dict[str, Any]) -> Validator:
 
 
 @ByIdentity  # every episode checks the same schemas
-def _schema_problem_of(schema: Any) -> str | None:
+def _find_schema_problem(schema: Any) -> str | None:
     if not isinstance(schema, dict):
         return f"its parameters are {_short(repr(schema))}"
     if schema.get("type", "object") != "object":

@@ -87,8 +87,7 @@ async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T], clock
 
 
 def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits inline, without the cost of a task; no time-out could stop it anyway. Results and
-    exceptions are those of `within`."""
+    """Run a coroutine that never waits, without a task: no time-out could stop it. Behaves like `within` otherwise."""
     try:
         contextvars.copy_context().run(coroutine.send, None)
     except StopIteration as stop:
