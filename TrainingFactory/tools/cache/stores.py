@@ -148,7 +148,9 @@ def _check_owner(path: Path) -> None:
             header = file.read(100)
     ours = header[:16] == b"SQLite format 3\0" and header[68:72] == APPLICATION_ID.to_bytes(4, "big")
     if path.is_dir() or (header and not ours):
-        raise ValueError(f"the cache cannot use {path}: not a tool cache file; set another path")
+        raise ValueError(
+            f"the cache cannot use {path}: not a cache file of TrainingFactory; set another path"
+        )
 
 
 class RedisStore:
