@@ -1,5 +1,5 @@
 """A connection to an MCP server. One task enters the SDK's client and stays in it until the connection ends; every
-error becomes `ServerDown`. Only this module and `stdio` import the SDK, which takes a second: import this one lazily."""
+error becomes `ServerDown`. Import this module and `stdio` lazily: they import the SDK, which takes a second."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from TrainingFactory.tools.schema import check_schema, validator_of
 from TrainingFactory.types import ToolResult, ToolSpec
 
 CLOSE_SECONDS = 8.0  # longer than the stdio transport needs to kill a server that does not exit
-CHECK_SECONDS = 30.0  # for a health check; at least the time-out of a call, because the server may be busy with one
+CHECK_SECONDS = (
+    30.0  # for a health check; at least the time-out of a call, because the server may be busy with one
+)
 MAX_PAGES = 100
 # Texts of the SDK for connection errors, which it reports like answers of the server.
 SESSION_GONE = "Session terminated"  # an HTTP server that was restarted
@@ -48,7 +50,9 @@ class Connection:
 
     def __init__(self, config: ServerConfig, on_tools: Callable[[list[OfferedTool]], None]) -> None:
         self.config = config
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when the connection ends
+        self.lost: asyncio.Future[None] = (
+            asyncio.get_running_loop().create_future()
+        )  # done when the connection ends
         self.busy = 0  # calls in flight
         self.served = False  # whether any call was answered
         self._on_tools = on_tools
@@ -150,7 +154,9 @@ class Connection:
 
     async def _on_response(self, response: httpx2.Response) -> None:
         self._has_session = self._has_session or "mcp-session-id" in response.headers
-        if "event-stream" not in response.headers.get("content-type", ""):  # the SDK limits the size of events
+        if "event-stream" not in response.headers.get(
+            "content-type", ""
+        ):  # the SDK limits the size of events
             response.stream = _BoundedStream(response.stream)
 
     async def _on_message(self, message: Any) -> None:

@@ -52,7 +52,9 @@ class ServerSettings:
     """The options of a server under the key `tfactory`; docs/TOOLS.md explains them."""
 
     isolation: Literal["shared", "session", "process"] = "shared"
-    instances: Count = 1  # shared: number of connections that share the calls; else: started ahead of episodes
+    instances: Count = (
+        1  # shared: number of connections that share the calls; else: started ahead of episodes
+    )
     max: Count = 64  # maximum number of private connections
     timeout: Positive | None = None  # seconds for one call; None: the executor's default
     connect_timeout: Positive = 30.0  # seconds for start, handshake and tool list
@@ -205,9 +207,12 @@ def _transport(entry: _Entry) -> Transport:
     if entry.type == "stdio" or (entry.type is None and entry.command):
         return "stdio"
     if entry.tfactory.isolation == "process":
-        raise ValueError("isolation process needs a command instead of a url; for a url, write isolation session")
-    is_sse_url = urlsplit(entry.url).path.rstrip("/").endswith("/sse")
-    return "sse" if entry.type == "sse" or (entry.type is None and is_sse_url) else "http"
+        raise ValueError(
+            "isolation process needs a command instead of a url; for a url, write isolation session"
+        )
+    if entry.type is None:
+        return "sse" if urlsplit(entry.url).path.rstrip("/").endswith("/sse") else "http"
+    return "sse" if entry.type == "sse" else "http"
 
 
 def _checked_url(url: str) -> str:

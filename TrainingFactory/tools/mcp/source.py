@@ -72,9 +72,9 @@ class MCPTools:
             await self._connect()
             await asyncio.gather(*(source.open() for source in self._sources()))
             if self._offers is None:
-                self._offers = []
-                for server in self.here().values():
-                    self._offers += make_offers(server.config, server.offered)
+                servers = self.here().values()
+                offers = [make_offers(server.config, server.offered) for server in servers]
+                self._offers = [offer for of_server in offers for offer in of_server]
                 session = self.session()
                 self._offers += [
                     Offer("", tool.spec.name, tool.spec, getattr(tool, "options", ToolOptions()))
@@ -115,8 +115,8 @@ class MCPTools:
         """Return the servers of the running event loop. Every loop has its own, because connections cannot move."""
         loop = asyncio.get_running_loop()
         if loop not in self._servers:
-            open_loops = {other for other in self._servers if not other.is_closed()}
-            self._servers = {other: servers for other, servers in self._servers.items() if other in open_loops}
+            for closed_loop in [other for other in self._servers if other.is_closed()]:
+                del self._servers[closed_loop]
             self._servers[loop] = {
                 name: (SharedServer if config.settings.isolation == "shared" else EpisodeServer)(config)
                 for name, config in self.configs.items()
