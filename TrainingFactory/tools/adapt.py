@@ -30,9 +30,9 @@ def as_tool(obj: Any) -> Tool | ToolSource:
         return obj
     if _is_base_tool(obj):
         return BaseToolAdapter(obj)
-    if not inspect.isroutine(obj):
-        raise _not_a_tool(obj)
-    return tool(obj)
+    if inspect.isroutine(obj):
+        return tool(obj)
+    raise _not_a_tool(obj)
 
 
 class BaseToolAdapter:

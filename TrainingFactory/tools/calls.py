@@ -20,8 +20,7 @@ _held_states: ContextVar[tuple[ToolState, ...]] = ContextVar("states locked by t
 
 
 class Outcome(NamedTuple):
-    """The result of a call. `lost`: no answer arrived, so the tool may or may not have executed the call. `made`: the
-    call was sent to the tool."""
+    """`lost`: no answer arrived, so the tool may or may not have executed the call. `made`: the tool was called."""
 
     result: ToolResult
     lost: bool = False
@@ -50,8 +49,7 @@ class PendingCall:
 
 
 class ToolState:
-    """State shared by the tools of a server or of this process. Calls to them run one at a time, in the order in which
-    the model wrote them."""
+    """State shared by the tools of a server or of this process: their calls run one at a time, in call order."""
 
     def __init__(self, server: str) -> None:
         self.server = server
@@ -89,11 +87,8 @@ class ToolState:
                 )
             del self._skipped[0]
             if result.content != content:
-                log.warning(
-                    "%s is marked stateful, but returned a different result after the same calls. Remove the mark: "
-                    "its cached results are not reliable",
-                    call.name,
-                )
+                text = "%s is marked stateful, but equal calls gave different results; unmark it, or do not cache it"
+                log.warning(text, call.name)
 
 
 class EpisodeCache(Protocol):

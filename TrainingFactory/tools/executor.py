@@ -33,9 +33,7 @@ MAX_NAMES = 10  # tools listed in the answer to a call of an unknown tool
 DEFAULT_OPTIONS = ToolOptions()
 NOTHING = contextlib.nullcontext()
 _validator = ByIdentity(validator_of)
-_callers: ContextVar[tuple[tuple[AsyncToolExecutor, str], ...]] = ContextVar(
-    "callers other than the model, by executor", default=()
-)
+_callers: ContextVar[tuple[tuple[AsyncToolExecutor, str], ...]] = ContextVar("non-model callers", default=())
 
 
 @dataclass(slots=True)
@@ -147,8 +145,8 @@ class AsyncToolExecutor:
         recorder = self._runtime.recorder
         if recorder is None:
             return await self._run_call(call)
-        inner_caller = f"inside {position.batch}/{position.index}"  # of calls that this tool makes
-        token = _callers.set((*_callers.get(), (self, inner_caller)))
+        # As `part` does, for calls that the tool itself makes.
+        token = _callers.set((*_callers.get(), (self, f"inside {position.batch}/{position.index}")))
         try:
             try:
                 result = recorder.replay(position, call)
@@ -172,8 +170,7 @@ class AsyncToolExecutor:
     async def _apply_replayed(
         self, recorder: Recorder, position: Place, call: ToolCall, result: ToolResult
     ) -> None:
-        """Run methods of the environment again for their side effects, which a reward may read. Only count other
-        calls."""
+        """Run environment methods again for their side effects, which a reward may read. Only count other calls."""
         entry = self._entries.get(call.name)
         if entry is None or not self._reruns_in_replay(entry) or result.error in ("timeout", "unavailable"):
             self._runtime.metrics.answered(None if entry is None else call.name, result, self._key)
@@ -240,11 +237,11 @@ class AsyncToolExecutor:
         return None if problems is None else ToolResult(problems, ok=False, error="schema")
 
     def _pending_call(self, entry: _Entry, arguments: dict[str, Any]) -> PendingCall:
+        runtime = self._runtime
         timeout = entry.options.timeout or self.timeout
-        seconds = max(self._runtime.deadline, timeout)
-        limits = (timeout, seconds, self.max_output_chars)
+        limits = (timeout, max(runtime.deadline, timeout), self.max_output_chars)
         return PendingCall(
-            entry.tool, entry.options, arguments, entry.state, *limits, self._runtime.call, self._key
+            entry.tool, entry.options, arguments, entry.state, *limits, runtime.call, self._key
         )
 
 

@@ -26,9 +26,7 @@ class Limits:
         """Wait for a slot and hold it."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # tools that outlive a run are used on several event loops
-            self._loop = loop
-            self._slots = asyncio.Semaphore(self._concurrency)
-            self._pacing = asyncio.Lock()
+            self._loop, self._slots, self._pacing = loop, asyncio.Semaphore(self._concurrency), asyncio.Lock()
         async with self._slots:
             if self._interval is not None:  # wait while holding the slot, so that no burst builds up
                 async with self._pacing:
@@ -38,9 +36,8 @@ class Limits:
 
 
 class CircuitBreaker:
-    """Rejects calls to a server that is down. After `failures` consecutive failures it opens for `pause` seconds and
-    then admits one call as a probe; every failed probe doubles the pause, up to `longest` seconds. Failures of
-    concurrent calls count as one."""
+    """Rejects calls to a server that is down. After `failures` consecutive failures it opens for `pause` seconds, then
+    admits one call as a probe; a failed probe doubles the pause. Failures of concurrent calls count as one."""
 
     def __init__(
         self, failures: int = 3, pause: float = 1.0, longest: float = 30.0, clock: Clock = time.monotonic
@@ -67,8 +64,7 @@ class CircuitBreaker:
     def ended(self, token: int, answered: bool | None) -> None:
         """Count a call. `answered`: whether the server responded, even with an error; None: the call was cancelled."""
         if answered:
-            self._failures, self._pause = 0, self._first_pause
-            self._open_until, self._probing = None, False
+            self._failures, self._pause, self._open_until, self._probing = 0, self._first_pause, None, False
         elif token == self._incidents:  # otherwise a concurrent call has counted this failure already
             was_probe, self._probing = self._probing, False
             if answered is None:

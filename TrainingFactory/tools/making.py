@@ -22,9 +22,7 @@ def make_tool(entry: str | Mapping[str, Any]) -> Tool | ToolSource:
     name = fields.pop("name", None)
     options = fields.pop("options", None) or {}
     if not isinstance(name, str) or not isinstance(options, Mapping) or fields:
-        raise ValueError(
-            f'invalid tool {str(entry)[:100]}: write a name, or {{"name": ..., "options": {{...}}}}'
-        )
+        raise ValueError(f'invalid tool {str(entry)[:100]}; expected {{"name": ..., "options": {{...}}}}')
     target = catalog.find("tool", name)
     if _is_factory(target):
         return as_tool(make_from(target, options, f"tool {name}"))

@@ -18,10 +18,7 @@ _FIELDS = ("step", "task", "member", "batch", "call", "tool", "arguments")
 _DEFAULTS = dataclasses.asdict(ToolResult(""))
 _to_json = json.JSONEncoder(default=str).encode  # a reward may call a tool with any Python value
 MAX_SHOWN = 300  # characters of a call in an error text
-REMEDY = (
-    "Replay with the config, model, seed and code of the recorded run, and set sampling.deterministic=true in both "
-    "runs"
-)
+REMEDY = "Use the config, model, seed and code of the recorded run, with sampling.deterministic=true in both runs"
 
 
 class EpisodeKey(NamedTuple):
@@ -57,8 +54,7 @@ class Recorder:
     def __init__(self, replay: Path | None = None) -> None:
         self._target: Path | None = None
         self._uncommitted: dict[Place, str] = {}
-        self._replay = replay
-        self._file: BinaryIO | None = None
+        self._replay, self._file = replay, None
         self._offsets: dict[Place, int] = {}  # in the file: results are read on demand, to save memory
         self._mismatch: NotRecorded | None = None  # the first one
         if replay is not None:

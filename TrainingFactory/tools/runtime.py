@@ -54,8 +54,7 @@ class ToolRuntime:
 
     @cached_property
     def _secrets(self) -> list[str]:
-        """Return secrets to remove from results. Read at the first call, when every config that names a variable with
-        a secret has been loaded."""
+        """Return the secrets to redact in results. Read at the first call, after all configs have been loaded."""
         return environment_secrets()
 
     def snapshot(self, wanted: Callable[[Any], bool] = lambda _: True) -> dict[str, float]:

@@ -36,13 +36,9 @@ def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -
     parameters = list(inspect.signature(function).parameters.values())[1 if skip_first else 0 :]
     for index, parameter in enumerate(parameters):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(
-                f"tool {name}: a model cannot pass the parameter {parameter}; use named parameters only"
-            )
+            raise ValueError(f"tool {name}: unsupported parameter {parameter}; use named parameters only")
         if parameter.name not in hints:
-            raise ValueError(
-                f"tool {name}: parameter {parameter.name!r} needs a type hint, for example {parameter.name}: str"
-            )
+            raise ValueError(f"tool {name}: parameter {parameter.name!r} needs a type hint, such as str")
         hint = hints[parameter.name]
         default = ... if parameter.default is parameter.empty else parameter.default
         description = _annotated_text(hint) or docs.get(parameter.name)
@@ -51,8 +47,7 @@ def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -
 
 
 def parameters_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the model's JSON schema without parts that only cost tokens: titles, and the ban on extra arguments, which
-    the pydantic model enforces anyway."""
+    """Return the model's JSON schema without titles and without the ban on extra arguments: both only cost tokens."""
     schema = without_titles(model.model_json_schema(by_alias=True))
     schema.pop("additionalProperties", None)
     schema.pop("description", None)  # of the pydantic class, not of the tool
@@ -112,10 +107,8 @@ def _usual_order(item: tuple[str, Any]) -> int:
 
 def check_schema(spec: ToolSpec, where: str = "") -> None:
     """Raise ValueError if a tool spec is invalid; `where` names its origin in the error."""
-    if isinstance(spec.name, str) and spec.name:
-        problem = _find_schema_problem(spec.parameters)
-    else:
-        problem = f"invalid name {spec.name!r}"
+    name_problem = None if isinstance(spec.name, str) and spec.name else f"invalid name {spec.name!r}"
+    problem = name_problem or _find_schema_problem(spec.parameters)
     if problem:
         origin = f"{where}: " if where else ""
         raise ValueError(
@@ -147,8 +140,7 @@ def _find_schema_problem(schema: Any) -> str | None:
 
 
 def unknown_reference(schema: dict[str, Any]) -> str | None:
-    """Return the first $ref that the schema does not define; None if there is none. Validation would fetch it over the
-    network."""
+    """Return the first $ref that the schema does not define, which validation would fetch over the network; or None."""
     resolver = Registry().with_resource("", DRAFT202012.create_resource(schema)).resolver()
     for reference in _references(schema):
         try:
@@ -175,8 +167,7 @@ _PYTHON_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool
 
 
 def _has_exact_types(schema: dict[str, Any], arguments: dict[str, Any]) -> bool:
-    """Return whether the schema constrains only types and the arguments have exactly these types: a fast path that
-    covers most calls."""
+    """Return whether the schema constrains only types and the arguments have exactly these: a fast path."""
     for name, value in arguments.items():
         field = schema.get("properties", {}).get(name)
         only_type = isinstance(field, dict) and field.keys() <= _TYPE_ONLY

@@ -53,9 +53,7 @@ class AgentTool:
         self.tools: list[Tool | ToolSource] = [
             make_tool(entry) if isinstance(entry, str | Mapping) else as_tool(entry) for entry in tools
         ]
-        self._runtime = (
-            ToolRuntime()
-        )  # shared by all calls, so that the limits of the tools hold for all of them
+        self._runtime = ToolRuntime()  # one for all calls, so that they share the limits of the tools
         self._calls = count()
         self.system_prompt, self.max_turns, self.tool_timeout = system_prompt, max_turns, tool_timeout
         self.spec = ToolSpec(name, description, PROMPT)

@@ -32,8 +32,7 @@ _RUNS = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf90
 
 class SearchTool:
     """Finds passages in `path`: a JSONL file (one object per line, with `text_field` and optionally `title_field` and
-    `id_field`) or a folder of .txt and .md files. The index is stored in `index_dir`; None: the user's cache folder.
-    A call returns `top_k` passages by default, each cut to `max_chars` characters."""
+    `id_field`) or a folder of .txt and .md files. The index is stored in `index_dir`; None: the user's cache folder."""
 
     @validate_call(config=STRICT)
     def __init__(
@@ -119,9 +118,7 @@ def ready_index(path: Path, fields: tuple[str, str, str], folder: Path, name: st
         _build(temporary, state, _documents(path, files, fields, name))
         os.replace(temporary, index)
     except (OSError, sqlite3.Error) as error:
-        message = (
-            f"tool {name}: cannot build the index in {folder} ({error}); set index_dir to another folder"
-        )
+        message = f"tool {name}: cannot build the index in {folder} ({error}); set another index_dir"
         raise ValueError(message) from error
     finally:
         temporary.unlink(missing_ok=True)
@@ -165,14 +162,10 @@ def _files(path: Path, name: str) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ValueError(
-            f"tool {name}: no file or folder {path}; set path to a JSONL file, or to a folder of text files"
-        )
+        raise ValueError(f"tool {name}: no file or folder {path}; set path to a JSONL file or a folder")
     files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not files:
-        raise ValueError(
-            f"tool {name}: the folder {path} has no {' or '.join(SUFFIXES)} files; set path to one that has"
-        )
+        raise ValueError(f"tool {name}: the folder {path} has no {' or '.join(SUFFIXES)} files; add some")
     return files
 
 
@@ -198,10 +191,7 @@ def _document(line: str, fields: tuple[str, str, str], number: int, where: str) 
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: not a JSON object: {error}") from error
     if not isinstance(row.get(text_field), str):
-        message = (
-            f"{where}: no text in field {text_field!r}; set text_field to one of its fields: {', '.join(row)}"
-        )
-        raise ValueError(message)
+        raise ValueError(f"{where}: no text in {text_field!r}; set text_field to one of {', '.join(row)}")
     title, document = row.get(title_field), row.get(id_field)
     return str(number if document is None else document), "" if title is None else str(title), row[text_field]
 

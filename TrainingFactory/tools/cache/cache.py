@@ -66,8 +66,7 @@ class ToolCache:
         return executor
 
     async def execute_with_cache(self, call: ToolCall) -> ToolResult:
-        """Return the cached result of a call to one of `tools`; execute it if there is none. For stateful tools, all
-        these calls belong to one episode."""
+        """Return the cached result of a call to one of `tools`, or execute it. All these calls are one episode."""
         [result] = await self.executor.batch_execute([call])
         return result
 
@@ -78,9 +77,8 @@ class ToolCache:
     async def through(
         self, key: str, run: Callable[[], Awaitable[ToolResult]], deadline: float
     ) -> ToolResult:
-        """Return the cached result of `key`; if there is none, run `run` and cache its result if it is ok. Of
-        concurrent callers only one runs; if it is cancelled, the next one does. If it fails, the others run themselves,
-        as they do at `deadline`."""
+        """Return the cached result of `key`; otherwise await `run()` and cache its result if it is ok. Of concurrent
+        callers only one runs; if it is cancelled, the next one does. If it fails or is late, all others run too."""
         while True:
             in_memory = self._memory.get(key)
             cached = (self._hit(key, *in_memory) if in_memory else None) or await self._from_store(key)
@@ -167,8 +165,7 @@ class ToolCache:
 
 
 class EpisodeHistory:
-    """The cache of one episode. The key of a pure call is its fingerprint; the key of a stateful call also covers all
-    earlier calls to its server."""
+    """The cache of one episode. Pure calls are cached by fingerprint, stateful calls by all earlier calls as well."""
 
     def __init__(self, cache: ToolCache, scope: str) -> None:
         self._cache, self._scope = cache, scope
@@ -191,8 +188,7 @@ class EpisodeHistory:
         self, call: PendingCall, state: ToolState, name: str | None, deadline: float
     ) -> ToolResult:
         """Return the result of a call that depends on earlier calls, or that changes the results of later ones."""
-        server = state.server
-        lost = False
+        server, lost = state.server, False
 
         async def execute() -> ToolResult:
             nonlocal lost

@@ -34,8 +34,7 @@ CREATE TRIGGER IF NOT EXISTS changed AFTER UPDATE OF size ON entries BEGIN
 
 
 class SQLiteStore:
-    """An SQLite file in WAL mode: any number of processes read while one writes. Not for network drives, where
-    SQLite's locks do not work."""
+    """An SQLite file in WAL mode: many processes read while one writes. Not for network drives: its locks fail there."""
 
     quick = True  # `get` is fast enough for the event loop
 
@@ -48,9 +47,7 @@ class SQLiteStore:
             try:
                 self._open()
             except sqlite3.DatabaseError as error:
-                if isinstance(
-                    error, sqlite3.OperationalError
-                ):  # locked, disk full, no permission: not damaged
+                if isinstance(error, sqlite3.OperationalError):  # locked, full, no permission: not damaged
                     raise
                 self._move_damaged(error)
                 self._open()
@@ -148,9 +145,7 @@ def _check_owner(path: Path) -> None:
             header = file.read(100)
     ours = header[:16] == b"SQLite format 3\0" and header[68:72] == APPLICATION_ID.to_bytes(4, "big")
     if path.is_dir() or (header and not ours):
-        raise ValueError(
-            f"the cache cannot use {path}: not a cache file of TrainingFactory; set another path"
-        )
+        raise ValueError(f"the cache cannot use {path}: it is not a TrainingFactory cache; set another path")
 
 
 class RedisStore:
@@ -164,9 +159,8 @@ class RedisStore:
         try:
             import redis
         except ImportError as error:
-            raise ValueError(
-                "a cache in Redis needs the package redis; run pip install 'training-factory[redis]'"
-            ) from error
+            message = "a cache in Redis needs the package redis; run pip install 'training-factory[redis]'"
+            raise ValueError(message) from error
         self._ttl_ms = None if ttl is None else max(1, int(ttl * 1000))
         try:
             self._client: Any = redis.Redis.from_url(
@@ -175,11 +169,8 @@ class RedisStore:
             self._client.ping()
         except (ValueError, redis.RedisError, OSError) as error:
             address = re.sub(r"//[^@/]*@", "//***@", url)  # without the password
-            kind = type(error).__name__
-            message = (
-                f"the cache cannot reach Redis at {address} ({kind}); check the address and that it runs"
-            )
-            raise ValueError(message) from error
+            reason = type(error).__name__
+            raise ValueError(f"cannot reach Redis at {address} ({reason}); check that it runs") from error
 
     def get(self, key: str) -> tuple[str, float] | None:
         entry = self._client.get(self.PREFIX + key)

@@ -36,9 +36,7 @@ def _load(path: Path) -> Any:
         text = path.read_text(encoding="utf-8-sig")
         return ast.literal_eval(text.strip()) if path.suffix == ".pydata" else parse_json(text)
     except (OSError, ValueError, SyntaxError, RecursionError) as error:
-        raise ValueError(
-            f"{path}: cannot read the MCP config: {error}; check the path and the syntax"
-        ) from None
+        raise ValueError(f"{path}: cannot read the MCP config ({error}); check path and syntax") from None
 
 
 def parse_json(text: str) -> Any:
@@ -65,8 +63,7 @@ def parse_config(data: Any, origin: str, folder: Path) -> list[ServerConfig]:
 
 
 def _entries(data: Any, origin: str) -> Iterator[tuple[str, Any, OneTool | None]]:
-    """Yield (name, entry, tool) for every server that is not disabled; `tool` is None unless the entry describes a
-    single tool."""
+    """Yield (name, entry, tool) for every enabled server; `tool` is None unless the entry describes a single tool."""
     if isinstance(data, list):
         for item in data:
             yield from _entries(item, origin)
@@ -108,8 +105,7 @@ def _single_tool(data: dict[str, Any], origin: str) -> tuple[str, Any, OneTool]:
 
 
 def _add_tool(servers: dict[str, ServerConfig], server: ServerConfig, tool: OneTool) -> None:
-    """Add one tool of a server to that server if it is already listed; otherwise add the server under the tool's
-    name."""
+    """Add a tool to its server if that is already listed; otherwise add the server under the tool's name."""
     parameters = tool.parameters
     if parameters and not parameters.keys() & {"type", "properties"}:  # only the properties of a schema
         required = [key for key, schema in parameters.items() if "default" not in schema]

@@ -28,9 +28,7 @@ from TrainingFactory.tools.schema import check_schema, validator_of
 from TrainingFactory.types import ToolResult, ToolSpec
 
 CLOSE_SECONDS = 8.0  # longer than the stdio transport needs to kill a server that does not exit
-CHECK_SECONDS = (
-    30.0  # for a health check; at least the time-out of a call, because the server may be busy with one
-)
+CHECK_SECONDS = 30.0  # for a health check; at least the time-out of a call, which may keep the server busy
 MAX_PAGES = 100
 # Texts of the SDK for connection errors, which it reports like answers of the server.
 SESSION_GONE = "Session terminated"  # an HTTP server that was restarted
@@ -50,9 +48,7 @@ class Connection:
 
     def __init__(self, config: ServerConfig, on_tools: Callable[[list[OfferedTool]], None]) -> None:
         self.config = config
-        self.lost: asyncio.Future[None] = (
-            asyncio.get_running_loop().create_future()
-        )  # done when the connection ends
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done at the end
         self.busy = 0  # calls in flight
         self.served = False  # whether any call was answered
         self._on_tools = on_tools
@@ -95,8 +91,7 @@ class Connection:
         for task in (self._relisting, self._checking):
             if task is not None:
                 task.cancel()
-        late = f"it did not answer within {limit:g} s (tfactory.connect_timeout)"
-        reason = late if problem is None else _cause(problem)
+        reason = f"no answer within {limit:g} s (tfactory.connect_timeout)" if problem is None else _cause(problem)
         self._lose(reason)
         if not ready.done():
             self._reason = reason  # more specific than the reason that `_lose` may have kept
@@ -154,9 +149,7 @@ class Connection:
 
     async def _on_response(self, response: httpx2.Response) -> None:
         self._has_session = self._has_session or "mcp-session-id" in response.headers
-        if "event-stream" not in response.headers.get(
-            "content-type", ""
-        ):  # the SDK limits the size of events
+        if "event-stream" not in response.headers.get("content-type", ""):  # the SDK limits events
             response.stream = _BoundedStream(response.stream)
 
     async def _on_message(self, message: Any) -> None:
@@ -167,8 +160,7 @@ class Connection:
             self._relisting = asyncio.create_task(self._relist(self._client))
 
     async def _relist(self, client: Client, subscribe: bool = False) -> None:
-        """List the tools again: once, or with `subscribe` at every change, because the newest protocol notifies only
-        subscribers."""
+        """List the tools again: once, or at every change: the newest protocol notifies only subscribers."""
         with contextlib.suppress(Exception):  # a lost connection is detected elsewhere
             if not subscribe:
                 return await self._list_tools(client)
@@ -199,8 +191,7 @@ class Connection:
     # calls
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Return the server's result; raise ServerDown if the connection is lost. Cancelling also cancels the call on
-        the server."""
+        """Return the server's result; raise ServerDown on a lost connection. Cancelling also cancels on the server."""
         client = self._client
         if client is None or self.lost.done():
             raise self.down("is not available", sent=False)
@@ -230,8 +221,7 @@ class Connection:
         request = CallToolRequest(params=CallToolRequestParams(name=name, arguments=arguments))
         # `call_tool` would build a pydantic model of the answer only for us to take it apart again.
         sending = asyncio.create_task(client.session.send_request(request, _RAW_ANSWER))
-        # Retrieve the exception, otherwise asyncio logs a warning.
-        sending.add_done_callback(lambda task: task.cancelled() or task.exception())
+        sending.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio warns
         before = self._messages
         try:
             await asyncio.wait({sending, self.lost}, return_when=asyncio.FIRST_COMPLETED)

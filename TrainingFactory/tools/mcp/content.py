@@ -30,8 +30,7 @@ def tool_result(
 
 
 def _to_text(part: dict[str, Any], attachments: list[dict[str, Any]]) -> str:
-    """Return a content part as text for the model. Append non-text parts to `attachments`; the model sees a
-    placeholder."""
+    """Return a content part as text. Append non-text parts to `attachments`; the model sees a placeholder."""
     kind = part.get("type")
     if kind == "text":
         return str(part.get("text", ""))

@@ -1,5 +1,4 @@
-"""The config of one MCP server: its command or URL, its options, and its secrets. Values of variables, environment and
-headers appear in no error and no repr."""
+"""The config of one MCP server. Values of variables, environment and headers appear in no error and no repr."""
 
 from __future__ import annotations
 
@@ -52,9 +51,7 @@ class ServerSettings:
     """The options of a server under the key `tfactory`; docs/TOOLS.md explains them."""
 
     isolation: Literal["shared", "session", "process"] = "shared"
-    instances: Count = (
-        1  # shared: number of connections that share the calls; else: started ahead of episodes
-    )
+    instances: Count = 1  # shared: number of connections; otherwise: how many are started ahead of episodes
     max: Count = 64  # maximum number of private connections
     timeout: Positive | None = None  # seconds for one call; None: the executor's default
     connect_timeout: Positive = 30.0  # seconds for start, handshake and tool list
@@ -194,11 +191,12 @@ def _read(raw: Mapping[str, Any]) -> _Entry:
         return make_from(_Entry, {key: options[key] for key in options if key not in IGNORED}, "a server")
     except OptionError as error:
         # Values under keys other than `tfactory` may be secrets.
-        problems = (
-            problem if problem.option.startswith("tfactory") else replace(problem, value=...)
-            for problem in error.wrong
-        )
-        raise OptionError(*problems) from None
+        raise OptionError(
+            *(
+                item if item.option.startswith("tfactory") else replace(item, value=...)
+                for item in error.wrong
+            )
+        ) from None
 
 
 def _transport(entry: _Entry) -> Transport:
@@ -207,9 +205,7 @@ def _transport(entry: _Entry) -> Transport:
     if entry.type == "stdio" or (entry.type is None and entry.command):
         return "stdio"
     if entry.tfactory.isolation == "process":
-        raise ValueError(
-            "isolation process needs a command instead of a url; for a url, write isolation session"
-        )
+        raise ValueError("isolation process needs a command instead of a url; or write isolation session")
     if entry.type is None:
         return "sse" if urlsplit(entry.url).path.rstrip("/").endswith("/sse") else "http"
     return "sse" if entry.type == "sse" else "http"
@@ -263,9 +259,7 @@ def _filler(folder: Path, used: dict[str, str]) -> Fill:
             return predefined[name]
         value = os.environ.get(name, default)
         if value is None:
-            raise ValueError(
-                f"the environment variable {name} is not set; set it, or write ${{{name}:-default}}"
-            )
+            raise ValueError(f"environment variable {name} is not set; set it, or write ${{{name}:-default}}")
         used[name] = value
         return value
 

@@ -20,11 +20,9 @@ AnyServer = SharedServer | EpisodeServer
 
 
 class MCPTools:
-    """The tools of all servers of a config and the catalog tools that it names (`named`). Can be passed to
-    `GRPOTrainer(tools=...)`.
-
-    `open` and `close` act on the running event loop. On another loop, or after `close`, the first use reconnects.
-    """
+    """The tools of all servers of a config and the catalog tools that it names (`named`); pass it as a trainer's
+    `tools`. `open` and `close` act on the running event loop. On another loop, or after `close`, the first use
+    reconnects."""
 
     def __init__(
         self, servers: Sequence[ServerConfig], named: Mapping[str, Tool | ToolSource] | None = None
@@ -72,9 +70,8 @@ class MCPTools:
             await self._connect()
             await asyncio.gather(*(source.open() for source in self._sources()))
             if self._offers is None:
-                servers = self.here().values()
-                offers = [make_offers(server.config, server.offered) for server in servers]
-                self._offers = [offer for of_server in offers for offer in of_server]
+                by_server = [make_offers(server.config, server.offered) for server in self.here().values()]
+                self._offers = [offer for offers in by_server for offer in offers]
                 session = self.session()
                 self._offers += [
                     Offer("", tool.spec.name, tool.spec, getattr(tool, "options", ToolOptions()))

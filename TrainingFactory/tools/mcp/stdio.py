@@ -110,8 +110,7 @@ async def _write(process: Process, to_server: Any, from_server: Any, may_end: an
 
 
 async def _end(process: Process, outgoing: Any, may_end: anyio.Event) -> None:
-    """Close stdin, then send SIGTERM, then SIGKILL. Also kill the descendants: some, such as browsers, are outside the
-    server's process group."""
+    """Close stdin, then send SIGTERM, then SIGKILL. Also kill descendants outside the process group (browsers)."""
     descendants = await asyncio.to_thread(_descendants, process.pid)
     may_end.set()
     outgoing.close()  # `_write` closes stdin after the last message
@@ -188,9 +187,7 @@ class Noise:
         """Return details for an error message; empty if there are none."""
         details = ""
         if self._invalid_lines:
-            details = (
-                f"; {self._invalid_lines} lines on its stdout are not MCP messages, e.g. {self._example!r}"
-            )
+            details = f"; {self._invalid_lines} lines on stdout are not MCP messages, e.g. {self._example!r}"
         lines = [line.rstrip()[:LINE_CHARS] for line in self._stderr.decode(errors="replace").split("\n")]
         last_lines = [line for line in lines if line][-LINES_SHOWN:]
         return details + ("; its stderr:\n  " + "\n  ".join(last_lines) if last_lines else "")

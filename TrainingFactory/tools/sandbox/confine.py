@@ -38,8 +38,7 @@ class Unavailable(Exception):
 
 
 def confine(settings: dict[str, Any]) -> dict[str, Any]:
-    """Sandbox this process. Return the mechanism that enforces each restriction (None: not enforced), and under
-    "missing" the layers that this machine lacks."""
+    """Sandbox this process. Return how each restriction is enforced (None: not at all), and the "missing" layers."""
     missing: list[str] = []
     report: dict[str, Any] = {"missing": missing}
 
@@ -114,23 +113,19 @@ def drop_capabilities() -> None:
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     libc.capset(struct.pack("=II", 0x20080522, 0), bytes(24))
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    # Die with the parent, even if the code closes its pipes; the filter forbids prctl, so code cannot undo this. Must
-    # come last, because a change of capabilities clears it.
+    # Die with the parent; code cannot undo this without prctl. Last, because changing capabilities clears it.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def landlock(folder: str, readable: list[str]) -> int:
-    """Allow writing only inside the folder, and reading also Python and the system libraries. Return the ABI
-    version."""
+    """Allow access only to the folder, and to read Python and the system libraries. Return the ABI version."""
     if sys.platform != "linux":
         raise Unavailable(f"{sys.platform} has no Landlock")
     abi = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if abi < 1:
         raise Unavailable("Landlock is missing or disabled in this kernel; it needs Linux 5.13 or later")
     handled = (1 << RIGHTS_BY_ABI.get(abi, 16)) - 1
-    rules = struct.pack(
-        "=QQQ", handled, 3, 3
-    )  # files; TCP (version 4); abstract sockets and signals (version 6)
+    rules = struct.pack("=QQQ", handled, 3, 3)  # files; TCP (ABI 4); abstract sockets and signals (ABI 6)
     size = 8 if abi < 4 else 16 if abi < 6 else 24
     ruleset = _check(libc.syscall(CREATE_RULESET, rules, ctypes.c_size_t(size), 0))
 
@@ -184,8 +179,7 @@ def seccomp(threads: bool) -> bool:
 
 
 def filter_program(machine: str, pid: int, threads: bool) -> list[Instruction]:
-    """Return the BPF program: one block per system call, which compares the number in the accumulator and either jumps
-    to the next block or returns a verdict."""
+    """Return the BPF program: one block per system call, which returns a verdict or jumps to the next block."""
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, ARCHITECTURES[machine][1]), _verdict(KILL), (LOAD, 0, 0, 0)]
 
     def block(number: int, *body: Instruction) -> None:

@@ -1,5 +1,5 @@
-"""The interpreter of model-written code, in a sandboxed process without site-packages and without this package. Nothing
-else in the project executes text of a model."""
+"""The interpreter of model-written code, in a sandboxed process without site-packages and without this package. This is
+the only module that executes text written by a model."""
 
 from __future__ import annotations
 

@@ -81,11 +81,9 @@ class Limits:
 
 
 class PythonTool:
-    """Runs Python code of the model in a sandbox; docs/TOOLS.md describes the isolation.
-
-    `packages` makes installed packages (numpy, ...) importable: True for those of this environment, or folders.
-    `stateful` promises that equal calls give equal results (no clock, no unseeded randomness), so they may be cached.
-    """
+    """Runs Python code of the model in a sandbox; docs/TOOLS.md describes the isolation. `packages` makes installed
+    packages (numpy, ...) importable: True for those of this environment, or folders. `stateful` promises that equal
+    calls give equal results (no clock, no unseeded randomness), so they may be cached."""
 
     @validate_call(config=STRICT)
     def __init__(
@@ -107,20 +105,17 @@ class PythonTool:
     ) -> None:
         self.timeout = timeout
         self.idle_memory_mb = idle_memory_mb or HALF_OF_THE_MEMORY
-        self._idle: weakref.WeakKeyDictionary[PythonSession, int] = (
-            weakref.WeakKeyDictionary()
-        )  # bytes of memory
+        self._idle: weakref.WeakKeyDictionary[PythonSession, int] = weakref.WeakKeyDictionary()  # bytes used
         self.allow_unsafe = allow_unsafe
         readable = _package_folders(name, packages)
         self.limits = Limits(memory_mb, disk_mb, cpu_seconds, max_output_chars, threads, readable)
         self.spec = ToolSpec(name, description or DESCRIPTION.format(timeout=timeout), PARAMETERS)
         # The default runs no more processes than the machine can serve in time.
-        concurrency = concurrency or max(4, 2 * (os.cpu_count() or 1))
+        processes = concurrency or max(4, 2 * (os.cpu_count() or 1))
         # Results depend on the Python version, the limits and the packages.
         version = digest(sys.version, repr(self.limits), f"{timeout:g}")
-        limit = timeout + ALLOWANCE
         self.options = ToolOptions(  # ordered, because calls share variables
-            timeout=limit, ordered=True, stateful=stateful, concurrency=concurrency, version=version
+            timeout=timeout + ALLOWANCE, ordered=True, stateful=stateful, concurrency=processes, version=version
         )
         self.isolation = isolation_here(self.limits)
         if not allow_unsafe and self.isolation.open_ways:
@@ -134,8 +129,8 @@ class PythonTool:
         return PythonSession(self)
 
     def rest(self, session: PythonSession, held: int | None) -> None:
-        """Record the memory in bytes of a session between two calls (None: it is not idle), and stop the largest idle
-        sessions while all together exceed `idle_memory_mb`."""
+        """Record the memory of an idle session in bytes (None: it is not idle), and stop the largest sessions while all
+        exceed `idle_memory_mb`."""
         self._idle.pop(session, None)
         if held is not None:
             self._idle[session] = held
@@ -204,9 +199,8 @@ class PythonSession:
             process.kill()
             slow = isinstance(error, WorkerTooSlow)
             self._end_reason = f"was stopped after {self.source.timeout:g} s" if slow else str(error)
-            return ToolResult(
-                f"{note}the interpreter {self._end_reason}. {GONE}", ok=False, error="exception"
-            )
+            text = f"{note}the interpreter {self._end_reason}. {GONE}"
+            return ToolResult(text, ok=False, error="exception")
         parts = [answer["text"].rstrip("\n"), str(answer.get("error") or "")]
         text = note + ("\n".join(part for part in parts if part) or "(no output)")
         if answer.get("spent"):
@@ -299,7 +293,5 @@ def _package_folders(name: str, packages: bool | str | Sequence[str]) -> tuple[s
         packages = [packages]
     for folder in packages:
         if not Path(folder).is_dir():
-            raise ValueError(
-                f"tool {name}: {folder} in packages is not a folder; set packages to existing ones"
-            )
+            raise ValueError(f"tool {name}: packages: {folder} is not a folder; set an existing one")
     return tuple(str(Path(folder).resolve()) for folder in packages)

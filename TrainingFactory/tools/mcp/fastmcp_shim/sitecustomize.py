@@ -24,9 +24,7 @@ class FastMCPFinder(Loader):
         return module
 
     def exec_module(self, module):
-        module.__spec__ = (
-            self._original_spec
-        )  # the import system has replaced it with the spec of the old name
+        module.__spec__ = self._original_spec  # the import system has replaced it
         if module.__name__ == NEW:
             vars(module)["FastMCP"] = make_fastmcp(module.MCPServer)
 
@@ -46,6 +44,5 @@ def make_fastmcp(base):
 sys.meta_path.insert(0, FastMCPFinder())
 # Also run the environment's own sitecustomize, if there is one: this file hides it.
 other_folders = [folder for folder in sys.path if folder != __file__.rpartition("/")[0]]
-hidden = PathFinder.find_spec("sitecustomize", other_folders)
-if hidden is not None and hidden.loader is not None:
+if (hidden := PathFinder.find_spec("sitecustomize", other_folders)) is not None and hidden.loader is not None:
     hidden.loader.exec_module(importlib.util.module_from_spec(hidden))
