@@ -18,7 +18,9 @@ _FIELDS = ("step", "task", "member", "batch", "call", "tool", "arguments")
 _DEFAULTS = dataclasses.asdict(ToolResult(""))
 _to_json = json.JSONEncoder(default=str).encode  # a reward may call a tool with any Python value
 MAX_SHOWN = 300  # characters of a call in an error text
-REMEDY = "Use the config, model, seed and code of the recorded run, with sampling.deterministic=true in both runs"
+REMEDY = (
+    "Use the config, model, seed and code of the recorded run, with sampling.deterministic=true in both runs"
+)
 
 
 class EpisodeKey(NamedTuple):

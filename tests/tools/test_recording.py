@@ -300,7 +300,7 @@ def test_a_method_that_answers_differently_in_a_replay(tmp_path: Path) -> None:
     first, again = both(tmp_path, Chance, lambda _, turn, prompt: call_text("look") if turn < 1 else "ok")
     assert first == again  # a pure one leaves nothing behind, and is not run
     with pytest.raises(
-        ValueError, match=r"turn 0, call 0: the run calls throw .*now answers '0\..*recorded is '0\."
+        ValueError, match=r"turn 0, call 0: the run calls throw .*now returns '0\..*recorded .*'0\."
     ):
         both(tmp_path, Chance, lambda _, turn, prompt: call_text("throw") if turn < 1 else "ok")
 

@@ -34,7 +34,7 @@ CREATE TRIGGER IF NOT EXISTS changed AFTER UPDATE OF size ON entries BEGIN
 
 
 class SQLiteStore:
-    """An SQLite file in WAL mode: many processes read while one writes. Not for network drives: its locks fail there."""
+    """An SQLite file in WAL mode: many processes read while one writes. Not for network drives: SQLite needs locks."""
 
     quick = True  # `get` is fast enough for the event loop
 

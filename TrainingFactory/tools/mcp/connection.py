@@ -91,7 +91,9 @@ class Connection:
         for task in (self._relisting, self._checking):
             if task is not None:
                 task.cancel()
-        reason = f"no answer within {limit:g} s (tfactory.connect_timeout)" if problem is None else _cause(problem)
+        reason = (
+            f"no answer within {limit:g} s (tfactory.connect_timeout)" if problem is None else _cause(problem)
+        )
         self._lose(reason)
         if not ready.done():
             self._reason = reason  # more specific than the reason that `_lose` may have kept

@@ -115,7 +115,11 @@ class PythonTool:
         # Results depend on the Python version, the limits and the packages.
         version = digest(sys.version, repr(self.limits), f"{timeout:g}")
         self.options = ToolOptions(  # ordered, because calls share variables
-            timeout=timeout + ALLOWANCE, ordered=True, stateful=stateful, concurrency=processes, version=version
+            timeout=timeout + ALLOWANCE,
+            ordered=True,
+            stateful=stateful,
+            concurrency=processes,
+            version=version,
         )
         self.isolation = isolation_here(self.limits)
         if not allow_unsafe and self.isolation.open_ways:
