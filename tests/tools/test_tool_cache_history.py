@@ -178,7 +178,7 @@ def test_a_state_that_cannot_be_restored_ends_the_episode(cache: ToolCache):
     ask(cache, [Lookup(pure=False, stateful=True, server="shop")], call(q=1))
     dead = Lookup(pure=False, stateful=True, server="shop")
     dead.answer = ConnectionError("refused")
-    with pytest.raises(ToolFailure, match="answered from the cache, .* on shop"):
+    with pytest.raises(ToolFailure, match=r"answered from the cache, .* on shop"):
         ask(cache, [dead], call(q=1), call(q=2))
 
 

@@ -149,7 +149,7 @@ FILES: list[Mistake] = [
         lambda folder: ToolCache(written(folder, "a", "") / "b.sqlite"),
         r"cannot open the cache .*b\.sqlite: .*another path",
     ),
-    (Recorder, "has no recording of tool calls .*logging.record_tools=true"),
+    (Recorder, "no recording of tool calls.*logging.record_tools=true"),
     (recording("{\n"), "tool_calls.jsonl:1: invalid"),
     (recording('{"step": 1}\n'), "tool_calls.jsonl:1: invalid"),
     (
