@@ -31,7 +31,7 @@ from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 log = logging.getLogger(__name__)
 MAX_NAMES = 10  # tools listed in the answer to a call of an unknown tool
 DEFAULT_OPTIONS = ToolOptions()
-NOTHING = contextlib.nullcontext()
+NO_LOCK = contextlib.nullcontext()
 _validator = ByIdentity(validator_of)
 _callers: ContextVar[tuple[tuple[AsyncToolExecutor, str], ...]] = ContextVar("non-model callers", default=())
 
@@ -198,7 +198,7 @@ class AsyncToolExecutor:
             result = self._rejected(call)
             self._runtime.metrics.answered(None, result, self._key)
             return result
-        async with NOTHING if entry.state is None else entry.state.turn():
+        async with NO_LOCK if entry.state is None else entry.state.turn():
             metrics = self._runtime.metrics
             started = metrics.began(call.name)
             result: ToolResult | None = None

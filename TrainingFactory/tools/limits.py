@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-Clock = Callable[[], float]
+TimeSource = Callable[[], float]
 
 
 class Limits:
@@ -40,7 +40,7 @@ class CircuitBreaker:
     admits one call as a probe; a failed probe doubles the pause. Failures of concurrent calls count as one."""
 
     def __init__(
-        self, failures: int = 3, pause: float = 1.0, longest: float = 30.0, clock: Clock = time.monotonic
+        self, failures: int = 3, pause: float = 1.0, longest: float = 30.0, clock: TimeSource = time.monotonic
     ) -> None:
         self._max_failures, self._first_pause, self._max_pause, self._clock = failures, pause, longest, clock
         self._failures = 0

@@ -120,11 +120,11 @@ class ToolMetrics:
         for counts in self._counts(episode, ALL, tool):
             counts.waited += seconds
 
-    def snapshot(self, wanted: Callable[[Any], bool] = lambda _: True) -> dict[str, float]:
-        """Return the metrics of the episodes that `wanted` selects, and remove their counts. `wall_share` covers the
-        time since the previous snapshot."""
+    def snapshot(self, selects: Callable[[Any], bool] = lambda _: True) -> dict[str, float]:
+        """Return the metrics of the episodes whose key `selects` accepts, and remove their counts. `wall_share` covers
+        the time since the previous snapshot."""
         totals: defaultdict[str, _Counts] = defaultdict(_Counts)
-        for episode in [key for key in list(self._episodes) if wanted(key)]:
+        for episode in [key for key in list(self._episodes) if selects(key)]:
             for tool, counts in self._episodes.pop(episode).items():
                 totals[tool].merge(counts)
         now, previous = time.perf_counter(), self._last_snapshot
@@ -136,10 +136,10 @@ class ToolMetrics:
             if totals[tool].calls and now > previous
         }
 
-    def drop(self, unwanted: Callable[[Any], bool]) -> None:
-        """Discard the counts of the episodes that `unwanted` selects."""
+    def drop(self, selects: Callable[[Any], bool]) -> None:
+        """Discard the counts of the episodes whose key `selects` accepts."""
         for episode in list(self._episodes):
-            if unwanted(episode):
+            if selects(episode):
                 del self._episodes[episode]
 
     def totals(self) -> dict[str, float]:

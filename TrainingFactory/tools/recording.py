@@ -114,20 +114,20 @@ class Recorder:
         if self._mismatch is not None:
             raise ValueError(str(self._mismatch)) from self._mismatch
 
-    def commit(self, wanted: Callable[[EpisodeKey], bool] = lambda _: True) -> None:
-        """Append the uncommitted calls of the episodes that `wanted` selects, sorted by position so that equal runs
-        have equal files. The calls of other episodes stay uncommitted."""
+    def commit(self, selects: Callable[[EpisodeKey], bool] = lambda _: True) -> None:
+        """Append the uncommitted calls of the episodes whose key `selects` accepts, sorted by position so that equal
+        runs have equal files. The calls of other episodes stay uncommitted."""
         # Copied first, because other episodes may record meanwhile.
-        positions = [position for position in list(self._uncommitted) if wanted(_key(position))]
+        positions = [position for position in list(self._uncommitted) if selects(_key(position))]
         lines = [self._uncommitted.pop(position) for position in sorted(positions, key=_sort_key)]
         if self._target is not None and lines:
             with self._target.open("a", encoding="utf-8", newline="\n") as file:
                 file.writelines(lines)
 
-    def drop(self, unwanted: Callable[[EpisodeKey], bool]) -> None:
-        """Discard the uncommitted calls of the episodes that `unwanted` selects, which are not trained on."""
+    def drop(self, selects: Callable[[EpisodeKey], bool]) -> None:
+        """Discard the uncommitted calls of the episodes whose key `selects` accepts: they are not trained on."""
         for position in list(self._uncommitted):
-            if unwanted(_key(position)):
+            if selects(_key(position)):
                 del self._uncommitted[position]
 
     def close(self) -> None:

@@ -57,9 +57,9 @@ class ToolRuntime:
         """Return the secrets to redact in results. Read at the first call, after all configs have been loaded."""
         return environment_secrets()
 
-    def snapshot(self, wanted: Callable[[Any], bool] = lambda _: True) -> dict[str, float]:
-        """Return the metrics of the episodes that `wanted` selects; an empty dict if they called no tool."""
-        if not (metrics := self.metrics.snapshot(wanted)):
+    def snapshot(self, selects: Callable[[Any], bool] = lambda _: True) -> dict[str, float]:
+        """Return the metrics of the episodes whose key `selects` accepts; an empty dict if they called no tool."""
+        if not (metrics := self.metrics.snapshot(selects)):
             return {}
         metrics["tools/circuits_open"] = sum(breaker.is_open for breaker in self._breakers.values())
         if self.cache is not None:

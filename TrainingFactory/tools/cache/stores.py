@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 APPLICATION_ID = 0x7F_70_01_C4  # in the file header; identifies our files
 FORMAT = 1
 BUSY_SECONDS = 5.0  # a writer's wait for other processes; readers never wait for writers
-REST = 0.9  # fraction of `max_bytes` that eviction leaves, so that not every write evicts
+EVICTION_TARGET = 0.9  # fraction of `max_bytes` that eviction leaves, so that not every write evicts
 IN_REDIS = re.compile(r"rediss?://|unix://")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -83,7 +83,9 @@ class SQLiteStore:
 
     def write(self, entries: Sequence[tuple[str, str, float]], used: Iterable[tuple[str, float]]) -> None:
         """Insert entries (key, value, creation time) and update the last use of keys."""
-        rows = [(key, value, len(key) + len(value.encode()), made, made) for key, value, made in entries]
+        rows = [
+            (key, value, len(key) + len(value.encode()), created, created) for key, value, created in entries
+        ]
         with self._write_lock, self._writer:  # one transaction, rolled back on an error
             self._writer.execute("BEGIN IMMEDIATE")
             self._writer.executemany(
@@ -101,11 +103,11 @@ class SQLiteStore:
             return
         if self._ttl is not None:
             self._writer.execute("DELETE FROM entries WHERE made < ?", (time.time() - self._ttl,))
-        if self._size() > self._max_bytes * REST:
+        if self._size() > self._max_bytes * EVICTION_TARGET:
             self._writer.execute(
                 "DELETE FROM entries WHERE key IN (SELECT key FROM (SELECT key, sum(size) OVER "
                 "(ORDER BY used DESC, key) AS so_far FROM entries) WHERE so_far > ?)",
-                (self._max_bytes * REST,),
+                (self._max_bytes * EVICTION_TARGET,),
             )
 
     def _size(self) -> int:

@@ -31,7 +31,7 @@ class CappedOutput(io.RawIOBase):
         self.clear()
 
     def clear(self) -> None:
-        self.kept, self.cut = bytearray(), 0
+        self.buffer, self.cut_bytes = bytearray(), 0
 
     def writable(self) -> bool:
         return True
@@ -41,15 +41,15 @@ class CappedOutput(io.RawIOBase):
 
     def write(self, data: Any, /) -> int:
         data = bytes(data)
-        self.kept += data
-        excess = max(len(self.kept) - self.limit, 0)
-        del self.kept[self.head : self.head + excess]
-        self.cut += excess
+        self.buffer += data
+        excess = max(len(self.buffer) - self.limit, 0)
+        del self.buffer[self.head : self.head + excess]
+        self.cut_bytes += excess
         return len(data)
 
     def text(self) -> str:
-        marker = f"\n[... {self.cut} bytes cut ...]\n".encode() if self.cut else b""
-        data = self.kept[: self.head] + marker + self.kept[self.head :]
+        marker = f"\n[... {self.cut_bytes} bytes cut ...]\n".encode() if self.cut_bytes else b""
+        data = self.buffer[: self.head] + marker + self.buffer[self.head :]
         return data.decode("utf-8", errors="replace")
 
 

@@ -33,11 +33,11 @@ START_SECONDS = 60.0  # usually a few hundredths of a second; long, for loaded m
 # The executor's time-out exceeds the interpreter's by this, so that the interpreter's comes first: endless code is an
 # error of the model, a time-out of the executor is not.
 ALLOWANCE = START_SECONDS + 30.0
-BYTES_OF_A_CHAR = 6  # in an answer: a byte may become "\\ufffd"
-BEYOND_OUTPUT = 2**16  # bytes of an answer for the error and the isolation report
-HALF_OF_THE_MEMORY = psutil.virtual_memory().total // 2**21  # MiB
-NOT_STARTED = (WorkerDied, WorkerError, WorkerTooSlow, OSError)
-NO_PROCESS = "cannot start the interpreter of the python tool: %s"
+BYTES_PER_CHAR = 6  # in an answer: a byte may become "\\ufffd"
+EXTRA_BYTES = 2**16  # bytes of an answer for the error and the isolation report
+HALF_OF_MEMORY_MB = psutil.virtual_memory().total // 2**21  # MiB
+START_ERRORS = (WorkerDied, WorkerError, WorkerTooSlow, OSError)
+START_FAILED = "cannot start the interpreter of the python tool: %s"
 GONE = "Variables and files are gone; the next call begins with a fresh interpreter."
 DESCRIPTION = (
     "Run Python code. Variables are kept between calls. You see what it prints and the value of its last "
@@ -104,7 +104,7 @@ class PythonTool:
         idle_memory_mb: Count | None = None,
     ) -> None:
         self.timeout = timeout
-        self.idle_memory_mb = idle_memory_mb or HALF_OF_THE_MEMORY
+        self.idle_memory_mb = idle_memory_mb or HALF_OF_MEMORY_MB
         self._idle: weakref.WeakKeyDictionary[PythonSession, int] = weakref.WeakKeyDictionary()  # bytes used
         self.allow_unsafe = allow_unsafe
         readable = _package_folders(name, packages)
@@ -132,12 +132,12 @@ class PythonTool:
     def session(self) -> PythonSession:
         return PythonSession(self)
 
-    def rest(self, session: PythonSession, held: int | None) -> None:
+    def rest(self, session: PythonSession, memory_bytes: int | None) -> None:
         """Record the memory of an idle session in bytes (None: it is not idle), and stop the largest sessions while all
         exceed `idle_memory_mb`."""
         self._idle.pop(session, None)
-        if held is not None:
-            self._idle[session] = held
+        if memory_bytes is not None:
+            self._idle[session] = memory_bytes
         while sum(self._idle.values()) > self.idle_memory_mb * 2**20:
             largest = max(self._idle, key=self._idle.__getitem__)
             del self._idle[largest]
@@ -176,11 +176,11 @@ class PythonSession:
                     note = f"[a fresh interpreter: the last one {reason}; its variables and files are gone]\n"
                 try:
                     process = await self._start()
-                except NOT_STARTED as error:
-                    log.warning(NO_PROCESS, error)
-                    return ToolResult(NO_PROCESS % error, ok=False, error="unavailable")
+                except START_ERRORS as error:
+                    log.warning(START_FAILED, error)
+                    return ToolResult(START_FAILED % error, ok=False, error="unavailable")
             result = await self._answer(process, arguments["code"], note)
-            self.source.rest(self, process.held)
+            self.source.rest(self, process.memory_bytes)
             return result
 
     async def _start(self) -> _Process:
@@ -244,14 +244,14 @@ class _Process(Worker):
             start_seconds=START_SECONDS,
             path=[str(Path(__file__).parent)],
             flags=["-s", "-S", "-X", "utf8"],
-            max_answer=BYTES_OF_A_CHAR * limits.max_output + BEYOND_OUTPUT,
+            max_answer=BYTES_PER_CHAR * limits.max_output + EXTRA_BYTES,
             env=environment,
             cwd=folder,
             stderr=subprocess.DEVNULL,
         )
 
     @property
-    def held(self) -> int:
+    def memory_bytes(self) -> int:
         """Return the resident memory of the process in bytes; 0 if it has ended."""
         with contextlib.suppress(psutil.Error):
             return psutil.Process(self.pid).memory_info().rss if self.alive else 0
@@ -285,8 +285,8 @@ def isolation_here(limits: Limits) -> Isolation:
 
     try:
         return run(probe)
-    except NOT_STARTED as error:
-        raise ValueError(NO_PROCESS % error) from error
+    except START_ERRORS as error:
+        raise ValueError(START_FAILED % error) from error
 
 
 def _package_folders(name: str, packages: bool | str | Sequence[str]) -> tuple[str, ...]:
