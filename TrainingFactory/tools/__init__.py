@@ -1,4 +1,4 @@
-"""Tools: what a model may call, and the one executor that calls it."""
+"""Tools that a model can call, and the executor that runs the calls."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = [
     "as_tool",
     "tool",
 ]
-_WHEN_USED = {  # most tools need neither a cache nor a server
+_LAZY_IMPORTS = {  # most tools need neither a cache nor an MCP server
     "MCPTools": "TrainingFactory.tools.mcp.source",
     "ToolCache": "TrainingFactory.tools.cache.cache",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHEN_USED:
+    if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_WHEN_USED[name]), name)
+    return getattr(import_module(_LAZY_IMPORTS[name]), name)

@@ -1,4 +1,4 @@
-"""Makes a tool of whatever can serve as one: our own tools, typed functions, and classes of qwen_agent's shape."""
+"""Conversion of objects to tools: our own tools, typed functions, and classes with qwen_agent's interface."""
 
 from __future__ import annotations
 
@@ -15,70 +15,74 @@ from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
 
 
-def as_tool(thing: Any) -> Tool | ToolSource:
-    """Return a tool or source as it is, a typed function or `BaseTool` made a tool; else raise ValueError."""
-    if isinstance(thing, FunctionTool):  # by far the most frequent, and the checks below take their time
-        return thing
-    if inspect.isclass(thing):
-        return BaseToolAdapter(thing()) if _is_base_tool(thing) else _refuse(thing)
-    if isinstance(thing, ToolSource):
-        return thing
-    if isinstance(thing, Tool):
-        check_schema(thing.spec)
-        return thing
-    if _is_base_tool(thing):
-        return BaseToolAdapter(thing)
-    return tool(thing) if inspect.isroutine(thing) else _refuse(thing)
+def as_tool(obj: Any) -> Tool | ToolSource:
+    """Return a tool or tool source unchanged; wrap a typed function or a `BaseTool`. Raise ValueError for others."""
+    if isinstance(obj, FunctionTool):  # checked first: the most frequent case, and the checks below are slow
+        return obj
+    if inspect.isclass(obj):
+        if not _is_base_tool(obj):
+            raise _not_a_tool(obj)
+        return BaseToolAdapter(obj())
+    if isinstance(obj, ToolSource):
+        return obj
+    if isinstance(obj, Tool):
+        check_schema(obj.spec)
+        return obj
+    if _is_base_tool(obj):
+        return BaseToolAdapter(obj)
+    if inspect.isroutine(obj):
+        return tool(obj)
+    raise _not_a_tool(obj)
 
 
 class BaseToolAdapter:
-    """Adapts an object with `name`, `description`, `parameters` (a JSON schema, or a list of parameters) and
-    `call(params, **kwargs)`, which gets the arguments as JSON text, as in qwen_agent."""
+    """Adapts an object with `name`, `description`, `parameters` (a JSON schema or a list of parameters) and
+    `call(params, **kwargs)`, which gets the arguments as a JSON string, as in qwen_agent."""
 
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
-        schema = _parameters(getattr(thing, "parameters", None))
-        self.spec = ToolSpec(thing.name, thing.description or "", schema)
-        check_schema(self.spec, type(thing).__name__)
-        # What is cached must not be served for another class or other settings of the same name.
-        self.options = ToolOptions(version=digest(definition(thing)))
+    def __init__(self, base_tool: Any) -> None:
+        self.base_tool = base_tool
+        schema = _parameters(getattr(base_tool, "parameters", None))
+        self.spec = ToolSpec(base_tool.name, base_tool.description or "", schema)
+        check_schema(self.spec, type(base_tool).__name__)
+        # The version keeps cached results apart from those of another class or other settings with the same name.
+        self.options = ToolOptions(version=digest(definition(base_tool)))
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         text = json.dumps(arguments, ensure_ascii=False)
-        if inspect.iscoroutinefunction(self.thing.call):
-            return as_result(_content(await self.thing.call(text)))
-        return await in_thread(lambda: as_result(_content(self.thing.call(text))))
+        if inspect.iscoroutinefunction(self.base_tool.call):
+            return as_result(_joined_text(await self.base_tool.call(text)))
+        return await in_thread(lambda: as_result(_joined_text(self.base_tool.call(text))))
 
 
-def _is_base_tool(thing: Any) -> bool:
-    return callable(getattr(thing, "call", None)) and hasattr(thing, "name") and hasattr(thing, "description")
+def _is_base_tool(obj: Any) -> bool:
+    return callable(getattr(obj, "call", None)) and hasattr(obj, "name") and hasattr(obj, "description")
 
 
-def _parameters(given: Any) -> dict[str, Any]:
-    """Read a schema; qwen_agent's older form is a list of {"name", "type", "description", "required"}."""
-    if given is None:
+def _parameters(declared: Any) -> dict[str, Any]:
+    """Return a JSON schema. Converts qwen_agent's older form, a list of {"name", "type", "description", "required"}."""
+    if declared is None:
         return {"type": "object", "properties": {}}
-    if not isinstance(given, list):
-        return given
+    if not isinstance(declared, list):
+        return declared
     properties = {
         entry["name"]: {key: value for key, value in entry.items() if key not in ("name", "required")}
-        for entry in given
+        for entry in declared
     }
-    required = [entry["name"] for entry in given if entry.get("required")]
+    required = [entry["name"] for entry in declared if entry.get("required")]
     return {"type": "object", "properties": properties} | ({"required": required} if required else {})
 
 
-def _content(value: Any) -> Any:
-    """Turn content items (objects or dicts with `text`) into their text; leave what else there may be."""
+def _joined_text(value: Any) -> Any:
+    """Join a list of content items (objects or dicts with `text`) into one text; return other values unchanged."""
     if not isinstance(value, list) or not value:
         return value
-    found = [item.get("text") if isinstance(item, dict) else getattr(item, "text", None) for item in value]
-    texts = [text for text in found if isinstance(text, str)]
+    fields = [item.get("text") if isinstance(item, dict) else getattr(item, "text", None) for item in value]
+    texts = [text for text in fields if isinstance(text, str)]
     return "\n".join(texts) if len(texts) == len(value) else value
 
 
-def _refuse(thing: Any) -> Any:
-    raise ValueError(
-        f"{str(thing)[:80]!r} is no tool: a tool is a function with type hints, an object with `spec` and `run`, "
-        "a source with `open`, `session` and `close`, or a class with `name`, `description`, `parameters` and `call`"
+def _not_a_tool(obj: Any) -> ValueError:
+    return ValueError(
+        f"{str(obj)[:80]!r} is not a tool; pass a function with type hints, an object with `spec` and `run`, a source "
+        "with `open`, `session` and `close`, or a class with `name`, `description`, `parameters` and `call`"
     )

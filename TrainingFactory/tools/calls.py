@@ -1,4 +1,4 @@
-"""A call on its way: what it needs, the state that it shares with other calls, and the cache that may answer it."""
+"""Pending tool calls, the state that calls share, and the protocols of the result cache."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.types import ToolFailure, ToolResult
 
 log = logging.getLogger(__name__)
-_inside: ContextVar[tuple[ToolState, ...]] = ContextVar("whose turn the running code has", default=())
+_held_states: ContextVar[tuple[ToolState, ...]] = ContextVar("states locked by the running call", default=())
 
 
 class Outcome(NamedTuple):
-    """`lost`: no answer came, so that nobody knows whether the call was done. `made`: the tool was reached at all."""
+    """`lost`: no answer arrived, so the tool may or may not have executed the call. `made`: the tool was called."""
 
     result: ToolResult
     lost: bool = False
@@ -29,17 +29,19 @@ class Outcome(NamedTuple):
 
 @dataclass(slots=True)
 class PendingCall:
-    """A call with good arguments that is not made yet."""
+    """A call with valid arguments that has not been executed yet."""
 
     tool: Tool
     options: ToolOptions
     arguments: dict[str, Any]
-    state: ToolState | None  # None: it waits for no other calls
+    state: ToolState | None  # None: the call waits for no other calls
     timeout: float  # seconds for one attempt
-    seconds: float  # for all attempts and everything between them
+    seconds: float  # for all attempts and the pauses between them
     max_output_chars: int
-    make: Callable[[PendingCall, float], Awaitable[Outcome]]  # until a time of `time.monotonic`
-    episode: Hashable = None  # whose call it is, for the metrics
+    make: Callable[
+        [PendingCall, float], Awaitable[Outcome]
+    ]  # executes the call before a `time.monotonic` deadline
+    episode: Hashable = None  # key of the episode, for the metrics
 
     @property
     def name(self) -> str:
@@ -47,64 +49,61 @@ class PendingCall:
 
 
 class ToolState:
-    """State that tools of a server or of this process share: their calls run one after another, as written."""
+    """State shared by the tools of a server or of this process: their calls run one at a time, in call order."""
 
     def __init__(self, server: str) -> None:
         self.server = server
-        self.stateful = False  # whether any of its tools is
+        self.stateful = False  # whether any of the tools is marked stateful
         self._lock = asyncio.Lock()
         self._skipped: list[tuple[PendingCall, str]] = []
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait for the calls before. A tool that calls tools of its own state does not wait for itself."""
-        outer = _inside.get()
+        """Hold the state for one call. Reentrant: a tool that calls tools of its own state does not deadlock."""
+        outer = _held_states.get()
         if self in outer:
             yield
             return
         async with self._lock:
-            token = _inside.set((*outer, self))
+            token = _held_states.set((*outer, self))
             try:
                 yield
             finally:
-                _inside.reset(token)
+                _held_states.reset(token)
 
     def skip(self, call: PendingCall, content: str) -> None:
-        """Note a call that was answered with `content` from the cache, so that the state has not seen it."""
+        """Record a call that the cache answered with `content`, so the state does not reflect it yet."""
         self._skipped.append((call, content))
 
     async def catch_up(self) -> None:
-        """Make the calls that were skipped, in order, so that the state is where the model thinks."""
+        """Execute the skipped calls in order, so that the state matches the conversation."""
         while self._skipped:
             call, content = self._skipped[0]
             result, lost, _ = await call.make(call, time.monotonic() + call.seconds)
             if lost or result.error == "unavailable":
                 raise ToolFailure(
-                    f"{call.name} was answered from the cache, and {self.server or 'its tool'} cannot be brought to "
-                    f"that state: {result.content}"
+                    f"{call.name} was answered from the cache, but executing it on {self.server or 'the tool'} "
+                    f"afterwards failed: {result.content}"
                 )
             del self._skipped[0]
             if result.content != content:
-                log.warning(
-                    "%s is marked stateful, but after equal calls it answered differently; the cache and training "
-                    "on it are not reliable",
-                    call.name,
-                )
+                text = "%s is marked stateful, but equal calls gave different results; unmark it, or do not cache it"
+                log.warning(text, call.name)
 
 
 class EpisodeCache(Protocol):
-    """The cache as one episode sees it."""
+    """The view of the cache for one episode."""
 
     async def obtain(self, call: PendingCall) -> ToolResult:
-        """Return the result of the call, from the cache where it may come from there, else by making it."""
+        """Return the cached result if the call may be cached and there is one; otherwise execute the call."""
         ...
 
 
 class ResultCache(Protocol):
-    """A cache for all episodes of a run, such as `ToolCache`."""
+    """A cache shared by all episodes of a run, such as `ToolCache`."""
 
     @property
     def failures(self) -> int: ...
     def episode(self, scope: str) -> EpisodeCache:
-        """Open the cache for an episode. `scope` is what tools of this process begin with."""
+        """Open the cache for an episode. In-process stateful tools share results only within the same `scope`."""
         ...

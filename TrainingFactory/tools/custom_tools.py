@@ -1,5 +1,5 @@
-"""Tools that come with the package: `calculator`, and those that take options: `PythonTool` (a code interpreter),
-`SqlTool`, `SearchTool`, `ModelTool` and `AgentTool`. In a config they go by python, sql, search, model, agent."""
+"""Built-in tools: `calculator`, and the configurable `PythonTool` (a code interpreter), `SqlTool`, `SearchTool`,
+`ModelTool` and `AgentTool`. Their names in a config are calculator, python, sql, search, model and agent."""
 
 from __future__ import annotations
 

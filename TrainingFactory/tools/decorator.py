@@ -1,4 +1,4 @@
-"""`@tool`: a typed Python function or method as a tool."""
+"""`@tool`, which turns a typed Python function or method into a tool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from TrainingFactory.types import ToolResult, ToolSpec
 
 
 class FunctionTool:
-    """A function with its schema. Still callable from Python as the function it was made from."""
+    """A function with its tool schema. Python code can still call it like the original function."""
 
     def __init__(
         self, function: Callable[..., Any], spec: ToolSpec, options: ToolOptions, model: type[BaseModel]
@@ -30,7 +30,8 @@ class FunctionTool:
         self.spec = spec
         self.options = options
         self._model = model
-        self._is_method, self._is_async = _takes_self(function), inspect.iscoroutinefunction(function)
+        self._is_method = _takes_self(function)
+        self._is_async = inspect.iscoroutinefunction(function)
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,21 +46,21 @@ class FunctionTool:
         return f"<tool {self.spec.name}>"
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        """Call the function: an async one on the event loop, others on a thread."""
+        """Call the function: on the event loop if it is async, otherwise on a thread."""
         try:
             values = self._values(arguments)
         except ValidationError as error:
             return ToolResult(model_problems(self.spec, error), ok=False, error="schema")
         if self._is_async:
             return as_result(await self.function(**values))
-        # The conversion runs on the thread too: a large value may take its time.
+        # The conversion runs on the thread too, because a large value takes long to serialize.
         return await in_thread(lambda: as_result(self.function(**values)))
 
     def _values(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Read the arguments in the function's own types; what was left out keeps its Python default."""
-        read = self._model.model_validate(arguments)
-        given = read.model_fields_set
-        return {alias: getattr(read, name) for name, alias in _aliases(self._model) if name in given}
+        """Convert the arguments to the function's types; omitted arguments keep their Python defaults."""
+        parsed = self._model.model_validate(arguments)
+        passed = parsed.model_fields_set
+        return {alias: getattr(parsed, name) for name, alias in _aliases(self._model) if name in passed}
 
 
 @functools.cache
@@ -68,10 +69,10 @@ def _aliases(model: type[BaseModel]) -> list[tuple[str, str]]:
 
 
 def as_result(value: Any) -> ToolResult:
-    """Make a result of what a tool returned: texts as they are, other values as JSON."""
+    """Convert a tool's return value to a ToolResult: strings unchanged, other values as JSON."""
     if isinstance(value, ToolResult):
-        rest = value.ok, value.error, value.cached, value.seconds, value.attachments, value.id
-        return ToolResult(_text(value.content), *rest)
+        other_fields = value.ok, value.error, value.cached, value.seconds, value.attachments, value.id
+        return ToolResult(_text(value.content), *other_fields)
     return ToolResult(_text(value))
 
 
@@ -80,7 +81,7 @@ def _text(value: Any) -> str:
 
 
 class OptionNames(TypedDict, total=False):
-    """Types the keywords of `@tool` for editors, as the fields of `ToolOptions`; a test keeps the two alike."""
+    """The keyword arguments of `@tool`, typed for editors. A test keeps them equal to the fields of `ToolOptions`."""
 
     timeout: float | None
     ordered: bool | None
@@ -108,30 +109,29 @@ def tool(
     description: str | None = None,
     **options: Any,
 ) -> Any:
-    """Make a tool of a function: `@tool` or `@tool(timeout=5, pure=True)`. The keywords are those of `ToolOptions`;
-    methods are `ordered` unless they say otherwise."""
+    """Turn a function into a tool: `@tool` or `@tool(timeout=5, pure=True)`. The keywords are the fields of
+    `ToolOptions`; `ordered` defaults to true for methods and to false for functions."""
     ordered: bool | None = options.pop("ordered", None)
-    chosen: ToolOptions = make_from(ToolOptions, options, "@tool")
-    if "retries" in options and chosen.retries and not chosen.repeatable:
-        raise ValueError("a tool with retries must be marked pure or idempotent: others are never repeated")
+    base_options: ToolOptions = make_from(ToolOptions, options, "@tool")
+    if "retries" in options and base_options.retries and not base_options.repeatable:
+        raise ValueError("@tool: retries needs pure=True or idempotent=True; other tools are never retried")
 
-    def make(function: Callable[..., Any]) -> FunctionTool:
+    def wrap(function: Callable[..., Any]) -> FunctionTool:
         if isinstance(function, staticmethod):  # which hides that its function is async
             function = function.__func__
-        called = name or function.__name__
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", called):
-            raise ValueError(
-                f"a tool's name has 1 to 64 letters, digits, _ or -, unlike {called!r}; set name="
-            )
+        tool_name = name or function.__name__
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", tool_name):
+            raise ValueError(f"invalid tool name {tool_name!r}: set name= to 1 to 64 letters, digits, _ or -")
         is_method = _takes_self(function)
-        model = arguments_model(function, called, skip_first=is_method)
+        model = arguments_model(function, tool_name, skip_first=is_method)
         text = description_of(function) if description is None else description
-        full = dataclasses.replace(chosen, ordered=is_method if ordered is None else ordered)
-        return FunctionTool(function, ToolSpec(called, text, parameters_schema(model)), full, model)
+        tool_options = dataclasses.replace(base_options, ordered=is_method if ordered is None else ordered)
+        spec = ToolSpec(tool_name, text, parameters_schema(model))
+        return FunctionTool(function, spec, tool_options, model)
 
-    return make if function is None else make(function)
+    return wrap if function is None else wrap(function)
 
 
 def _takes_self(function: Callable[..., Any]) -> bool:
-    """Tell methods by a first parameter called self: inside a class body nothing else shows it."""
+    """Return whether the first parameter is called self: inside a class body, nothing else identifies a method."""
     return next(iter(inspect.signature(function).parameters), None) == "self"

@@ -1,4 +1,4 @@
-"""One executor runs every call: checked, bounded in time and size, answered in call order."""
+"""The executor of tool calls: validates arguments, bounds time and output size, returns results in call order."""
 
 from __future__ import annotations
 
@@ -29,26 +29,24 @@ from TrainingFactory.tools.schema import schema_problems, validator_of
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 log = logging.getLogger(__name__)
-MAX_NAMES = 10
-DEFAULT_OPTIONS, NOTHING = ToolOptions(), contextlib.nullcontext()
+MAX_NAMES = 10  # tools listed in the answer to a call of an unknown tool
+DEFAULT_OPTIONS = ToolOptions()
+NO_LOCK = contextlib.nullcontext()
 _validator = ByIdentity(validator_of)
-_parts: ContextVar[tuple[tuple[AsyncToolExecutor, str], ...]] = ContextVar(
-    "who makes calls of which executor, if no turn", default=()
-)
+_callers: ContextVar[tuple[tuple[AsyncToolExecutor, str], ...]] = ContextVar("non-model callers", default=())
 
 
 @dataclass(slots=True)
 class _Entry:
     tool: Tool
     options: ToolOptions
-    state: ToolState | None  # None: its calls wait for no others
+    state: ToolState | None  # None: calls to the tool wait for no other calls
 
 
 class AsyncToolExecutor:
-    """Answers the calls of one episode, as docs/TOOLS.md says; `attach` makes the `ToolRuntime` (limits, further
-    attempts, cache, recorder) one for all executors of a run. `tools` are tools, sources, and whatever `as_tool` can
-    make one of; without it, all tools of the catalog that need no options. `timeout` is for tools without one of
-    their own."""
+    """Executes the tool calls of one episode (see docs/TOOLS.md). `tools` are tools, tool sources, or objects that
+    `as_tool` accepts; None stands for all catalog tools that need no options. `timeout` in seconds applies to tools
+    that set none. `attach` shares one `ToolRuntime` (limits, retries, cache, recorder) among the executors of a run."""
 
     def __init__(
         self, tools: Sequence[Any] | None = None, timeout: float = 30.0, max_output_chars: int = 100_000
@@ -63,32 +61,32 @@ class AsyncToolExecutor:
         self._key: Hashable = ""
         self._owner: object = None
         self._batches = 0
-        self._made: defaultdict[tuple[str, str], int] = defaultdict(int)
-        for made in map(as_tool, tools):
-            if not isinstance(made, FunctionTool) and isinstance(made, ToolSource):
-                self._sessions.append(made.session())  # which holds nothing before its first call
+        self._repeats: defaultdict[tuple[str, str], int] = defaultdict(int)
+        for tool_or_source in map(as_tool, tools):
+            if not isinstance(tool_or_source, FunctionTool) and isinstance(tool_or_source, ToolSource):
+                self._sessions.append(tool_or_source.session())  # allocates nothing before its first call
                 self.tools += self._sessions[-1].tools
             else:
-                self.tools.append(made)
+                self.tools.append(tool_or_source)
         names = [tool.spec.name for tool in self.tools]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(
-                f"two tools have the same name: {', '.join(twice)}; rename one with @tool(name=...), or with "
-                '"tfactory": {"prefix": true} of an MCP server'
+                f"two tools have the same name: {', '.join(duplicates)}; rename one with @tool(name=...), or set "
+                '"tfactory": {"prefix": true} for an MCP server'
             )
         self._entries = _with_states(self.tools)
 
     @cached_property
     def _runtime(self) -> ToolRuntime:
-        return ToolRuntime()  # of its own, unless it is attached to another
+        return ToolRuntime()  # private, unless `attach` has set a shared one
 
     def attach(
         self, runtime: ToolRuntime, key: Hashable, task: str | None = None, owner: object = None
     ) -> None:
-        """Share `runtime` with the other executors of a run; before the first call. `key` names the episode in a
-        recording. Stateful tools of this process share cached results among episodes of one `task` only; None stands
-        for "no other episode". `owner` is the environment, whose own methods are run again in a replay."""
-        assert self._batches == 0, "attach comes before the first call"
+        """Share `runtime` with the other executors of a run. Call this before the first tool call. `key` identifies
+        the episode in a recording. Stateful tools of this process share cached results only among episodes of the same
+        `task`; None: with no other episode. `owner` is the environment, whose own methods a replay runs again."""
+        assert self._batches == 0, "attach must be called before the first tool call"
         self._runtime = runtime
         self._key, self._owner = key, owner
         if runtime.cache is not None:
@@ -100,113 +98,115 @@ class AsyncToolExecutor:
         return bool(self._sessions)
 
     async def close(self) -> None:
-        """Close the sessions of this episode; again do nothing."""
+        """Close the sessions of this episode. Later calls do nothing."""
         sessions, self._sessions = self._sessions, []
         await asyncio.gather(*(session.close() for session in sessions), return_exceptions=True)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Mark the calls made inside as no turn of the model. They may come in any order, so a recording knows them by
-        this name, the tool and its arguments."""
-        token = _parts.set((*_parts.get(), (self, name)))
+        """Mark the calls inside as made by `name`, such as a reward, not by the model. Their order may vary, so a
+        recording identifies them by this name, the tool and the arguments."""
+        token = _callers.set((*_callers.get(), (self, name)))
         try:
             yield
         finally:
-            _parts.reset(token)
+            _callers.reset(token)
 
     async def batch_execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        places = self._places(calls)
+        positions = self._positions(calls)
         if len(calls) == 1:  # without the cost of a task
-            return [await self._execute(calls[0], places[0])]
-        # Exceptions are collected, so that a ToolFailure of one call leaves no other call running unseen. The tasks
-        # start in call order and take their turns in groups before they wait for anything.
-        running = map(self._execute, calls, places)
+            return [await self._execute(calls[0], positions[0])]
+        # Exceptions are collected, so that a ToolFailure of one call leaves no other call running unobserved. Tasks
+        # start in call order and queue for their shared state before their first await, so that order is kept.
+        running = map(self._execute, calls, positions)
         results = await asyncio.gather(*running, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
         return results  # type: ignore[return-value]
 
-    def _places(self, calls: Sequence[ToolCall]) -> list[Place]:
-        part = [None, *(name for executor, name in _parts.get() if executor is self)][-1]
-        if part is None:
+    def _positions(self, calls: Sequence[ToolCall]) -> list[Place]:
+        caller = [None, *(name for executor, name in _callers.get() if executor is self)][-1]
+        if caller is None:
             self._batches += 1
             return [Place(self._key, self._batches - 1, index) for index in range(len(calls))]
-        places = []
+        positions = []
         for call in calls:
             try:
                 arguments = json.dumps(call.arguments, sort_keys=True, default=str)
-            except (TypeError, ValueError, RecursionError):  # only Python code can make such ones
+            except (TypeError, ValueError, RecursionError):  # only Python code can pass such arguments
                 arguments = ""
             name = digest(call.name, arguments)[:16]
-            places.append(Place(self._key, part, f"{name}#{self._made[part, name]}"))
-            self._made[part, name] += 1
-        return places
+            positions.append(Place(self._key, caller, f"{name}#{self._repeats[caller, name]}"))
+            self._repeats[caller, name] += 1
+        return positions
 
-    async def _execute(self, call: ToolCall, place: Place) -> ToolResult:
+    async def _execute(self, call: ToolCall, position: Place) -> ToolResult:
         recorder = self._runtime.recorder
         if recorder is None:
-            return await self._answer(call)
-        token = _parts.set((*_parts.get(), (self, f"inside {place.batch}/{place.index}")))  # as `part` does
+            return await self._run_call(call)
+        # As `part` does, for calls that the tool itself makes.
+        token = _callers.set((*_callers.get(), (self, f"inside {position.batch}/{position.index}")))
         try:
             try:
-                result = recorder.replay(place, call)
-            except BrokenOff:  # whoever gave it up waits as long again, and gives it up again
+                result = recorder.replay(position, call)
+            except BrokenOff:  # wait for ever: the caller cancels the call again, after the same time
                 result = await asyncio.get_running_loop().create_future()
             if result is None:
-                result = await self._answer(call)
+                result = await self._run_call(call)
             else:
-                await self._replayed(recorder, place, call, result)
+                await self._apply_replayed(recorder, position, call, result)
         except ToolFailure as failure:
-            recorder.record(place, call, failure)
+            recorder.record(position, call, failure)
             raise
         except asyncio.CancelledError:
-            recorder.record(place, call, BrokenOff())
+            recorder.record(position, call, BrokenOff())
             raise
         finally:
-            _parts.reset(token)
-        recorder.record(place, call, result)
+            _callers.reset(token)
+        recorder.record(position, call, result)
         return result
 
-    async def _replayed(self, recorder: Recorder, place: Place, call: ToolCall, result: ToolResult) -> None:
-        """Run methods of the environment again for what they leave on it, which a reward may look at. Only count all
-        others."""
+    async def _apply_replayed(
+        self, recorder: Recorder, position: Place, call: ToolCall, result: ToolResult
+    ) -> None:
+        """Run environment methods again for their side effects, which a reward may read. Only count other calls."""
         entry = self._entries.get(call.name)
-        if entry is None or not self._runs_again(entry) or result.error in ("timeout", "unavailable"):
+        if entry is None or not self._reruns_in_replay(entry) or result.error in ("timeout", "unavailable"):
             self._runtime.metrics.answered(None if entry is None else call.name, result, self._key)
             return
         state = entry.state or ToolState("")
-        if result.cached:  # it was not run; the next one that is may need what it leaves
+        if result.cached:  # the recorded run skipped it too; a later call may need its side effects
             self._runtime.metrics.answered(call.name, result, self._key)
-            state.skip(self._pending(entry, call.arguments), result.content)
+            state.skip(self._pending_call(entry, call.arguments), result.content)
             return
         async with state.turn():
             try:
                 await state.catch_up()
-                made = await self._answer(call)
+                rerun = await self._run_call(call)
             except ToolFailure as failure:
-                made = failure
-        recorder.compare(place, call, result, made)
+                rerun = failure
+        recorder.compare(position, call, result, rerun)
 
-    def _runs_again(self, entry: _Entry) -> bool:
+    def _reruns_in_replay(self, entry: _Entry) -> bool:
         bound_to = getattr(getattr(entry.tool, "function", None), "__self__", None)
         return bound_to is not None and bound_to is self._owner and not entry.options.pure
 
-    async def _answer(self, call: ToolCall) -> ToolResult:
+    async def _run_call(self, call: ToolCall) -> ToolResult:
         entry = self._entries.get(call.name)
         if call.error is not None or entry is None:
-            result = self._refused(call)
+            result = self._rejected(call)
             self._runtime.metrics.answered(None, result, self._key)
             return result
-        async with NOTHING if entry.state is None else entry.state.turn():
+        async with NO_LOCK if entry.state is None else entry.state.turn():
             metrics = self._runtime.metrics
             started = metrics.began(call.name)
             result: ToolResult | None = None
             try:
-                wrong = self._wrong(entry.tool.spec, call.arguments)
-                pending = self._pending(entry, call.arguments)
-                if wrong is not None:
-                    result = wrong
+                invalid = self._invalid_arguments(entry.tool.spec, call.arguments)
+                pending = self._pending_call(entry, call.arguments)
+                if invalid is not None:
+                    result = invalid
                 elif self._cache is not None:
                     result = await self._cache.obtain(pending)
                 else:
@@ -214,48 +214,49 @@ class AsyncToolExecutor:
             finally:
                 metrics.finished(call.name, started, result, self._key)
         assert result is not None
-        result.id, result.seconds = call.id, time.perf_counter() - started  # it is a copy, and only ours
+        result.id = call.id  # safe to change: nobody else holds this copy
+        result.seconds = time.perf_counter() - started
         return result
 
-    def _refused(self, call: ToolCall) -> ToolResult:
+    def _rejected(self, call: ToolCall) -> ToolResult:
         if call.error is not None:
             return ToolResult(call.error, ok=False, error="malformed", id=call.id)
         if not self._entries:
             text = "There are no tools here; answer in plain text."
         else:
-            near = difflib.get_close_matches(call.name[:100], self._entries, n=MAX_NAMES, cutoff=0.0)
-            text = f"There is no tool named {call.name[:60]!r}. The tools are: {', '.join(near)}."
+            closest = difflib.get_close_matches(call.name[:100], self._entries, n=MAX_NAMES, cutoff=0.0)
+            text = f"There is no tool named {call.name[:60]!r}. The tools are: {', '.join(closest)}."
         return ToolResult(text, ok=False, error="unknown", id=call.id)
 
-    def _wrong(self, spec: ToolSpec, arguments: dict[str, Any]) -> ToolResult | None:
+    def _invalid_arguments(self, spec: ToolSpec, arguments: dict[str, Any]) -> ToolResult | None:
         try:
             problems = schema_problems(spec, _validator(spec.parameters), arguments)
-        except Exception as error:  # a schema that is none, arguments nested beyond reason
-            log.info("arguments of tool %s cannot be checked", spec.name, exc_info=True)
+        except Exception as error:  # an invalid schema, or arguments nested too deeply
+            log.info("cannot validate the arguments of tool %s", spec.name, exc_info=True)
             return ToolResult(f"{spec.name} failed: {describe(error)}", ok=False, error="exception")
         return None if problems is None else ToolResult(problems, ok=False, error="schema")
 
-    def _pending(self, entry: _Entry, arguments: dict[str, Any]) -> PendingCall:
-        runtime, options, limit = self._runtime, entry.options, self.max_output_chars
-        timeout = options.timeout or self.timeout
-        seconds = max(runtime.deadline, timeout)
+    def _pending_call(self, entry: _Entry, arguments: dict[str, Any]) -> PendingCall:
+        runtime = self._runtime
+        timeout = entry.options.timeout or self.timeout
+        limits = (timeout, max(runtime.deadline, timeout), self.max_output_chars)
         return PendingCall(
-            entry.tool, options, arguments, entry.state, timeout, seconds, limit, runtime.call, self._key
+            entry.tool, entry.options, arguments, entry.state, *limits, runtime.call, self._key
         )
 
 
 def _with_states(tools: Sequence[Tool]) -> dict[str, _Entry]:
-    """Return the tools by name, each with the state that it shares."""
-    options: list[ToolOptions] = [getattr(tool, "options", DEFAULT_OPTIONS) for tool in tools]
-    stateful = {chosen.server for chosen in options if chosen.stateful}
+    """Return the tools by name, each with its options and the state that it shares."""
+    all_options: list[ToolOptions] = [getattr(tool, "options", DEFAULT_OPTIONS) for tool in tools]
+    stateful_servers = {options.server for options in all_options if options.stateful}
     states: dict[str, ToolState] = {}
     entries: dict[str, _Entry] = {}
-    for tool, chosen in zip(tools, options, strict=True):
-        # On a server with state any tool that is not pure may change it.
-        touches = bool(chosen.server) and chosen.server in stateful and not chosen.pure
+    for tool, options in zip(tools, all_options, strict=True):
+        # On a stateful server, every tool that is not pure may change the state.
+        may_change_state = bool(options.server) and options.server in stateful_servers and not options.pure
         state = None
-        if chosen.ordered or chosen.stateful or touches:
-            state = states.setdefault(chosen.server, ToolState(chosen.server))
-            state.stateful |= chosen.stateful
-        entries[tool.spec.name] = _Entry(tool, chosen, state)
+        if options.ordered or options.stateful or may_change_state:
+            state = states.setdefault(options.server, ToolState(options.server))
+            state.stateful |= options.stateful
+        entries[tool.spec.name] = _Entry(tool, options, state)
     return entries

@@ -1,4 +1,4 @@
-"""Names for calls and tools that say what they are: equal in every process, other when anything differs."""
+"""Fingerprints of tools and tool calls: equal in every process, and different if anything about them differs."""
 
 from __future__ import annotations
 
@@ -12,46 +12,47 @@ from TrainingFactory.protocols import Tool
 from TrainingFactory.tools.options import ToolOptions
 
 T = TypeVar("T")
-MAX_KNOWN = 1000
-_FORMAT = "1"  # of the names; a new one makes all that is cached old
+MAX_CACHED = 1000
+_FORMAT = "1"  # of the fingerprints; changing it invalidates all cached results
 
 
 class ByIdentity(Generic[T]):
-    """Computes `make(thing)` once per object, which need not be hashable."""
+    """Memoizes `compute` by object identity, so that the objects need not be hashable."""
 
-    def __init__(self, make: Callable[[Any], T]) -> None:
-        self._make = make
-        self._known: dict[int, tuple[Any, T]] = {}
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+        self._cache: dict[int, tuple[Any, T]] = {}
 
-    def __call__(self, thing: Any) -> T:
-        known = self._known.get(id(thing))
-        if known is None or known[0] is not thing:  # an id may be used again
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            known = self._known[id(thing)] = (thing, self._make(thing))
-        return known[1]
+    def __call__(self, obj: Any) -> T:
+        entry = self._cache.get(id(obj))
+        if entry is None or entry[0] is not obj:  # Python may reuse an id
+            if len(self._cache) >= MAX_CACHED:
+                self._cache.clear()
+            entry = self._cache[id(obj)] = (obj, self._compute(obj))
+        return entry[1]
 
 
 def call_name(tool: Tool, options: ToolOptions, arguments: dict[str, Any]) -> str | None:
-    """Name a call, whoever makes it, by server, tool, version, schema, code and arguments; None where these are no
-    JSON, which only Python code can make."""
+    """Return a fingerprint of a call: server, tool, version, schema, code and arguments, whoever the caller is. None if
+    the arguments are not JSON, which only Python code can pass."""
     try:
         text = json.dumps(arguments, sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError):
         return None
-    answering: Any = inspect.unwrap(tool)  # type: ignore[arg-type]  # a function, or an object with `run`
-    code = _source(_code_of(answering) or _code_of(getattr(answering, "run", None)))
+    implementation: Any = inspect.unwrap(tool)  # type: ignore[arg-type]  # a function, or an object with `run`
+    code = _source(_code_of(implementation) or _code_of(getattr(implementation, "run", None)))
     schema = _schema_text(tool.spec.parameters)
     return digest(options.server, tool.spec.name, options.version, schema, code, text)
 
 
-def definition(thing: Any) -> str:
-    """Name an object by the text of its methods and by its plain attributes; of other attributes the type counts."""
-    cls, attributes = type(thing), dict[str, Any]()
+def definition(obj: Any) -> str:
+    """Return a fingerprint of an object: the source of its methods, its JSON attributes, the types of the others."""
+    cls = type(obj)
+    attributes: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         attributes |= {name: value for name, value in vars(base).items() if name != "__dict__"}
     methods = {name: _source(_code_of(value)) for name, value in attributes.items() if _code_of(value)}
-    attributes |= getattr(thing, "__dict__", {})
+    attributes |= getattr(obj, "__dict__", {})
     plain = {name: value for name, value in attributes.items() if not name.startswith("__")} | methods
     try:
         text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__qualname__)
@@ -61,7 +62,7 @@ def definition(thing: Any) -> str:
 
 
 def digest(*parts: str) -> str:
-    """Return one name for several texts; no two lists of texts share one."""
+    """Return a hash of several texts that also depends on where one text ends and the next begins."""
     return hashlib.blake2b(json.dumps([_FORMAT, *parts]).encode(), digest_size=20).hexdigest()
 
 
@@ -71,7 +72,7 @@ def _code_of(function: Any) -> Any:
 
 @ByIdentity
 def _source(code: Any) -> str:
-    """Return the text of a function, by its code: Python would parse the whole file for a class."""
+    """Return the source of a function, looked up by its code object: for a class, Python would parse the whole file."""
     try:
         return "" if code is None else inspect.getsource(code)
     except (OSError, TypeError):

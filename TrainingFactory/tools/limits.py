@@ -1,4 +1,4 @@
-"""Keeps calls from overrunning a tool: so many at a time, so many a second, and none while its server is down."""
+"""Limits on calls to a tool: concurrency, rate, and a circuit breaker for servers that are down."""
 
 from __future__ import annotations
 
@@ -8,69 +8,70 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-Clock = Callable[[], float]
+TimeSource = Callable[[], float]
 
 
 class Limits:
-    """Lets in `concurrency` calls at a time and `rate` a second, evenly spaced, first come, first served. Who gives up
-    waiting uses up no slot."""
+    """Admits at most `concurrency` calls at a time and `rate` calls per second, evenly spaced, in order of arrival.
+    None: no limit. A caller that stops waiting uses no slot."""
 
     def __init__(self, concurrency: int | None, rate: float | None) -> None:
         self._concurrency = concurrency or sys.maxsize
-        self._gap = None if rate is None else 1 / rate
+        self._interval = None if rate is None else 1 / rate
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._next = 0.0
+        self._next_start = 0.0
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Wait for a place and hold it."""
-        if self._loop is not (loop := asyncio.get_running_loop()):  # who holds tools over two runs has two
-            self._loop, self._places, self._turn = loop, asyncio.Semaphore(self._concurrency), asyncio.Lock()
-        async with self._places:
-            if self._gap is not None:  # with the place in hand, so that no burst can build up before it
-                async with self._turn:
-                    await asyncio.sleep(max(0.0, self._next - time.monotonic()))
-                    self._next = max(time.monotonic(), self._next) + self._gap
+        """Wait for a slot and hold it."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # tools that outlive a run are used on several event loops
+            self._loop, self._slots, self._pacing = loop, asyncio.Semaphore(self._concurrency), asyncio.Lock()
+        async with self._slots:
+            if self._interval is not None:  # wait while holding the slot, so that no burst builds up
+                async with self._pacing:
+                    await asyncio.sleep(max(0.0, self._next_start - time.monotonic()))
+                    self._next_start = max(time.monotonic(), self._next_start) + self._interval
             yield
 
 
 class CircuitBreaker:
-    """Stops calls to a server that is down: `failures` in a row open it for `pause` seconds; then one call is let in as
-    a probe. Failures of calls that were under way together count as one."""
+    """Rejects calls to a server that is down. After `failures` consecutive failures it opens for `pause` seconds, then
+    admits one call as a probe; a failed probe doubles the pause. Failures of concurrent calls count as one."""
 
     def __init__(
-        self, failures: int = 3, pause: float = 1.0, longest: float = 30.0, clock: Clock = time.monotonic
+        self, failures: int = 3, pause: float = 1.0, longest: float = 30.0, clock: TimeSource = time.monotonic
     ) -> None:
-        self._limit, self._first_pause, self._longest, self._clock = failures, pause, longest, clock
+        self._max_failures, self._first_pause, self._max_pause, self._clock = failures, pause, longest, clock
         self._failures = 0
-        self._incident = 0  # number of the last failure that counted
+        self._incidents = 0  # failures counted so far
         self._pause = pause
-        self._until: float | None = None  # None: closed
+        self._open_until: float | None = None  # None: closed
         self._probing = False
 
     @property
     def is_open(self) -> bool:
-        """Tell whether a call that came now would be turned away."""
-        return self._until is not None and (self._probing or self._clock() < self._until)
+        """Return whether a call would be rejected now."""
+        return self._open_until is not None and (self._probing or self._clock() < self._open_until)
 
     def allow(self) -> int | None:
-        """Return what is to be handed to `ended` after the call; None: it must not be made."""
+        """Return a token to pass to `ended` after the call; None if the call is rejected."""
         if self.is_open:
             return None
-        self._probing = self._until is not None
-        return self._incident
+        self._probing = self._open_until is not None
+        return self._incidents
 
-    def ended(self, begun: int, answered: bool | None) -> None:
-        """Count a call, which the server `answered`, be it with an error; None: the call was broken off."""
+    def ended(self, token: int, answered: bool | None) -> None:
+        """Count a call. `answered`: whether the server responded, even with an error; None: the call was cancelled."""
         if answered:
-            self._failures, self._until, self._pause, self._probing = 0, None, self._first_pause, False
-        elif begun == self._incident:  # else it failed together with others
+            self._failures, self._pause, self._open_until, self._probing = 0, self._first_pause, None, False
+        elif token == self._incidents:  # otherwise a concurrent call has counted this failure already
             was_probe, self._probing = self._probing, False
             if answered is None:
                 return
-            self._incident += 1
+            self._incidents += 1
             self._failures += 1
             if was_probe:
-                self._pause = min(self._pause * 2, self._longest)
-            if was_probe or self._failures >= self._limit:
-                self._until = self._clock() + self._pause
+                self._pause = min(self._pause * 2, self._max_pause)
+            if was_probe or self._failures >= self._max_failures:
+                self._open_until = self._clock() + self._pause

@@ -1,4 +1,4 @@
-"""Tools by name: what a config entry such as {"name": "sql", "options": {"path": "shop.db"}} stands for."""
+"""Creation of tools from config entries such as {"name": "sql", "options": {"path": "shop.db"}}."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ log = logging.getLogger(__name__)
 
 
 def make_tool(entry: str | Mapping[str, Any]) -> Tool | ToolSource:
-    """Make a tool from a name of the catalog, or from {"name": ..., "options": {...}}."""
-    row = {"name": entry} if isinstance(entry, str) else dict(entry)
-    name, options = row.pop("name", None), row.pop("options", None) or {}
-    if not isinstance(name, str) or not isinstance(options, Mapping) or row:
-        raise ValueError(f'a tool is a name or {{"name": ..., "options": {{...}}}}, not {str(entry)[:100]}')
+    """Create a tool from a catalog name, or from {"name": ..., "options": {...}}."""
+    fields = {"name": entry} if isinstance(entry, str) else dict(entry)
+    name = fields.pop("name", None)
+    options = fields.pop("options", None) or {}
+    if not isinstance(name, str) or not isinstance(options, Mapping) or fields:
+        raise ValueError(f'invalid tool {str(entry)[:100]}; expected {{"name": ..., "options": {{...}}}}')
     target = catalog.find("tool", name)
-    if _makes_tools(target):
+    if _is_factory(target):
         return as_tool(make_from(target, options, f"tool {name}"))
     if options:
-        raise ValueError(f"tool {name} takes no options, but {', '.join(options)} was given")
+        raise ValueError(f"tool {name} takes no options; remove {', '.join(options)}")
     return as_tool(target)
 
 
 def tools_without_options() -> list[Tool | ToolSource]:
-    """Make every tool of the catalog that needs no options, for whoever names none, and say which."""
-    made: dict[str, Tool | ToolSource] = {}
+    """Create every catalog tool that needs no options, and log a warning that lists them."""
+    tools: dict[str, Tool | ToolSource] = {}
     for name in (name for name, alias in catalog.names("tool").items() if alias is None):
         with suppress(ValueError):  # it needs options
-            made[name] = make_tool(name)
-    log.warning("no tools are given: the catalog's that need no options are taken (%s)", ", ".join(made))
-    return list(made.values())
+            tools[name] = make_tool(name)
+    log.warning("no tools were passed; using all catalog tools that need no options: %s", ", ".join(tools))
+    return list(tools.values())
 
 
-def _makes_tools(target: Any) -> bool:
-    """Tell a class of tools, or a function whose return type is a tool, from a tool itself: a plain typed function, or
-    a class of qwen_agent's shape."""
+def _is_factory(target: Any) -> bool:
+    """Return whether `target` creates tools: a class of tools, or a function whose return type is a tool. False for a
+    tool itself: a plain typed function, or a class with qwen_agent's interface."""
     if inspect.isclass(target):
         return not hasattr(target, "call")
     hint = getattr(target, "__annotations__", {}).get("return", "") if inspect.isfunction(target) else ""

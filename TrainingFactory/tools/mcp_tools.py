@@ -1,4 +1,4 @@
-"""Tools from MCP servers: the face of `tools/mcp/`."""
+"""Tools from MCP servers: the public interface of `tools/mcp/`."""
 
 from TrainingFactory.tools.mcp.source import MCPTools
 

@@ -1,5 +1,5 @@
-"""Count how the tools of a run are doing: per tool and for all of them together. Counts belong to the episode that
-made the calls, so that a step reports the calls of the episodes that it trains, whenever they were played."""
+"""Metrics of the tool calls of a run, per tool and in total. Counts belong to the episode that made the calls, so a
+training step reports the calls of its own episodes, even if they were sampled earlier."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 from TrainingFactory.types import ToolResult
 
-MAX_TIMES = 4096  # durations kept for the percentiles: those of the latest calls
-MAX_EPISODES = 50_000  # with counts since the last snapshot; the oldest are dropped
-COUNTED = {"schema": "schema_errors", "timeout": "timeouts", "unavailable": "unavailable"}
+MAX_TIMES = 4096  # most recent call durations kept for the percentiles
+MAX_EPISODES = 50_000  # episodes with counts since the last snapshot; the oldest are dropped
+COUNTED = {"schema": "schema_errors", "timeout": "timeouts", "unavailable": "unavailable"}  # error: metric
 NO_TOOL = {"unknown": "unknown", "malformed": "malformed"}  # errors of calls that belong to no tool
-ALL = ""  # stands for all tools together
+ALL = ""  # key of the counts over all tools
 
 
 @dataclass(slots=True)
 class _Counts:
-    """Counts of one tool, or of all together."""
+    """Counts of one tool, or of all tools."""
 
     calls: int = 0
     good: int = 0
@@ -47,125 +47,126 @@ class _Counts:
         self.waited += other.waited
         self.times.extend(other.times)
 
-    def named(self, tool: str) -> dict[str, float]:
-        """Return the metrics by name. Percentiles over nothing are left out, not zero."""
+    def to_metrics(self, tool: str) -> dict[str, float]:
+        """Return the metrics by name. Without durations there are no percentiles, rather than zeros."""
         kinds = COUNTED if tool else COUNTED | NO_TOOL
-        named: dict[str, float] = {name: self.errors[kind] for kind, name in kinds.items()}
-        named |= {"calls": self.calls, "retries": self.retries, "cache_hits": self.cache_hits}
-        named |= {"waited": self.waited, "success": self.good / self.calls}
+        metrics: dict[str, float] = {name: self.errors[kind] for kind, name in kinds.items()}
+        metrics |= {"calls": self.calls, "retries": self.retries, "cache_hits": self.cache_hits}
+        metrics |= {"waited": self.waited, "success": self.good / self.calls}
         if self.times:
             ordered = sorted(self.times)
-            named["p50"], named["p95"] = (ordered[int(len(ordered) * part)] for part in (0.5, 0.95))
-        return {_prefix(tool) + name: value for name, value in named.items()}
+            metrics["p50"] = ordered[int(len(ordered) * 0.5)]
+            metrics["p95"] = ordered[int(len(ordered) * 0.95)]
+        return {_prefix(tool) + name: value for name, value in metrics.items()}
 
 
 @dataclass(slots=True)
 class _Timer:
-    """Measure the seconds in which at least one call of a tool was under way, up to `since`."""
+    """Measures the seconds during which at least one call of a tool was in flight."""
 
-    busy: float = 0.0
+    busy: float = 0.0  # up to `updated`
     running: int = 0
-    since: float = 0.0
+    updated: float = 0.0
 
-    def run(self, change: int, now: float) -> None:
+    def update(self, change: int, now: float) -> None:
         if self.running:
-            self.busy += now - self.since
+            self.busy += now - self.updated
         self.running += change
-        self.since = now
+        self.updated = now
 
     def take(self, now: float) -> float:
-        """Return the seconds since the last time."""
-        self.run(0, now)
+        """Return the busy seconds since the previous `take`."""
+        self.update(0, now)
         busy, self.busy = self.busy, 0.0
         return busy
 
 
 class ToolMetrics:
-    """Hold the counts of each episode until `snapshot` or `drop` takes them, and those of the whole run."""
+    """Holds the counts of every episode until `snapshot` or `drop` removes them, and the totals of the run."""
 
     def __init__(self) -> None:
-        self._since = time.perf_counter()  # the last snapshot
+        self._last_snapshot = time.perf_counter()
         self._timers: defaultdict[str, _Timer] = defaultdict(_Timer)
         self._episodes: dict[Hashable, defaultdict[str, _Counts]] = {}
         self._total: defaultdict[str, _Counts] = defaultdict(_Counts)
 
     def began(self, tool: str) -> float:
-        """Note that a call of the tool is under way; `finished` must follow. Return the time."""
+        """Record that a call of the tool started; `finished` must follow. Return the start time."""
         now = time.perf_counter()
-        self._run_timers(tool, 1, now)
+        self._update_timers(tool, 1, now)
         return now
 
     def finished(
         self, tool: str, started: float, result: ToolResult | None, episode: Hashable = None
     ) -> None:
-        """Count a call; `result` is None where it was broken off."""
+        """Count a call; `result` is None if it was cancelled."""
         now = time.perf_counter()
-        self._run_timers(tool, -1, now)
+        self._update_timers(tool, -1, now)
         if result is not None:
-            made = not result.cached and result.error != "schema"
-            for counts in self._of(episode, ALL, tool):
-                counts.add(result, now - started if made else None)
+            executed = not result.cached and result.error != "schema"
+            for counts in self._counts(episode, ALL, tool):
+                counts.add(result, now - started if executed else None)
 
     def answered(self, tool: str | None, result: ToolResult, episode: Hashable = None) -> None:
-        """Count a call that was answered without any tool: unknown, malformed, or replayed."""
-        for counts in self._of(episode, ALL) if tool is None else self._of(episode, ALL, tool):
+        """Count a call that no tool executed: an unknown tool, a malformed call, or a replayed one."""
+        for counts in self._counts(episode, ALL) if tool is None else self._counts(episode, ALL, tool):
             counts.add(result, None)
 
     def retried(self, tool: str, episode: Hashable = None) -> None:
-        for counts in self._of(episode, ALL, tool):
+        for counts in self._counts(episode, ALL, tool):
             counts.retries += 1
 
     def waited(self, tool: str, seconds: float, episode: Hashable = None) -> None:
-        for counts in self._of(episode, ALL, tool):
+        for counts in self._counts(episode, ALL, tool):
             counts.waited += seconds
 
-    def snapshot(self, wanted: Callable[[Any], bool] = lambda _: True) -> dict[str, float]:
-        """Return the metrics of these episodes, once; those of the others wait. `wall_share` is that of the time since
-        the last snapshot."""
-        counts: defaultdict[str, _Counts] = defaultdict(_Counts)
-        for episode in [each for each in list(self._episodes) if wanted(each)]:
-            for tool, found in self._episodes.pop(episode).items():
-                counts[tool].merge(found)
-        now, since = time.perf_counter(), self._since
-        self._since = now
+    def snapshot(self, selects: Callable[[Any], bool] = lambda _: True) -> dict[str, float]:
+        """Return the metrics of the episodes whose key `selects` accepts, and remove their counts. `wall_share` covers
+        the time since the previous snapshot."""
+        totals: defaultdict[str, _Counts] = defaultdict(_Counts)
+        for episode in [key for key in list(self._episodes) if selects(key)]:
+            for tool, counts in self._episodes.pop(episode).items():
+                totals[tool].merge(counts)
+        now, previous = time.perf_counter(), self._last_snapshot
+        self._last_snapshot = now
         busy = {tool: timer.take(now) for tool, timer in self._timers.items()}
-        return _named(counts) | {
-            f"{_prefix(tool)}wall_share": min(1.0, seconds / (now - since))
+        return _to_metrics(totals) | {
+            f"{_prefix(tool)}wall_share": min(1.0, seconds / (now - previous))
             for tool, seconds in busy.items()
-            if counts[tool].calls and now > since
+            if totals[tool].calls and now > previous
         }
 
-    def drop(self, unwanted: Callable[[Any], bool]) -> None:
-        """Forget the counts of these episodes."""
+    def drop(self, selects: Callable[[Any], bool]) -> None:
+        """Discard the counts of the episodes whose key `selects` accepts."""
         for episode in list(self._episodes):
-            if unwanted(episode):
+            if selects(episode):
                 del self._episodes[episode]
 
     def totals(self) -> dict[str, float]:
         """Return the metrics of the whole run."""
-        return _named(self._total)
+        return _to_metrics(self._total)
 
-    def _of(self, episode: Hashable, *tools: str) -> list[_Counts]:
-        own = self._episodes.get(episode)
-        if own is None:
+    def _counts(self, episode: Hashable, *tools: str) -> list[_Counts]:
+        of_episode = self._episodes.get(episode)
+        if of_episode is None:
             if len(self._episodes) >= MAX_EPISODES:
                 del self._episodes[next(iter(self._episodes))]
-            own = self._episodes[episode] = defaultdict(_Counts)
-        return [counts[tool] for counts in (own, self._total) for tool in tools]
+            of_episode = self._episodes[episode] = defaultdict(_Counts)
+        return [counts[tool] for counts in (of_episode, self._total) for tool in tools]
 
-    def _run_timers(self, tool: str, change: int, now: float) -> None:
+    def _update_timers(self, tool: str, change: int, now: float) -> None:
         for name in (ALL, tool):
-            self._timers[name].run(change, now)
+            self._timers[name].update(change, now)
 
 
 def _prefix(tool: str) -> str:
     return f"tools/{tool}/" if tool else "tools/"
 
 
-def _named(counts: defaultdict[str, _Counts]) -> dict[str, float]:
-    """Return the metrics by name; what was not called is left out."""
-    named: dict[str, float] = {}
+def _to_metrics(counts: defaultdict[str, _Counts]) -> dict[str, float]:
+    """Return the metrics by name, without tools that were not called."""
+    metrics: dict[str, float] = {}
     for tool in (ALL, *filter(None, list(counts))):
         if counts[tool].calls:
-            named |= counts[tool].named(tool)
-    return named
+            metrics |= counts[tool].to_metrics(tool)
+    return metrics

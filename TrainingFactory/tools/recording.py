@@ -1,4 +1,5 @@
-"""Writes down every tool call of a run, and serves the calls again with no tool called, whoever comes first."""
+"""Recording of every tool call of a run, and replay of the results without calling a tool. Both identify a call by its
+position in the episode, so the order in which episodes run does not matter."""
 
 from __future__ import annotations
 
@@ -13,18 +14,17 @@ from TrainingFactory.common.texts import describe, redacted
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 CALLS, SPECS = "tool_calls.jsonl", "tools.json"
-_ROW = ("step", "task", "member", "batch", "call", "tool", "arguments")
-_USUAL = dataclasses.asdict(ToolResult(""))
-_encoded = json.JSONEncoder(default=str).encode  # a reward may call a tool with any Python value
+_FIELDS = ("step", "task", "member", "batch", "call", "tool", "arguments")
+_DEFAULTS = dataclasses.asdict(ToolResult(""))
+_to_json = json.JSONEncoder(default=str).encode  # a reward may call a tool with any Python value
 MAX_SHOWN = 300  # characters of a call in an error text
 REMEDY = (
-    "A replay needs the config, the model, the seed and the code of the recorded run, and "
-    "sampling.deterministic=true in both"
+    "Use the config, model, seed and code of the recorded run, with sampling.deterministic=true in both runs"
 )
 
 
 class EpisodeKey(NamedTuple):
-    """Whose calls they are. `step` is a number in training and a text elsewhere, such as eval-20."""
+    """Identifies an episode of a run. `step` is a number in training and a text elsewhere, such as eval-20."""
 
     step: int | str
     task: str
@@ -32,131 +32,131 @@ class EpisodeKey(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Names a call of a run: fixed by what the model did, whoever comes first."""
+    """Identifies a call of a run by its position in the episode, which does not depend on timing."""
 
-    key: Hashable  # of the episode, as it was given to `attach`
-    # Of a turn: calls of `batch_execute` before this one, and the number in the batch. Of calls that a reward or
-    # another tool makes, which may come in any order: who makes them, and what is called how many times before.
+    key: Hashable  # of the episode, as passed to `attach`
+    # For a turn of the model: the number of earlier `batch_execute` calls, and the index in the batch. For calls by a
+    # reward or another tool, whose order may vary: the caller's name, and "hash of the call#number of repetitions".
     batch: int | str
     index: int | str  # type: ignore[assignment]  # tuples have a method of this name
 
 
 class BrokenOff(Exception):
-    """Says that a call was cancelled: nobody got an answer."""
+    """The recorded call was cancelled, so there is no result."""
 
 
 class NotRecorded(ToolFailure):
-    """Says that a replay was asked for a call that the recording does not have, or made one again with another result.
-    It ends the episode, and then the run."""
+    """The replay called a tool in a way that the recording does not contain, or a rerun call returned another result.
+    Ends the episode, and then the run."""
 
 
 class Recorder:
-    """Serves the calls of the folder `replay`, if there is one; writes calls down once `record_to` says where."""
+    """Replays the tool calls recorded in the folder `replay`, if one is passed, and records calls after `record_to`."""
 
     def __init__(self, replay: Path | None = None) -> None:
         self._target: Path | None = None
-        self._waiting: dict[Place, str] = {}
+        self._uncommitted: dict[Place, str] = {}
         self._replay, self._file = replay, None
-        self._offsets: dict[Place, int] = {}  # where calls stand in the file: only that is kept in memory
-        self._problem: NotRecorded | None = None
+        self._offsets: dict[Place, int] = {}  # in the file: results are read on demand, to save memory
+        self._mismatch: NotRecorded | None = None  # the first one
         if replay is not None:
-            self._file = _opened(replay)
+            self._file = _open_calls(replay)
             offset = 0
             for number, line in enumerate(self._file, 1):
-                if line.endswith(b"\n"):  # else half a line, from a process that was killed
-                    # A step that was broken off and done again is there twice; the last one counts.
-                    self._offsets[_place(line, f"{replay / CALLS}:{number}")] = offset
+                if line.endswith(b"\n"):  # skip a partial last line, left by a killed process
+                    # A step that was interrupted and repeated appears twice; the last one counts.
+                    self._offsets[_position(line, f"{replay / CALLS}:{number}")] = offset
                 offset += len(line)
 
     def record_to(self, folder: Path) -> None:
         self._target = folder / CALLS
-        self._target.touch()  # a run that calls nothing can be replayed too
+        self._target.touch()  # a run without tool calls can be replayed too
 
-    def record(self, place: Place, call: ToolCall, result: ToolResult | ToolFailure | BrokenOff) -> None:
-        """Keep a call until `commit`: of a batch of episodes that is broken off, nothing is to remain."""
+    def record(self, position: Place, call: ToolCall, result: ToolResult | ToolFailure | BrokenOff) -> None:
+        """Buffer a call until `commit`, so that an interrupted batch of episodes leaves nothing in the file."""
         if self._target is not None:
-            self._waiting[place] = _line(place, call, result)
+            self._uncommitted[position] = _line(position, call, result)
 
-    def replay(self, place: Place, call: ToolCall) -> ToolResult | None:
-        """Answer as when it was recorded (a failure of the tools is raised again); None if nothing is replayed."""
+    def replay(self, position: Place, call: ToolCall) -> ToolResult | None:
+        """Return the recorded result, or raise the recorded ToolFailure; None if this run is not a replay."""
         if self._file is None:
             return None
-        offset = self._offsets.get(place)
+        offset = self._offsets.get(position)
         if offset is None:
-            raise self._departure(place, call, "and no such call was recorded")
+            raise self._new_mismatch(position, call, "but no such call was recorded")
         self._file.seek(offset)
         row = json.loads(self._file.readline())
         if row["tool"] != call.name or _canonical(row["arguments"]) != _canonical(call.arguments):
-            recorded = _shown(ToolCall(row["tool"], row["arguments"]))
-            raise self._departure(place, call, f"but what was recorded there is {recorded}")
+            recorded = _call_text(ToolCall(row["tool"], row["arguments"]))
+            raise self._new_mismatch(position, call, f"but the recorded call is {recorded}")
         if "result" not in row:
             raise ToolFailure(row["failure"]) if "failure" in row else BrokenOff
         return ToolResult(**row["result"])
 
     def compare(
-        self, place: Place, call: ToolCall, recorded: ToolResult, made: ToolResult | ToolFailure
+        self, position: Place, call: ToolCall, recorded: ToolResult, rerun: ToolResult | ToolFailure
     ) -> None:
-        """Check a method of the environment, which a replay runs again, against the recording."""
-        said = [
+        """Raise NotRecorded if a method of the environment, which a replay runs again, returned another result."""
+        fields = [
             (result.ok, result.error, result.content, result.attachments)
             if isinstance(result, ToolResult)
             else (False, "failure", str(result), [])
-            for result in (recorded, made)
+            for result in (recorded, rerun)
         ]
-        if said[0] != said[1]:
-            before, now = (_cut(repr(content)) for _, _, content, _ in said)
-            told = f"a method of the environment, which now answers {now}, and what was recorded is {before}"
-            remedy = "such methods are run again, except pure ones: hand in as a tool what answers by chance"
-            raise self._departure(place, call, f"{told}; {remedy}")
+        if fields[0] != fields[1]:
+            before, now = (_cut(repr(content)) for _, _, content, _ in fields)
+            problem = f"a method of the environment that now returns {now}; the recorded result is {before}"
+            remedy = "A replay reruns such methods unless they are pure: make a random one a separate tool"
+            raise self._new_mismatch(position, call, f"{problem}. {remedy}")
 
     def check(self) -> None:
-        """End a run that has left its recording; whoever called the tool may have swallowed the error."""
-        if self._problem is not None:
-            raise ValueError(str(self._problem)) from self._problem
+        """Raise ValueError if the run has left its recording: the caller of a tool may have swallowed the error."""
+        if self._mismatch is not None:
+            raise ValueError(str(self._mismatch)) from self._mismatch
 
-    def commit(self, wanted: Callable[[EpisodeKey], bool] = lambda _: True) -> None:
-        """Append the calls of these episodes since the last time, in the order of their places: equal runs have equal
-        files. Those of others wait on."""
-        # A list first: other episodes may go on recording meanwhile.
-        places = sorted((place for place in list(self._waiting) if wanted(_key(place))), key=_order)
-        lines = [self._waiting.pop(place) for place in places]
+    def commit(self, selects: Callable[[EpisodeKey], bool] = lambda _: True) -> None:
+        """Append the uncommitted calls of the episodes whose key `selects` accepts, sorted by position so that equal
+        runs have equal files. The calls of other episodes stay uncommitted."""
+        # Copied first, because other episodes may record meanwhile.
+        positions = [position for position in list(self._uncommitted) if selects(_key(position))]
+        lines = [self._uncommitted.pop(position) for position in sorted(positions, key=_sort_key)]
         if self._target is not None and lines:
             with self._target.open("a", encoding="utf-8", newline="\n") as file:
                 file.writelines(lines)
 
-    def drop(self, unwanted: Callable[[EpisodeKey], bool]) -> None:
-        """Forget the calls of these episodes, which are not learned from."""
-        for place in list(self._waiting):
-            if unwanted(_key(place)):
-                del self._waiting[place]
+    def drop(self, selects: Callable[[EpisodeKey], bool]) -> None:
+        """Discard the uncommitted calls of the episodes whose key `selects` accepts: they are not trained on."""
+        for position in list(self._uncommitted):
+            if selects(_key(position)):
+                del self._uncommitted[position]
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
-    def _departure(self, place: Place, call: ToolCall, difference: str) -> NotRecorded:
-        step, task, member = _key(place)
-        part = f"turn {place.batch}" if isinstance(place.batch, int) else place.batch
-        where = f"step {step}, task {task}, member {member}, {part}, call {place.index}"
-        text = f"replay of {self._replay}: {where}: the run calls {_shown(call)}, {difference}. {REMEDY}"
-        self._problem = self._problem or NotRecorded(text)
+    def _new_mismatch(self, position: Place, call: ToolCall, difference: str) -> NotRecorded:
+        step, task, member = _key(position)
+        caller = f"turn {position.batch}" if isinstance(position.batch, int) else position.batch
+        where = f"step {step}, task {task}, member {member}, {caller}, call {position.index}"
+        text = f"replay of {self._replay}: {where}: the run calls {_call_text(call)}, {difference}. {REMEDY}"
+        self._mismatch = self._mismatch or NotRecorded(text)
         return NotRecorded(text)
 
 
 def save_specs(folder: Path, specs: Iterable[ToolSpec]) -> None:
-    """Write what the model is told; a run that is replayed reads it instead of asking a server."""
+    """Write the tool specs that the model sees. A replay reads them instead of connecting to servers."""
     rows = redacted([dataclasses.asdict(spec) for spec in specs])
     (folder / SPECS).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 @dataclass(slots=True)
 class RecordedTool:
-    """A tool of a recording: shown to the model; its calls are answered before they get here."""
+    """A tool known only from a recording. The executor replays its calls, so `run` is never reached."""
 
     spec: ToolSpec
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        raise NotRecorded(f"{self.spec.name} is replayed from a recording and cannot be called")
+        raise NotRecorded(f"cannot call {self.spec.name}: it exists only in the recording")
 
 
 def recorded_tools(folder: Path) -> Sequence[RecordedTool]:
@@ -164,56 +164,56 @@ def recorded_tools(folder: Path) -> Sequence[RecordedTool]:
     try:
         return [RecordedTool(ToolSpec(**row)) for row in json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not the list of tools of a recording: {error}") from error
+        raise ValueError(f"{path}: cannot read the tool specs of the recording: {error}") from error
 
 
-def _opened(folder: Path) -> BinaryIO:
+def _open_calls(folder: Path) -> BinaryIO:
     if not (folder / CALLS).is_file() or not (folder / SPECS).is_file():
         raise ValueError(
-            f"{folder} has no recording of tool calls ({CALLS} and {SPECS}); record one with "
+            f"{folder} has no recording of tool calls: {CALLS} or {SPECS} is missing; record one with "
             "logging.record_tools=true"
         )
     return (folder / CALLS).open("rb")
 
 
-def _key(place: Place) -> EpisodeKey:
-    assert isinstance(place.key, EpisodeKey), "rollouts attach their executors with an EpisodeKey"
-    return place.key
+def _key(position: Place) -> EpisodeKey:
+    assert isinstance(position.key, EpisodeKey), "rollouts attach their executors with an EpisodeKey"
+    return position.key
 
 
-def _line(place: Place, call: ToolCall, result: ToolResult | ToolFailure | BrokenOff) -> str:
-    values = (*_key(place), place.batch, place.index, call.name, call.arguments)
-    row: dict[str, Any] = dict(zip(_ROW, values, strict=True))
+def _line(position: Place, call: ToolCall, result: ToolResult | ToolFailure | BrokenOff) -> str:
+    values = (*_key(position), position.batch, position.index, call.name, call.arguments)
+    row: dict[str, Any] = dict(zip(_FIELDS, values, strict=True))
     if isinstance(result, ToolFailure):
         row["failure"] = str(result)
     elif isinstance(result, BrokenOff):
         row["broken_off"] = True
     else:
         row["result"] = {"content": result.content} | {
-            name: value for name, usual in _USUAL.items() if (value := getattr(result, name)) != usual
+            name: value for name, default in _DEFAULTS.items() if (value := getattr(result, name)) != default
         }
-    return _encoded(row) + "\n"
+    return _to_json(row) + "\n"
 
 
-def _place(line: bytes, where: str) -> Place:
-    """Read the place of one line of a recording; ValueError if it is none."""
+def _position(line: bytes, where: str) -> Place:
+    """Return the position of the call in one line of a recording; raise ValueError if the line is invalid."""
     try:
         row = json.loads(line)
         return Place(EpisodeKey(row["step"], row["task"], row["member"]), row["batch"], row["call"])
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{where} is not a recorded call: {describe(error)}") from error
+        raise ValueError(f"{where}: invalid recorded call: {describe(error)}") from error
 
 
-def _order(place: Place) -> tuple[Any, ...]:
-    step, task, member = _key(place)
-    return (str(step), task, member, isinstance(place.batch, str), place.batch, place.index)
+def _sort_key(position: Place) -> tuple[Any, ...]:
+    step, task, member = _key(position)
+    return (str(step), task, member, isinstance(position.batch, str), position.batch, position.index)
 
 
 def _canonical(arguments: Any) -> str:
     return json.dumps(arguments, sort_keys=True, default=str)
 
 
-def _shown(call: ToolCall) -> str:
+def _call_text(call: ToolCall) -> str:
     return _cut(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False, default=str)}")
 
 

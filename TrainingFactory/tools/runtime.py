@@ -1,4 +1,4 @@
-"""Share among all executors of a run how one call is really made: limits, time, further attempts."""
+"""The runtime shared by all executors of a run: executes calls with limits, time-outs and retries."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, at_once, ne
 from TrainingFactory.types import ToolFailure, ToolResult
 
 log = logging.getLogger(__name__)
-_chance = random.Random()  # of our own: the seeded one belongs to training
-# Seconds between attempts: doubled each time, then shortened by chance.
+_jitter = random.Random()  # separate from the global generator, which training seeds
+# Seconds between attempts: exponential back-off with jitter.
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
-# What is raised when no answer came: another attempt may help, and the server may be down. Anything else that a tool
-# raises is its answer. The names are of packages that need not be installed (httpx, aiohttp, anyio, redis, urllib3).
+# Exceptions that mean that no answer arrived: a retry may help, and the server may be down. Any other exception of a
+# tool is its answer. The names belong to packages that need not be installed (httpx, aiohttp, anyio, redis, urllib3).
 LOST = (OSError, EOFError, SelfCancelled, asyncio.CancelledError)
 LOST_NAMES = {
     "ConnectionError", "TimeoutError", "TransportError", "ClientConnectionError", "BrokenResourceError",
     "ClosedResourceError",
 }  # fmt: skip
-# These are about a path, which the model may have written.
+# Errors about a path, which the model may have written.
 NOT_LOST = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 DOWN = "is not available at the moment"
 BUSY = "is in use by others and did not become free in time"
 
 
 class ToolRuntime:
-    """Holds limits per tool, circuit breakers per server, the cache, the recorder and the metrics. `deadline` is the
-    seconds that one call may take in all; a tool's own time-out bounds each attempt, from when the call is let in."""
+    """Holds limits per tool, circuit breakers per server, the cache, the recorder and the metrics. `deadline` bounds
+    the seconds of one call with all its retries; the tool's time-out bounds each attempt, not counting the wait."""
 
     def __init__(
         self, *, cache: ResultCache | None = None, recorder: Recorder | None = None, deadline: float = 240.0
@@ -54,12 +54,12 @@ class ToolRuntime:
 
     @cached_property
     def _secrets(self) -> list[str]:
-        """Return what a tool may know and repeat; at the first call all configs are read that name where keys are."""
+        """Return the secrets to redact in results. Read at the first call, after all configs have been loaded."""
         return environment_secrets()
 
-    def snapshot(self, wanted: Callable[[Any], bool] = lambda _: True) -> dict[str, float]:
-        """Return the metrics of these episodes, for the log of a step; nothing where they called no tool."""
-        if not (metrics := self.metrics.snapshot(wanted)):
+    def snapshot(self, selects: Callable[[Any], bool] = lambda _: True) -> dict[str, float]:
+        """Return the metrics of the episodes whose key `selects` accepts; an empty dict if they called no tool."""
+        if not (metrics := self.metrics.snapshot(selects)):
             return {}
         metrics["tools/circuits_open"] = sum(breaker.is_open for breaker in self._breakers.values())
         if self.cache is not None:
@@ -67,22 +67,23 @@ class ToolRuntime:
         return metrics
 
     def breaker(self, server: str) -> CircuitBreaker | None:
-        """Return the circuit breaker of a server; None for tools of this process, which can fail but not be down."""
+        """Return the circuit breaker of a server; None for tools of this process, which cannot be down."""
         return self._breakers.setdefault(server, CircuitBreaker()) if server else None
 
     async def call(self, call: PendingCall, deadline: float) -> Outcome:
-        """Make the call. `deadline` is a time of `time.monotonic`."""
-        options, breaker = call.options, self.breaker(call.options.server)
+        """Execute the call, with retries. `deadline` is a time of `time.monotonic`."""
+        options = call.options
+        breaker = self.breaker(options.server)
         outcome = await self._attempt(call, deadline)
         for attempt in range(options.retries if options.repeatable else 0):
-            pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE) * _chance.uniform(0.5, 1)
-            late = time.monotonic() + pause >= deadline
-            if not outcome.lost or late or (breaker is not None and breaker.is_open):
+            pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE) * _jitter.uniform(0.5, 1)
+            too_late = time.monotonic() + pause >= deadline
+            if not outcome.lost or too_late or (breaker is not None and breaker.is_open):
                 break
             await asyncio.sleep(pause)
             self.metrics.retried(call.name, call.episode)
             latest = await self._attempt(call, deadline)
-            if not latest.made:  # what the attempt before came to says more
+            if not latest.made:  # the outcome of the previous attempt says more
                 break
             outcome = latest
         result = outcome.result
@@ -91,46 +92,47 @@ class ToolRuntime:
         return outcome
 
     async def _attempt(self, call: PendingCall, deadline: float) -> Outcome:
-        breaker, limits = self.breaker(call.options.server), self._limits_of(call)
+        breaker = self.breaker(call.options.server)
+        limits = self._limits_of(call)
         if breaker is not None and breaker.is_open:
             return _unavailable(call, DOWN)
-        # A tool may have `async def until_ready()`, which waits until a call can begin, for a session say. It comes
-        # before the limits: who has a session would else wait for places that are held by those who have none.
-        ready: Callable[[], Awaitable[None]] | None = getattr(call.tool, "until_ready", None)
-        if limits is None and ready is None:
-            return await self._let_in(call, deadline, breaker)
-        async with AsyncExitStack() as held:
+        # A tool may have `async def until_ready()`, which waits until a call can start, for example for a session. It
+        # precedes the limits: otherwise calls that have a session would wait for slots held by calls that have none.
+        until_ready: Callable[[], Awaitable[None]] | None = getattr(call.tool, "until_ready", None)
+        if limits is None and until_ready is None:
+            return await self._admit(call, deadline, breaker)
+        async with AsyncExitStack() as stack:
             arrived = time.monotonic()
             try:
                 async with asyncio.timeout(deadline - arrived):
-                    if ready is not None:
-                        await ready()
+                    if until_ready is not None:
+                        await until_ready()
                     if limits is not None:
-                        await held.enter_async_context(limits.place())
+                        await stack.enter_async_context(limits.place())
             except TimeoutError:
                 return _unavailable(call, BUSY)
             finally:
                 self.metrics.waited(call.name, time.monotonic() - arrived, call.episode)
-            return await self._let_in(call, deadline, breaker)
+            return await self._admit(call, deadline, breaker)
 
-    async def _let_in(self, call: PendingCall, deadline: float, breaker: CircuitBreaker | None) -> Outcome:
-        left = deadline - time.monotonic()
-        if left <= 0:
+    async def _admit(self, call: PendingCall, deadline: float, breaker: CircuitBreaker | None) -> Outcome:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             return _unavailable(call, BUSY)
         if breaker is None:
-            return await _bounded(call, min(call.timeout, left))
-        begun = breaker.allow()
-        if begun is None:
+            return await _run_with_timeout(call, min(call.timeout, remaining))
+        token = breaker.allow()
+        if token is None:
             return _unavailable(call, DOWN)
         answered: bool | None = None
         try:
-            outcome = await _bounded(call, min(call.timeout, left))
+            outcome = await _run_with_timeout(call, min(call.timeout, remaining))
             answered = not outcome.lost
         except ToolFailure:
             answered = False
             raise
         finally:
-            breaker.ended(begun, answered)
+            breaker.ended(token, answered)
         return outcome
 
     def _limits_of(self, call: PendingCall) -> Limits | None:
@@ -141,15 +143,15 @@ class ToolRuntime:
         return self._limits.setdefault(key, Limits(options.concurrency, options.rate))
 
 
-async def _bounded(call: PendingCall, timeout: float) -> Outcome:
+async def _run_with_timeout(call: PendingCall, timeout: float) -> Outcome:
     try:
-        running = run_tool(call.tool, call.arguments)
+        coroutine = run_tool(call.tool, call.arguments)
         code = getattr(call.tool.function, "__code__", None) if isinstance(call.tool, FunctionTool) else None
-        result = at_once(running) if code and never_waits(code) else await within(timeout, running)
+        result = at_once(coroutine) if code and never_waits(code) else await within(timeout, coroutine)
     except ToolFailure:
         raise
     except OutOfTime:
-        log.info("tool %s was given up after %g s", call.name, timeout)
+        log.info("tool %s was cancelled after %g s", call.name, timeout)
         text = f"{call.name} took longer than {timeout:.3g} s and was stopped"
         return Outcome(ToolResult(text, ok=False, error="timeout"), lost=True)
     except Exception as error:
@@ -160,18 +162,18 @@ async def _bounded(call: PendingCall, timeout: float) -> Outcome:
 
 
 async def run_tool(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
-    """Run it; whatever it raises is an Exception."""
+    """Run a tool; raise SystemExit and exception groups as an Exception."""
     try:
         return as_result(await tool.run(arguments))
     except SystemExit as error:
         raise RuntimeError("it tried to end the program") from error
-    except BaseExceptionGroup as error:  # a dying connection may raise one that is no Exception
+    except BaseExceptionGroup as error:  # a broken connection may raise one that is not an Exception
         kind = ConnectionError if error.subgroup(is_lost) is not None else RuntimeError
         raise kind(describe(error)) from error
 
 
 def is_lost(error: BaseException) -> bool:
-    """Tell whether no answer came: anything else that a tool raises is its answer."""
+    """Return whether the exception means that no answer arrived; any other exception of a tool is its answer."""
     if isinstance(error, LOST):
         return not isinstance(error, NOT_LOST)
     return any(cls.__name__ in LOST_NAMES for cls in type(error).__mro__)

@@ -1,5 +1,5 @@
-"""Blocking code beside the event loop, on daemon threads that are reused and grow in number as needed: in asyncio's own
-pool a few hung tools stop all others, and the interpreter waits for them at exit."""
+"""An unbounded pool of reusable daemon threads for blocking code. In asyncio's own pool, a few hung tools block all
+others, and the interpreter waits for them at exit."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from TrainingFactory.common.event_loop import hand_over
 
 T = TypeVar("T")
 _jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
-# One permit per thread that is about to take a job. Who adds a job takes a permit first, so no job is ever queued
-# behind a thread that hangs.
-_waiting = threading.Semaphore(0)
+# One permit per idle thread. Adding a job acquires a permit or starts a thread, so no job waits behind a hung one.
+_idle = threading.Semaphore(0)
 
 
 async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Return the function's result, computed on a thread. A cancelled wait leaves the thread running."""
+    """Run the function on a thread and return its result. Cancelling the wait does not stop the thread."""
     return await hand_over(_start, function, *args, **kwargs)
 
 
 def _start(job: Callable[[], None]) -> None:
-    if not _waiting.acquire(blocking=False):
+    if not _idle.acquire(blocking=False):
         threading.Thread(target=_work, daemon=True, name="tool").start()
     _jobs.put(job)
 
@@ -32,5 +31,5 @@ def _work() -> None:
     while True:
         job = _jobs.get()
         job()
-        del job  # or what the job holds would live until the next one comes
-        _waiting.release()
+        del job  # otherwise the objects it references stay alive until the next job
+        _idle.release()

@@ -1,4 +1,4 @@
-"""Waiting for foreign code, but not for ever."""
+"""Time-outs for foreign code, which may ignore cancellation."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from types import CodeType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-GRACE_SECONDS = 1.0  # what a cancelled coroutine gets to clean up
+GRACE_SECONDS = 1.0  # for a cancelled coroutine to clean up
 
-_abandoned: set[asyncio.Task[Any]] = set()  # the loop itself keeps only weak references
+_abandoned: set[asyncio.Task[Any]] = set()  # strong references: the event loop keeps only weak ones
 
 
 class OutOfTime(Exception):
-    """The limit was reached. Not a TimeoutError, which foreign code may raise on its own account."""
+    """The time limit was reached. Not a TimeoutError, because foreign code may raise that itself."""
 
 
 class SelfCancelled(Exception):
-    """Foreign code raised CancelledError though nobody had cancelled it (dying connections do that)."""
+    """Foreign code raised CancelledError without having been cancelled, as broken connections do."""
 
 
 class Clock:
-    """Counts seconds, except while it is paused. Pause and resume it on the event loop of those who wait by it."""
+    """A clock that can be paused. Pause and resume it on the event loop of the coroutines that wait by it."""
 
     def __init__(self) -> None:
-        self._paused_seconds = 0.0  # of all pauses that have ended
+        self._paused_seconds = 0.0  # total of all finished pauses
         self._paused_at = 0.0
         self._resumed: asyncio.Future[None] | None = None  # None while the clock runs
 
@@ -49,22 +49,22 @@ class Clock:
         return (time.monotonic() if self._resumed is None else self._paused_at) - self._paused_seconds
 
     def paused_for(self) -> float:
-        """Return how many seconds the current pause has lasted; 0 while the clock runs."""
+        """Return the seconds since the current pause began; 0 while the clock runs."""
         return 0.0 if self._resumed is None else time.monotonic() - self._paused_at
 
     async def wait(self, task: asyncio.Task[Any], seconds: float) -> None:
         """Wait until the task is done, at most `seconds` of this clock."""
         end = self.now() + seconds
-        while not task.done() and (left := end - self.now()) > 0:
+        while not task.done() and (remaining := end - self.now()) > 0:
             if self._resumed is None:
-                await asyncio.wait({task}, timeout=left)
+                await asyncio.wait({task}, timeout=remaining)
             else:
                 await asyncio.wait({task, self._resumed}, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T], clock: Clock | None = None) -> T:
-    """Return the coroutine's result; raise OutOfTime when it takes longer, by `clock` if one is given. Unlike
-    `asyncio.timeout` this also comes back when the coroutine ignores its cancelling: it is then left behind."""
+    """Return the coroutine's result; raise OutOfTime after `seconds` (None: no limit), measured by `clock` if one is
+    passed. Unlike `asyncio.timeout`, this also returns if the coroutine ignores its cancellation; it is abandoned."""
     task = asyncio.create_task(coroutine)
     try:
         if clock is None or seconds is None:
@@ -82,25 +82,25 @@ async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T], clock
     try:
         return task.result()
     finally:
-        # Or what it raises would hold itself, with all that its frames hold, until garbage is collected.
+        # Breaks a reference cycle: an exception holds this frame, which holds the task, which holds the exception.
         del task
 
 
 def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return what `within` would of a coroutine that never waits, which no limit can stop: without a task."""
+    """Run a coroutine that never waits, without a task: no time-out could stop it. Behaves like `within` otherwise."""
     try:
         contextvars.copy_context().run(coroutine.send, None)
-    except StopIteration as ended:
-        return ended.value
+    except StopIteration as stop:
+        return stop.value
     except asyncio.CancelledError:
         raise SelfCancelled("it cancelled itself") from None
-    raise AssertionError("a coroutine that never waits has waited")
+    raise AssertionError("the coroutine waited although its code has no await")
 
 
 @lru_cache(maxsize=1024)
 def never_waits(code: CodeType) -> bool:
-    """Tell whether this is the code of an async function that has no `await` in it."""
-    waits = any(each.opname == "YIELD_VALUE" for each in dis.get_instructions(code))
+    """Return whether this is the code of an async function without `await`."""
+    waits = any(instruction.opname == "YIELD_VALUE" for instruction in dis.get_instructions(code))
     return bool(code.co_flags & inspect.CO_COROUTINE) and not waits
 
 
@@ -114,4 +114,4 @@ async def _stop(task: asyncio.Task[Any]) -> None:
 def _forget(task: asyncio.Task[Any]) -> None:
     _abandoned.discard(task)
     if not task.cancelled():
-        task.exception()  # looked at, so that asyncio does not report it as lost
+        task.exception()  # mark it as retrieved, otherwise asyncio logs a warning

@@ -1,4 +1,4 @@
-"""The cache of tool results: the face of `tools/cache/`."""
+"""The cache of tool results: the public interface of `tools/cache/`."""
 
 from TrainingFactory.tools.cache.cache import ToolCache
 

@@ -125,8 +125,8 @@ def test_a_cache_is_a_file_of_ours(tmp_path: Path):
     own = tmp_path / "rewards.py"
     own.write_text("x = 1\n")
     for cache, says in (
-        (own, "the cache cannot use .*rewards.py: it is no file of ours"),
-        (tmp_path, "the cache cannot use .*: it is no file of ours"),
+        (own, "the cache cannot use .*rewards.py"),
+        (tmp_path, "the cache cannot use "),
     ):
         with pytest.raises(ValueError, match=says):
             model_judge(**JUDGE, cache=cache)

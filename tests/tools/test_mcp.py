@@ -42,9 +42,7 @@ def test_importing_tools_does_not_import_the_sdk() -> None:
 async def test_loading_starts_nothing(started: Started) -> None:
     tools = kit.tiny()
     assert not started()
-    with pytest.raises(
-        ValueError, match=r"the servers tiny were not asked for their tools yet: await open\(\)"
-    ):
+    with pytest.raises(ValueError, match=r"servers tiny .*await open\(\)"):
         tools.session()
 
 
@@ -118,9 +116,9 @@ async def test_secrets_are_hidden_in_results_and_attachments(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("mode", "settings", "told"),
     [
-        ("schema", {}, "server 'tiny': tool bad: properties.x.type is no JSON schema"),
-        ("schema", {}, "leave the tool out with tfactory.tools"),
-        ("outside", {}, "refer to file:///etc/passwd, which is not in them"),
+        ("schema", {}, "server 'tiny': tool bad: properties.x.type is"),
+        ("schema", {}, "tfactory.tools"),
+        ("outside", {}, "refer to file:///etc/passwd"),
         ("", {"tools": ["sai"]}, "server 'tiny' offers no tool 'sai'; did you mean say?"),
         ("", {"pure": ["counts"]}, "server 'tiny' offers no tool 'counts'; did you mean count?"),
     ],
@@ -175,7 +173,7 @@ async def test_structured_answers_are_shown_and_held_to_their_schema() -> None:
         assert await call(tools, "number") == ToolResult('{"n": 3}')
         await call(tools, "say", text="from now on it is wrong")
         result = await call(tools, "number")
-        assert result.error == "exception" and "does not fit the server's own output schema" in result.content
+        assert result.error == "exception" and "output schema" in result.content
 
 
 async def test_the_form_with_one_tool_describes_it_anew() -> None:

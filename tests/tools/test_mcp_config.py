@@ -61,14 +61,14 @@ def test_comments_and_last_commas_are_read_over(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="line 4 column"):
         read_config(path)
     path.write_text("[" * 100_000, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"mcp.json: cannot be read"):
+    with pytest.raises(ValueError, match=r"mcp.json: cannot read"):
         read_config(path)
 
 
 def test_python_is_our_own_where_there_is_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert servers(entry(command="python"))["one"].command == sys.executable
-    assert "there is no program 'ruby'" in wrong(entry(command="ruby"))
+    assert "program 'ruby'" in wrong(entry(command="ruby"))
     other = tmp_path / "python"
     other.write_text("#!/bin/sh\n", encoding="utf-8")
     other.chmod(0o755)
@@ -130,7 +130,7 @@ def test_pydata_is_read_and_never_executed(tmp_path: Path) -> None:
     path.write_text("\n[ # RL-Factory\n {'mcpServers': {'one': {'command': '" + sys.executable + "'}}},\n]\n")
     assert read_config(path)[0][0].command == sys.executable
     path.write_text(f"[open({str(tmp_path / 'made')!r}, 'w')]")
-    with pytest.raises(ValueError, match=r"tools.pydata: cannot be read: malformed node"):
+    with pytest.raises(ValueError, match=r"tools.pydata: .*malformed node"):
         read_config(path)
     assert not (tmp_path / "made").exists()
 
@@ -171,19 +171,19 @@ def seed(**given: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        ({"mcpServers": {}}, "names no servers"),
+        ({"mcpServers": {}}, "no servers"),
         ({"mcpServer": {"one": ECHO}}, "found 'mcpServer'"),
-        ({"mcpServers": []}, 'needs an object of servers by name under "mcpServers"'),
+        ({"mcpServers": []}, 'servers by name under "mcpServers"'),
         ({"mcpServers": {"one": "npx"}}, "must be an object such as"),
-        (one(), "needs a command or a url"),
-        (entry(url="http://h"), "a command or a url, and not both"),
+        (one(), "a command or a url"),
+        (entry(url="http://h"), "either a command or a url"),
         (entry(type="carrier-pigeon"), "type must be one of stdio, http, streamable-http"),
         (entry(type="sse"), "must begin with http://"),
-        (one(url="http://h", type="stdio"), "there is no program ''"),
+        (one(url="http://h", type="stdio"), "program ''"),
         (one(url="ftp://h"), "must begin with http://"),
         (one(comand="x", url="http://h"), "comand is no option of a server; did you mean command?"),
-        (entry(command="no-such-program"), "there is no program 'no-such-program'; install it"),
-        (entry(command="./no/such"), "there is no program './no/such'"),
+        (entry(command="no-such-program"), "program 'no-such-program' not found; install it"),
+        (entry(command="./no/such"), "program './no/such'"),
         (entry(args="-V"), "args must be a valid list"),
         (entry(env=["A=1"]), "env must be a valid dictionary"),
         (entry(envFile=".env"), "envFile is no option of a server"),
@@ -199,7 +199,7 @@ def seed(**given: Any) -> dict[str, Any]:
         (entry(tfactory={"timeout": True}), "tfactory.timeout must be a valid number (got true)"),
         (entry(tfactory={"error_text": "("}), "tfactory.error_text must be a valid regular expression"),
         (entry(tfactory={"stateful": True}), "cannot be stateful"),
-        (one(url="http://h", tfactory={"isolation": "process"}), "not ours to start"),
+        (one(url="http://h", tfactory={"isolation": "process"}), "isolation process needs a command"),
         (seed(name=3), "name must be a valid string"),
         (seed(mcp_server=3), "mcp_server"),
         (seed(parameter={}), "did you mean parameters?"),
@@ -225,7 +225,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None, told: 
     path = tmp_path / "mcp.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"mcp.json: cannot be read: .*{told}"):
+    with pytest.raises(ValueError, match=rf"mcp.json: .*{told}"):
         read_config(path)
 
 

@@ -296,7 +296,7 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFi
     cache.close()
     path.write_bytes(path.read_bytes()[:100] + b"\xff" * 5000)
     cache = ToolCache(path, [lookup])
-    assert "was damaged" in caplog.text and len(list(tmp_path.glob("tools.sqlite.damaged-*"))) == 1
+    assert "damaged" in caplog.text and len(list(tmp_path.glob("tools.sqlite.damaged-*"))) == 1
     assert [asyncio.run(cache.execute_with_cache(call())).cached for _ in range(2)] == [False, True]
     assert len(lookup.calls) == 2 and cache.failures == 0
     cache.close()
@@ -325,7 +325,7 @@ def test_a_store_that_fails_in_mid_run_only_costs_its_hits(
         assert result.ok and not result.cached
         cache.flush()
     other.close()
-    assert cache.failures >= 2 and caplog.text.count("the tool cache fails") == 1
+    assert cache.failures >= 2 and caplog.text.count("tool cache") == 1
     cache.close()
 
 

@@ -178,9 +178,7 @@ def test_a_state_that_cannot_be_restored_ends_the_episode(cache: ToolCache):
     ask(cache, [Lookup(pure=False, stateful=True, server="shop")], call(q=1))
     dead = Lookup(pure=False, stateful=True, server="shop")
     dead.answer = ConnectionError("refused")
-    with pytest.raises(
-        ToolFailure, match="answered from the cache, and shop cannot be brought to that state"
-    ):
+    with pytest.raises(ToolFailure, match=r"answered from the cache, .* on shop"):
         ask(cache, [dead], call(q=1), call(q=2))
 
 
@@ -189,4 +187,4 @@ def test_a_tool_that_is_not_what_it_says_is_told(cache: ToolCache, caplog: pytes
     other = Lookup(pure=False, stateful=True)
     other.answer = ToolResult("something else")
     ask(cache, [other], call(q=1), call(q=2))
-    assert "after equal calls it answered differently" in caplog.text
+    assert "marked stateful, but" in caplog.text

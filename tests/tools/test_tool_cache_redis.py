@@ -94,14 +94,14 @@ def test_a_redis_that_dies_only_costs_its_hits(
     for _ in range(3):
         result = ask(cache, "Bern")
         assert result.ok and not result.cached
-    assert cache.failures >= 3 and caplog.text.count("the tool cache fails") == 1
+    assert cache.failures >= 3 and caplog.text.count("tool cache") == 1
     cache.close()
 
 
 @needs_redis
 def test_a_redis_that_is_not_there_is_told_without_its_password():
     url = f"redis://user:secret@127.0.0.1:{free_port()}/0"
-    with pytest.raises(ValueError, match=r"cannot reach Redis at redis://.*is it running") as caught:
+    with pytest.raises(ValueError, match=r"cannot reach Redis at redis://") as caught:
         ToolCache(url)
     assert "secret" not in str(caught.value)
 

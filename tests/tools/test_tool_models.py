@@ -164,7 +164,7 @@ def test_an_agents_mistakes_are_told_to_it(server: Judge):
 def test_an_agent_that_never_answers_is_ended(server: Judge):
     server.say = lambda prompt, number: called(("calculator", '{"expression": "1"}'))
     result = ask(agent(server, [calculator], max_turns=3))
-    assert not result.ok and result.content == "helper came to no answer within 3 turns"
+    assert not result.ok and "helper" in result.content and "within 3 turns" in result.content
     assert len(server.asked) == 3
 
 

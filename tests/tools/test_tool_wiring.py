@@ -274,7 +274,7 @@ def test_trainers_take_tools_of_every_kind(folder: Path) -> None:
     # the caller's own servers are there again after two runs
     assert execute([servers], ToolCall("left_say", {"text": "x"}))[0].content == "x"
     assert [each.spec.name for each in GRPOTrainer(tools=plain, tasks=tasks).objects.tools] == ["plain"]
-    with pytest.raises(ValueError, match="is no tool"):
+    with pytest.raises(ValueError, match="is not a tool"):
         GRPOTrainer(tools=[3], tasks=tasks)
 
 

@@ -1,4 +1,4 @@
-"""`AgentTool`: an agent as a tool, a model with tools of its own."""
+"""`AgentTool`, a sub-agent as a tool: a model with its own tools."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from TrainingFactory.types import Message, ToolFailure, ToolResult, ToolSpec
 
 @runtime_checkable
 class ChatModel(Protocol):
-    """Answers a conversation with one message; ModelError if it cannot."""
+    """Returns the next message of a conversation; raises ModelError if it cannot."""
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message: ...
 
 
 class AgentTool:
-    """An agent as a tool: `model` (an `Endpoint` or the options of one, or any `ChatModel`) works on the caller's text
-    with `tools` of its own (objects, or entries as in a config) for at most `max_turns` turns; its last message is
-    the result. Every call is a conversation of its own, with sessions of its own for tools that have state."""
+    """A sub-agent as a tool. `model` (an `Endpoint`, the options of one, or any `ChatModel`) works on the caller's
+    prompt with its own `tools` (objects or config entries) for at most `max_turns` turns; its last message is the
+    result. Every call starts a new conversation, with new sessions of stateful tools."""
 
     @validate_call(config=STRICT)
     def __init__(
@@ -48,24 +48,24 @@ class AgentTool:
         concurrency: Count | None = None,
         rate: Positive | None = None,
     ) -> None:
-        assert not isinstance(model, Mapping), "its options have become an Endpoint"
+        assert not isinstance(model, Mapping), "`nested` has converted options to an Endpoint"
         self.model = model
         self.tools: list[Tool | ToolSource] = [
-            make_tool(given) if isinstance(given, str | Mapping) else as_tool(given) for given in tools
+            make_tool(entry) if isinstance(entry, str | Mapping) else as_tool(entry) for entry in tools
         ]
-        self._runtime = ToolRuntime()  # its tools' limits are for all its calls together
+        self._runtime = ToolRuntime()  # one for all calls, so that they share the limits of the tools
         self._calls = count()
         self.system_prompt, self.max_turns, self.tool_timeout = system_prompt, max_turns, tool_timeout
         self.spec = ToolSpec(name, description, PROMPT)
-        own = [_version(given) for given in self.tools]
-        version = digest(definition(model), system_prompt, f"{max_turns}", *own)
-        # Never repeated: what its tools did would be done twice.
+        tool_versions = [_version(tool) for tool in self.tools]
+        version = digest(definition(model), system_prompt, f"{max_turns}", *tool_versions)
+        # Neither pure nor idempotent: a retry would repeat the side effects of the agent's tools.
         self.options = ToolOptions(timeout=timeout, concurrency=concurrency, rate=rate, version=version)
 
     async def open(self) -> None:
-        for each in self.tools:
-            if isinstance(each, ToolSource):
-                await each.open()
+        for tool in self.tools:
+            if isinstance(tool, ToolSource):
+                await tool.open()
 
     def session(self) -> OneTool:
         return OneTool(self)
@@ -77,15 +77,15 @@ class AgentTool:
             return await self._converse(executor, opening(self.system_prompt, arguments["prompt"]))
         except ModelError as error:
             return failed(self.spec.name, error)
-        except ToolFailure as error:  # its tools are gone, not those of the episode
+        except ToolFailure as error:  # the agent's tools failed, not those of the episode
             return failed(self.spec.name, ModelError(str(error), temporary=True))
         finally:
             await executor.close()
 
     async def close(self) -> None:
-        for each in (self.model, *self.tools):
-            if isinstance(each, Endpoint | ToolSource):
-                await each.close()
+        for resource in (self.model, *self.tools):
+            if isinstance(resource, Endpoint | ToolSource):
+                await resource.close()
 
     async def _converse(self, executor: AsyncToolExecutor, messages: list[Message]) -> ToolResult:
         specs = [tool.spec for tool in executor.tools]
@@ -94,19 +94,19 @@ class AgentTool:
             if not message.tool_calls:
                 return ToolResult(message.content)
             for number, call in enumerate(message.tool_calls):
-                call.id = call.id or f"call_{len(messages)}_{number}"  # some endpoints give none
+                call.id = call.id or f"call_{len(messages)}_{number}"  # some endpoints send none
             results = await executor.batch_execute(message.tool_calls)
-            if lost := next((result for result in results if result.error == "unavailable"), None):
-                raise ModelError(lost.content, temporary=True)  # an outage must not shape the answer
+            if outage := next((result for result in results if result.error == "unavailable"), None):
+                raise ModelError(outage.content, temporary=True)  # an outage must not influence the answer
             messages.append(message)
             for call, result in zip(message.tool_calls, results, strict=True):
                 messages.append(Message("tool", result.content, tool_call_id=call.id, name=call.name))
-        text = f"{self.spec.name} came to no answer within {self.max_turns} turns"
+        text = f"{self.spec.name} gave no answer within {self.max_turns} turns"
         return ToolResult(text, ok=False, error="exception")
 
 
-def _version(given: Any) -> str:
-    """Name one of an agent's own tools, for the version of the agent."""
-    if not hasattr(given, "spec"):  # a source of several tools
-        return definition(given)
-    return call_name(given, getattr(given, "options", DEFAULT_OPTIONS), {}) or ""
+def _version(tool: Any) -> str:
+    """Return the fingerprint of one of the agent's tools or tool sources."""
+    if not hasattr(tool, "spec"):  # a source of several tools
+        return definition(tool)
+    return call_name(tool, getattr(tool, "options", DEFAULT_OPTIONS), {}) or ""

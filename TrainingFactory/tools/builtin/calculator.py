@@ -1,4 +1,4 @@
-"""A calculator."""
+"""The `calculator` tool."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from TrainingFactory.tools.decorator import tool
 @tool(pure=True)
 async def calculator(expression: str) -> str:
     """Calculate + - * / and ( )."""
-    # Async although it waits for nothing: arithmetic is too quick to be worth a thread.
+    # Async without await: a thread would cost more than the arithmetic.
     return calculated(expression)

@@ -1,4 +1,4 @@
-"""`ModelTool`: another model as a tool."""
+"""`ModelTool`, another model as a tool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = {
 
 
 class ModelTool:
-    """Another model as a tool: the caller's text goes in under `system_prompt`, its answer comes back."""
+    """Another model as a tool: sends `system_prompt` and the caller's prompt, and returns the model's answer."""
 
     @validate_call(config=STRICT)
     def __init__(
@@ -44,8 +44,8 @@ class ModelTool:
         self.system_prompt = system_prompt
         self.spec = ToolSpec(name, description, PROMPT)
         self.options = ToolOptions(
-            timeout=timeout + 5.0,  # the endpoint's own limit comes first and says more
-            idempotent=True,  # asking twice does no harm
+            timeout=timeout + 5.0,  # so that the endpoint's own time-out comes first: its error says more
+            idempotent=True,  # a repeated request does no harm
             retries=retries,
             concurrency=concurrency,
             rate=rate,
@@ -54,7 +54,7 @@ class ModelTool:
         )
 
     async def open(self) -> None:
-        """Do nothing: the first call connects."""
+        """Do nothing: the first request connects."""
 
     def session(self) -> OneTool:
         return OneTool(self)
@@ -71,17 +71,17 @@ class ModelTool:
 
 
 class OneTool:
-    """The session of a tool that keeps nothing between calls."""
+    """The session of a single tool without state."""
 
     def __init__(self, tool: Tool) -> None:
         self.tools: Sequence[Tool] = [tool]
 
     async def close(self) -> None:
-        """Hold nothing, so close nothing."""
+        """Do nothing: the session holds no resources."""
 
 
 def opening(system_prompt: str, prompt: str) -> list[Message]:
-    """Return the conversation before the model's first turn."""
+    """Return the first messages: the system prompt unless it is empty, then the user's prompt."""
     system = [Message("system", system_prompt)] if system_prompt else []
     return [*system, Message("user", prompt)]
 

@@ -1,4 +1,4 @@
-"""`SearchTool`: BM25 over a user's texts. The index is a SQLite file (FTS5) that is built once and kept."""
+"""`SearchTool`, BM25 search over a user's texts. The index is a SQLite file (FTS5), built once and reused."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
 
-FORMAT = "1"  # of the index; a new one makes all that were built old
+FORMAT = "1"  # of the index; changing it makes every index be rebuilt
 SUFFIXES = (".txt", ".md")
 MAX_TERMS = 64  # of a query
 MAX_RESULTS = 20
-# Chinese, Japanese and Korean have no spaces between words, or words of many endings: single characters and
-# pairs of neighbours are looked up. Elsewhere a word is a run of letters and digits.
+# Chinese, Japanese and Korean have no spaces between words, or words with many endings: single characters and pairs
+# of neighbours are the terms. In other scripts a term is a run of letters and digits.
 _RUNS = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]+)|([^\W_]+)")
 
 
 class SearchTool:
-    """Finds passages in `path`: a JSONL file (one object a line, with `text_field` and, where they exist,
-    `title_field` and `id_field`) or a folder of .txt and .md files. The index is kept in `index_dir`."""
+    """Finds passages in `path`: a JSONL file (one object per line, with `text_field` and optionally `title_field` and
+    `id_field`) or a folder of .txt and .md files. The index is stored in `index_dir`; None: the user's cache folder."""
 
     @validate_call(config=STRICT)
     def __init__(
@@ -51,7 +51,7 @@ class SearchTool:
         self.top_k, self.max_chars = top_k, max_chars
         fields = (text_field, title_field, id_field)
         self.index = ready_index(Path(path), fields, Path(index_dir) if index_dir else _cache_folder(), name)
-        with contextlib.closing(_opened(self.index)) as connection:
+        with contextlib.closing(_open_index(self.index)) as connection:
             self.documents: int = connection.execute("SELECT count(*) FROM documents").fetchone()[0]
             state = connection.execute("SELECT state FROM about").fetchone()[0]
         self.spec = ToolSpec(name, description or "Search documents by keywords.", _parameters(top_k))
@@ -62,24 +62,24 @@ class SearchTool:
         return await in_thread(self._run, arguments["query"], top_k)
 
     def _run(self, query: str, top_k: int) -> ToolResult:
-        found = self.find(query, top_k)
-        if not found:
+        matches = self.find(query, top_k)
+        if not matches:
             return ToolResult("Nothing found; try other words.")
-        shown = []
-        for rank, (document, title, text, _) in enumerate(found, 1):
-            cut = text if len(text) <= self.max_chars else text[: self.max_chars] + " [...]"
+        passages = []
+        for rank, (document, title, text, _) in enumerate(matches, 1):
+            excerpt = text if len(text) <= self.max_chars else text[: self.max_chars] + " [...]"
             head = f"[{rank}] {title} ({document})" if title else f"[{rank}] {document}"
-            shown.append(f"{head}\n{cut}")
-        return ToolResult("\n\n".join(shown))
+            passages.append(f"{head}\n{excerpt}")
+        return ToolResult("\n\n".join(passages))
 
     def find(self, query: str, top_k: int) -> list[tuple[str, str, str, float]]:
-        """Return (id, title, text, BM25 score), best first; equal scores in the order of the data."""
+        """Return (id, title, text, BM25 score) of the best matches, best first; ties in the order of the data."""
         terms = list(dict.fromkeys(words(query)))[:MAX_TERMS]
         if not terms:
             return []
-        # Every term is quoted, so that nothing in it is FTS syntax; any of them may match.
+        # Quoted, so that no term is read as FTS syntax.
         match = " OR ".join(f'"{term}"' for term in terms)
-        with contextlib.closing(_opened(self.index)) as connection:
+        with contextlib.closing(_open_index(self.index)) as connection:
             rows = connection.execute(
                 "SELECT name, title, text, -score FROM documents JOIN (SELECT rowid AS number, bm25(terms) AS score "
                 "FROM terms WHERE terms MATCH ? ORDER BY score, number LIMIT ?) USING (number) "
@@ -90,39 +90,38 @@ class SearchTool:
 
 
 def words(text: str) -> list[str]:
-    """Split a text into what is looked up, in lower case and one form per character. Marks that stand alone, as vowels
-    do in Indian scripts, are left out: they would tear words apart."""
+    """Split a text into search terms, in lower case and NFKC form. Combining marks, such as the vowel signs of Indian
+    scripts, are removed because they would split words."""
     text = unicodedata.normalize("NFKC", text).lower()
     if not text.isascii():
         text = "".join(letter for letter in text if unicodedata.category(letter)[0] != "M")
-    found = []
+    terms = []
     for match in _RUNS.finditer(text):
         run, word = match.groups()
-        found += [word] if word else [*run, *(run[at : at + 2] for at in range(len(run) - 1))]
-    return found
+        terms += [word] if word else [*run, *(run[at : at + 2] for at in range(len(run) - 1))]
+    return terms
 
 
 def ready_index(path: Path, fields: tuple[str, str, str], folder: Path, name: str) -> Path:
-    """Return the index of these data, built if there is none or the data has changed. It is written aside and
-    renamed, so that it is whole whoever else builds it at the same time."""
+    """Return the index of the data; build it if it is missing or the data has changed. It is written to a temporary
+    file and renamed, so that concurrent builds cannot corrupt it."""
     path = path.resolve()
     files = _files(path, name)
-    listed = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
-    state = digest(FORMAT, *fields, json.dumps(listed))
+    stats = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+    state = digest(FORMAT, *fields, json.dumps(stats))
     index = folder / f"{path.stem[:40]}-{digest(str(path), *fields)[:20]}.sqlite"
-    if _state(index) == state:
+    if _read_state(index) == state:
         return index
-    aside = folder / f"{index.stem}.{secrets.token_hex(8)}.part"
+    temporary = folder / f"{index.stem}.{secrets.token_hex(8)}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _build(aside, state, _documents(path, files, fields, name))
-        os.replace(aside, index)
+        _build(temporary, state, _documents(path, files, fields, name))
+        os.replace(temporary, index)
     except (OSError, sqlite3.Error) as error:
-        raise ValueError(
-            f"tool {name}: no index can be built in {folder} ({error}); set index_dir"
-        ) from error
+        message = f"tool {name}: cannot build the index in {folder} ({error}); set another index_dir"
+        raise ValueError(message) from error
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return index
 
 
@@ -145,17 +144,17 @@ def _build(target: Path, state: str, documents: Iterator[tuple[str, str, str]]) 
         connection.execute("COMMIT")
 
 
-def _state(index: Path) -> str | None:
-    """Read of which data it is the index; None if there is none that can be read."""
+def _read_state(index: Path) -> str | None:
+    """Return the digest of the data that the index was built from; None if the index is missing or unreadable."""
     try:
-        with contextlib.closing(_opened(index)) as connection:
+        with contextlib.closing(_open_index(index)) as connection:
             return connection.execute("SELECT state FROM about").fetchone()[0]
     except (sqlite3.Error, TypeError):
         return None
 
 
-def _opened(index: Path) -> sqlite3.Connection:
-    """Open an index for reading; immutable, as files are only ever replaced: no locks, which network disks lack."""
+def _open_index(index: Path) -> sqlite3.Connection:
+    """Open an index read-only. `immutable` avoids locks, which network disks lack; index files are only replaced."""
     return sqlite3.connect(f"{index.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
 
 
@@ -163,19 +162,17 @@ def _files(path: Path, name: str) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ValueError(
-            f"tool {name}: there is no file or folder {path}; set path to a JSONL file or a folder"
-        )
+        raise ValueError(f"tool {name}: no file or folder {path}; set path to a JSONL file or a folder")
     files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not files:
-        raise ValueError(f"tool {name}: the folder {path} has no {' or '.join(SUFFIXES)} files")
+        raise ValueError(f"tool {name}: the folder {path} has no {' or '.join(SUFFIXES)} files; add some")
     return files
 
 
 def _documents(
     path: Path, files: list[Path], fields: tuple[str, str, str], name: str
 ) -> Iterator[tuple[str, str, str]]:
-    """Read (id, title, text) of each document."""
+    """Yield (id, title, text) of every document."""
     if path.is_dir():
         for file in files:
             text = file.read_text(encoding="utf-8", errors="replace")
@@ -194,10 +191,7 @@ def _document(line: str, fields: tuple[str, str, str], number: int, where: str) 
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: not a JSON object: {error}") from error
     if not isinstance(row.get(text_field), str):
-        has = ", ".join(row)
-        raise ValueError(
-            f"{where}: needs a text under {text_field!r}; it has {has}. Set text_field to the right one"
-        )
+        raise ValueError(f"{where}: no text in {text_field!r}; set text_field to one of {', '.join(row)}")
     title, document = row.get(title_field), row.get(id_field)
     return str(number if document is None else document), "" if title is None else str(title), row[text_field]
 

@@ -1,4 +1,4 @@
-"""`SqlTool`: questions to a SQLite file. Read-only unless asked for; then every episode has a copy of its own."""
+"""`SqlTool`, SQL queries on a SQLite file. Read-only by default; with `write`, every episode gets a private copy."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _PARAMETERS = {
 
 
 class SqlTool:
-    """Runs one SQL statement on the SQLite file `path` and shows the rows, as a `Database` does. With `write` every
-    episode works on a private copy. The description lists tables and columns, in `schema_chars` characters."""
+    """Runs one SQL statement per call on the SQLite file `path`; see `Database`. With `write`, every episode works on
+    a private copy. The default description lists tables and columns, in at most `schema_chars` characters."""
 
     @validate_call(config=STRICT)
     def __init__(
@@ -48,11 +48,12 @@ class SqlTool:
         try:
             tables = self.database().tables(schema_chars)
         except ValueError as error:
-            raise ValueError(f"tool {name}: {error}; set path to an existing one") from error
-        can = "statement; reading and writing" if write else "query (read-only)"
-        self.spec = ToolSpec(name, description or f"Run one SQLite {can}. {tables}", _PARAMETERS)
+            raise ValueError(f"tool {name}: {error}; set path to an existing SQLite file") from error
+        allowed = "statement; reading and writing" if write else "query (read-only)"
+        self.spec = ToolSpec(name, description or f"Run one SQLite {allowed}. {tables}", _PARAMETERS)
         self.options = ToolOptions(
-            timeout=timeout + 30.0,  # the statement is stopped before; this is for opening and copying
+            timeout=timeout
+            + 30.0,  # `timeout` stops the statement; the rest is for opening and copying the file
             ordered=write,
             pure=not write,
             stateful=write,
@@ -63,20 +64,20 @@ class SqlTool:
         return SqlSession(self)
 
     async def open(self) -> None:
-        """Do nothing: a session has its own connection."""
+        """Do nothing: every session opens its own connection."""
 
     close = open
 
 
 class SqlSession:
-    """The tool in one episode: a connection of its own."""
+    """The tool of one episode, with its own connection."""
 
     def __init__(self, tool: SqlTool) -> None:
         self.spec, self.options = tool.spec, tool.options
         self.database = tool.database()
 
     @property
-    def tools(self) -> Sequence[Tool]:  # no attribute: an object that holds itself is not freed at once
+    def tools(self) -> Sequence[Tool]:  # a property, because an attribute would be a reference cycle
         return [self]
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
@@ -87,6 +88,6 @@ class SqlSession:
 
 
 def _fingerprint(path: Path, *settings: Any) -> str:
-    """Name the file, its content and the way to show it: what is cached fits nothing else."""
+    """Return a version that changes with the file, its content or the settings, and so invalidates cached results."""
     stats = [file.stat() for file in (path, Path(f"{path}-wal")) if file.exists()]
     return digest(str(path), str([(stat.st_mtime_ns, stat.st_size) for stat in stats]), str(settings))

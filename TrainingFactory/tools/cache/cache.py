@@ -1,4 +1,4 @@
-"""Results of calls that need not be made again: of pure tools, and of stateful ones after equal histories."""
+"""The cache of tool results: of pure tools by their arguments, of stateful tools by the history of calls as well."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolCall, ToolResult
 
 log = logging.getLogger(__name__)
-REST_SECONDS = 5.0  # after an error the store is left alone for so long
-MAX_ENTRY_BYTES = 4 << 20  # a larger result is not kept: reading it back would hold up the event loop
-MAX_WAITING = 10_000  # results not yet written; more are not kept
-MAX_USED = 1000
+REST_SECONDS = 5.0  # the store is not used for this long after an error
+MAX_ENTRY_BYTES = 4 << 20  # larger results are not cached: reading them would block the event loop
+MAX_WAITING = 10_000  # results waiting to be written; further ones are not stored
+MAX_USED = 1000  # uses waiting to be written
 CANCELLED, FAILED = "cancelled", "failed"
 
 
 class ToolCache:
-    """Keeps results in an SQLite file (any number of processes may share it) or, for several machines, in Redis, for
-    `ttl` seconds; without a target in memory. `tools` are those that `execute_with_cache` calls. Whatever goes wrong
-    with the cache itself is counted in `failures` and told once; the call is then simply made."""
+    """Caches results in an SQLite file, which several processes may share, or in Redis for several machines; without a
+    target in memory only. Entries expire after `ttl` seconds (None: never). `tools` are the tools of
+    `execute_with_cache`. Errors of the cache are counted in `failures` and logged once; the call is then executed."""
 
     @validate_call(config=STRICT)
     def __init__(
@@ -54,20 +54,19 @@ class ToolCache:
         self._memory = _Memory(memory_bytes)
         self._flights: dict[str, asyncio.Future[ToolResult | str]] = {}
         self._writer = _Writer(self._store, self._failed)
-        self._rests_until = 0.0
+        self._store_paused_until = 0.0
         self.failures = 0
         self._tools = tools
 
     @cached_property
     def executor(self) -> AsyncToolExecutor:
-        """Return what makes the calls of `execute_with_cache`; without `tools`, of those that need no options."""
-        made = AsyncToolExecutor(tools_without_options() if self._tools is None else self._tools)
-        made.attach(ToolRuntime(cache=self), "")
-        return made
+        """Return the executor of `execute_with_cache`; without `tools`, it has all tools that need no options."""
+        executor = AsyncToolExecutor(tools_without_options() if self._tools is None else self._tools)
+        executor.attach(ToolRuntime(cache=self), "")
+        return executor
 
     async def execute_with_cache(self, call: ToolCall) -> ToolResult:
-        """Return the result of a call to one of `tools`, made only if it is not there yet. All calls made here are
-        those of one episode, as far as stateful tools are concerned."""
+        """Return the cached result of a call to one of `tools`, or execute it. All these calls are one episode."""
         [result] = await self.executor.batch_execute([call])
         return result
 
@@ -78,20 +77,20 @@ class ToolCache:
     async def through(
         self, key: str, run: Callable[[], Awaitable[ToolResult]], deadline: float
     ) -> ToolResult:
-        """Return the result under `key`, else that of `run`, which is kept if it is ok. Of several callers at the same
-        time one runs; if it is cancelled the next one does. Its failure is its own: the others then run themselves."""
+        """Return the cached result of `key`; otherwise await `run()` and cache its result if it is ok. Of concurrent
+        callers only one runs; if it is cancelled, the next one does. If it fails or is late, all others run too."""
         while True:
-            kept = self._memory.get(key)
-            found = (self._hit(key, *kept) if kept else None) or await self._in_store(key)
-            if found is not None:
-                return found
+            in_memory = self._memory.get(key)
+            cached = (self._hit(key, *in_memory) if in_memory else None) or await self._from_store(key)
+            if cached is not None:
+                return cached
             flight = self._flights.get(key)
             if flight is None:
                 return await self._lead(key, run)
             await asyncio.wait({flight}, timeout=max(0.0, deadline - time.monotonic()))
             answer = flight.result() if flight.done() else FAILED
             if isinstance(answer, ToolResult):
-                return _decoded(_encoded(answer))  # its own copy
+                return _decode(_encode(answer))  # a copy
             if answer == FAILED:
                 return await self._run(key, run)
 
@@ -113,146 +112,143 @@ class ToolCache:
     async def _run(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
         result = await run()
         if result.ok:
-            self._keep(key, result)
+            self._put(key, result)
         return result
 
     def flush(self) -> None:
-        """Wait until everything is in the file."""
+        """Wait until all results are written to the store."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is still to be written. What `tools` hold is given back by `cache.executor.close()`."""
+        """Write the remaining results and close the store. `cache.executor.close()` releases the tools."""
         self._writer.close()
         self._store.close()
 
-    async def _in_store(self, key: str) -> ToolResult | None:
-        if time.monotonic() < self._rests_until:
+    async def _from_store(self, key: str) -> ToolResult | None:
+        if time.monotonic() < self._store_paused_until:
             return None
         try:
-            found = self._store.get(key) if self._store.quick else await in_thread(self._store.get, key)
-            if found is None:
+            entry = self._store.get(key) if self._store.quick else await in_thread(self._store.get, key)
+            if entry is None:
                 return None
-            result = self._hit(key, *found)
-        except Exception as error:  # whatever is wrong with the store or with what others have put there
+            result = self._hit(key, *entry)
+        except Exception as error:  # of the store, or of an invalid entry
             self._failed(error)
             return None
         if result is not None:
-            self._memory.put(key, *found)
+            self._memory.put(key, *entry)
         return result
 
-    def _hit(self, key: str, value: str, made: float) -> ToolResult | None:
-        if self._ttl is not None and time.time() - made > self._ttl:
+    def _hit(self, key: str, value: str, created: float) -> ToolResult | None:
+        if self._ttl is not None and time.time() - created > self._ttl:
             return None
         self._writer.used(key)
-        return _decoded(value)
+        return _decode(value)
 
-    def _keep(self, key: str, result: ToolResult) -> None:
+    def _put(self, key: str, result: ToolResult) -> None:
         try:
-            value = _encoded(result)
-        except (TypeError, ValueError):  # attachments that are no JSON
+            value = _encode(result)
+        except (TypeError, ValueError):  # attachments that are not JSON
             return
         if len(value) + len(key) > self._max_entry:
             return
-        made = time.time()
-        self._memory.put(key, value, made)
-        if time.monotonic() >= self._rests_until:
-            self._writer.add(key, value, made)
+        created = time.time()
+        self._memory.put(key, value, created)
+        if time.monotonic() >= self._store_paused_until:
+            self._writer.add(key, value, created)
 
     def _failed(self, error: BaseException) -> None:
         if not self.failures:
-            log.warning("the tool cache fails (%s); calls are made without it", describe(error))
+            log.warning("tool cache error (%s); calls are executed without the cache", describe(error))
         self.failures += 1
-        self._rests_until = time.monotonic() + REST_SECONDS
+        self._store_paused_until = time.monotonic() + REST_SECONDS
 
 
 class EpisodeHistory:
-    """Answers the calls of one episode from the cache, or makes them: pure calls are known by their arguments, stateful
-    ones by the calls before them as well."""
+    """The cache of one episode. Pure calls are cached by fingerprint, stateful calls by all earlier calls as well."""
 
-    def __init__(self, results: ToolCache, scope: str) -> None:
-        self._results, self._scope = results, scope
-        # By server a digest of the calls that it has had, in order; None where nobody knows what it has done.
+    def __init__(self, cache: ToolCache, scope: str) -> None:
+        self._cache, self._scope = cache, scope
+        # Digest of all calls so far, by server; None if the state of the server is unknown.
         self._histories: dict[str, str | None] = {}
-        self._begun: Counter[str] = Counter()
+        self._started: Counter[str] = Counter()
 
     async def obtain(self, call: PendingCall) -> ToolResult:
         deadline = time.monotonic() + call.seconds
         name = call_name(call.tool, call.options, call.arguments)
         if not call.options.pure and call.state is not None and call.state.stateful:
-            return await self._after_others(call, call.state, name, deadline)
+            return await self._obtain_stateful(call, call.state, name, deadline)
 
-        async def make() -> ToolResult:
+        async def execute() -> ToolResult:
             return (await call.make(call, deadline)).result
 
-        return await self._through(name if call.options.pure else None, call, make, deadline)
+        return await self._through(name if call.options.pure else None, call, execute, deadline)
 
-    async def _after_others(
+    async def _obtain_stateful(
         self, call: PendingCall, state: ToolState, name: str | None, deadline: float
     ) -> ToolResult:
-        """Answer a call that depends on the calls before it, or that changes the answers after it."""
+        """Return the result of a call that depends on earlier calls, or that changes the results of later ones."""
         server, lost = state.server, False
 
-        async def make() -> ToolResult:
+        async def execute() -> ToolResult:
             nonlocal lost
             await state.catch_up()
             outcome = await call.make(call, deadline)
             lost = outcome.lost
             return outcome.result
 
-        # Servers begin alike for all; objects of this process, such as an environment, may be made from a task.
+        # Servers start in the same state for all episodes; objects of this process, such as an environment, may not.
         start = digest("start", server, "" if server else self._scope)
         before = self._histories.get(server, start)
-        self._histories[server] = (
-            None  # and stays so where this call raises, or another one comes from inside it
-        )
-        self._begun[server] += 1
-        number = self._begun[server]
+        self._histories[server] = None  # remains None if this call raises or makes further calls
+        self._started[server] += 1
+        number = self._started[server]
         key = digest(before, name) if call.options.stateful and before and name else None
-        result = await self._through(key, call, make, deadline)
+        result = await self._through(key, call, execute, deadline)
         if result.cached:
             state.skip(call, result.content)
-        if lost or before is None or name is None or self._begun[server] != number:
+        if lost or before is None or name is None or self._started[server] != number:
             return result
         if result.error in ("schema", "unavailable"):  # the call never reached the tool
             self._histories[server] = before
         else:
-            # A failure may have reasons of its own, such as time: it is shared with those who failed alike.
+            # A failure may be accidental, so its text is part of the history: only equal failures share results.
             self._histories[server] = digest(before, name if result.ok else digest(name, result.content))
         return result
 
     async def _through(
-        self, key: str | None, call: PendingCall, make: Callable[[], Awaitable[ToolResult]], deadline: float
+        self, key: str | None, call: PendingCall, run: Callable[[], Awaitable[ToolResult]], deadline: float
     ) -> ToolResult:
         if key is None:
-            return await make()
-        # The same call cut to another size is another entry.
-        return await self._results.through(digest(key, str(call.max_output_chars)), make, deadline)
+            return await run()
+        # The output limit is part of the key, because cached results are already cut.
+        return await self._cache.through(digest(key, str(call.max_output_chars)), run, deadline)
 
 
 class _Memory:
-    """The latest results as text: decoding is quick, and nobody can change what others will get."""
+    """The most recently used results, as JSON: decoding is fast, and every caller gets its own copy."""
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._size = limit, 0
+        self._limit, self._size = limit, 0  # characters
         self._entries: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
     def get(self, key: str) -> tuple[str, float] | None:
-        found = self._entries.get(key)
-        if found is not None:
+        entry = self._entries.get(key)
+        if entry is not None:
             self._entries.move_to_end(key)
-        return found
+        return entry
 
-    def put(self, key: str, value: str, made: float) -> None:
+    def put(self, key: str, value: str, created: float) -> None:
         old = self._entries.pop(key, ("", 0.0))
         self._size += len(value) - len(old[0])
-        self._entries[key] = (value, made)
+        self._entries[key] = (value, created)
         while self._size > self._limit:
-            _, (gone, _) = self._entries.popitem(last=False)
-            self._size -= len(gone)
+            _, (evicted, _) = self._entries.popitem(last=False)
+            self._size -= len(evicted)
 
 
 class _Writer:
-    """Writes on a thread of its own, many entries at a time: the event loop never waits for the disk."""
+    """Writes entries to the store in batches, on its own thread, so that the event loop never waits for the disk."""
 
     def __init__(self, store: Store, failed: Callable[[BaseException], None]) -> None:
         self._store, self._failed = store, failed
@@ -260,13 +256,13 @@ class _Writer:
         self._used: dict[str, float] = {}
         self._thread = ThreadPoolExecutor(1, "tool-cache")
 
-    def add(self, key: str, value: str, made: float) -> None:
+    def add(self, key: str, value: str, created: float) -> None:
         if len(self._entries) < MAX_WAITING:
-            self._entries.append((key, value, made))
+            self._entries.append((key, value, created))
             self._thread.submit(self._write)
 
     def used(self, key: str) -> None:
-        """Note a use; written with the next entry, or when there are many."""
+        """Record the time of use for eviction. Written with the next entry, or after `MAX_USED` uses."""
         self._used[key] = time.time()
         if len(self._used) > MAX_USED:
             self._thread.submit(self._write)
@@ -288,10 +284,10 @@ class _Writer:
             self._failed(error)
 
 
-def _encoded(result: ToolResult) -> str:
+def _encode(result: ToolResult) -> str:
     value = {"content": result.content, "attachments": result.attachments}
     return json.dumps(value, ensure_ascii=False)
 
 
-def _decoded(value: str) -> ToolResult:
+def _decode(value: str) -> ToolResult:
     return ToolResult(**json.loads(value), cached=True)

@@ -1,4 +1,4 @@
-"""Which MCP servers there are: every form of config that users have already, read into one."""
+"""Parsing of MCP configs: every format in use is read into a list of `ServerConfig`."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from TrainingFactory.tools.mcp.server_config import OneTool, ServerConfig, serve
 
 _STRING = r'("(?:[^"\\]|\\.)*")'
 _COMMENT = re.compile(rf"{_STRING}|//[^\n]*|/\*.*?\*/", re.DOTALL)
-_LAST_COMMA = re.compile(rf"{_STRING}|,(?=\s*[\]}}])")
+_TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[\]}}])")
 
 
 def read_config(path: str | Path) -> tuple[list[ServerConfig], list[str]]:
-    """Return the servers of a file, and the tools that need none: texts in its list, as RL-Factory writes them. A
-    .pydata file holds a Python literal, which is read and never executed."""
+    """Return the servers of a config file, and the names of catalog tools: strings in its list, as RL-Factory writes
+    them. A .pydata file holds a Python literal, which is parsed and never executed."""
     path = Path(path).expanduser()
-    data = _data(path)
-    names = [each for each in data if isinstance(each, str)] if isinstance(data, list) else []
-    rest = [each for each in data if not isinstance(each, str)] if names else data
-    return parse_config(rest, str(path), path.resolve().parent) if rest or not names else [], names
+    data = _load(path)
+    names = [item for item in data if isinstance(item, str)] if isinstance(data, list) else []
+    entries = [item for item in data if not isinstance(item, str)] if names else data
+    if names and not entries:
+        return [], names
+    return parse_config(entries, str(path), path.resolve().parent), names
 
 
-def _data(path: Path) -> Any:
+def _load(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8-sig")
         return ast.literal_eval(text.strip()) if path.suffix == ".pydata" else parse_json(text)
     except (OSError, ValueError, SyntaxError, RecursionError) as error:
-        raise ValueError(
-            f"{path}: cannot be read: {error}; give the mcpServers file of your servers"
-        ) from None
+        raise ValueError(f"{path}: cannot read the MCP config ({error}); check path and syntax") from None
 
 
 def parse_json(text: str) -> Any:
-    """Read JSON that may have comments and a comma before a closing bracket, as editors write it."""
-    for pattern in (_COMMENT, _LAST_COMMA):  # blanks in their place, so that an error names the right line
-        text = pattern.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
+    """Parse JSON with comments and trailing commas, as editors write it."""
+    for pattern in (_COMMENT, _TRAILING_COMMA):  # replaced by blanks, so that errors name the right line
+        text = pattern.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
     return json.loads(text)
 
 
 def parse_config(data: Any, origin: str, folder: Path) -> list[ServerConfig]:
-    """Do the same for what is read already. Relative paths are looked up from `folder`."""
+    """Return the servers of a loaded config. `origin` names it in errors; relative paths start at `folder`."""
     servers: dict[str, ServerConfig] = {}
     for name, entry, tool in _entries(data, origin):
         server = server_config(name, origin, folder, entry)
@@ -58,26 +58,26 @@ def parse_config(data: Any, origin: str, folder: Path) -> list[ServerConfig]:
         else:
             servers[name] = server
     if not servers:
-        raise ValueError(f'{origin}: names no servers; expected {{"mcpServers": {{"name": {{...}}}}}}')
+        raise ValueError(f'{origin}: no servers; expected {{"mcpServers": {{"name": {{...}}}}}}')
     return list(servers.values())
 
 
 def _entries(data: Any, origin: str) -> Iterator[tuple[str, Any, OneTool | None]]:
-    """Yield name, entry and, in the seeds' form, the one tool, for every server that is not disabled."""
+    """Yield (name, entry, tool) for every enabled server; `tool` is None unless the entry describes a single tool."""
     if isinstance(data, list):
         for item in data:
             yield from _entries(item, origin)
         return
-    keys = data if isinstance(data, dict) else {}
-    if "mcp_server" in keys:
-        yield _seed(keys, origin)
+    config = data if isinstance(data, dict) else {}
+    if "mcp_server" in config:
+        yield _single_tool(config, origin)
         return
-    holder = keys["mcp"] if isinstance(keys.get("mcp"), dict) else keys
-    servers = holder.get("mcpServers", holder.get("servers"))
+    section = config["mcp"] if isinstance(config.get("mcp"), dict) else config
+    servers = section.get("mcpServers", section.get("servers"))
     if not isinstance(servers, dict):
-        found = ", ".join(map(repr, list(keys)[:8])) or type(data).__name__
-        needs = 'needs an object of servers by name under "mcpServers" or "servers", or "mcp_server"'
-        raise ValueError(f"{origin}: {needs}; found {found}")
+        found = ", ".join(map(repr, list(config)[:8])) or type(data).__name__
+        expected = 'expected an object of servers by name under "mcpServers" or "servers", or "mcp_server"'
+        raise ValueError(f"{origin}: {expected}; found {found}")
     for name, entry in servers.items():
         if not isinstance(entry, dict):
             raise ValueError(
@@ -87,8 +87,8 @@ def _entries(data: Any, origin: str) -> Iterator[tuple[str, Any, OneTool | None]
             yield name, entry, None
 
 
-def _seed(data: dict[str, Any], origin: str) -> tuple[str, Any, OneTool]:
-    """Return the server of `{"name", "description", "parameters", "mcp_server"}`, which is one tool described anew."""
+def _single_tool(data: dict[str, Any], origin: str) -> tuple[str, Any, OneTool]:
+    """Read `{"name", "description", "parameters", "mcp_server"}`, which overrides the description of one tool."""
     try:
         tool: OneTool = make_from(OneTool, data, "a tool")
     except OptionError as error:
@@ -105,16 +105,16 @@ def _seed(data: dict[str, Any], origin: str) -> tuple[str, Any, OneTool]:
 
 
 def _add_tool(servers: dict[str, ServerConfig], server: ServerConfig, tool: OneTool) -> None:
-    """Add one tool of a server to that server if it is there already, else the server under the tool's name."""
+    """Add a tool to its server if that is already listed; otherwise add the server under the tool's name."""
     parameters = tool.parameters
-    if parameters and not parameters.keys() & {"type", "properties"}:  # the properties alone
-        needed = [key for key, schema in parameters.items() if "default" not in schema]
-        parameters = {"type": "object", "properties": parameters, "required": needed}
-    if any(tool.name in (known.texts or {}) for known in servers.values()):
+    if parameters and not parameters.keys() & {"type", "properties"}:  # only the properties of a schema
+        required = [key for key, schema in parameters.items() if "default" not in schema]
+        parameters = {"type": "object", "properties": parameters, "required": required}
+    if any(tool.name in (other.texts or {}) for other in servers.values()):
         raise ValueError(f"{server.origin}: two entries describe the tool {tool.name!r}; remove one")
     texts = {tool.name: replace(tool, parameters=parameters)}
-    for name, known in servers.items():
-        if known.texts and replace(known, name=server.name, texts=None) == server:
-            servers[name] = replace(known, texts=known.texts | texts)
+    for name, other in servers.items():
+        if other.texts and replace(other, name=server.name, texts=None) == server:
+            servers[name] = replace(other, texts=other.texts | texts)
             return
     servers[server.name] = replace(server, texts=texts)

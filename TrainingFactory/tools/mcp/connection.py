@@ -1,6 +1,5 @@
-"""One connection to one MCP server; it and `stdio` alone import the SDK (which takes a second: import it where a
-connection is opened). One task enters the SDK's client and waits in it for the end; whatever goes wrong becomes
-`ServerDown`."""
+"""A connection to an MCP server. One task enters the SDK's client and stays in it until the connection ends; every
+error becomes `ServerDown`. Import this module and `stdio` lazily: they import the SDK, which takes a second."""
 
 from __future__ import annotations
 
@@ -28,37 +27,37 @@ from TrainingFactory.tools.mcp.stdio import MAX_MESSAGE_BYTES, TOO_LONG, Noise, 
 from TrainingFactory.tools.schema import check_schema, validator_of
 from TrainingFactory.types import ToolResult, ToolSpec
 
-CLOSE_SECONDS = 8.0  # the patience with a server that ignores its end, and a little more
-CHECK_SECONDS = 30.0  # for a sign of life, or a call's time-out if that is longer: it may be busy with one
+CLOSE_SECONDS = 8.0  # longer than the stdio transport needs to kill a server that does not exit
+CHECK_SECONDS = 30.0  # for a health check; at least the time-out of a call, which may keep the server busy
 MAX_PAGES = 100
-# How the SDK words, as if they were the server's answers, what happened to the connection.
+# Texts of the SDK for connection errors, which it reports like answers of the server.
 SESSION_GONE = "Session terminated"  # an HTTP server that was restarted
-ENDS = {"Connection closed": "it closed the connection", SESSION_GONE: "it no longer knows our session"}
-CUT_OFF = "SSE stream ended without a response"  # this call's stream alone
+ENDS = {"Connection closed": "it closed the connection", SESSION_GONE: "it has dropped the session"}
+CUT_OFF = "SSE stream ended without a response"  # ends one call, not the connection
 HTTP_ERROR = "Server returned an error response"
-LONG = 24 * 3600.0  # an idle stream is no error; calls have time-outs of their own
-_AS_IT_CAME: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
+LONG = 24 * 3600.0  # seconds; an idle stream is no error, and calls have their own time-outs
+_RAW_ANSWER: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
 
-# What the SDK logs is told in our own errors, and what its HTTP client logs has URLs with secrets.
+# Our own errors report what the SDK logs, and the logs of its HTTP client contain URLs with secrets.
 for _name in ("mcp", "httpx2", "httpcore2"):
     logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
 
 
 class Connection:
-    """`on_tools` is told of the list of tools, at first and whenever the server says that it changed."""
+    """One connection. `on_tools` is called with the tool list on connect and on every change."""
 
     def __init__(self, config: ServerConfig, on_tools: Callable[[list[OfferedTool]], None]) -> None:
         self.config = config
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done once it is gone
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done at the end
         self.busy = 0  # calls in flight
-        self.served = False  # a call was answered
+        self.served = False  # whether any call was answered
         self._on_tools = on_tools
-        self._outputs: dict[str, Validator] = {}  # what structured answers must be like, by tool
+        self._outputs: dict[str, Validator] = {}  # of structured results, by tool
         self._client: Client | None = None
         self._noise = Noise()
-        self._reason = ""
+        self._reason = ""  # why the connection ended
         self._has_session = False
-        self._messages = 0  # that came in
+        self._messages = 0  # received so far
         self._checking: asyncio.Task[None] | None = None
         self._relisting: asyncio.Task[None] | None = None
         self._scope = anyio.CancelScope()
@@ -66,16 +65,16 @@ class Connection:
         self._secrets = config.secrets
 
     async def open(self) -> None:
-        """Connect, and list the tools; raise ServerDown with nothing left running."""
+        """Connect and list the tools. Raise ServerDown if that fails, with nothing left running."""
         ready = asyncio.get_running_loop().create_future()
-        self._owner = asyncio.create_task(self._own(ready))
+        self._owner = asyncio.create_task(self._run(ready))
         try:
             await asyncio.shield(ready)
         except asyncio.CancelledError:
             await self.close()
             raise
 
-    async def _own(self, ready: asyncio.Future[None]) -> None:
+    async def _run(self, ready: asyncio.Future[None]) -> None:
         problem: BaseException | None = None
         limit = self.config.settings.connect_timeout
         try:
@@ -86,32 +85,34 @@ class Connection:
                     self._scope.deadline = float("inf")
                     ready.set_result(None)
                     await asyncio.wait({self.lost})
-        except BaseException as error:  # also CancelledError and groups, which the SDK raises when HTTP fails
+        except BaseException as error:  # the SDK also raises CancelledError and exception groups
             problem = error
         self._client = None
         for task in (self._relisting, self._checking):
             if task is not None:
                 task.cancel()
-        reason = f"it did not answer within {limit:g} s" if problem is None else _cause(problem)
+        reason = (
+            f"no answer within {limit:g} s (tfactory.connect_timeout)" if problem is None else _cause(problem)
+        )
         self._lose(reason)
         if not ready.done():
-            self._reason = reason  # it says more than that the connection ended
-            ready.set_exception(self.down("could not be connected", sent=False))
-            ready.exception()  # looked at, in case that nobody waits any more
+            self._reason = reason  # more specific than the reason that `_lose` may have kept
+            ready.set_exception(self.down("failed to connect", sent=False))
+            ready.exception()  # mark it as retrieved, in case `open` no longer waits
 
     async def _enter(self, stack: contextlib.AsyncExitStack) -> None:
         transport = await self._transport(stack)
-        # A session of its own needs the handshake of older protocols: the newest one has no sessions over HTTP.
-        own_session = self.config.settings.isolation != "shared" and self.config.transport != "stdio"
+        # Private sessions need the handshake of older protocols: the newest has no sessions over HTTP.
+        private_session = self.config.settings.isolation != "shared" and self.config.transport != "stdio"
         client = Client(
             self._watched(transport),
-            mode="legacy" if own_session else "auto",
+            mode="legacy" if private_session else "auto",
             cache=None,
-            message_handler=self._notified,
+            message_handler=self._on_message,
         )
         await stack.enter_async_context(client)
-        if own_session and self.config.transport == "http" and not self._has_session:
-            raise ServerDown("it gives out no sessions, which isolation session needs")
+        if private_session and self.config.transport == "http" and not self._has_session:
+            raise ServerDown("it has no sessions, which isolation session needs; write isolation shared")
         await self._list_tools(client)
         self._client = client
         changes = client.server_capabilities.tools
@@ -127,7 +128,7 @@ class Connection:
                 headers=config.headers,
                 timeout=httpx2.Timeout(30.0, read=LONG, pool=LONG),
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
-                event_hooks={"response": [self._saw_response]},
+                event_hooks={"response": [self._on_response]},
             )
             client = await stack.enter_async_context(http)
             return streamable_http_client(
@@ -135,25 +136,25 @@ class Connection:
             )
         return stdio_transport(config, stack.enter_context(self._noise.stderr()))
 
-    # what comes from the server
+    # messages from the server
 
     @contextlib.asynccontextmanager
     async def _watched(self, transport: Any) -> AsyncIterator[Any]:
         async with transport as (reader, writer):
-            ended = partial(self._lose, "it closed the connection")
-            yield _WatchedReader(reader, self._heard, ended), writer
+            on_end = partial(self._lose, "it closed the connection")
+            yield _WatchedReader(reader, self._on_item, on_end), writer
 
-    def _heard(self, item: Any) -> None:
+    def _on_item(self, item: Any) -> None:
         self._messages += 1
         if isinstance(item, ValidationError):
             self._noise.count(item)
 
-    async def _saw_response(self, response: httpx2.Response) -> None:
+    async def _on_response(self, response: httpx2.Response) -> None:
         self._has_session = self._has_session or "mcp-session-id" in response.headers
-        if "event-stream" not in response.headers.get("content-type", ""):  # the SDK bounds events
-            response.stream = _Bounded(response.stream)
+        if "event-stream" not in response.headers.get("content-type", ""):  # the SDK limits events
+            response.stream = _BoundedStream(response.stream)
 
-    async def _notified(self, message: Any) -> None:
+    async def _on_message(self, message: Any) -> None:
         changed = getattr(message, "method", None) == "notifications/tools/list_changed"
         if changed and self._client is not None:
             if self._relisting is not None:
@@ -161,9 +162,8 @@ class Connection:
             self._relisting = asyncio.create_task(self._relist(self._client))
 
     async def _relist(self, client: Client, subscribe: bool = False) -> None:
-        """List the tools again, once or at every change: the newest protocol tells of them only those who
-        subscribe. A connection that dies meanwhile is noticed elsewhere."""
-        with contextlib.suppress(Exception):
+        """List the tools again: once, or at every change: the newest protocol notifies only subscribers."""
+        with contextlib.suppress(Exception):  # a lost connection is detected elsewhere
             if not subscribe:
                 return await self._list_tools(client)
             async with client.listen(tools_list_changed=True) as changes:
@@ -177,14 +177,14 @@ class Connection:
             page = await client.list_tools(cursor=cursor)
             for tool in page.tools:
                 hints = tool.annotations
-                safe = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
+                idempotent = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
                 schemas = dict(tool.input_schema), tool.output_schema
-                tools.append(OfferedTool(tool.name, tool.description or "", *schemas, safe, version))
+                tools.append(OfferedTool(tool.name, tool.description or "", *schemas, idempotent, version))
             if (cursor := page.next_cursor) is None:
                 break
         self._outputs = {}
         for tool in tools:
-            with contextlib.suppress(ValueError):  # a promise that cannot be read holds for nothing
+            with contextlib.suppress(ValueError):  # ignore an invalid output schema
                 if tool.output is not None:
                     check_schema(ToolSpec(tool.name, parameters=tool.output))
                     self._outputs[tool.name] = validator_of(tool.output)
@@ -193,7 +193,7 @@ class Connection:
     # calls
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Return the server's answer; raise ServerDown. Cancelling the call cancels it on the server."""
+        """Return the server's result; raise ServerDown on a lost connection. Cancelling also cancels on the server."""
         client = self._client
         if client is None or self.lost.done():
             raise self.down("is not available", sent=False)
@@ -201,7 +201,7 @@ class Connection:
         try:
             answer = await self._answer(client, name, arguments)
         except MCPError as error:
-            return self._refused(name, error)
+            return self._error_result(name, error)
         except (OSError, httpx2.HTTPError, anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
             self._lose(_cause(error))
             raise self.down("was lost during the call") from None
@@ -211,23 +211,23 @@ class Connection:
             self.busy -= 1
         self.served = True
         if answer.get("resultType") == "input_required":
-            return self._invalid(name, "it asks for input, and nobody is there to give it")
-        promised = None if answer.get("isError") else self._outputs.get(name)
-        if promised is not None and not promised.is_valid(answer.get("structuredContent")):
-            return self._invalid(name, "it does not fit the server's own output schema")
+            return self._invalid(name, "it requests user input, which is not supported")
+        output = None if answer.get("isError") else self._outputs.get(name)
+        if output is not None and not output.is_valid(answer.get("structuredContent")):
+            return self._invalid(name, "it does not match the output schema of the tool")
         return tool_result(answer, self.config.settings.error_text, self._secrets)
 
     async def _answer(self, client: Client, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return what came over the wire. The request is a task of its own: when a connection dies, the SDK may
-        cancel whoever waits, or never wake them."""
+        """Return the raw answer. The request runs in its own task, because the SDK may cancel a waiting task when the
+        connection breaks, or never wake it."""
         request = CallToolRequest(params=CallToolRequestParams(name=name, arguments=arguments))
-        # Not `call_tool`, which builds a model of the answer that we would take apart again.
-        sending = asyncio.create_task(client.session.send_request(request, _AS_IT_CAME))
-        sending.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio reports it
+        # `call_tool` would build a pydantic model of the answer only for us to take it apart again.
+        sending = asyncio.create_task(client.session.send_request(request, _RAW_ANSWER))
+        sending.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio warns
         before = self._messages
         try:
             await asyncio.wait({sending, self.lost}, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # the caller's own wish, mostly because it took too long
+        except asyncio.CancelledError:  # by the caller, usually after a time-out
             sending.cancel()
             if self._messages == before and self._checking is None:
                 self._checking = asyncio.create_task(self._check(client))
@@ -239,7 +239,7 @@ class Connection:
         return sending.result()
 
     async def _check(self, client: Client) -> None:
-        """Give the server up if it was silent for the whole of a call, and gives no sign of life now."""
+        """Drop the connection if the server sent nothing during a whole call and does not answer a request now."""
         before = self._messages
         limit = max(CHECK_SECONDS, self.config.settings.timeout or 0.0)
         with contextlib.suppress(Exception), anyio.move_on_after(limit):
@@ -248,8 +248,8 @@ class Connection:
         if self._messages == before:
             self._lose("it stopped answering")
 
-    def _refused(self, name: str, error: MCPError) -> ToolResult:
-        """Return an error in place of an answer; raise ServerDown where that is how the connection ended."""
+    def _error_result(self, name: str, error: MCPError) -> ToolResult:
+        """Return the server's error as a result; raise ServerDown if the connection ended with it."""
         if error.message in (*ENDS, CUT_OFF):
             if error.message != CUT_OFF:
                 self._lose(_cause(error))
@@ -261,9 +261,9 @@ class Connection:
 
     def _invalid(self, name: str, problem: str) -> ToolResult:
         text = self.config.hide(problem.splitlines()[0][:300])
-        return ToolResult(f"{name} gave an invalid answer: {text}", ok=False, error="exception")
+        return ToolResult(f"{name} returned an invalid answer: {text}", ok=False, error="exception")
 
-    # the end
+    # end of the connection
 
     def _lose(self, reason: str) -> None:
         if not self.lost.done():
@@ -271,27 +271,27 @@ class Connection:
             self.lost.set_result(None)
 
     def down(self, what: str = "was lost", sent: bool = True) -> ServerDown:
-        """Return what happened, as an error to raise or to log."""
+        """Return an error to raise or log that says what happened and why."""
         reason = f": {self._reason}" if self._reason else ""
         text = f"server {self.config.name!r} ({self.config.target}) {what}{reason}{self._noise.story()}"
         return ServerDown(clean(self.config.hide(text)), sent)
 
     async def close(self) -> None:
-        """End the connection, and the process where it is ours; come back when both are gone."""
+        """Close the connection and wait until it has ended, and with it the server's process if we started it."""
         connected = self._client is not None
         self._lose("it was closed")
         if not connected:
             self._scope.cancel()
         if self._owner is not None:
-            # The scope, not the task, is cancelled in the end: the SDK shields its clean-up from scopes only.
+            # If need be, cancel the scope, not the task: the SDK shields its clean-up from scopes only.
             done, _ = await asyncio.wait({self._owner}, timeout=CLOSE_SECONDS)
             if not done:
                 self._scope.cancel()
                 await asyncio.wait({self._owner}, timeout=1.0)
 
 
-class _Bounded(httpx2.AsyncByteStream):
-    """The body of an HTTP response, up to a size; the SDK makes an answer of the error."""
+class _BoundedStream(httpx2.AsyncByteStream):
+    """The body of an HTTP response, with a size limit. The SDK turns the error into an answer."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -309,10 +309,10 @@ class _Bounded(httpx2.AsyncByteStream):
 
 
 class _WatchedReader:
-    """The server's side of a transport; tells of everything that comes from there, and of its end."""
+    """The read stream of a transport, with callbacks for every item and for the end of the stream."""
 
-    def __init__(self, inner: Any, heard: Callable[[Any], None], ended: Callable[[], None]) -> None:
-        self.inner, self.heard, self.ended = inner, heard, ended
+    def __init__(self, inner: Any, on_item: Callable[[Any], None], on_end: Callable[[], None]) -> None:
+        self.inner, self.on_item, self.on_end = inner, on_item, on_end
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -324,9 +324,9 @@ class _WatchedReader:
         try:
             item = await self.inner.__anext__()
         except (StopAsyncIteration, anyio.ClosedResourceError):
-            self.ended()
+            self.on_end()
             raise
-        self.heard(item)
+        self.on_item(item)
         return item
 
     async def __aenter__(self) -> _WatchedReader:
@@ -337,16 +337,16 @@ class _WatchedReader:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the innermost reason, in one line."""
+    """Return the root cause in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, asyncio.CancelledError):
         return "the connection broke"
     if isinstance(error, httpx2.ConnectError):
-        return "nothing answers at that address; is the server running?"
+        return "nothing answers at that address; start the server, or correct its url"
     if isinstance(error, MCPError) and error.message in ENDS:
         return ENDS[error.message]
     if isinstance(error, ServerDown):
         return str(error)
-    first = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first[:200]}".rstrip(": ")
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line[:200]}".rstrip(": ")

@@ -1,4 +1,4 @@
-"""What models are told about the tools of servers: chosen, named, described and marked as the config says."""
+"""Selection, naming, description and options of the server tools that models see, as the config specifies."""
 
 from __future__ import annotations
 
@@ -27,40 +27,38 @@ class OfferedTool:
     name: str
     description: str
     parameters: dict[str, Any]
-    output: dict[str, Any] | None = None  # the schema of structured answers
-    idempotent: bool = False  # by the server's own hints
+    output: dict[str, Any] | None = None  # the schema of structured results
+    idempotent: bool = False  # according to the server's hints
     version: str = ""
 
 
 @dataclass(slots=True)
 class Offer:
-    """One tool as it is offered to models: fixed for the life of its `MCPTools`."""
+    """A tool as models see it; never changes during the life of its `MCPTools`."""
 
-    server: str  # empty for a tool of the catalog that the config names
-    remote_name: str  # what its server calls it
+    server: str  # empty for a catalog tool that the config names
+    remote_name: str  # its name on the server
     spec: ToolSpec
     options: ToolOptions
 
 
 def make_offers(config: ServerConfig, offered: Sequence[OfferedTool]) -> list[Offer]:
-    """Return the tools of one server that the config asks for; raise ValueError where models could not use one."""
+    """Return the tools of one server that the config selects; raise ValueError if one is unusable for models."""
     by_name = {tool.name: tool for tool in offered}
     for name in sorted(name for name, count in Counter(tool.name for tool in offered).items() if count > 1):
-        log.warning(
-            "%s offers several tools called %r; models are told of the last one", config.where, clean(name)
-        )
+        log.warning("%s offers several tools called %r; using the last one", config.where, clean(name))
     texts = config.texts or {}
     settings = config.settings
     lists = (texts, settings.tools, settings.pure, settings.stateful, settings.idempotent)
     for name in [name for names in lists if isinstance(names, list | dict) for name in names]:
         if name not in by_name:
-            near = did_you_mean(nearest(name, by_name)) or f"; there are {', '.join(by_name)}"
-            raise ValueError(f"{config.where} offers no tool {name!r}{near}")
-    chosen = texts or [name for name in by_name if name in (settings.tools or by_name)]
-    return [_offer(config, by_name[name], texts.get(name)) for name in chosen]
+            hint = did_you_mean(nearest(name, by_name)) or f"; its tools are {', '.join(by_name)}"
+            raise ValueError(f"{config.where} offers no tool {name!r}{hint}")
+    selected = texts or [name for name in by_name if name in (settings.tools or by_name)]
+    return [_offer(config, by_name[name], texts.get(name)) for name in selected]
 
 
-def _offer(config: ServerConfig, tool: OfferedTool, text: OneTool | None) -> Offer:
+def _offer(config: ServerConfig, tool: OfferedTool, override: OneTool | None) -> Offer:
     settings = config.settings
     prefix = settings.prefix
     if isinstance(prefix, bool):
@@ -68,16 +66,16 @@ def _offer(config: ServerConfig, tool: OfferedTool, text: OneTool | None) -> Off
     name = prefix + tool.name
     if not re.fullmatch(r"[A-Za-z0-9_./-]{1,128}", name):
         raise ValueError(
-            f"{config.where}: tool {tool.name!r}: its name has characters that models cannot write; leave it out "
-            "with tfactory.tools"
+            f"{config.where}: invalid tool name {name!r}: models can call only names of 1 to 128 letters, digits and "
+            "_ . / -; list the other tools in tfactory.tools"
         )
-    hint = tool.idempotent if settings.idempotent is None else settings.idempotent
+    idempotent = tool.idempotent if settings.idempotent is None else settings.idempotent
     options = ToolOptions(
         timeout=settings.timeout,
-        ordered=settings.isolation != "shared",  # the calls of a turn share the state of the session
+        ordered=settings.isolation != "shared",  # all calls of an episode share the state of its session
         pure=marked(settings.pure, tool.name),
         stateful=marked(settings.stateful, tool.name),
-        idempotent=marked(hint, tool.name),
+        idempotent=marked(idempotent, tool.name),
         retries=settings.retries,
         concurrency=settings.concurrency,
         rate=settings.rate,
@@ -85,26 +83,26 @@ def _offer(config: ServerConfig, tool: OfferedTool, text: OneTool | None) -> Off
         version=f"{tool.version} {config.launch}".strip(),
     )
     parameters, description = without_titles(tool.parameters), tool.description
-    if text is not None:
-        parameters = parameters if text.parameters is None else text.parameters
-        description = description if text.description is None else text.description
+    if override is not None:
+        parameters = parameters if override.parameters is None else override.parameters
+        description = description if override.description is None else override.description
     return Offer(config.name, tool.name, _spec(name, description.strip(), parameters, config.where), options)
 
 
 def marked(option: bool | list[str], tool: str) -> bool:
-    """Return whether an option such as `pure` holds for the tool."""
+    """Return whether an option such as `pure` applies to the tool: true, or a list that names it."""
     return tool in option if isinstance(option, list) else option
 
 
 def _spec(name: str, description: str, parameters: dict[str, Any], where: str) -> ToolSpec:
-    """Return a checked one. `$schema` says nothing to a model, so it stays only where the schema is wrong without."""
-    given = {"type": "object", "properties": {}} | parameters
-    bare = ToolSpec(name, description, {key: value for key, value in given.items() if key != "$schema"})
+    """Return a validated spec. Drops `$schema`, which is useless to a model, unless the schema is invalid without."""
+    full = {"type": "object", "properties": {}} | parameters
+    short = ToolSpec(name, description, {key: value for key, value in full.items() if key != "$schema"})
     with contextlib.suppress(ValueError):
-        check_schema(bare, where)
-        return bare
+        check_schema(short, where)
+        return short
     try:
-        check_schema(whole := ToolSpec(name, description, given), where)
+        check_schema(spec := ToolSpec(name, description, full), where)
     except ValueError as error:
-        raise ValueError(f"{error}; mend the server, or leave the tool out with tfactory.tools") from None
-    return whole
+        raise ValueError(f"{error}; fix the server, or list its other tools in tfactory.tools") from None
+    return spec

@@ -1,5 +1,4 @@
-"""One MCP server as a config describes it: what is started or connected to, its options, and what of it is secret.
-Values of variables, environment and headers stay out of errors and reprs."""
+"""The config of one MCP server. Values of variables, environment and headers appear in no error and no repr."""
 
 from __future__ import annotations
 
@@ -31,47 +30,47 @@ from TrainingFactory.common.options import (
 from TrainingFactory.common.texts import SECRET_VARIABLES, secrets_in, without
 
 Transport = Literal["stdio", "http", "sse"]
-Named = Literal["stdio", "http", "streamable-http", "streamable_http", "streamableHttp", "sse"]
-# Keys of other programs that make no difference here.
+TransportName = Literal["stdio", "http", "streamable-http", "streamable_http", "streamableHttp", "sse"]
+# Keys of other programs, which have no effect here.
 IGNORED = {"disabled", "enabled", "description", "icon", "icons", "name", "note", "gallery", "version", "dev"} | {
     "autoApprove", "alwaysAllow", "trust", "timeout", "sse_read_timeout", "disabledTools", "_comment"
 }  # fmt: skip
-OTHER_NAMES = {"serverUrl": "url", "transport": "type"}
-SHOWN_ANYWAY = 4  # values shorter than this are no secrets: true, 8080
-SHORTEST = 8  # characters; shorter ones stand in any text by chance
+KEY_ALIASES = {"serverUrl": "url", "transport": "type"}
+MIN_HIDDEN_CHARS = 4  # shorter values, such as true or 8080, are not hidden in errors
+MIN_SECRET_CHARS = 8  # shorter values would occur in tool results by chance
 _SECRET_NAME = re.compile(
     r"key|token|secret|pass|pwd|auth(?!ors?(?![a-z]))|credential|cookie|dsn", re.IGNORECASE
 )
 _VARIABLE = re.compile(r"\$\{(?:env:)?([^}]*?)(?::-([^}]*))?\}")
 _Value = str | int | float
-Fill = Callable[[str], str]
+Fill = Callable[[str], str]  # replaces ${NAME} by the value of the variable
 
 
 @checked_dataclass(config=STRICT, kw_only=True, frozen=True)
 class ServerSettings:
-    """Holds what an entry says under the key `tfactory`; docs/TOOLS.md has the meanings."""
+    """The options of a server under the key `tfactory`; docs/TOOLS.md explains them."""
 
     isolation: Literal["shared", "session", "process"] = "shared"
-    instances: Count = 1  # shared: connections over which calls are spread; else: started ahead of episodes
-    max: Count = 64  # own connections at the same time
-    timeout: Positive | None = None  # seconds for one call
-    connect_timeout: Positive = 30.0  # seconds for start, handshake and list of tools
-    concurrency: Count | None = None  # calls of one tool at the same time
-    rate: Positive | None = None  # calls of one tool per second
-    # Of the server's tools: true (all of them), false, or a list of names. See `ToolOptions`.
+    instances: Count = 1  # shared: number of connections; otherwise: how many are started ahead of episodes
+    max: Count = 64  # maximum number of private connections
+    timeout: Positive | None = None  # seconds for one call; None: the executor's default
+    connect_timeout: Positive = 30.0  # seconds for start, handshake and tool list
+    concurrency: Count | None = None  # maximum concurrent calls of one tool
+    rate: Positive | None = None  # maximum calls of one tool per second
+    # The next three apply to all tools (true), to none (false), or to those in a list of names. See `ToolOptions`.
     pure: bool | list[str] = False
     stateful: bool | list[str] = False
-    idempotent: bool | list[str] | None = None  # None: as the server's own hints say
+    idempotent: bool | list[str] | None = None  # None: according to the server's hints
     retries: ZeroOrMore = 2
-    tools: list[str] | None = None  # the only ones to offer
-    prefix: str | bool = False  # before the names of tools; true: the server's name and _
-    error_text: re.Pattern[str] | None = None  # a text in which it is found is a failure
+    tools: list[str] | None = None  # the tools to offer; None: all
+    prefix: str | bool = False  # of the tool names; true: the server's name and _
+    error_text: re.Pattern[str] | None = None  # a result that matches is a failure
 
     @model_validator(mode="after")
     def _check_stateful(self) -> Self:
         if self.stateful and self.isolation == "shared":
             raise ValueError(
-                "tools of a shared server see the calls of all episodes, so they cannot be stateful; "
+                "tools of a shared server cannot be stateful, because they see the calls of all episodes; "
                 "write isolation session or process"
             )
         return self
@@ -79,7 +78,7 @@ class ServerSettings:
 
 @checked_dataclass(config=STRICT, kw_only=True, frozen=True)
 class OneTool:
-    """The seeds' form: one tool of a server, with what is said about it in place of what the server says."""
+    """An entry for one tool of a server, whose description and parameters replace those that the server sends."""
 
     name: Text
     mcp_server: str | dict[str, Any]
@@ -90,7 +89,7 @@ class OneTool:
 
 
 class ServerDown(Exception):
-    """The connection is gone, or could not be made. `sent`: the server may have seen the call."""
+    """The connection was lost or failed. `sent`: the server may have received the call."""
 
     def __init__(self, reason: str, sent: bool = True) -> None:
         super().__init__(reason)
@@ -102,7 +101,7 @@ class ServerConfig:
     """One server, with variables filled in and paths resolved."""
 
     name: str
-    origin: str  # the file it comes from
+    origin: str  # the config file
     transport: Transport
     command: str = ""
     args: tuple[str, ...] = field(default=(), repr=False)
@@ -112,7 +111,7 @@ class ServerConfig:
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     settings: ServerSettings = field(default_factory=ServerSettings)
     texts: dict[str, OneTool] | None = field(default=None, repr=False)  # the only tools to offer, by name
-    filled: dict[str, str] = field(default_factory=dict, repr=False)  # variables that were filled in
+    filled: dict[str, str] = field(default_factory=dict, repr=False)  # values of the variables in the entry
 
     @property
     def where(self) -> str:
@@ -120,39 +119,40 @@ class ServerConfig:
 
     @property
     def target(self) -> str:
-        """Return what is connected to, without what may be secret."""
+        """Return the program or address of the server for error messages, without secrets."""
         if self.transport == "stdio":
-            # The program, and what it runs where that comes first; other arguments may be secrets.
-            runs = [text for text in self.args[:1] if not text.startswith("-")]
-            return self.hide(" ".join(Path(text).name for text in (self.command, *runs)))
+            # The program and, if it comes first, its script; other arguments may be secrets.
+            script = [text for text in self.args[:1] if not text.startswith("-")]
+            return self.hide(" ".join(Path(text).name for text in (self.command, *script)))
         parts = urlsplit(self.url)
         return self.hide(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
 
     def hide(self, text: str) -> str:
-        """Return the text without values of variables, environment and headers, and what is private in the URL."""
+        """Redact the values of variables, environment and headers, and the password and query of the URL."""
         parts = urlsplit(self.url)
         values = {*self.filled.values(), *self.env.values(), *self.headers.values(), *self.secrets}
         values |= {parts.password or "", parts.query}
-        return without(text, sorted((v for v in values if len(v) >= SHOWN_ANYWAY), key=len, reverse=True))
+        long_values = [value for value in values if len(value) >= MIN_HIDDEN_CHARS]
+        return without(text, sorted(long_values, key=len, reverse=True))
 
     @property
     def secrets(self) -> list[str]:
-        """Return what must not be shown even in a tool's own result; other values, such as paths, may be."""
-        named = [*self.filled.items(), *self.env.items()]
-        return secret_values(named, self.headers.values(), [self.url, *self.args])
+        """Return the values to redact even in tool results, where other values, such as paths, may appear."""
+        variables = [*self.filled.items(), *self.env.items()]
+        return secret_values(variables, self.headers.values(), [self.url, *self.args])
 
     @property
     def launch(self) -> str:
-        """Return a digest of how it is reached and read: with another one it is another server, whatever its name."""
-        place = (self.cwd or os.getcwd()) if self.transport == "stdio" else ""
+        """Return a digest of everything that determines the server's results; part of the version of its tools."""
+        folder = (self.cwd or os.getcwd()) if self.transport == "stdio" else ""
         pattern = self.settings.error_text.pattern if self.settings.error_text else None
-        how = (self.transport, self.command, self.args, place, self.env, self.url, self.headers, pattern)
-        return hashlib.sha256(json.dumps(how, sort_keys=True).encode()).hexdigest()[:16]
+        fields = (self.transport, self.command, self.args, folder, self.env, self.url, self.headers, pattern)
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @checked_dataclass(config=STRICT, kw_only=True, frozen=True)
 class _Entry:
-    """The keys of a server in a file, as they are written there."""
+    """The raw entry of a server in a config file."""
 
     command: str = ""
     args: list[_Value] = Field(default_factory=list)
@@ -160,133 +160,131 @@ class _Entry:
     cwd: str = ""
     url: str = ""
     headers: dict[str, _Value] = Field(default_factory=dict)
-    type: Named | None = None
+    type: TransportName | None = None
     tfactory: Annotated[ServerSettings, nested(ServerSettings, "a server")] = Field(
         default_factory=ServerSettings
     )
 
 
-def server_config(name: str, origin: str, folder: Path, given: Mapping[str, Any]) -> ServerConfig:
-    """Return the server that an entry describes; relative paths are looked up from `folder`."""
+def server_config(name: str, origin: str, folder: Path, raw: Mapping[str, Any]) -> ServerConfig:
+    """Return the config of the server that an entry describes; relative paths start at `folder`."""
     where = f"{origin}: server {name!r}"
     filled: dict[str, str] = {}
     try:
-        entry = _read(given)
+        entry = _read(raw)
         config = ServerConfig(name, origin, _transport(entry), settings=entry.tfactory, filled=filled)
         fill = _filler(folder, filled)
         for key, value in (entry.env | entry.headers).items():
             if _SECRET_NAME.search(key):
-                SECRET_VARIABLES.update(found[1] for found in _VARIABLE.finditer(str(value)))
+                SECRET_VARIABLES.update(match[1] for match in _VARIABLE.finditer(str(value)))
         if config.transport == "stdio":
             return replace(config, **_process(entry, folder, fill))
         headers = {key: fill(str(value)) for key, value in entry.headers.items()}
-        return replace(config, url=_address(fill(entry.url)), headers=headers)
+        return replace(config, url=_checked_url(fill(entry.url)), headers=headers)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _read(given: Mapping[str, Any]) -> _Entry:
-    options = {OTHER_NAMES.get(key, key): value for key, value in given.items() if value is not None}
+def _read(raw: Mapping[str, Any]) -> _Entry:
+    options = {KEY_ALIASES.get(key, key): value for key, value in raw.items() if value is not None}
     try:
         return make_from(_Entry, {key: options[key] for key in options if key not in IGNORED}, "a server")
     except OptionError as error:
-        # Only what stands under our own key is no secret.
-        wrong = (
-            each if each.option.startswith("tfactory") else replace(each, value=...) for each in error.wrong
-        )
-        raise OptionError(*wrong) from None
+        # Values under keys other than `tfactory` may be secrets.
+        raise OptionError(
+            *(
+                item if item.option.startswith("tfactory") else replace(item, value=...)
+                for item in error.wrong
+            )
+        ) from None
 
 
 def _transport(entry: _Entry) -> Transport:
     if bool(entry.command) == bool(entry.url):
-        raise ValueError("it needs a command or a url, and not both")
+        raise ValueError("write either a command or a url")
     if entry.type == "stdio" or (entry.type is None and entry.command):
         return "stdio"
     if entry.tfactory.isolation == "process":
-        raise ValueError(
-            "an HTTP server's process is not ours to start; write isolation session, or give a command instead of a URL"
-        )
-    older = entry.type == "sse" or (
-        entry.type is None and urlsplit(entry.url).path.rstrip("/").endswith("/sse")
-    )
-    return "sse" if older else "http"
+        raise ValueError("isolation process needs a command instead of a url; or write isolation session")
+    if entry.type is None:
+        return "sse" if urlsplit(entry.url).path.rstrip("/").endswith("/sse") else "http"
+    return "sse" if entry.type == "sse" else "http"
 
 
-def _address(url: str) -> str:
+def _checked_url(url: str) -> str:
+    """Return the URL, with the customary path /mcp if it has none; raise ValueError if it is invalid."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError("its url must begin with http:// or https:// and name a host")
-    return url if parts.path else parts._replace(path="/mcp").geturl()  # the customary place
+    return url if parts.path else parts._replace(path="/mcp").geturl()
 
 
 def _process(entry: _Entry, folder: Path, fill: Fill) -> dict[str, Any]:
-    """Return what is started: command, args, env and cwd."""
+    """Return command, args, env and cwd of the server's process."""
     cwd = str(folder / Path(fill(entry.cwd)).expanduser()) if entry.cwd else None
     env = {key: fill(str(value)) for key, value in entry.env.items()}
     command = fill(entry.command)
     if "/" in command:
-        # A relative path is looked up from cwd, from beside the file, and from here.
-        tried = (
+        # A relative path may start at cwd, at the folder of the config file, or at the current folder.
+        candidates = (
             shutil.which(Path(start) / Path(command).expanduser()) for start in (cwd or folder, folder, ".")
         )
-        found = next((path for path in tried if path), None)
+        program = next((path for path in candidates if path), None)
     else:
-        found = shutil.which(command, path=env.get("PATH"))
-        if found is None and command in ("python", "python3"):
-            found = sys.executable  # some systems have no program of that name
-    if found is None:
-        raise ValueError(f"there is no program {entry.command!r}; install it, or write its full path")
+        program = shutil.which(command, path=env.get("PATH"))
+        if program is None and command in ("python", "python3"):
+            program = sys.executable  # some systems have no program of that name
+    if program is None:
+        raise ValueError(f"program {entry.command!r} not found; install it, or write its full path")
 
-    def from_the_file(text: str) -> str:
-        """Return the full path of a file beside the config, which may be named from there."""
+    def resolve(text: str) -> str:
+        """Return the full path if the argument names a file relative to the config; otherwise the argument."""
         looks_like_a_path = not text.startswith("-") and ("/" in text or Path(text).suffix)
         if cwd is None and looks_like_a_path and not Path(text).exists() and (folder / text).exists():
             return str(folder / text)
         return text
 
-    args = tuple(from_the_file(fill(str(text))) for text in entry.args)
-    return {"command": os.path.abspath(found), "args": args, "env": env, "cwd": cwd}
+    args = tuple(resolve(fill(str(text))) for text in entry.args)
+    return {"command": os.path.abspath(program), "args": args, "env": env, "cwd": cwd}
 
 
 def _filler(folder: Path, used: dict[str, str]) -> Fill:
-    """Return a function that puts the values of variables in place of ${NAME}, and notes them in `used`."""
+    """Return a function that replaces ${NAME} by the value of the variable, and records the value in `used`."""
     workspace = folder.parent if folder.name in (".vscode", ".cursor") else folder
-    known = {"workspaceFolder": str(workspace), "userHome": str(Path.home())}
+    predefined = {"workspaceFolder": str(workspace), "userHome": str(Path.home())}
 
-    def value(match: re.Match[str]) -> str:
+    def value_of(match: re.Match[str]) -> str:
         name, default = match.groups()
-        if name in known:
-            return known[name]
-        found = os.environ.get(name, default)
-        if found is None:
-            raise ValueError(
-                f"the environment variable {name} is not set; set it, or write ${{{name}:-default}}"
-            )
-        used[name] = found
-        return found
+        if name in predefined:
+            return predefined[name]
+        value = os.environ.get(name, default)
+        if value is None:
+            raise ValueError(f"environment variable {name} is not set; set it, or write ${{{name}:-default}}")
+        used[name] = value
+        return value
 
-    return lambda text: _VARIABLE.sub(value, text)
+    return lambda text: _VARIABLE.sub(value_of, text)
 
 
 def secret_values(
-    named: Iterable[tuple[str, str]], headers: Iterable[str], texts: Iterable[str]
+    variables: Iterable[tuple[str, str]], headers: Iterable[str], texts: Iterable[str]
 ) -> list[str]:
-    """Return headers, values whose name says that they are secret, in `texts` that are arguments too (--api-key=x), and
-    what is secret in values that are URLs. The longest first, since one may be part of another."""
-    named, headers, texts = list(named), list(headers), list(texts)
+    """Return all headers, the values of variables and arguments (--api-key=x) with names of secrets, and the secret
+    parts of URLs. The longest come first, because one may contain another."""
+    variables, headers, texts = list(variables), list(headers), list(texts)
     headers += [value for _, value in secrets_in(texts) if "://" not in value]
-    values = {value for name, value in named if _SECRET_NAME.search(name)} | set(headers)
+    values = {value for name, value in variables if _SECRET_NAME.search(name)} | set(headers)
     values |= {value.split(" ", 1)[1] for value in headers if " " in value}  # Bearer x
-    for text in (*texts, *(value for _, value in named)):
-        values |= _in_url(text)
-    return sorted((value for value in values if len(value) >= SHORTEST), key=len, reverse=True)
+    for text in (*texts, *(value for _, value in variables)):
+        values |= _secrets_in_url(text)
+    return sorted((value for value in values if len(value) >= MIN_SECRET_CHARS), key=len, reverse=True)
 
 
-def _in_url(text: str) -> set[str]:
+def _secrets_in_url(text: str) -> set[str]:
     try:
         parts = urlsplit(text)
     except ValueError:
         return set()
     password = parts.netloc.rpartition("@")[0].partition(":")[2]
-    found = {password, unquote(password)}
-    return found | {value for name, value in parse_qsl(parts.query) if _SECRET_NAME.search(name)}
+    in_query = {value for name, value in parse_qsl(parts.query) if _SECRET_NAME.search(name)}
+    return {password, unquote(password)} | in_query

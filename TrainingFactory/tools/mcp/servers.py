@@ -1,5 +1,5 @@
-"""The connections of one server: shared ones that come back when they are lost, or one for each episode. A server
-belongs to the event loop on which it was made."""
+"""Connection management for MCP servers: shared connections that reconnect, or one connection per episode. A server
+belongs to the event loop on which it was created."""
 
 from __future__ import annotations
 
@@ -20,84 +20,85 @@ if TYPE_CHECKING:
     from TrainingFactory.tools.mcp.connection import Connection
 
 log = logging.getLogger(__name__)
-FIRST_PAUSE = 0.5  # seconds before the second attempt to connect; every further one takes twice as long
+FIRST_PAUSE = 0.5  # seconds before the second attempt to connect; doubles with every further attempt
 LONGEST_PAUSE = 30.0
-PATIENCE = 5.0  # seconds that calls wait for a lost connection: most servers are back by then
-# Processes that start at the same time slow each other down until none is ready in time.
+PATIENCE = 5.0  # seconds that calls wait for a reconnection, which is enough for most servers
+# Limited, because too many processes that start together slow each other down until all time out.
 STARTS_AT_ONCE = max(4, 2 * (os.cpu_count() or 1))
 
 
 def pause(failures: int) -> float:
-    """Return the seconds to wait after so many failures in a row; random, so that not all come back at once."""
+    """Return the seconds to wait after `failures` consecutive failures, with jitter to spread reconnections."""
     if failures == 0:
         return 0.0
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 
 class Server:
-    """One server of a config: opens connections, and knows what it offered first. The prompts of a run were made
-    with that, so later changes are logged and tools that vanished answer so."""
+    """One server of a config. It keeps the first tool list, which the prompts of the run contain: later changes are
+    logged, and calls of removed tools return an error."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.offered: list[OfferedTool] = []
-        self._vanished: set[str] = set()
+        self._removed: set[str] = set()
         self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
-        self._tasks: set[asyncio.Task[Any]] = set()  # the loop itself keeps only weak references
+        self._tasks: set[asyncio.Task[Any]] = set()  # strong references: the event loop keeps only weak ones
 
     async def connect(self) -> Connection:
         from TrainingFactory.tools.mcp.connection import Connection
 
-        connection = Connection(self.config, self._saw)
+        connection = Connection(self.config, self._on_tools)
         async with self._starts:
             await connection.open()
         return connection
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Start a task that `close` of the server waits for."""
+        """Start a background task; `close` waits for it."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _saw(self, tools: list[OfferedTool]) -> None:
+    def _on_tools(self, tools: list[OfferedTool]) -> None:
         self.offered = self.offered or tools
-        vanished = {tool.name for tool in self.offered} - {tool.name for tool in tools}
-        if vanished != self._vanished:
-            gone = clean(", ".join(sorted(vanished))) or "none"
-            text = "server %r changed its tools; this run keeps those it began with (gone: %s)"
-            log.warning(text, self.config.name, gone)
-        self._vanished = vanished
+        removed = {tool.name for tool in self.offered} - {tool.name for tool in tools}
+        if removed != self._removed:
+            names = clean(", ".join(sorted(removed))) or "none"
+            text = "server %r changed its tools; this run keeps the tool list of its start (removed: %s)"
+            log.warning(text, self.config.name, names)
+        self._removed = removed
 
     def gone(self, tool: str) -> ToolResult | None:
-        """Return the answer of a tool that the server no longer has."""
-        if tool not in self._vanished:
+        """Return an error result if the server has removed the tool; None otherwise."""
+        if tool not in self._removed:
             return None
         text = f"server {self.config.name!r} no longer offers {tool}"
-        return ToolResult(text, ok=False, error="exception")  # the server itself is there
+        return ToolResult(text, ok=False, error="exception")  # not "unavailable": the server is up
 
     def unavailable(self, error: Exception) -> ToolResult:
         log.info("%s", error)
-        brief = str(error).split("; ", 1)[0].splitlines()[0]  # the server's own words are for the log
-        return ToolResult(f"{brief}. It may come back later.", ok=False, error="unavailable")
+        summary = str(error).split("; ", 1)[0].splitlines()[0]  # the server's output is only logged
+        return ToolResult(f"{summary}. It may come back later.", ok=False, error="unavailable")
 
 
 class Line:
-    """One shared connection that a task keeps up. Calls wait until it is `settled`: until the first connection is made,
-    or after a loss the next one, but not for longer than a model may be kept in the dark."""
+    """One shared connection, with a task that reconnects it. Calls wait for `settled`: until the first attempt to
+    connect has ended, and after a loss until the reconnection, for at most `PATIENCE` seconds."""
 
     def __init__(self, server: SharedServer) -> None:
         self.server = server
         self.connection: Connection | None = None
-        self.problem = ServerDown(f"server {server.config.name!r} is not available")  # why there is none
+        self.problem = ServerDown(f"server {server.config.name!r} is not available")  # the latest error
         self.settled = asyncio.Event()
-        self.task = asyncio.create_task(self._keep())
+        self.task = asyncio.create_task(self._keep_connected())
 
     @property
     def up(self) -> Connection | None:
+        """Return the connection unless it is lost."""
         connection = self.connection
         return None if connection is None or connection.lost.done() else connection
 
-    async def _keep(self) -> None:
+    async def _keep_connected(self) -> None:
         failures, was_up = 0, False
         try:
             while True:
@@ -111,13 +112,13 @@ class Line:
                         self.settled.set()
                     continue
                 if was_up:
-                    log.warning("server %r is back", self.server.config.name)
+                    log.warning("server %r is connected again", self.server.config.name)
                 was_up, connection = True, self.connection
                 self.settled.set()
                 await asyncio.wait({connection.lost})
                 self.connection, self.problem = None, connection.down()
                 log.warning("%s", self.problem)
-                # One that dies before it has answered a single call is not worth waiting for.
+                # Calls do not wait for a server that keeps failing before it has answered a call.
                 failures = 0 if connection.served else failures + 1
                 if failures < 2:
                     self.settled.clear()
@@ -134,25 +135,25 @@ class Line:
 
 
 class SharedServer(Server):
-    """All episodes use the same connections, the least busy one first."""
+    """A server whose connections are shared by all episodes; a call goes to the least busy one."""
 
     def __init__(self, config: ServerConfig) -> None:
         super().__init__(config)
         self._lines = [Line(self) for _ in range(config.settings.instances)]
 
     async def open(self) -> None:
-        """Connect; raise ServerDown if it cannot be reached at all."""
+        """Wait for all connections; raise ServerDown if one fails."""
         for line in self._lines:
             await line.settled.wait()
             if line.connection is None:
                 raise line.problem
 
     async def until_ready(self) -> None:
-        """Wait until a connection is up, or there is nothing to wait for."""
+        """Wait until a connection is up, or until waiting is pointless."""
         if any(line.up for line in self._lines):
             return
         while any(line.connection is not None for line in self._lines):
-            await asyncio.sleep(0)  # let the lines see that they are down
+            await asyncio.sleep(0)  # let their tasks notice the loss
         await self._lines[0].settled.wait()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
@@ -167,7 +168,7 @@ class SharedServer(Server):
                 return self.gone(tool) or await connection.call(tool, arguments)
             except ServerDown as error:
                 problem = error
-                # What never reached the server may be sent once more, whatever the tool does.
+                # A call that never reached the server may be sent again, even if the tool is not idempotent.
                 if error.sent:
                     break
         return self.unavailable(problem or self._lines[0].problem)
@@ -178,103 +179,102 @@ class SharedServer(Server):
 
 
 class EpisodeServer(Server):
-    """Every episode takes a connection of its own, which is closed after it. `instances` are started ahead of
-    episodes; at most `max` exist at once, and whoever finds no room waits in turn."""
+    """A server with a private connection for every episode, closed after the episode. `instances` connections are
+    started ahead of episodes; at most `max` exist, and further episodes wait in order."""
 
     def __init__(self, config: ServerConfig) -> None:
         super().__init__(config)
-        self._room = asyncio.Semaphore(config.settings.max)  # taken from a connection's start to its end
-        self._ahead: deque[asyncio.Task[Connection]] = deque()  # nobody's yet
+        self._slots = asyncio.Semaphore(config.settings.max)  # held from the start of a connection to its end
+        self._spares: deque[asyncio.Task[Connection]] = deque()  # started ahead, not in use
         self._alive: set[asyncio.Task[Connection]] = set()
 
     async def open(self) -> None:
-        """Start those that are kept ready; raise ServerDown if the first one cannot be."""
-        self._fill()
+        """Start the spare connections; raise ServerDown if the first one fails."""
+        self._start_spares()
         if not self.offered:
-            await asyncio.shield(self._ahead[0])
+            await asyncio.shield(self._spares[0])
 
     def take(self) -> asyncio.Task[Connection]:
-        """Return a connection, ready or under way, that goes to `give_back` in the end."""
+        """Return a connection, ready or starting. Pass it to `give_back` in the end."""
         while True:
-            self._fill()
-            taken = self._ahead.popleft()
-            if not taken.done() or not taken.result().lost.done():
+            self._start_spares()
+            connecting = self._spares.popleft()
+            if not connecting.done() or not connecting.result().lost.done():
                 break
-            self.give_back(taken)  # it died before anybody came
-        self._fill()
-        return taken
+            self.give_back(connecting)  # it was lost before its first use
+        self._start_spares()
+        return connecting
 
-    def give_back(self, taken: asyncio.Task[Connection]) -> None:
-        """Close it without waiting, since an episode has used it."""
-        self.start(self._end(taken))
+    def give_back(self, connecting: asyncio.Task[Connection]) -> None:
+        """Close the connection in the background; it is not reused, because an episode has changed its state."""
+        self.start(self._end(connecting))
 
     async def close(self) -> None:
-        self._ahead.clear()
-        for connection in self._alive:
-            self.give_back(connection)
+        self._spares.clear()
+        for connecting in self._alive:
+            self.give_back(connecting)
         await asyncio.gather(*self._tasks)
 
-    def _fill(self) -> None:
-        while len(self._ahead) < self.config.settings.instances:
-            begun = asyncio.create_task(self._in_turn())
-            self._alive.add(begun)
-            self._ahead.append(begun)
-            begun.add_done_callback(self._check)
+    def _start_spares(self) -> None:
+        while len(self._spares) < self.config.settings.instances:
+            connecting = asyncio.create_task(self._connect_in_slot())
+            self._alive.add(connecting)
+            self._spares.append(connecting)
+            connecting.add_done_callback(self._discard_failed)
 
-    async def _in_turn(self) -> Connection:
-        await self._room.acquire()
+    async def _connect_in_slot(self) -> Connection:
+        await self._slots.acquire()
         try:
             return await self.connect()
         except BaseException:
-            self._room.release()
+            self._slots.release()
             raise
 
-    def _check(self, begun: asyncio.Task[Connection]) -> None:
-        """Forget one that could not be started."""
-        if not begun.cancelled() and begun.exception() is None:
+    def _discard_failed(self, connecting: asyncio.Task[Connection]) -> None:
+        if not connecting.cancelled() and connecting.exception() is None:
             return
-        self._alive.discard(begun)
-        if begun in self._ahead and not begun.cancelled():
-            self._ahead.remove(begun)
-            log.warning("%s", begun.exception())
+        self._alive.discard(connecting)
+        if connecting in self._spares and not connecting.cancelled():
+            self._spares.remove(connecting)
+            log.warning("%s", connecting.exception())
 
-    async def _end(self, taken: asyncio.Task[Connection]) -> None:
-        taken.cancel()  # does nothing to one that has started
-        await asyncio.wait({taken})
-        if taken in self._alive:
-            self._alive.discard(taken)
-            await taken.result().close()
-            self._room.release()
+    async def _end(self, connecting: asyncio.Task[Connection]) -> None:
+        connecting.cancel()  # has no effect after the start
+        await asyncio.wait({connecting})
+        if connecting in self._alive:
+            self._alive.discard(connecting)
+            await connecting.result().close()
+            self._slots.release()
 
 
 class Binding:
-    """The side of one episode: its own connection to one server, taken at the first call."""
+    """The private connection of one episode to one server, acquired at the first call."""
 
     def __init__(self, server: EpisodeServer) -> None:
         self.server = server
-        self._taken: asyncio.Task[Connection] | None = None
+        self._connecting: asyncio.Task[Connection] | None = None
 
     async def until_ready(self) -> None:
-        """Wait until it is known whether there is a connection."""
-        self._taken = self._taken or self.server.take()
-        await asyncio.wait({self._taken})
+        """Wait until the connection is up or has failed."""
+        self._connecting = self._connecting or self.server.take()
+        await asyncio.wait({self._connecting})
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
-        if gone := self.server.gone(tool):
-            return gone
-        self._taken = self._taken or self.server.take()
+        if removed := self.server.gone(tool):
+            return removed
+        self._connecting = self._connecting or self.server.take()
         try:
-            connection = await asyncio.shield(self._taken)
-        except ServerDown as error:  # nothing has happened yet in this episode: it may go on without
-            self._taken = None
+            connection = await asyncio.shield(self._connecting)
+        except ServerDown as error:  # the episode has no state on the server yet, so it can continue without
+            self._connecting = None
             return self.server.unavailable(error)
         try:
             return await connection.call(tool, arguments)
         except ServerDown as error:
-            # What the episode did there is lost; going on with a fresh server would be a lie.
+            # The episode's state on the server is lost; a new connection would silently start from scratch.
             raise ToolFailure(f"the session of this episode ended: {error}") from error
 
     def release(self) -> None:
-        if self._taken is not None:
-            self.server.give_back(self._taken)
-            self._taken = None
+        if self._connecting is not None:
+            self.server.give_back(self._connecting)
+            self._connecting = None

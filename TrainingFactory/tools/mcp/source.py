@@ -1,4 +1,4 @@
-"""Tools from MCP servers: `MCPTools.load_from_config("mcp.json")` is all that a run needs."""
+"""`MCPTools`, the tools of MCP servers: `MCPTools.load_from_config("mcp.json")`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,9 @@ AnyServer = SharedServer | EpisodeServer
 
 
 class MCPTools:
-    """Gives the tools of all servers of a config, and those of the catalog that it names (`named`); goes into
-    `GRPOTrainer(tools=...)` as it is.
-
-    `open` and `close` belong to the running event loop: on another one, or after `close`, the servers are started again
-    when they are needed.
-    """
+    """The tools of all servers of a config and the catalog tools that it names (`named`); pass it as a trainer's
+    `tools`. `open` and `close` act on the running event loop. On another loop, or after `close`, the first use
+    reconnects."""
 
     def __init__(
         self, servers: Sequence[ServerConfig], named: Mapping[str, Tool | ToolSource] | None = None
@@ -37,21 +34,20 @@ class MCPTools:
 
     @classmethod
     def load_from_config(cls, path: str | Path) -> MCPTools:
-        """Read a file in any of the forms that docs/TOOLS.md lists."""
+        """Load a config file in any of the formats that docs/TOOLS.md lists."""
         servers, names = read_config(path)
         return cls(servers, {name: make_tool(name) for name in names})
 
     @classmethod
     def from_dict(cls, data: Any, *, folder: str | Path = ".") -> MCPTools:
-        """Do the same for a config that is in memory."""
-        return cls(parse_config(data, "the given config", Path(folder).resolve()))
+        """Load a config from memory; relative paths start at `folder`."""
+        return cls(parse_config(data, "the config", Path(folder).resolve()))
 
     @property
     def offers(self) -> list[Offer]:
         if self._offers is None:
-            raise ValueError(
-                f"the servers {', '.join(self.configs)} were not asked for their tools yet: await open()"
-            )
+            names = ", ".join(self.configs)
+            raise ValueError(f"the tools of the servers {names} are not known yet; await open() first")
         return self._offers
 
     @property
@@ -69,13 +65,13 @@ class MCPTools:
         await self.close()
 
     async def open(self) -> None:
-        """Connect to all servers and learn what they offer; raise ValueError with all that failed."""
+        """Connect to all servers and list their tools. Raise ValueError that lists all servers that failed."""
         try:
             await self._connect()
             await asyncio.gather(*(source.open() for source in self._sources()))
             if self._offers is None:
-                servers = self.here().values()
-                self._offers = [offer for each in servers for offer in make_offers(each.config, each.offered)]
+                by_server = [make_offers(server.config, server.offered) for server in self.here().values()]
+                self._offers = [offer for offers in by_server for offer in offers]
                 session = self.session()
                 self._offers += [
                     Offer("", tool.spec.name, tool.spec, getattr(tool, "options", ToolOptions()))
@@ -93,8 +89,8 @@ class MCPTools:
             try:
                 await server.open()
             except ServerDown as error:
-                older = server.config.transport == "http"
-                hint = '\n  (if it speaks the older SSE transport, write "type": "sse")' if older else ""
+                is_http = server.config.transport == "http"
+                hint = '\n  (if it uses the older SSE transport, write "type": "sse")' if is_http else ""
                 problems.append(f"{server.config.origin}: {error}{hint}")
 
         await asyncio.gather(*map(connect, self.here().values()))
@@ -102,9 +98,9 @@ class MCPTools:
             raise ValueError("\n".join(problems))
 
     async def close(self) -> None:
-        """End all connections and processes of the running loop."""
+        """Close all connections and server processes of the running event loop."""
         servers = self._servers.pop(asyncio.get_running_loop(), {})
-        await asyncio.gather(*(each.close() for each in (*servers.values(), *self._sources())))
+        await asyncio.gather(*(resource.close() for resource in (*servers.values(), *self._sources())))
 
     def _sources(self) -> list[ToolSource]:
         return [tool for tool in self.named.values() if isinstance(tool, ToolSource)]
@@ -113,10 +109,11 @@ class MCPTools:
         return MCPSession(self)
 
     def here(self) -> dict[str, AnyServer]:
-        """Return the servers of the running loop. Each loop has its own: a connection cannot change over."""
+        """Return the servers of the running event loop. Every loop has its own, because connections cannot move."""
         loop = asyncio.get_running_loop()
         if loop not in self._servers:
-            self._servers = {each: servers for each, servers in self._servers.items() if not each.is_closed()}
+            for closed_loop in [other for other in self._servers if other.is_closed()]:
+                del self._servers[closed_loop]
             self._servers[loop] = {
                 name: (SharedServer if config.settings.isolation == "shared" else EpisodeServer)(config)
                 for name, config in self.configs.items()
@@ -125,18 +122,18 @@ class MCPTools:
 
 
 class MCPSession:
-    """The tools of one episode. Servers with isolation give it connections of its own, at the first call."""
+    """The tools of one episode. Servers with isolation open a private connection for it at the first call."""
 
     def __init__(self, source: MCPTools) -> None:
         self._source = source
         self._bindings: dict[str, Binding] = {}
-        self._sessions = [each.session() for each in source._sources()]
+        self._sessions = [tool_source.session() for tool_source in source._sources()]
         self.named = [tool for tool in source.named.values() if not isinstance(tool, ToolSource)]
         self.named += [tool for session in self._sessions for tool in session.tools]
         self.tools = [*(MCPTool(offer, self) for offer in source.offers if offer.server), *self.named]
 
     def connections(self, name: str) -> SharedServer | Binding:
-        """Return what makes the calls of this episode to a server."""
+        """Return the object that sends this episode's calls to the server."""
         if name not in self._bindings:
             server = self._source.here()[name]
             if isinstance(server, SharedServer):
@@ -160,7 +157,7 @@ class MCPTool:
         self._session = session
 
     async def until_ready(self) -> None:
-        """Wait for the start of a server or for a session of the episode's own; the clock of a call starts after it."""
+        """Wait until the server or the episode's session is ready; the time-out of a call does not cover this wait."""
         await self._session.connections(self.options.server).until_ready()
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:

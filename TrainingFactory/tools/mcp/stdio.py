@@ -1,5 +1,5 @@
-"""A server in a process of its own: messages are lines on its stdin and stdout. In place of one that is too long, which
-is never held as a whole, comes an error for the call that it answers; and no process that it started outlives it."""
+"""The stdio transport: a server in its own process, with one message per line on stdin and stdout. A message that is
+too long is never held in memory as a whole; its call gets an error. Processes that the server started end with it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from pydantic import ValidationError
 
 from TrainingFactory.tools.mcp.server_config import ServerConfig
 
-MAX_MESSAGE_BYTES = 8 * 2**20  # a large image; reading more JSON keeps everybody else waiting
+MAX_MESSAGE_BYTES = 8 * 2**20  # enough for a large image; parsing more JSON would block the event loop
 TOO_LONG = f"the answer has more than {MAX_MESSAGE_BYTES} bytes"
 FASTMCP_SHIM = str(Path(__file__).parent / "fastmcp_shim")
-GRACE_SECONDS = 2.0  # between the ways to tell a process that it is over
-BYTES_KEPT, LINES_SHOWN, LINE_CHARS = 8000, 5, 500  # of what a server writes to stderr
-# Servers write the id of an answer first or last; what stands between them is not looked at.
+GRACE_SECONDS = 2.0  # after closing stdin, and after SIGTERM
+BYTES_KEPT, LINES_SHOWN, LINE_CHARS = 8000, 5, 500  # of a server's stderr
+# Servers write the id of an answer first or last, so only the two ends of a long line are searched.
 _END_BYTES = 200
 _ID = re.compile(
     rb'\A\s*\{\s*(?:"jsonrpc":\s*"2\.0",\s*)?"id":\s*(\d+)|"id":\s*(\d+)\s*(?:,\s*"jsonrpc":\s*"2\.0"\s*)?\}\s*\Z'
@@ -36,7 +36,7 @@ _ID = re.compile(
 
 @contextlib.asynccontextmanager
 async def stdio_transport(config: ServerConfig, errors: TextIO) -> AsyncIterator[tuple[Any, Any]]:
-    """Start the server and give the streams of what it says and is told."""
+    """Start the server; yield the streams of incoming and outgoing messages."""
     process = await anyio.open_process(
         [config.command, *config.args],
         env=_environment(config),
@@ -44,12 +44,12 @@ async def stdio_transport(config: ServerConfig, errors: TextIO) -> AsyncIterator
         stderr=errors,
         start_new_session=True,
     )
-    said, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
-    outgoing, told = anyio.create_memory_object_stream[SessionMessage](0)
+    from_server, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+    outgoing, to_server = anyio.create_memory_object_stream[SessionMessage](0)
     may_end = anyio.Event()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_read, process, said)
-        tasks.start_soon(_write, process, told, said, may_end)
+        tasks.start_soon(_read, process, from_server)
+        tasks.start_soon(_write, process, to_server, from_server, may_end)
         try:
             yield incoming, outgoing
         finally:
@@ -57,31 +57,32 @@ async def stdio_transport(config: ServerConfig, errors: TextIO) -> AsyncIterator
             with anyio.CancelScope(shield=True):
                 await _end(process, outgoing, may_end)
             tasks.cancel_scope.cancel()
-    for stream in (said, told):
+    for stream in (from_server, to_server):
         stream.close()
 
 
 def _environment(config: ServerConfig) -> dict[str, str]:
-    """Return the variables of a server's process; a Python also finds mcp 1.x's FastMCP in mcp 2.x."""
-    found = get_default_environment() | config.env
+    """Return the environment variables of the server. Python servers also get the FastMCP shim."""
+    env = get_default_environment() | config.env
     if Path(config.command).name.startswith("python"):
-        found["PYTHONPATH"] = os.pathsep.join(filter(None, [FASTMCP_SHIM, found.get("PYTHONPATH")]))
-    return found
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [FASTMCP_SHIM, env.get("PYTHONPATH")]))
+    return env
 
 
-async def _read(process: Process, said: Any) -> None:
+async def _read(process: Process, from_server: Any) -> None:
     assert process.stdout is not None
-    lines, alone = Lines(), False
+    lines = Lines()
+    closed = False
     try:
         async for data in process.stdout:
-            for line in () if alone else lines.feed(data):
+            for line in () if closed else lines.feed(data):
                 try:
-                    await said.send(_message(line))
+                    await from_server.send(_message(line))
                 except (anyio.ClosedResourceError, anyio.BrokenResourceError):
-                    alone = True  # read on: a process that waits for a reader does not see its end
+                    closed = True  # keep draining stdout: a process blocked on a full pipe would not exit
     except (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
         pass
-    said.close()
+    from_server.close()
 
 
 def _message(line: bytes | JSONRPCError) -> SessionMessage | Exception:
@@ -94,38 +95,37 @@ def _message(line: bytes | JSONRPCError) -> SessionMessage | Exception:
         return error
 
 
-async def _write(process: Process, told: Any, said: Any, may_end: anyio.Event) -> None:
+async def _write(process: Process, to_server: Any, from_server: Any, may_end: anyio.Event) -> None:
     assert process.stdin is not None
     try:
-        async for each in told:
-            line = each.message.model_dump_json(by_alias=True, exclude_unset=True)
+        async for item in to_server:
+            line = item.message.model_dump_json(by_alias=True, exclude_unset=True)
             await process.stdin.send(line.encode(errors="replace") + b"\n")
     except (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
-        said.close()  # whoever waits for an answer waits in vain
-    await (
-        may_end.wait()
-    )  # whoever closes `told` first: without its stdin the process is gone, and nobody knows its own
+        from_server.close()  # no answers will come
+    # Closing stdin ends the process, after which `_end` could no longer list its descendants.
+    await may_end.wait()
     with contextlib.suppress(anyio.BrokenResourceError, OSError):
         await process.stdin.aclose()
 
 
 async def _end(process: Process, outgoing: Any, may_end: anyio.Event) -> None:
-    """Close its stdin, ask, and kill, with what it has started; some start what is in no group of theirs, browsers."""
-    started = await asyncio.to_thread(_descendants, process.pid)
+    """Close stdin, then send SIGTERM, then SIGKILL. Also kill descendants outside the process group (browsers)."""
+    descendants = await asyncio.to_thread(_descendants, process.pid)
     may_end.set()
-    outgoing.close()  # and its stdin, once all is written
-    for way in (None, signal.SIGTERM, signal.SIGKILL):
-        if way is not None:
-            _signal(process.pid, way)
+    outgoing.close()  # `_write` closes stdin after the last message
+    for signal_number in (None, signal.SIGTERM, signal.SIGKILL):
+        if signal_number is not None:
+            _signal(process.pid, signal_number)
         with anyio.move_on_after(GRACE_SECONDS):
-            while process.returncode is None:  # not `wait`, which also waits for all who hold its pipes
+            while process.returncode is None:  # `wait` would also wait for every process that holds the pipes
                 await anyio.sleep(0.01)
             break
     _signal(process.pid, signal.SIGKILL)
-    for each in started:
+    for descendant in descendants:
         with contextlib.suppress(psutil.Error):
-            each.kill()  # unless it is gone, and its number is another's
-    # Nothing public closes our ends of the pipes, which somebody may still hold.
+            descendant.kill()  # psutil raises if the process has ended and its pid was reused
+    # No public method closes our ends of the pipes while another process holds the other ends.
     transport = getattr(getattr(process, "_process", None), "_transport", None)
     if transport is not None:
         transport.close()
@@ -143,24 +143,24 @@ def _signal(group: int, number: int) -> None:
 
 
 class Lines:
-    """Splits bytes into lines. Of one that is too long only its ends are kept, for the id of the call."""
+    """Splits bytes into lines. Of a line that is too long, keeps only the two ends, which hold the id of the call."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._size = 0
 
     def feed(self, data: bytes) -> Iterator[bytes | JSONRPCError]:
-        *whole, rest = data.split(b"\n")
-        for end in whole:
-            self._add(end)
+        *line_ends, start = data.split(b"\n")
+        for line_end in line_ends:
+            self._add(line_end)
             line, self._parts = b"".join(self._parts), []
             if self._size <= MAX_MESSAGE_BYTES:
                 yield line
-            elif found := _ID.search(line[:_END_BYTES]) or _ID.search(line[-_END_BYTES:]):
+            elif match := _ID.search(line[:_END_BYTES]) or _ID.search(line[-_END_BYTES:]):
                 error = ErrorData(code=-32603, message=TOO_LONG)
-                yield JSONRPCError(jsonrpc="2.0", id=int(found[1] or found[2]), error=error)
+                yield JSONRPCError(jsonrpc="2.0", id=int(match[1] or match[2]), error=error)
             self._size = 0
-        self._add(rest)
+        self._add(start)
 
     def _add(self, part: bytes) -> None:
         self._parts.append(part)
@@ -171,32 +171,30 @@ class Lines:
 
 
 class Noise:
-    """The last that a server wrote to stderr, and how many lines on its stdout were no messages."""
+    """The end of a server's stderr, and the number of lines on its stdout that are not messages."""
 
     def __init__(self) -> None:
-        self._written = b""
-        self._not_messages, self._example = 0, ""
+        self._stderr = b""
+        self._invalid_lines, self._example = 0, ""
 
     def count(self, error: ValidationError) -> None:
-        """Count a line on stdout that is no message."""
-        self._not_messages += 1
-        found = error.errors(include_url=False, include_context=False)[0].get("input")
-        self._example = self._example or str(found)[:80]
+        """Count a line on stdout that is not a message."""
+        self._invalid_lines += 1
+        line = error.errors(include_url=False, include_context=False)[0].get("input")
+        self._example = self._example or str(line)[:80]
 
     def story(self) -> str:
-        """Return what helps to understand a failure."""
-        told = ""
-        if self._not_messages:
-            told = (
-                f"; {self._not_messages} lines on its stdout were no MCP messages, such as {self._example!r}"
-            )
-        lines = [line.rstrip()[:LINE_CHARS] for line in self._written.decode(errors="replace").split("\n")]
-        shown = [line for line in lines if line][-LINES_SHOWN:]
-        return told + ("; it wrote:\n  " + "\n  ".join(shown) if shown else "")
+        """Return details for an error message; empty if there are none."""
+        details = ""
+        if self._invalid_lines:
+            details = f"; {self._invalid_lines} lines on stdout are not MCP messages, e.g. {self._example!r}"
+        lines = [line.rstrip()[:LINE_CHARS] for line in self._stderr.decode(errors="replace").split("\n")]
+        last_lines = [line for line in lines if line][-LINES_SHOWN:]
+        return details + ("; its stderr:\n  " + "\n  ".join(last_lines) if last_lines else "")
 
     @contextlib.contextmanager
     def stderr(self) -> Iterator[TextIO]:
-        """Give a file for a process to write to, read by the running loop."""
+        """Yield a file for the process to write to. The running event loop reads it."""
         loop = asyncio.get_running_loop()
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
@@ -204,7 +202,7 @@ class Noise:
         def read() -> None:
             with contextlib.suppress(BlockingIOError):
                 data = os.read(reader, 65536)
-                self._written = (self._written + data)[-BYTES_KEPT:]
+                self._stderr = (self._stderr + data)[-BYTES_KEPT:]
                 if not data:
                     loop.remove_reader(reader)
 
@@ -213,6 +211,6 @@ class Noise:
             with os.fdopen(writer, "w") as file:
                 yield file
         finally:
-            read()  # what came in last tells most
+            read()  # the last output is the most informative
             loop.remove_reader(reader)
             os.close(reader)

@@ -1,5 +1,5 @@
-"""The code interpreter: `python_tool` is the tool; `interpreter` runs in its process, which `confine` and `syscalls`
-lock in."""
+"""The sandboxed code interpreter: `python_tool` is the tool, `interpreter` runs the code in its own process, and
+`confine` and `syscalls` sandbox that process."""
 
 from TrainingFactory.tools.sandbox.python_tool import Isolation, PythonTool
 

@@ -1,6 +1,6 @@
-"""How a process locks itself in, without privileges and without packages: limits, a private disk, Landlock for
-files, a seccomp filter for everything else. Runs inside the interpreter's process before any foreign code;
-imports nothing of this package, whose import would take longer than all of this."""
+"""Sandboxing of the current process without privileges or packages: resource limits, a private disk, Landlock for
+files, and a seccomp filter for all other system calls. Runs in the interpreter's process before any foreign code, and
+imports nothing of this package, because that import would take longer than the sandboxing."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 
 NEW_USER, NEW_MOUNTS, NEW_NETWORK, NEW_IPC = 0x10000000, 0x00020000, 0x40000000, 0x08000000
 # mount
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
-# Landlock: system calls (the same numbers everywhere) and rights
+# Landlock: system calls (the same numbers on all architectures) and rights
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 WRITE_FILE, READ_FILE, READ_DIR = 1 << 1, 1 << 2, 1 << 3
-RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # how many bits of rights each version knows
+RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of rights, one bit each, by ABI version
 EXECUTE, SPECIAL_FILES = 1 << 0, (1 << 6) | (1 << 9) | (1 << 11)  # special: devices and sockets
 
 
 class Unavailable(Exception):
-    """A layer that this machine does not offer."""
+    """This machine lacks a layer of the sandbox."""
 
 
 def confine(settings: dict[str, Any]) -> dict[str, Any]:
-    """Lock this process in; return how each thing is enforced (None: it is not) and what is missing."""
+    """Sandbox this process. Return how each restriction is enforced (None: not at all), and the "missing" layers."""
     missing: list[str] = []
     report: dict[str, Any] = {"missing": missing}
 
@@ -51,7 +51,7 @@ def confine(settings: dict[str, Any]) -> dict[str, Any]:
 
     folder, disk = settings["folder"], settings["disk_mb"]
     limits(settings)
-    private = bool(layer(namespaces, settings["disk_mb"], folder)) if sys.platform == "linux" else False
+    private = bool(layer(namespaces, disk, folder)) if sys.platform == "linux" else False
     os.chdir(folder)
     abi = layer(landlock, folder, settings["readable"])
     drop_capabilities()
@@ -59,10 +59,10 @@ def confine(settings: dict[str, Any]) -> dict[str, Any]:
         layer(no_new_processes)
     filtered = layer(seccomp, settings["threads"])
     report["files"] = f"Landlock (version {abi})" if abi else None
-    layers = [name for name, there in (("seccomp", filtered), ("network namespace", private)) if there]
-    report["network"] = " and ".join(layers) or None
+    network = [name for name, active in (("seccomp", filtered), ("network namespace", private)) if active]
+    report["network"] = " and ".join(network) or None
     only_limit = "RLIMIT_NPROC" if not settings["threads"] and os.getuid() != 0 else None
-    report["processes"] = "seccomp" if filtered else only_limit  # the limit does not bind root
+    report["processes"] = "seccomp" if filtered else only_limit  # root is exempt from the limit
     report["signals"] = "seccomp" if filtered else None
     report["memory"] = f"{settings['memory_mb']} MiB of address space (RLIMIT_AS)"
     report["disk"] = f"{disk} MiB in all (tmpfs)" if private else f"{disk} MiB a file (RLIMIT_FSIZE)"
@@ -70,29 +70,29 @@ def confine(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def limits(settings: dict[str, Any]) -> None:
-    wanted = {
+    values = {
         resource.RLIMIT_CPU: settings["cpu_seconds"],
         resource.RLIMIT_AS: settings["memory_mb"] * MIB,
         resource.RLIMIT_FSIZE: settings["disk_mb"] * MIB,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
-    for kind, value in wanted.items():
-        # Out of CPU time: first a signal that says so, then the end.
-        ceiling = value + 1 if kind == resource.RLIMIT_CPU else value
-        hard = resource.getrlimit(kind)[1]
-        ceiling = ceiling if hard == resource.RLIM_INFINITY else min(ceiling, hard)
-        with contextlib.suppress(ValueError, OSError):  # macOS knows no limit of address space
-            resource.setrlimit(kind, (min(value, ceiling), ceiling))
+    for kind, value in values.items():
+        # For CPU time, the soft limit sends SIGXCPU one second before the hard limit kills the process.
+        hard = value + 1 if kind == resource.RLIMIT_CPU else value
+        inherited = resource.getrlimit(kind)[1]
+        hard = hard if inherited == resource.RLIM_INFINITY else min(hard, inherited)
+        with contextlib.suppress(ValueError, OSError):  # macOS has no limit of the address space
+            resource.setrlimit(kind, (min(value, hard), hard))
 
 
 def no_new_processes() -> None:
-    """Allow no more processes of this user than there are, which is one already. Threads count too."""
+    """Forbid new processes and threads of this user: the limit of 0 is already exceeded by this one."""
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 
 
 def namespaces(disk_mb: int, folder: str) -> bool:
-    """Take an empty network, and a small disk in memory over the folder, which vanishes with the process."""
+    """Enter an empty network namespace, and mount a tmpfs on the folder, which vanishes with the process."""
     uid, gid = os.getuid(), os.getgid()
     _check(libc.unshare(NEW_USER | NEW_MOUNTS | NEW_NETWORK | NEW_IPC))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -106,37 +106,37 @@ def namespaces(disk_mb: int, folder: str) -> bool:
 
 
 def drop_capabilities() -> None:
-    """Give up what root may do beyond owning files; also what the user namespace gave."""
+    """Drop all capabilities, both those of root and those that the user namespace granted."""
     if sys.platform != "linux":
         return
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     libc.capset(struct.pack("=II", 0x20080522, 0), bytes(24))
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    # Code can close its pipes, but not undo this: the filter knows no prctl. Last, for a change of rights clears it.
+    # Die with the parent; code cannot undo this without prctl. Last, because changing capabilities clears it.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def landlock(folder: str, readable: list[str]) -> int:
-    """Allow everything inside the folder, reading of Python itself and the system's libraries, nothing else."""
+    """Allow access only to the folder, and to read Python and the system libraries. Return the ABI version."""
     if sys.platform != "linux":
         raise Unavailable(f"{sys.platform} has no Landlock")
     abi = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if abi < 1:
-        raise Unavailable("this kernel has no Landlock, or it is off (Linux 5.13 or later has it)")
+        raise Unavailable("Landlock is missing or disabled in this kernel; it needs Linux 5.13 or later")
     handled = (1 << RIGHTS_BY_ABI.get(abi, 16)) - 1
-    rules = struct.pack("=QQQ", handled, 3, 3)  # TCP; abstract sockets and signals: by version
+    rules = struct.pack("=QQQ", handled, 3, 3)  # files; TCP (ABI 4); abstract sockets and signals (ABI 6)
     size = 8 if abi < 4 else 16 if abi < 6 else 24
     ruleset = _check(libc.syscall(CREATE_RULESET, rules, ctypes.c_size_t(size), 0))
 
     def allow(path: str, rights: int) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             if not os.path.isdir(path):
                 rights &= WRITE_FILE | READ_FILE
-            rule = struct.pack("=Qi", rights & handled, place)
+            rule = struct.pack("=Qi", rights & handled, descriptor)
             _check(libc.syscall(ADD_RULE, ruleset, 1, rule, 0))
-            os.close(place)
+            os.close(descriptor)
 
     allow(folder, handled & ~(EXECUTE | SPECIAL_FILES))
     allow("/dev/null", READ_FILE | WRITE_FILE)
@@ -145,7 +145,7 @@ def landlock(folder: str, readable: list[str]) -> int:
     for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", *readable):
         allow(path, READ_FILE | READ_DIR)
     for path in sys.path:
-        allow(path, READ_DIR)  # imports list their folders
+        allow(path, READ_DIR)  # the import system lists these folders
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _check(libc.syscall(RESTRICT_SELF, ruleset, 0))
     os.close(ruleset)
@@ -153,13 +153,13 @@ def landlock(folder: str, readable: list[str]) -> int:
 
 
 def _python_files() -> list[str]:
-    """Return the standard library without the packages installed into it, and the shared libraries beside it."""
+    """Return the paths of the standard library, without installed packages, and of the shared libraries next to it."""
     library = os.path.dirname(os.__file__)
-    kept = [name for name in os.listdir(library) if name not in ("site-packages", "dist-packages")]
-    return [os.path.join(library, name) for name in kept] + glob(f"{sys.base_prefix}/lib/*.so*")
+    names = [name for name in os.listdir(library) if name not in ("site-packages", "dist-packages")]
+    return [os.path.join(library, name) for name in names] + glob(f"{sys.base_prefix}/lib/*.so*")
 
 
-# The seccomp filter: a program of (code, jump if true, jump if false, value) that ends in a verdict.
+# The seccomp filter: a BPF program of (code, jump if true, jump if false, value) that returns a verdict.
 LOAD, AND, EQUAL, ANY_BIT, VERDICT = 0x20, 0x54, 0x15, 0x45, 0x06
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 Instruction = tuple[int, int, int, int]
@@ -168,7 +168,7 @@ Instruction = tuple[int, int, int, int]
 def seccomp(threads: bool) -> bool:
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in ARCHITECTURES or sys.maxsize < 2**32:
-        raise Unavailable(f"no system-call filter for {sys.platform} on {machine}")
+        raise Unavailable(f"there is no system-call filter for {sys.platform} on {machine}")
     program = filter_program(machine, os.getpid(), threads)
     raw = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(raw, len(raw))
@@ -179,7 +179,7 @@ def seccomp(threads: bool) -> bool:
 
 
 def filter_program(machine: str, pid: int, threads: bool) -> list[Instruction]:
-    """Return the program: each block begins with the number in the accumulator and is skipped, or ends in a verdict."""
+    """Return the BPF program: one block per system call, which returns a verdict or jumps to the next block."""
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, ARCHITECTURES[machine][1]), _verdict(KILL), (LOAD, 0, 0, 0)]
 
     def block(number: int, *body: Instruction) -> None:
@@ -188,41 +188,41 @@ def filter_program(machine: str, pid: int, threads: bool) -> list[Instruction]:
     for number in numbers(ALLOWED, machine).values():
         block(number, _verdict(ALLOW))
     for number in numbers(PRETENDED, machine).values():
-        block(number, _verdict(ERRNO))  # error 0: success
+        block(number, _verdict(ERRNO))  # errno 0 means success
     for name, number in numbers(RULED, machine).items():
         block(number, *_rule(name, pid, threads))
     return [*program, _verdict(ERRNO | errno.EPERM)]
 
 
 def _rule(name: str, pid: int, threads: bool) -> list[Instruction]:
-    refused = _verdict(ERRNO | errno.EPERM)
-    if name in ("open", "openat"):  # emptying a file that is opened for reading: early Landlock lets it pass
+    denied = _verdict(ERRNO | errno.EPERM)
+    if name in ("open", "openat"):  # deny O_TRUNC with O_RDONLY, which early Landlock versions allow
         flags = _argument(1 if name == "open" else 2)
-        trick = (AND, 0, 0, os.O_TRUNC | os.O_ACCMODE)
-        return [flags, trick, (EQUAL, 0, 1, os.O_TRUNC), refused, _verdict(ALLOW)]
-    if name == "fcntl":  # not: who gets signals, leases on files of others
-        return _one_of(_argument(1), [*range(8), 36, 37, 38, 1030, 1031, 1032], refused)
-    if name == "ioctl":  # what Python's io asks of a file or pipe
-        wanted = [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]
-        return _one_of(_argument(1), wanted, _verdict(ERRNO | errno.ENOTTY))
-    if name == "socketpair":  # asyncio needs one; a stream cannot be led elsewhere afterwards
-        family = [_argument(0), (EQUAL, 1, 0, 1), refused]
-        return [*family, _argument(1), (AND, 0, 0, 0xF), (EQUAL, 0, 1, 1), _verdict(ALLOW), refused]
+        mask = (AND, 0, 0, os.O_TRUNC | os.O_ACCMODE)
+        return [flags, mask, (EQUAL, 0, 1, os.O_TRUNC), denied, _verdict(ALLOW)]
+    if name == "fcntl":  # without signal owners and leases
+        return _one_of(_argument(1), [*range(8), 36, 37, 38, 1030, 1031, 1032], denied)
+    if name == "ioctl":  # the requests of Python's io for files and pipes
+        requests = [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]
+        return _one_of(_argument(1), requests, _verdict(ERRNO | errno.ENOTTY))
+    if name == "socketpair":  # asyncio needs one; a stream socket cannot be reconnected to another address
+        family = [_argument(0), (EQUAL, 1, 0, 1), denied]
+        return [*family, _argument(1), (AND, 0, 0, 0xF), (EQUAL, 0, 1, 1), _verdict(ALLOW), denied]
     if name in ("kill", "tgkill", "prlimit64"):
-        return _one_of(_argument(0), [0 if name == "prlimit64" else pid], refused)
+        return _one_of(_argument(0), [0 if name == "prlimit64" else pid], denied)
     if name == "clone" and threads:
-        return [_argument(0), (ANY_BIT, 0, 1, 0x00010000), _verdict(ALLOW), refused]
-    # clone3 hides its flags from the filter; the C library falls back to clone where it does not exist
-    return [_verdict(ERRNO | errno.ENOSYS)] if name == "clone3" and threads else [refused]
+        return [_argument(0), (ANY_BIT, 0, 1, 0x00010000), _verdict(ALLOW), denied]
+    # The filter cannot see the flags of clone3. After ENOSYS, the C library falls back to clone.
+    return [_verdict(ERRNO | errno.ENOSYS)] if name == "clone3" and threads else [denied]
 
 
 def _one_of(load: Instruction, values: list[int], otherwise: Instruction) -> list[Instruction]:
-    pairs = [part for value in values for part in ((EQUAL, 0, 1, value), _verdict(ALLOW))]
-    return [load, *pairs, otherwise]
+    allowed = [step for value in values for step in ((EQUAL, 0, 1, value), _verdict(ALLOW))]
+    return [load, *allowed, otherwise]
 
 
 def _argument(index: int) -> Instruction:
-    return (LOAD, 0, 0, 16 + 8 * index)  # the low half: the kernel reads these arguments as int
+    return (LOAD, 0, 0, 16 + 8 * index)  # the low 32 bits: the kernel reads these arguments as int
 
 
 def _verdict(value: int) -> Instruction:

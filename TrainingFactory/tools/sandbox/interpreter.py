@@ -1,5 +1,5 @@
-"""Runs model-written code in a locked process, without site-packages and without this package. It is the one place that
-executes model text."""
+"""The interpreter of model-written code, in a sandboxed process without site-packages and without this package. This is
+the only module that executes text written by a model."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from typing import Any
 from confine import confine
 
 MAX_TRACEBACK_CHARS = 2000
-FRAMES = 6  # of a traceback; the last ones say most
-SPARE_BYTES = 8 * 2**20  # given up when memory runs out, so that the answer can still be written
+FRAMES = 6  # of a traceback, counted from the innermost
+SPARE_BYTES = 8 * 2**20  # reserve that is freed after a MemoryError, so that the answer can still be written
 
 
 class CappedOutput(io.RawIOBase):
-    """Take everything, keep the beginning and the end."""
+    """A stream of unlimited length that keeps `limit` bytes: the beginning and the end."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.head = limit, limit * 3 // 4
         self.clear()
 
     def clear(self) -> None:
-        self.kept, self.cut = bytearray(), 0
+        self.buffer, self.cut_bytes = bytearray(), 0
 
     def writable(self) -> bool:
         return True
 
     def close(self) -> None:
-        """Stay open for the next call, whatever happened to the wrapper around it."""
+        """Stay open for the next call, even if the wrapper around this stream is closed."""
 
     def write(self, data: Any, /) -> int:
         data = bytes(data)
-        self.kept += data
-        surplus = max(len(self.kept) - self.limit, 0)
-        del self.kept[self.head : self.head + surplus]
-        self.cut += surplus
+        self.buffer += data
+        excess = max(len(self.buffer) - self.limit, 0)
+        del self.buffer[self.head : self.head + excess]
+        self.cut_bytes += excess
         return len(data)
 
     def text(self) -> str:
-        middle = f"\n[... {self.cut} bytes cut ...]\n".encode() if self.cut else b""
-        shown = self.kept[: self.head] + middle + self.kept[self.head :]
-        return shown.decode("utf-8", errors="replace")
+        marker = f"\n[... {self.cut_bytes} bytes cut ...]\n".encode() if self.cut_bytes else b""
+        data = self.buffer[: self.head] + marker + self.buffer[self.head :]
+        return data.decode("utf-8", errors="replace")
 
 
 class Interpreter:
-    """The state of one episode: a module called __main__, as in any Python session."""
+    """The Python session of one episode, with its variables in a module called __main__."""
 
     def __init__(self, limit: int, stray: int) -> None:
         self.output = CappedOutput(limit)
         self.limit = limit
-        self.stray = stray  # what is written to descriptors 1 and 2 past sys.stdout arrives here
+        self.stray = stray  # descriptor to read what code writes to descriptors 1 and 2, bypassing sys.stdout
         self.module = ModuleType("__main__")
         self.module.__dict__["__builtins__"] = builtins
         sys.modules["__main__"] = self.module
@@ -77,36 +77,37 @@ class Interpreter:
         error = None
         try:
             self._execute(code, name)
-        except BaseException as caught:  # SystemExit too: only the parent ends this process
-            if isinstance(caught, MemoryError):
+        except BaseException as exception:  # SystemExit too: only the parent may end this process
+            if isinstance(exception, MemoryError):
                 self.spare = None
-            error = self._explain(caught)
-            del caught
+            error = self._error_text(exception)
         return self._answer(error)
 
     def _execute(self, code: str, name: str) -> None:
-        """Run the statements; the value of a last expression is shown, as at a prompt."""
+        """Run the statements, and print the value of a final expression, as at a prompt."""
         tree = ast.parse(code, name)
-        space, last = self.module.__dict__, None
+        namespace = self.module.__dict__
+        last = None
         if tree.body and isinstance(tree.body[-1], ast.Expr):
             last = ast.Expression(tree.body[-1].value)
             del tree.body[-1]
-        exec(compile(tree, name, "exec"), space)
+        exec(compile(tree, name, "exec"), namespace)
         if last is not None:
-            value = eval(compile(last, name, "eval"), space)
+            value = eval(compile(last, name, "eval"), namespace)
             if value is not None:
                 print(repr(value)[: self.limit + 1000])
 
-    def _explain(self, error: BaseException) -> str:
+    def _error_text(self, error: BaseException) -> str:
         try:
             if isinstance(error, SystemExit):
-                return f"SystemExit: {str(error.code)[:MAX_TRACEBACK_CHARS]} (the interpreter goes on)"
+                code = str(error.code)[:MAX_TRACEBACK_CHARS]
+                return f"SystemExit: {code} (ignored; the interpreter keeps running)"
             trace = error.__traceback__
             while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<call "):
-                trace = trace.tb_next  # a frame of ours
+                trace = trace.tb_next  # skip the frames of this module
             lines = traceback.format_exception(type(error), error, trace, limit=-FRAMES)
             text = "".join(lines).strip()
-        except BaseException:  # the exception's own code is foreign too, and memory may be short
+        except BaseException:  # the methods of the exception are foreign code too, and memory may be short
             text = type(error).__name__
         half = MAX_TRACEBACK_CHARS // 2
         return text if len(text) <= 2 * half else f"{text[:half]}\n[...]\n{text[-half:]}"
@@ -116,19 +117,19 @@ class Interpreter:
             sys.stdout.flush()
         except BaseException:  # the code closed or replaced it
             error = error or "the output could not be read: sys.stdout was closed or replaced"
-        with contextlib.suppress(OSError):  # nothing there
+        with contextlib.suppress(OSError):  # the pipe is empty
             self.output.write(os.read(self.stray, 65536))
         answer = {"text": self.output.text(), "error": error, "spent": False}
         if self.spare is None:
-            answer["spent"] = not self._recovered()
+            answer["spent"] = not self._recover_memory()
         return answer
 
-    def _recovered(self) -> bool:
-        """Return whether there is memory again after a MemoryError; if not, the process is of no more use."""
+    def _recover_memory(self) -> bool:
+        """Return whether memory is available again after a MemoryError; if not, the process must be replaced."""
         gc.collect()
         try:
-            room = bytearray(4 * SPARE_BYTES)
-            del room
+            probe = bytearray(4 * SPARE_BYTES)
+            del probe
             self.spare = bytearray(SPARE_BYTES)
         except MemoryError:
             return False
@@ -136,18 +137,18 @@ class Interpreter:
 
 
 def divert_output() -> int:
-    """Give descriptors 1 and 2 a pipe of their own, and return the end to read from."""
-    stray, writing = os.pipe()
-    os.set_blocking(stray, False)
-    os.set_blocking(writing, False)  # a full pipe is an error for the code, not a standstill
-    os.dup2(writing, 1)
-    os.dup2(writing, 2)
-    os.close(writing)
-    return stray
+    """Redirect descriptors 1 and 2 to a pipe, and return its read end."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)  # a full pipe raises an error in the code instead of blocking
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    os.close(writer)
+    return reader
 
 
 def start(settings: dict[str, Any]) -> Callable[[dict[str, str]], dict[str, Any]]:
-    """Lock this process in, and return what answers: to {"code": ...} what it prints, to {} how it is locked in."""
+    """Sandbox this process. Return the message handler: {"code": ...} runs code, {} returns the isolation report."""
     del sys.path[0]  # this folder
     sys.path += settings["readable"]
     sys.dont_write_bytecode = True

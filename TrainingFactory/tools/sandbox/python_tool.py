@@ -1,4 +1,4 @@
-"""`PythonTool`: a code interpreter. Every episode has a process of its own, started at its first call."""
+"""`PythonTool`, a code interpreter. Every episode has its own process, started at its first call."""
 
 from __future__ import annotations
 
@@ -29,17 +29,15 @@ from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.types import ToolResult, ToolSpec
 
 log = logging.getLogger(__name__)
-START_SECONDS = 60.0  # a loaded machine may take its time; usual are a few hundredths
-# What the executor grants beyond the interpreter's own limit, which must always strike first: code that never ends
-# is the model's doing, an executor's time-out is not.
+START_SECONDS = 60.0  # usually a few hundredths of a second; long, for loaded machines
+# The executor's time-out exceeds the interpreter's by this, so that the interpreter's comes first: endless code is an
+# error of the model, a time-out of the executor is not.
 ALLOWANCE = START_SECONDS + 30.0
-BYTES_OF_A_CHAR, BEYOND_OUTPUT = (
-    6,
-    2**16,
-)  # of an answer: a byte may become "\\ufffd"; an error, how it is locked in
-HALF_OF_THE_MEMORY = psutil.virtual_memory().total // 2**21  # MiB
-NOT_STARTED = (WorkerDied, WorkerError, WorkerTooSlow, OSError)
-NO_PROCESS = "the interpreter of the python tool cannot be used: %s"
+BYTES_PER_CHAR = 6  # in an answer: a byte may become "\\ufffd"
+EXTRA_BYTES = 2**16  # bytes of an answer for the error and the isolation report
+HALF_OF_MEMORY_MB = psutil.virtual_memory().total // 2**21  # MiB
+START_ERRORS = (WorkerDied, WorkerError, WorkerTooSlow, OSError)
+START_FAILED = "cannot start the interpreter of the python tool: %s"
 GONE = "Variables and files are gone; the next call begins with a fresh interpreter."
 DESCRIPTION = (
     "Run Python code. Variables are kept between calls. You see what it prints and the value of its last "
@@ -54,40 +52,38 @@ PARAMETERS = {
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """How each thing is enforced on this machine, in words; None: it is not."""
+    """The mechanism that enforces each restriction on this machine; None: not enforced."""
 
-    files: str | None  # nothing outside the working folder, except reading Python and the system's libraries
+    files: str | None  # no access outside the working folder, except reading Python and the system libraries
     network: str | None
-    processes: str | None  # none can be started
-    signals: str | None  # none can be sent to other processes
+    processes: str | None  # code cannot start any
+    signals: str | None  # code cannot send any to other processes
     memory: str | None
     disk: str | None
-    missing: tuple[str, ...] = ()  # layers that this machine does not offer, with the reason
+    missing: tuple[str, ...] = ()  # layers that this machine lacks, with the reason
 
     @property
     def open_ways(self) -> str:
-        """Name what code must be kept from and is not."""
-        return " and ".join(what for what in ("files", "network") if getattr(self, what) is None)
+        """Return the required restrictions that are not enforced: "files", "network", both, or an empty text."""
+        return " and ".join(name for name in ("files", "network") if getattr(self, name) is None)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bound one process."""
+    """Limits of one interpreter process."""
 
     memory_mb: int
     disk_mb: int
-    cpu_seconds: int  # of one process, over all its calls
+    cpu_seconds: int  # over all calls of the process
     max_output: int
     threads: bool
-    readable: tuple[str, ...]  # folders of packages: on sys.path, to be read
+    readable: tuple[str, ...]  # package folders: added to sys.path, read-only
 
 
 class PythonTool:
-    """Runs Python for the model; docs/TOOLS.md says what is isolated.
-
-    `packages` makes the installed packages (numpy, ...) importable: True for those of this environment, or folders;
-    `stateful` promises that equal calls give equal answers (no clock, no unseeded chance), so that they may be cached.
-    """
+    """Runs Python code of the model in a sandbox; docs/TOOLS.md describes the isolation. `packages` makes installed
+    packages (numpy, ...) importable: True for those of this environment, or folders. `stateful` promises that equal
+    calls give equal results (no clock, no unseeded randomness), so they may be cached."""
 
     @validate_call(config=STRICT)
     def __init__(
@@ -108,46 +104,48 @@ class PythonTool:
         idle_memory_mb: Count | None = None,
     ) -> None:
         self.timeout = timeout
-        self.idle_memory_mb = idle_memory_mb or HALF_OF_THE_MEMORY
-        self._idle: weakref.WeakKeyDictionary[PythonSession, int] = weakref.WeakKeyDictionary()  # bytes held
+        self.idle_memory_mb = idle_memory_mb or HALF_OF_MEMORY_MB
+        self._idle: weakref.WeakKeyDictionary[PythonSession, int] = weakref.WeakKeyDictionary()  # bytes used
         self.allow_unsafe = allow_unsafe
         readable = _package_folders(name, packages)
         self.limits = Limits(memory_mb, disk_mb, cpu_seconds, max_output_chars, threads, readable)
         self.spec = ToolSpec(name, description or DESCRIPTION.format(timeout=timeout), PARAMETERS)
-        # Ordered: calls share variables. Not more processes at work than the machine can serve in time.
-        many = concurrency or max(4, 2 * (os.cpu_count() or 1))
-        # What is cached is old where another Python, other limits or other packages might answer otherwise.
+        # The default runs no more processes than the machine can serve in time.
+        processes = concurrency or max(4, 2 * (os.cpu_count() or 1))
+        # Results depend on the Python version, the limits and the packages.
         version = digest(sys.version, repr(self.limits), f"{timeout:g}")
-        self.options = ToolOptions(
-            timeout=timeout + ALLOWANCE, ordered=True, stateful=stateful, concurrency=many, version=version
+        self.options = ToolOptions(  # ordered, because calls share variables
+            timeout=timeout + ALLOWANCE,
+            ordered=True,
+            stateful=stateful,
+            concurrency=processes,
+            version=version,
         )
         self.isolation = isolation_here(self.limits)
         if not allow_unsafe and self.isolation.open_ways:
             raise ValueError(
-                f"tool {name}: this machine cannot keep code from {self.isolation.open_ways} "
-                f"({'; '.join(self.isolation.missing)}). Use Linux 5.13 or later on x86_64 or aarch64, with "
-                "Landlock on, or set allow_unsafe=True if the machine holds nothing that model-written code may not "
-                "touch"
+                f"tool {name}: this machine cannot isolate code from {self.isolation.open_ways} "
+                f"({'; '.join(self.isolation.missing)}). Use Linux 5.13 or later on x86_64 or aarch64 with Landlock "
+                "enabled, or set allow_unsafe=True if model-written code may access everything on this machine"
             )
 
     def session(self) -> PythonSession:
         return PythonSession(self)
 
-    def rest(self, session: PythonSession, held: int | None) -> None:
-        """Note what a session holds between two calls (None: it is none of those now), and stop the largest where all
-        together hold too much."""
+    def rest(self, session: PythonSession, memory_bytes: int | None) -> None:
+        """Record the memory of an idle session in bytes (None: it is not idle), and stop the largest sessions while all
+        exceed `idle_memory_mb`."""
         self._idle.pop(session, None)
-        if held is not None:
-            self._idle[session] = held
+        if memory_bytes is not None:
+            self._idle[session] = memory_bytes
         while sum(self._idle.values()) > self.idle_memory_mb * 2**20:
             largest = max(self._idle, key=self._idle.__getitem__)
             del self._idle[largest]
-            largest.stop(
-                f"was stopped, because those of all episodes held over {self.idle_memory_mb} MiB of memory"
-            )
+            limit = f"{self.idle_memory_mb} MiB of memory"
+            largest.stop(f"was stopped, because the idle interpreters of all episodes used over {limit}")
 
     async def open(self) -> None:
-        """Do nothing: every session has a process of its own."""
+        """Do nothing: every session starts its own process."""
 
     close = open
 
@@ -159,32 +157,33 @@ class PythonSession:
         self.source = source
         self.spec, self.options = source.spec, source.options
         self._process: _Process | None = None
-        self._lost = ""  # why the process is gone, once it is
+        self._end_reason = ""  # why the process ended
         self._closed = False
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     @property
-    def tools(self) -> Sequence[Tool]:  # no attribute: an object that holds itself is not freed at once
+    def tools(self) -> Sequence[Tool]:  # a property, because an attribute would be a reference cycle
         return [self]
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        async with self._turn:
+        async with self._lock:
             self.source.rest(self, None)
             process, note = self._process, ""
             if process is None or not process.alive:
                 if process is not None:
                     process.kill()
-                    note = f"[a fresh interpreter: the last one {self._lost}; its variables and files are gone]\n"
+                    reason = self._end_reason
+                    note = f"[a fresh interpreter: the last one {reason}; its variables and files are gone]\n"
                 try:
-                    process = await self._started()
-                except NOT_STARTED as error:
-                    log.warning(NO_PROCESS, error)
-                    return ToolResult(NO_PROCESS % error, ok=False, error="unavailable")
+                    process = await self._start()
+                except START_ERRORS as error:
+                    log.warning(START_FAILED, error)
+                    return ToolResult(START_FAILED % error, ok=False, error="unavailable")
             result = await self._answer(process, arguments["code"], note)
-            self.source.rest(self, process.held)
+            self.source.rest(self, process.memory_bytes)
             return result
 
-    async def _started(self) -> _Process:
+    async def _start(self) -> _Process:
         if self._closed:
             raise WorkerDied("was closed")
         self._process = process = _Process(self.source.limits)
@@ -195,29 +194,30 @@ class PythonSession:
         return process
 
     async def _answer(self, process: _Process, code: str, note: str) -> ToolResult:
-        self._lost = "was stopped"  # by whoever cancels this
+        self._end_reason = "was stopped"  # if this call is cancelled
         try:
             answer = await process.ask({"code": code}, self.source.timeout)
             if not isinstance(answer, dict) or not isinstance(answer.get("text"), str):
-                raise WorkerDied("was stopped, because code changed what it answers")
+                raise WorkerDied("was stopped, because the code tampered with its answers")
         except (WorkerTooSlow, WorkerDied, WorkerError) as error:
             process.kill()
             slow = isinstance(error, WorkerTooSlow)
-            self._lost = f"was stopped after {self.source.timeout:g} s" if slow else str(error)
-            return ToolResult(f"{note}the interpreter {self._lost}. {GONE}", ok=False, error="exception")
+            self._end_reason = f"was stopped after {self.source.timeout:g} s" if slow else str(error)
+            text = f"{note}the interpreter {self._end_reason}. {GONE}"
+            return ToolResult(text, ok=False, error="exception")
         parts = [answer["text"].rstrip("\n"), str(answer.get("error") or "")]
         text = note + ("\n".join(part for part in parts if part) or "(no output)")
         if answer.get("spent"):
             process.kill()
-            self._lost = "ran out of memory"
+            self._end_reason = "ran out of memory"
             text += f"\nAll of its {self.source.limits.memory_mb} MiB of memory are in use. {GONE}"
         failed = bool(answer.get("error"))
         return ToolResult(text, ok=not failed, error="exception" if failed else None)
 
     def stop(self, why: str) -> None:
-        """End the process between two calls."""
+        """Kill the idle process; `why` is shown to the model at the next call."""
         assert self._process is not None
-        self._lost = why
+        self._end_reason = why
         self._process.kill()
 
     async def close(self) -> None:
@@ -228,12 +228,12 @@ class PythonSession:
 
 
 class _Process(Worker):
-    """A locked process and its folder; after its end another one is made, with a folder of its own."""
+    """A sandboxed interpreter process and its working folder. Not restartable."""
 
     def __init__(self, limits: Limits) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tf-python-", ignore_cleanup_errors=True)
         folder = self._folder.name
-        # An environment of our own making, so nothing secret; a fixed hash seed, so that sets print alike.
+        # Built from scratch, so that it holds no secrets. The fixed hash seed makes sets print in the same order.
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder}
         environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         if "LD_LIBRARY_PATH" in os.environ:  # some builds of Python need it to start
@@ -244,15 +244,15 @@ class _Process(Worker):
             start_seconds=START_SECONDS,
             path=[str(Path(__file__).parent)],
             flags=["-s", "-S", "-X", "utf8"],
-            max_answer=BYTES_OF_A_CHAR * limits.max_output + BEYOND_OUTPUT,
+            max_answer=BYTES_PER_CHAR * limits.max_output + EXTRA_BYTES,
             env=environment,
             cwd=folder,
             stderr=subprocess.DEVNULL,
         )
 
     @property
-    def held(self) -> int:
-        """Return the bytes of memory that the process has in use; 0 if it is gone."""
+    def memory_bytes(self) -> int:
+        """Return the resident memory of the process in bytes; 0 if it has ended."""
         with contextlib.suppress(psutil.Error):
             return psutil.Process(self.pid).memory_info().rss if self.alive else 0
         return 0
@@ -274,7 +274,7 @@ class _Process(Worker):
 
 @functools.cache
 def isolation_here(limits: Limits) -> Isolation:
-    """Return what a process with these limits enforces on this machine, found out by starting one."""
+    """Start a process with these limits and return the isolation that this machine enforces."""
 
     async def probe() -> Isolation:
         process = _Process(limits)
@@ -285,8 +285,8 @@ def isolation_here(limits: Limits) -> Isolation:
 
     try:
         return run(probe)
-    except NOT_STARTED as error:
-        raise ValueError(NO_PROCESS % error) from error
+    except START_ERRORS as error:
+        raise ValueError(START_FAILED % error) from error
 
 
 def _package_folders(name: str, packages: bool | str | Sequence[str]) -> tuple[str, ...]:
@@ -297,5 +297,5 @@ def _package_folders(name: str, packages: bool | str | Sequence[str]) -> tuple[s
         packages = [packages]
     for folder in packages:
         if not Path(folder).is_dir():
-            raise ValueError(f"tool {name}: packages names {folder}, which is not a folder")
+            raise ValueError(f"tool {name}: packages: {folder} is not a folder; set an existing one")
     return tuple(str(Path(folder).resolve()) for folder in packages)

@@ -1,10 +1,10 @@
-"""The system calls that interpreted code may make: name, number on x86_64, number on aarch64 (- where there is
-none). Everything else is refused, also what kernels will invent."""
+"""The system calls that sandboxed code may make: name, number on x86_64, number on aarch64 (-: does not exist). All
+others are rejected, including those of future kernels."""
 
 from __future__ import annotations
 
-# By line: files through descriptors and by name (Landlock decides which), waiting, one end of a socketpair to
-# the other, memory, the process itself and the clock, its own signals.
+# By paragraph: files by descriptor and by name (Landlock decides which), waiting, the two ends of a socketpair,
+# memory, the process itself and the clock, its own signals.
 ALLOWED = """
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69
 pwritev 296 70, preadv2 327 286, pwritev2 328 287, close 3 57, close_range 436 436, lseek 8 62
@@ -44,15 +44,15 @@ rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 1
 rt_sigtimedwait 128 137, rt_sigsuspend 130 133, sigaltstack 131 132, signalfd 282 -, signalfd4 289 74
 """
 
-# Landlock does not rule modes, owners and times of files, so these do nothing. They claim to have worked:
-# copying a file in Python changes its mode, and should not fail for that.
+# Landlock does not control modes, owners and times of files, so these calls do nothing but report success:
+# copying a file in Python changes its mode and should not fail because of that.
 PRETENDED = """
 chmod 90 -, fchmod 91 52, fchmodat 268 53, chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54
 utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6
 fsetxattr 190 7
 """
 
-# Allowed for some arguments only; the rules are in confine.py.
+# Allowed only with certain arguments; confine.py has the rules.
 RULED = """
 open 2 -, openat 257 56, fcntl 72 25, ioctl 16 29, socketpair 53 199, kill 62 129, tgkill 234 131
 prlimit64 302 261, clone 56 220, clone3 435 435

@@ -1,6 +1,6 @@
-"""Lets servers that are written for mcp 1.x (`from mcp.server.fastmcp import FastMCP`) run with mcp 2.x, which calls
-that class MCPServer. Python imports this file when it starts, because `stdio.py` puts the folder into PYTHONPATH of the
-servers that it starts. It may run in a Python without TrainingFactory, and does nothing where mcp is 1.x."""
+"""Compatibility of servers written for mcp 1.x (`from mcp.server.fastmcp import FastMCP`) with mcp 2.x, which renamed
+that class to MCPServer. Python imports this file at start-up, because `stdio.py` adds its folder to the PYTHONPATH of
+the servers. It may run in a Python without TrainingFactory, and does nothing if mcp 1.x is installed."""
 
 import importlib.util
 import inspect
@@ -12,37 +12,37 @@ OLD, NEW = "mcp.server.fastmcp", "mcp.server.mcpserver"
 
 
 class FastMCPFinder(Loader):
-    """Finds the modules of FastMCP: those of MCPServer under their old names."""
+    """Imports the modules of MCPServer under the old names of FastMCP."""
 
     def find_spec(self, name, path=None, target=None):
-        ours = f"{name}.".startswith(f"{OLD}.") and importlib.util.find_spec(NEW) is not None
-        return ModuleSpec(name, self, is_package=name == OLD) if ours else None
+        is_old_name = f"{name}.".startswith(f"{OLD}.") and importlib.util.find_spec(NEW) is not None
+        return ModuleSpec(name, self, is_package=name == OLD) if is_old_name else None
 
     def create_module(self, spec):
         module = importlib.import_module(spec.name.replace(OLD, NEW, 1))
-        self._own = module.__spec__
+        self._original_spec = module.__spec__
         return module
 
     def exec_module(self, module):
-        module.__spec__ = self._own  # the import has put that of the old name there
+        module.__spec__ = self._original_spec  # the import system has replaced it
         if module.__name__ == NEW:
             vars(module)["FastMCP"] = make_fastmcp(module.MCPServer)
 
 
 def make_fastmcp(base):
-    """Return the class with the arguments of mcp 1.x; those about HTTP, such as host and port, go unused."""
-    known = inspect.signature(base).parameters
+    """Return a subclass that accepts the arguments of mcp 1.x and ignores those for HTTP, such as host and port."""
+    supported = inspect.signature(base).parameters
 
     class FastMCP(base):
         def __init__(self, name=None, instructions=None, **options):
-            given = {key: options[key] for key in options if key in known}
-            super().__init__(name, instructions=instructions, **given)
+            options = {key: options[key] for key in options if key in supported}
+            super().__init__(name, instructions=instructions, **options)
 
     return FastMCP
 
 
 sys.meta_path.insert(0, FastMCPFinder())
-# The environment may have a sitecustomize of its own, which this one hides.
-others = [folder for folder in sys.path if folder != __file__.rpartition("/")[0]]
-if (own := PathFinder.find_spec("sitecustomize", others)) is not None and own.loader is not None:
-    own.loader.exec_module(importlib.util.module_from_spec(own))
+# Also run the environment's own sitecustomize, if there is one: this file hides it.
+other_folders = [folder for folder in sys.path if folder != __file__.rpartition("/")[0]]
+if (hidden := PathFinder.find_spec("sitecustomize", other_folders)) is not None and hidden.loader is not None:
+    hidden.loader.exec_module(importlib.util.module_from_spec(hidden))
