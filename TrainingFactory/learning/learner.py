@@ -44,7 +44,7 @@ class Learner:
 
     `temperature` is the sampler's, so that training sees the distribution that was sampled from. `reference` is a
     frozen model; None: the base under the adapter. With several `processes`, the given models are sharded in place.
-    `sharing` (are common prefixes computed once?) and `below` (split larger trees; 0: never) are arguments for `make_batch`."""
+    `sharing` (compute common prefixes once) and `below` (split larger trees; 0: never) are for `make_batch`."""
 
     def __init__(
         self,
