@@ -120,7 +120,10 @@ class EpisodeRun:
         except _Over as over:
             self._end(over.status, over.error)
         except OutOfTime:
-            self._end("error", f"the episode took longer than {self.rules.timeout:g} s (episode_timeout)")
+            self._end(
+                "error",
+                f"the episode took longer than {self.rules.timeout:g} s (environment.episode_timeout)",
+            )
         except SelfCancelled:
             self._end("error", "the environment cancelled its own episode")
         self._check()
