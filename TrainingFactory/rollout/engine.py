@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from TrainingFactory.common.event_loop import run
 from TrainingFactory.common.seeds import turn_seed
@@ -126,10 +127,11 @@ class RolloutEngine:
             for member in range(group_size):
                 trajectory = Trajectory(task, group=f"{step}/{name}", member=member)
                 seed_of = functools.partial(turn_seed, self.seed, step, name, member)
-                key = EpisodeKey(recorded_as, name, member)
-                session = sampler.session()
-                runs.append(EpisodeRun(self.rules, trajectory, session, sampler.max_length, seed_of, key))
+                runs.append(self._new(trajectory, sampler, seed_of, EpisodeKey(recorded_as, name, member)))
         return runs
+
+    def _new(self, trajectory: Trajectory, sampler: Sampler, *args: Any) -> EpisodeRun:
+        return EpisodeRun(self.rules, trajectory, sampler.session(), sampler.max_length, *args)
 
 
 def _names(tasks: Sequence[Task]) -> list[str]:

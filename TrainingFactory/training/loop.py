@@ -197,7 +197,7 @@ class TrainingLoop:
             self.watcher.say(f"WARNING {warning}")
 
     async def _publish(self) -> SamplersLost | None:
-        """Push the current weights to the sampler. Return a SamplersLost error, to be raised once the step is logged."""
+        """Push the current weights to the sampler. Return a SamplersLost error; raise it once the step is logged."""
         weights = await self.policy.publish()
         try:
             if self.sampler is not None:
