@@ -239,7 +239,7 @@ def test_a_chat_format_that_rewrites_history_is_noticed():
             turn.completion.token_ids[0] = 99
             return super().extend(turn, replies)
 
-    with pytest.raises(AssertionError, match="must continue what was sampled"):
+    with pytest.raises(AssertionError, match="must extend the sampled tokens"):
         rollout(chat=Rewrites())
 
 
