@@ -118,9 +118,7 @@ class Fleet:
         await self.start()
         for _ in range(1 + AGAIN):
             await self._wait_for_place()
-            if (
-                session.home not in self._alive
-            ):  # move to the place with the fewest sessions; it prefills again
+            if session.home not in self._alive:  # move to the place with the fewest sessions
                 self._open[session.home] -= 1
                 session.home = min(self._alive, key=lambda number: (self._open[number], number))
                 self._open[session.home] += 1

@@ -1,8 +1,7 @@
 """Child process of `local` that runs one engine; calls arrive as JSON lines and run concurrently.
 
-A small watcher process cleans up, because nothing else does after a kill: when the parent program closes its pipe or
-has ended, or the engine's process has, it kills everything that the engine started and removes leftover shared-memory
-segments."""
+A small watcher process cleans up, even after a kill: when the parent program closes its pipe or ends, or the engine's
+process ends, it kills everything that the engine started and removes leftover shared-memory segments."""
 
 from __future__ import annotations
 
@@ -63,11 +62,9 @@ async def serve(lines: BinaryIO, answers: int, watcher: int) -> None:
 
 
 def watch(life: int) -> int:
-    """Fork the watcher process. Return a pipe on which to send it the shared-memory segments that exist after `start`,
-    since their owners may have ended before the cleanup; until then it polls for segments itself. `life` is a pipe that
-    is never written to; its end of file starts the cleanup."""
-    watched = os.getpid()
-    receiver, sender = os.pipe()
+    """Fork the watcher process. Return a pipe on which to send it the segments that exist after `start`, since their
+    owners may end before the cleanup; until then it polls for them. The end of file of `life` starts the cleanup."""
+    watched, (receiver, sender) = os.getpid(), os.pipe()
     if os.fork():
         os.close(life)
         return sender
@@ -88,7 +85,7 @@ def watch(life: int) -> int:
         for folder in (living := members(watched)):
             with suppress(
                 OSError
-            ):  # Python's resource tracker cleans up by itself once all others have ended
+            ):  # Python's resource tracker ends by itself after all others, and cleans up
                 if b"resource_tracker" not in (folder / "cmdline").read_bytes():
                     os.kill(int(folder.name), signal.SIGKILL)
         if not living:

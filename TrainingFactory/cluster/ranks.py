@@ -131,8 +131,7 @@ class Ranks:
         """End the other ranks, immediately if they are in the middle of a call. Further calls do nothing."""
         if self._group.ended:
             return
-        self._group.ended = True
-        last = "failed"
+        self._group.ended, last = True, "failed"
         if not self._gone.done() and all(answer.done() for answer in self._answers.values()):
             with suppress(RuntimeError):
                 await self._thread.call(self._group.broadcast, "end", report)
@@ -170,11 +169,10 @@ class Ranks:
     def _listen(self, rank: int) -> None:
         with suppress(RuntimeError):  # the event loop is closed
             try:
-                while True:
-                    text = self._group.heard(rank)
-                    if self._group.ended:
-                        return
+                text = self._group.heard(rank)
+                while not self._group.ended:
                     self._loop.call_soon_threadsafe(self._on_answer, rank, text)
+                    text = self._group.heard(rank)
             except RuntimeError:
                 self._loop.call_soon_threadsafe(self._lose, rank, "is gone")
 
@@ -194,8 +192,7 @@ class Ranks:
         self._lost(self._gone.result())
 
     def _disconnect(self, last: str) -> None:
-        """Send the last message to all ranks and join the listening threads: a thread that still waits in torch at
-        interpreter exit crashes."""
+        """Send the last message and join the listening threads: one that waits in torch at interpreter exit crashes."""
         for rank in self._threads:
             with suppress(RuntimeError):  # the rank has ended
                 self._group.tell(last, rank)
@@ -207,8 +204,7 @@ class Ranks:
 async def serve(group: Group, call: Callable[..., Awaitable[Any]], facts: Mapping[str, Any]) -> Any:
     """Introduce this process to rank 0 and run `call(method, *args)` for each of its broadcasts until it ends; return
     its report. If rank 0 is lost, this process exits immediately, whatever it is doing."""
-    thread = OneThread("calls")
-    about = {"pid": os.getpid(), "host": platform.node(), "facts": facts}
+    thread, about = OneThread("calls"), {"pid": os.getpid(), "host": platform.node(), "facts": facts}
     life = _thread(_exit_with_rank_0, group)
     if threading.current_thread() is threading.main_thread():
         for number in (
@@ -219,8 +215,7 @@ async def serve(group: Group, call: Callable[..., Awaitable[Any]], facts: Mappin
     with suppress(RuntimeError):  # rank 0 is lost
         await thread.call(group.tell, about)
         while (message := await thread.call(group.broadcast))[0] != "end":
-            failure = ""
-            fatal = False
+            failure, fatal = "", False
             try:
                 await call(*message)
             except BaseException as error:

@@ -126,8 +126,7 @@ class RayPlace:
         return await self._answer(self._actor.call.remote(method, args))
 
     async def _turn(self, args: tuple[Any, ...]) -> Completion:
-        """Sample one turn. A Ray call costs as much as many tokens of a small model, so simultaneous requests are sent
-        as one call, and so are answers."""
+        """Sample one turn. Simultaneous requests share one Ray call, which costs as much as many tokens."""
         if self._lost is not None:
             raise self._lost
         self._reader = self._reader or asyncio.create_task(self._read())
@@ -202,8 +201,7 @@ class RayPlace:
 
 
 class EngineActor:
-    """Runs an engine in a Ray actor. vLLM runs inside a `LocalPlace`, whose watcher ends vLLM's child processes: a
-    killed actor cannot."""
+    """Runs an engine in a Ray actor; vLLM in a `LocalPlace` in it, whose watcher ends vLLM's processes after a kill."""
 
     def __init__(self) -> None:
         self._call: Callable[..., Any]
@@ -215,8 +213,7 @@ class EngineActor:
     async def start(
         self, spec: EngineSpec, number: int, config: Files, timeout: float, folder: Path | None, what: str
     ) -> dict[str, Any]:
-        """Start the engine and return its description. It logs to a file in `folder`, or in a temporary folder if this
-        machine does not have `folder`."""
+        """Start the engine and return its description. Without `folder` on this machine, log to a temporary folder."""
         if config and not os.path.isdir(spec.model):
             self._model = _write_files(config, None)
             spec = dataclasses.replace(spec, model=self._model.name)

@@ -41,8 +41,7 @@ def versions() -> dict[str, str]:
 
 class RaySession:
     """Connects to Ray and allocates resources. `address` is compute.address; None: start Ray on this machine, reachable
-    only from it. All sessions of a process share one connection, opened by the first and closed with the last; a
-    connection that existed before is left open."""
+    only from it. The sessions of a process share one connection; the last one closes it, unless it existed before."""
 
     _lock = threading.Lock()
     _open: ClassVar[set[RaySession]] = set()
@@ -163,8 +162,8 @@ def _last_gpus(ray: Any, count: int | None) -> Iterator[None]:
     """Inside the block, show Ray only the last `count` GPUs, because the run's own process uses the first one."""
     before = os.environ.get(VISIBLE)
     manager = ray._private.accelerators.get_accelerator_manager_for_resource("GPU")
-    installed = manager.get_current_node_num_accelerators()
-    gpus = [str(number) for number in range(installed)] if before is None else before.split(",")
+    installed = range(manager.get_current_node_num_accelerators())
+    gpus = [*map(str, installed)] if before is None else before.split(",")
     if count is not None and len(gpus) > count:
         os.environ[VISIBLE] = ",".join(gpus[-count:])
     try:
@@ -207,7 +206,7 @@ def _check_versions(ray: Any) -> None:
         except Exception as error:  # the machine may lack the package, or have an incompatible version
             remote = dict.fromkeys(local, f"unknown ({str(error).strip().splitlines()[-1]})")
         if other := [
-            f"{name} {remote[name]} (here {here})" for name, here in local.items() if remote[name] != here
+            f"{name} {remote[name]} (here {local[name]})" for name in local if remote[name] != local[name]
         ]:
             differences.append(f"{node['NodeName']} has {', '.join(other)}")
     if differences:

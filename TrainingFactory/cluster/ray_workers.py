@@ -33,9 +33,8 @@ class RayWorker:
         return self._actor is not None
 
     async def ask(self, message: Any, seconds: float | None = None) -> Any:
-        """Return the function's result. Raise WorkerError if it fails; raise WorkerDied or WorkerTooSlow and drop the
-        actor if it dies or exceeds `seconds`. Without `seconds`, a cancelled call keeps the actor, which may be busy
-        with calls of others."""
+        """Return the function's result. Raise WorkerError if it fails; raise WorkerDied or WorkerTooSlow, and drop the
+        actor, if it dies or exceeds `seconds`. Without `seconds` a cancelled call keeps the actor, which others use."""
         actor = await self.ready()
         try:
             return await _answer(actor.ask.remote(message), seconds)

@@ -55,15 +55,14 @@ def checkpoint_bytes(learner: Learner) -> tuple[int, int]:
 
 
 def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> None:
-    """Write the learner and the JSON-serialisable `state`. On failure raise OSError and leave an existing folder as it
-    is. With several processes rank 0 writes, and all ranks succeed or raise together."""
+    """Write the learner and the JSON-serialisable `state`; rank 0 writes, and all ranks succeed or raise together. On
+    failure raise OSError and leave an existing folder as it is."""
     folder = Path(folder)
     weights = learner.processes.state_of(learner.model, learner.dtype)
     tensors, numbers = _state(learner)
     about = {"format": FORMAT, "steps": learner.steps, "model": _identity(learner), "optimizers": numbers}
     files = {"learner.json": json.dumps(about, indent=1), "state.json": json.dumps(state, indent=1)}
-    part = folder.with_name(f".{folder.name}.part")
-    failed = ""
+    part, failed = folder.with_name(f".{folder.name}.part"), ""
     try:
         if learner.processes.rank == 0:
             remove(part)
@@ -89,12 +88,9 @@ def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
     folder = Path(folder)
     if files := changed(folder):
         raise Damaged(f"{folder} is damaged: missing, or different from {SUMS}: {', '.join(files[:3])}")
-    about = _read_json(folder / "learner.json")
-    state = _read_json(folder / "state.json")
+    about, state = _read_json(folder / "learner.json"), _read_json(folder / "state.json")
     if about.get("format") != FORMAT:
-        raise ValueError(
-            f"{folder} has checkpoint format {about.get('format')}; this version reads format {FORMAT}"
-        )
+        raise ValueError(f"{folder} has format {about.get('format')}; this version reads format {FORMAT}")
     if differences := _differences(about["model"], _identity(learner)):
         raise ValueError(f"{folder} is not a checkpoint of this model: {'; '.join(differences[:3])}")
     state_file = next((folder / name for name in STATE if (folder / name).exists()), None)
@@ -129,9 +125,7 @@ def _write(part: Path, learner: Learner, tokenizer: Any, weights: Tensors | None
         learner.causal.config.dtype = learner.dtype
         learner.causal.config.save_pretrained(part)
     tokenizer.save_pretrained(part)
-    if (
-        learner.head is not None and learner.head.about is not None
-    ):  # a critic's head is not part of the model
+    if learner.head is not None and learner.head.about is not None:  # not a critic's head
         head = {name: tensors[f"weight/head.{name}"] for name, _ in learner.head.named_parameters()}
         save_head(part, learner.head.about, head)
     (part / STATE[0]).parent.mkdir()
@@ -139,10 +133,8 @@ def _write(part: Path, learner: Learner, tokenizer: Any, weights: Tensors | None
 
 
 def _state(learner: Learner) -> tuple[Tensors, list[dict[str, dict[str, Any]]]]:
-    """Return the master weights and optimizer tensors by name (on rank 0; elsewhere empty), and for each optimizer the
-    state values that are not tensors, by parameter name."""
-    masters = _masters(learner)
-    processes = learner.processes
+    """Return master weights and optimizer tensors by name (rank 0 only), and each optimizer's other state values."""
+    masters, processes = _masters(learner), learner.processes
     names = {id(master): name for name, master in masters.items()}
     shards: dict[str, torch.Tensor] = {f"weight/{name}": master for name, master in masters.items()}
     numbers: list[dict[str, dict[str, Any]]] = []
@@ -210,8 +202,7 @@ def _identity(learner: Learner) -> dict[str, Any]:
 def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     if saved["architecture"] != current["architecture"]:
         return [f"it holds a {saved['architecture']}, the model is a {current['architecture']}"]
-    old, new = saved["trained"], current["trained"]
-    differences = []
+    old, new, differences = saved["trained"], current["trained"], []
     for name in sorted(old | new):
         if old.get(name) != new.get(name):
             shapes = f"{old.get(name, 'not trained')} in it and {new.get(name, 'not trained')} in the model"

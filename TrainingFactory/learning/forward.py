@@ -27,8 +27,7 @@ def causal_model(model: Any) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def tree_mode(model: PreTrainedModel, on: bool = True) -> Iterator[None]:
-    """Run the model with tree attention inside the block. Keep backward passes inside: gradient checkpointing runs the
-    layers again."""
+    """Run the model with tree attention inside the block; backward passes too, which may run the layers again."""
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = ATTENTION if on else before
@@ -52,8 +51,7 @@ def tree_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
 
 
 def row_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
-    """Return the hidden states [N, D] by the model's own attention. Rows are right-padded, so causal attention never
-    sees the padding."""
+    """Return the hidden states [N, D] by the model's own causal attention, which never sees the right-padding."""
     assert all(node.parent < 0 for node in pack.nodes), "pack with make_batch(..., sharing=learner.sharing)"
     starts, lengths = np.array([(node.start, node.length) for node in pack.nodes]).T
     columns = np.arange(lengths.max())
@@ -98,8 +96,7 @@ def check_head(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def why_not_shared(model: PreTrainedModel) -> str | None:
-    """Return why a forward over a prefix tree would differ from one over single rows, or None if it does not. Checks
-    the layer types in the config, then compares both forwards on a probe."""
+    """Return why a forward over a prefix tree differs from one over rows (by layer types and a probe), or None."""
     config: Any = model.config.get_text_config()  # third-party; may have no layer types
     if unsupported := sorted({*map(str, getattr(config, "layer_types", None) or ())} - {"full_attention"}):
         return f"it has {' and '.join(unsupported)} layers"
@@ -110,18 +107,15 @@ def why_not_shared(model: PreTrainedModel) -> str | None:
         train = model.device.type == "cuda" and not hasattr(next(model.parameters()), "device_mesh")
         with tree_mode(model), torch.set_grad_enabled(train):
             shared = tree_states(model, probe).detach()
-    except (
-        Exception
-    ) as error:  # third-party code may reject our keyword, or need an argument that we do not pass
+    except Exception as error:  # third-party code may reject our keyword, or need another argument
         row_states(model, alone)  # an aborted forward leaves its layer unsharded; a complete one reshards it
         return f"its layers do not run over a tree ({(str(error) or type(error).__name__).splitlines()[0]})"
     # The probe trains all tokens but the first, so `source` lists the positions of the rows' tokens.
     rows, trees = row_states(model, alone)[_positions(alone)], shared[_positions(probe)]
     rounding = max(5e-2, 1.5e-2 * config.num_hidden_layers**0.5)  # 16-bit errors grow like a random walk
-    if not (deviation := _relative_error(trees, rows)) <= (
-        rounding if model.dtype != torch.float32 else 1e-3
-    ):
-        return f"its hidden states over a tree differ from those over rows by {deviation:.1%} on average"
+    limit = rounding if model.dtype != torch.float32 else 1e-3
+    if not (error := _relative_error(trees, rows)) <= limit:
+        return f"its hidden states over a tree differ from those over rows by {error:.1%} on average"
     return None
 
 

@@ -120,8 +120,7 @@ class Learner:
         self.processes.exchange(packs, names)
 
     def update(self, batch: Batch, loss: Loss, needs: frozenset[str] = frozenset()) -> dict[str, float]:
-        """Make one optimizer step over the rows and return its metrics. Leave the weights unchanged if there are no
-        rows or the gradient norm is not finite."""
+        """Make one optimizer step over the rows and return its metrics. Skip it without rows or a finite gradient."""
         metrics: dict[str, float] = {name: getattr(batch, count) for name, count in COUNTS.items()}
         metrics["row_tokens"] = sum(pack.row_tokens for pack in batch.packs)
         metrics["computed_tokens"] = sum(len(pack.token_ids) for pack in batch.packs)
@@ -193,8 +192,8 @@ class Learner:
     def _outputs(
         self, pack: Pack, logprobs: bool, places: np.ndarray | None, values_only: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return log-probs and entropies of the trained tokens (empty unless `logprobs`), and the scalar head's outputs
-        at these `places` of the tree (None without places)."""
+        """Return log-probs and entropies of the trained tokens, if requested, and the scalar head's outputs at these
+        `places` of the tree."""
         empty = torch.zeros(0, device=self.causal.device)
 
         def scalars(states: torch.Tensor) -> torch.Tensor:
@@ -242,9 +241,8 @@ class Learner:
         )
         model.eval()
         with model.disable_adapter() if self.reference is None else contextlib.nullcontext():
-            return (
-                self.processes.run(model, lambda: self.logprobs(pack, causal_model(model))[0]).cpu().numpy()
-            )
+            logprobs = self.processes.run(model, lambda: self.logprobs(pack, causal_model(model))[0])
+            return logprobs.cpu().numpy()
 
     def _step(self) -> float:
         # A separate critic is clipped separately: its large initial errors must not slow the policy down.

@@ -19,9 +19,8 @@ GPU_FACTOR = 8
 
 
 class _Pick(torch.autograd.Function):
-    """Logits [C, V] -> log-probs of the target tokens [C] and entropies [C]. The backward is written by hand because
-    autograd would keep several more [C, V] tensors. Gradients with respect to logits / temperature: one-hot - p of a
-    log-prob, -p (log p + H) of an entropy."""
+    """Logits [C, V] -> log-probs of the targets [C] and entropies [C], with a manual backward: autograd would keep more
+    [C, V] tensors. Gradients by logits / temperature: one-hot - p of a log-prob, -p (log p + H) of an entropy."""
 
     @staticmethod
     def forward(

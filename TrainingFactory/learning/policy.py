@@ -30,8 +30,7 @@ class Publishes(Protocol):
 
 class LocalPolicy:
     """Trains on one thread of this process, so that an update never blocks the event loop. Samplers in this process
-    share the weights; samplers elsewhere need a `publisher`. The published version counts training steps, including
-    steps that changed no weight."""
+    share the weights; others need a `publisher`. The published version counts training steps, even skipped ones."""
 
     def __init__(
         self, learner: Learner, algorithm: Algorithm, tokenizer: Any, options: StepOptions,
@@ -44,16 +43,14 @@ class LocalPolicy:
         self._version = 0
 
     async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        metrics = await self._thread.call(
-            train_step, self.learner, self._algorithm, rows, step, self._options
-        )
+        args = (self.learner, self._algorithm, rows, step, self._options)
+        metrics = await self._thread.call(train_step, *args)
         self._version = step + 1
         return metrics
 
     async def evaluate(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        return await self._thread.call(
-            evaluate_rows, self.learner, self._algorithm, rows, step, self._options
-        )
+        args = (self.learner, self._algorithm, rows, step, self._options)
+        return await self._thread.call(evaluate_rows, *args)
 
     async def score(self, rows: Sequence[Sample]) -> list[list[float]]:
         return await self._thread.call(score_rows, self.learner, rows, self._options)

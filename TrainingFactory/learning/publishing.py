@@ -1,5 +1,4 @@
-"""Publishing of the policy's weights to engines in other processes: one folder per version, in shared memory if it has
-room.
+"""Publishing of the policy's weights to engines in other processes: one folder per version, if possible in /dev/shm.
 
 An adapter that vLLM supports is published as it is, over a base that is written once. If anything else is trained too
 (embeddings, whole modules, DoRA), full weights are published, merged from the base into new tensors, never in place."""
@@ -35,8 +34,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 class Publisher:
     """Writes versions of a learner's weights. `model_folder` is the `EngineSpec.model`: the model's config, and for
-    adapters the base weights. `rank` is the LoRA rank; None: full weights are published, as always without
-    `adapters`."""
+    adapters the base weights. `rank` is the LoRA rank; None: full weights are published. Without `adapters` always."""
 
     def __init__(self, learner: Learner, adapters: bool = True) -> None:
         self._learner, self._causal = learner, learner.causal
@@ -47,9 +45,7 @@ class Publisher:
             )
         size = sum(param.numel() * param.element_size() for param in self._causal.parameters())
         fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (KEPT + 1) * size
-        self._is_writer = learner.processes.rank == 0
-        home = ""
-        self._guard = None
+        self._is_writer, home, self._guard = learner.processes.rank == 0, "", None
         if self._is_writer:
             home = tempfile.mkdtemp(prefix="tfactory-weights-", dir=SHARED_MEMORY if fits else None)
             # Removes the folder when this process has ended, even by a kill: shared memory would leak until a reboot.
@@ -111,8 +107,7 @@ class Publisher:
 
     def _write_folder(self, folder: Path, write: Callable[[Path], object]) -> None:
         """Write to a temporary folder and rename it, on rank 0. On failure raise OSError on all ranks."""
-        part = self._home / ".part"
-        failed = ""
+        part, failed = self._home / ".part", ""
         try:
             if self._is_writer:
                 write(part)
@@ -137,8 +132,7 @@ class Publisher:
 
 
 def _adapter_rank(model: Any) -> int | None:
-    """Return the rank of an adapter that vLLM supports. None: there is no adapter, or more is trained than LoRA
-    matrices of inner layers."""
+    """Return the rank of an adapter that vLLM supports (LoRA matrices of inner layers only), else None."""
     if not isinstance(model, PeftModel):
         return None
     config: Any = model.active_peft_config

@@ -58,9 +58,8 @@ def read_about(folder: Path) -> About:
 
 
 class RewardScorer:
-    """Scores episodes with a reward model; thread-safe. `chat` is the reward model's chat format: episodes in another
-    format are rewritten. Rounding depends on the batch, so `together=False` scores episodes one by one: then an episode
-    always gets the same score, bit for bit."""
+    """Scores episodes with a reward model; thread-safe. `chat` is its chat format: episodes in another format are
+    rewritten. Rounding depends on the batch; `together=False` scores one by one, for bit-identical scores."""
 
     def __init__(
         self,
@@ -90,8 +89,7 @@ class RewardScorer:
         together: bool = True,
         trust_remote_code: bool = False,
     ) -> RewardScorer:
-        """Load a reward model's checkpoint. If it is an adapter, also load its base model: `base`, or the one that the
-        checkpoint names."""
+        """Load a reward model's checkpoint. Under an adapter, load `base` (None: the base named in the checkpoint)."""
         folder = Path(folder).expanduser()
         about = read_about(folder)
         adapter = str(folder) if (folder / "adapter_config.json").is_file() else None
@@ -140,9 +138,7 @@ class RewardScorer:
     def _rows(self, trajectory: Trajectory) -> list[Sample]:
         written = written_by(self._chat, trajectory)
         rows = to_samples(written, turns="all" if self.kind == "process" else "last", tokens="last")
-        limit = getattr(
-            self._causal.config.get_text_config(), "max_position_embeddings", None
-        )  # may be absent
+        limit = getattr(self._causal.config.get_text_config(), "max_position_embeddings", None)
         longest = max(len(row.token_ids) for row in rows)
         if limit is not None and longest > limit:
             raise ValueError(

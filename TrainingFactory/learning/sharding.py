@@ -29,8 +29,7 @@ from TrainingFactory.types import Sample
 
 
 class Sharded(Processes):
-    """Collective operations over all ranks of torch.distributed. `offload` keeps frozen models, such as a reference, in
-    CPU memory."""
+    """Collective operations over all ranks of torch.distributed. `offload` keeps frozen models in CPU memory."""
 
     def __init__(self, device: torch.device, offload: bool = False) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
@@ -58,9 +57,8 @@ class Sharded(Processes):
             self._divide(module, offload)
 
     def _divide(self, module: nn.Module, offload: OffloadPolicy) -> None:
-        trained = [
-            param for param in module.parameters() if not isinstance(param, DTensor) and param.requires_grad
-        ]
+        unsharded = (param for param in module.parameters() if not isinstance(param, DTensor))
+        trained = [param for param in unsharded if param.requires_grad]
         dtypes = {param.dtype for param in trained}
         if len(dtypes) > 1:
             raise ValueError(
@@ -70,9 +68,8 @@ class Sharded(Processes):
         low = next(iter(dtypes - {torch.float32, torch.float64}), None)
         for param in trained if low is not None else ():
             param.data = param.data.float()
-        policy = MixedPrecisionPolicy(
-            low, torch.float32 if low is not None else None, cast_forward_inputs=False
-        )
+        reduce_dtype = None if low is None else torch.float32
+        policy = MixedPrecisionPolicy(low, reduce_dtype, cast_forward_inputs=False)
         # Reshard after every forward, even the root's: without a backward it would keep using the old weights.
         sharded: Any = fully_shard(
             module, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy, offload_policy=offload

@@ -68,9 +68,8 @@ class RolloutEngine:
         recorded_as: str | None = None,
         names: Sequence[str] | None = None,
     ) -> list[list[Trajectory]]:
-        """Play `group_size` episodes of each task and return one list per task, members in order. Seeds are derived
-        from `step` and the task's id, or its name in `names`. Tool calls are recorded under the same key, or with
-        `recorded_as` instead of the step."""
+        """Play `group_size` episodes of each task and return one list per task, members in order. Seeds and recorded
+        tool calls are keyed by `step` (calls: or by `recorded_as`) and the task's id, or its name in `names`."""
         key = step if recorded_as is None else recorded_as
         runs = self._open(tasks, names or _names(tasks), sampler, group_size, step, key)
         groups = [runs[start : start + group_size] for start in range(0, len(runs), group_size)]

@@ -81,8 +81,7 @@ class _user_code:  # three times as fast as a generator-based context manager
 
 
 class EpisodeRun:
-    """Plays and scores one episode. `max_length` is the sampler's, in tokens; `seed_of` returns the seed of a turn;
-    `key` identifies the episode's tool calls in a recording."""
+    """Plays and scores one episode. `max_length` is in tokens, `seed_of` maps turns to seeds, `key` names recordings."""
 
     def __init__(
         self,
@@ -219,8 +218,9 @@ class EpisodeRun:
     def _cut(self, replies: Sequence[Message]) -> list[Message]:
         """Truncate the contents of replies to `max_reply_tokens`, before they are rendered."""
         cut, limit = self.rules.chat.cut, self.rules.max_reply_tokens
+        contents = [cut(valid_text(reply.content), limit) for reply in replies]
         return [
-            dataclasses.replace(reply, content=cut(valid_text(reply.content), limit)) for reply in replies
+            dataclasses.replace(*pair[:1], content=pair[1]) for pair in zip(replies, contents, strict=True)
         ]
 
     async def _score(self) -> None:

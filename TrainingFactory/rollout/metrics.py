@@ -24,9 +24,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics["sampled_tokens"] = sum(len(turn.completion.token_ids) for turn in turns)
     metrics["tool_calls"] = len(results)
     metrics["tools_offered"] = max((len(trajectory.tools) for trajectory in trajectories), default=0)
-    metrics["episodes/called"] = sum(
-        any(turn.message.tool_calls for turn in trajectory.turns) for trajectory in trajectories
-    )
+    callers = [one for one in trajectories if any(turn.message.tool_calls for turn in one.turns)]
+    metrics["episodes/called"] = len(callers)
     if results:
         metrics["tool_success"] = fmean(result.ok for result in results)
     if trajectories:

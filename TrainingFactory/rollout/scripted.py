@@ -1,7 +1,5 @@
-"""Episodes whose assistant messages come from a script instead of a model: demonstrations for SFT.
-
-They run through the same code as sampled episodes, so that their tokens have the same layout.
-"""
+"""Episodes whose assistant messages come from a script instead of a model: demonstrations for SFT. They run through
+the same code as sampled episodes, so that their tokens have the same layout."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from TrainingFactory.types import Completion, Message, SamplingParams, Trajector
 
 
 class _Script:
-    """A sampling session that returns the script's messages. It takes each message from the iterator only when its
-    turn has come."""
+    """A sampling session that returns the script's messages, each taken from the iterator only when its turn comes."""
 
     def __init__(self, messages: Iterable[Message], chat: ChatFormat, environment: Environment) -> None:
         self._messages = iter(messages)

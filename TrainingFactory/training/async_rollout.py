@@ -25,10 +25,8 @@ class Slot:
 
 class AheadSource(SampledSource):
     """Samples up to `max_staleness` steps ahead of training (keyword `bound`).
-
     Gate: the groups of a step start once the weights' version is at most `max_staleness` steps before it.
     Sweep: before training, a group with a token older than that is discarded and sampled again as its next attempt.
-
     A step trains the groups with the lowest numbers, which the gate alone keeps within the limit, or with `by_arrival`
     the first finished ones. Groups start only in `take`. While the learner trains, evaluates or saves, running groups
     continue, including their refills, but no further group starts."""
@@ -103,9 +101,8 @@ class AheadSource(SampledSource):
 
     def _ready(self, version: int) -> list[Slot]:
         """Discard and restart groups staler than `max_staleness`; return the finished groups that the step trains."""
-        for slot in [
-            one for one in self._finished if staleness(one.groups[-1], version) > self._max_staleness
-        ]:
+        lags = [(slot, staleness(slot.groups[-1], version)) for slot in self._finished]
+        for slot in [slot for slot, lag in lags if lag > self._max_staleness]:
             self._finished.remove(slot)
             self._stale.append(slot.groups.pop())
             slot.attempt += 1
@@ -115,19 +112,15 @@ class AheadSource(SampledSource):
         size = self._ledger.ahead[0]
         if self._by_arrival:
             return self._finished[:size]
-        lowest = sorted(self._slots)[:size]
-        return sorted(
-            (slot for slot in self._finished if slot.number in lowest), key=lambda slot: slot.number
-        )
+        finished = {slot.number: slot for slot in self._finished}
+        return [finished[number] for number in sorted(self._slots)[:size] if number in finished]
 
     def _step_groups(self, step: int, slots: Sequence[Slot], waited: float, elapsed: float) -> StepGroups:
         groups = [group for slot in slots for group in slot.groups]
         recorded, discarded = _recorded(groups), _recorded(self._stale)
         for group in groups:
             self._rename(group, step)
-        ages = [
-            staleness(slot.groups[-1], step) for slot in slots
-        ]  # only the last group of a slot is trained
+        ages = [staleness(slot.groups[-1], step) for slot in slots]  # only a slot's last group is trained
         waiting = [group for slot in self._finished for group in slot.groups]
         metrics = sampled_metrics(groups, elapsed, self._clock) | {
             "staleness/mean": fmean(ages),

@@ -24,8 +24,7 @@ class Finding:
 
 class Guards:
     """Counts consecutive steps with too few scored episodes, with equal rewards, or with a sampler that does not match
-    the learner. `scored`: an episode of the run has had a reward before. A `replayed` run does not wait for tools that
-    are down."""
+    the learner. `scored`: an episode of the run has had a reward before. A `replayed` run waits for no tool server."""
 
     def __init__(
         self,
@@ -64,9 +63,7 @@ class Guards:
         mismatch = metrics.get("mismatch")
         if mismatch is None:
             return Finding()
-        self._mismatched = (
-            0 if mismatch <= self._max_mismatch else self._mismatched + 1
-        )  # NaN counts as mismatch
+        self._mismatched = 0 if mismatch <= self._max_mismatch else self._mismatched + 1  # NaN counts
         if not self._mismatched:
             return Finding()
         problem = (

@@ -22,9 +22,8 @@ class Stopped(Exception):
 
 
 class Interrupts:
-    """Handles stop requests: cancels sampling immediately and lets an update finish. A second Ctrl-C or SIGTERM cancels
-    the update too, and the run keeps its last checkpoint. Signals arrive only on the main thread; a run on another
-    thread is stopped with `ask`."""
+    """Handles stop requests: cancels sampling immediately and lets an update finish. A second request cancels that too,
+    and the run keeps its last checkpoint. Only the main thread gets signals; elsewhere, call `ask` to stop."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.asked = False

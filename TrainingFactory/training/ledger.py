@@ -92,9 +92,10 @@ class Ledger:
             [[_, numbers]] = state.get("consumed", [[0, done * order.batch_size]])
             size, consumed = numbers / done, [[0, state.get("taken", order.start(done))]]
         if size != order.batch_size:
-            raise ValueError(
+            text = (
                 f"has trained {size * done:g} groups in {done} steps: its training.batch_size cannot change"
             )
+            raise ValueError(text)
         return cls(order, consumed, state.get("under_way", ()), state.get("ahead", ()))
 
     def _peek(self) -> int:
@@ -108,8 +109,7 @@ class Ledger:
 
 
 def wrong_in_ledger(rows: Iterable[dict[str, Any]], finished: bool = True) -> list[str]:
-    """Check the rows of consumed.jsonl and describe what was trained twice and, if the run is `finished`, what was
-    never trained."""
+    """Return what the rows of consumed.jsonl trained twice or, if the run is `finished`, never trained."""
     steps, places, problems = Counter[int](), Counter[int](), list[str]()
     numbers: dict[int, int] = {}
     for row in rows:

@@ -153,9 +153,7 @@ class TrainingLoop:
             metrics = metrics | await self.interrupts.at_once(self._evaluate())
             self.progress.unlogged = None
             await self._log(int(metrics.pop("epoch")), metrics)
-        if (
-            reason := self.scores.verdict()
-        ) is not None:  # it had met its stop condition, and was killed then
+        if (reason := self.scores.verdict()) is not None:  # killed after it met its stop condition
             stream.end()
         self._begin("generate")
         first = self.progress.done  # not measured: its update may compile kernels
@@ -262,8 +260,7 @@ class TrainingLoop:
         self.tools.commit(batch.has_recorded)
 
     def _write_episodes(self, batch: StepGroups) -> dict[str, float]:
-        """Write the episodes of a step, and separately those accepted as demonstrations. Return the share of accepted
-        episodes (`kept`) and of tasks with any (`kept_tasks`)."""
+        """Write the step's episodes, and separately those accepted as demonstrations; return the share of these."""
         if not batch.sampled:
             return {}
         if self.config.logging.save_trajectories:
@@ -351,8 +348,7 @@ class TrainingLoop:
             state["unlogged"] = progress.unlogged
         started = time.perf_counter()
         await self.policy.save(str(self.run.checkpoint_folder(progress.done)), state)
-        self.stop_forecast.saving = time.perf_counter() - started
-        self.saved = progress.done
+        self.saved, self.stop_forecast.saving = progress.done, time.perf_counter() - started
         self._warn(self.stop_forecast.warning())
         retention = logging.keep_checkpoints, logging.keep_every, logging.keep_best, logging.optimizer_state
         await in_thread(self.run.prune, *retention)

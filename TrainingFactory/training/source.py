@@ -130,8 +130,7 @@ class SampledSource:
         attempt: int,
         names: Sequence[str] | None = None,
     ) -> list[Group]:
-        """Play a group for each place and assign the numbers in order; at the end of an epoch there are fewer places
-        than numbers."""
+        """Play a group for each place and number them; at the end of an epoch there are fewer places than numbers."""
         tasks = [self._tasks[self._order.at(place)] for place in places]
         groups = await self._rollouts.rollout_batch(tasks, self._sampler, self._group_size, step, names=names)
         adjusted = [self._algorithm.adjusted(group) for group in groups]
@@ -174,9 +173,8 @@ def problem_of(groups: Sequence[Group], max_unscored: float) -> str | None:
     what = f"{len(unscored)} of {len(episodes)} episodes could not be scored"
     if len(unscored) == len(episodes):
         what = f"none of {len(episodes)} episodes could be scored"
-    return (
-        f"{what} (reward.max_unscored is {max_unscored:g}). Most frequent reason: {most_frequent(unscored)}"
-    )
+    reason = most_frequent(unscored)
+    return f"{what} (reward.max_unscored is {max_unscored:g}). Most frequent reason: {reason}"
 
 
 class ExpertSource:
@@ -211,9 +209,7 @@ class ExpertSource:
             environment: Any = self._environment(task)
             episode = await play(environment, self._chat, environment.expert(), key=key, **self._limits)
         if episode.status in ("error", "tool_failure") or not episode.turns:
-            raise ValueError(
-                f"Cannot play the demonstration of task {task.id}: {episode.error or episode.status}"
-            )
+            raise ValueError(f"Cannot play demonstration {task.id}: {episode.error or episode.status}")
         return episode
 
 

@@ -50,9 +50,8 @@ class Written:
             for (begin, end), message in zip(self.borders, self.messages, strict=True)
         ]
         prompt = source.messages[: source.start]
-        return Trajectory(
-            Task(source.id, ""), group, member, prompt, source.tools, turns, reward=source.reward
-        )
+        task = Task(source.id, "")
+        return Trajectory(task, group, member, prompt, source.tools, turns, reward=source.reward)
 
     @property
     def length(self) -> int:
@@ -188,9 +187,8 @@ class TokenizedDataset:
             ids = ids + sampled
             borders.append((begin, len(ids)))
             trained.append(message)
-            following = next(
-                (n for n in range(place + 1, len(messages)) if messages[n].role == "assistant"), None
-            )
+            later = range(place + 1, len(messages))
+            following = next((n for n in later if messages[n].role == "assistant"), None)
             if following is None:
                 break
             ids = ids + chat.extend(turn, messages[place + 1 : following])
@@ -218,8 +216,7 @@ class TokenizedDataset:
         return written
 
     def _as_sampled(self, message: Message, bad: bool) -> Message:
-        """Parse an assistant text as the model's own output, so that tags become special tokens. A `bad` message with a
-        broken tool call stays a text."""
+        """Parse an assistant text as the model's output, so that tags become tokens; `bad` ones may have broken calls."""
         if message.role != "assistant" or message.tool_calls or message.reasoning is not None:
             return message
         parsed = self.chat.parse_text(message.content)

@@ -48,8 +48,7 @@ def whole_blocks(pack: Pack) -> Pack:
 
 
 def block_mask(pack: Pack, device: torch.device) -> Any:
-    """Return FlexAttention's mask: a key is visible to the later tokens of its own node and of the node's descendants,
-    which directly follow it in the flattened tree."""
+    """Return FlexAttention's mask: a key is visible to later tokens of its node and the node's descendants."""
     from torch.nn.attention.flex_attention import BlockMask
 
     ends, lengths = [each.stop for each in below(pack.nodes)], [node.length for node in pack.nodes]
