@@ -83,9 +83,7 @@ def watch(life: int) -> int:
     inodes |= segments(watched)
     for _ in range(ROUNDS):
         for folder in (living := members(watched)):
-            with suppress(
-                OSError
-            ):  # Python's resource tracker ends by itself after all others, and cleans up
+            with suppress(OSError):  # Python's resource tracker cleans up and ends after all others
                 if b"resource_tracker" not in (folder / "cmdline").read_bytes():
                     os.kill(int(folder.name), signal.SIGKILL)
         if not living:

@@ -205,10 +205,9 @@ def _check_versions(ray: Any) -> None:
             remote = ray.get(ref, timeout=CHECK)
         except Exception as error:  # the machine may lack the package, or have an incompatible version
             remote = dict.fromkeys(local, f"unknown ({str(error).strip().splitlines()[-1]})")
-        if other := [
-            f"{name} {remote[name]} (here {local[name]})" for name in local if remote[name] != local[name]
-        ]:
-            differences.append(f"{node['NodeName']} has {', '.join(other)}")
+        differing = [name for name in local if remote[name] != local[name]]
+        if texts := [f"{name} {remote[name]} (here {local[name]})" for name in differing]:
+            differences.append(f"{node['NodeName']} has {', '.join(texts)}")
     if differences:
         raise ValueError(
             f"All machines of a cluster need the same versions: {'; '.join(differences)}. Install the same versions "

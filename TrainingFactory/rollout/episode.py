@@ -81,7 +81,7 @@ class _user_code:  # three times as fast as a generator-based context manager
 
 
 class EpisodeRun:
-    """Plays and scores one episode. `max_length` is in tokens, `seed_of` maps turns to seeds, `key` names recordings."""
+    """Plays and scores one episode. `seed_of` maps a turn to its seed; `key` identifies recorded tool calls."""
 
     def __init__(
         self,
@@ -219,9 +219,8 @@ class EpisodeRun:
         """Truncate the contents of replies to `max_reply_tokens`, before they are rendered."""
         cut, limit = self.rules.chat.cut, self.rules.max_reply_tokens
         contents = [cut(valid_text(reply.content), limit) for reply in replies]
-        return [
-            dataclasses.replace(*pair[:1], content=pair[1]) for pair in zip(replies, contents, strict=True)
-        ]
+        pairs = zip(replies, contents, strict=True)
+        return [dataclasses.replace(reply, content=content) for reply, content in pairs]
 
     async def _score(self) -> None:
         trajectory = self.trajectory

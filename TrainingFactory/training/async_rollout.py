@@ -81,9 +81,8 @@ class AheadSource(SampledSource):
         """Sample the slot's group; if it gives no training rows and the algorithm refills, sample further tasks."""
         while True:
             step = slot.number // self._order.batch_size
-            slot.groups += await self._play(
-                step, [slot.number], [slot.place], slot.attempt, [self._name(slot)]
-            )
+            name = self._name(slot)
+            slot.groups += await self._play(step, [slot.number], [slot.place], slot.attempt, [name])
             latest = slot.groups[-1]
             complete = latest.rows or len(slot.groups) > self._algorithm.refill
             if complete or problem_of([latest], self._max_unscored):

@@ -92,9 +92,7 @@ class Ledger:
             [[_, numbers]] = state.get("consumed", [[0, done * order.batch_size]])
             size, consumed = numbers / done, [[0, state.get("taken", order.start(done))]]
         if size != order.batch_size:
-            text = (
-                f"has trained {size * done:g} groups in {done} steps: its training.batch_size cannot change"
-            )
+            text = f"has trained {size * done:g} groups in {done} steps: training.batch_size cannot change"
             raise ValueError(text)
         return cls(order, consumed, state.get("under_way", ()), state.get("ahead", ()))
 

@@ -277,9 +277,8 @@ class TrainingLoop:
 
     async def _log(self, epoch: int, metrics: dict[str, float]) -> None:
         done = self.progress.done
-        await in_thread(
-            self.run.append, METRICS, {"step": done, "epoch": epoch, "time": time.time()} | metrics
-        )
+        row = {"step": done, "epoch": epoch, "time": time.time()} | metrics
+        await in_thread(self.run.append, METRICS, row)
         await self._write_status("running")
         await in_thread(self.trackers.log, done, metrics)
         self.rows.append({"step": done} | metrics)

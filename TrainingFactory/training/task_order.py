@@ -28,10 +28,8 @@ class Order:
         if not self.shuffle:
             return list(range(place, min(place + count, self.size)))
         if epoch != self._epoch:
-            self._shuffled = sorted(
-                range(self.size), key=lambda n: turn_seed(self.seed, epoch, f"{n}", -1, -1)
-            )
-            self._epoch = epoch
+            seeds = [turn_seed(self.seed, epoch, f"{number}", -1, -1) for number in range(self.size)]
+            self._shuffled, self._epoch = sorted(range(self.size), key=seeds.__getitem__), epoch
         return self._shuffled[place : place + count]
 
     def at(self, place: int) -> int:

@@ -216,7 +216,7 @@ class TokenizedDataset:
         return written
 
     def _as_sampled(self, message: Message, bad: bool) -> Message:
-        """Parse an assistant text as the model's output, so that tags become tokens; `bad` ones may have broken calls."""
+        """Parse an assistant text as the model's output, so that tags become tokens. `bad`: keep broken tool calls."""
         if message.role != "assistant" or message.tool_calls or message.reasoning is not None:
             return message
         parsed = self.chat.parse_text(message.content)
