@@ -60,11 +60,11 @@ class NativeHost:
             raise ValueError("The engine has no weights yet: call `load` before `sample`")
         if session < 0:
             return await self._engine.sample(prompt_ids, params)
-        held = self._sessions.pop(session, None) or self._engine.session()
+        native_session = self._sessions.pop(session, None) or self._engine.session()
         try:
-            return await held.sample(prompt_ids, params)
+            return await native_session.sample(prompt_ids, params)
         finally:
-            self._sessions[session] = held
+            self._sessions[session] = native_session
             while len(self._sessions) > 2 * self._spec.slots:
                 self._sessions.pop(next(iter(self._sessions))).close()
 

@@ -44,8 +44,8 @@ def listening(host: str) -> tuple[Store, int]:
 
 class Group:
     """Process groups of the ranks that train together. Weights and gradients use torch's default group. Two further
-    ones carry messages: calls from rank 0 to all, and answers to rank 0; whoever receives there learns at once that a
-    peer has ended. `store` is rank 0's rendezvous store or its port; None: the launcher's."""
+    ones carry messages: calls from rank 0 to all, and answers to rank 0; receiving there fails at once if the peer has
+    ended. `store` is rank 0's rendezvous store or its port; None: the launcher's."""
 
     def __init__(self, rank: int, count: int, store: Store | int | None, host: str, cuda: bool) -> None:
         self.count, self.ended = count, False

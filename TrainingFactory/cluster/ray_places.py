@@ -100,7 +100,7 @@ class RayPlace:
         self.name, self.about, self._log_note = name, {}, ""
         self._ray, self._packed = ray, packed
         self._actor: Any = actor
-        self._here = True  # on this machine, which has the weights' folders
+        self._is_local = True  # on this machine, which has the weights' folders
         self._tickets, self._outbox = itertools.count(), list[tuple[int, Turn]]()
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -115,11 +115,11 @@ class RayPlace:
         self.about = await self._answer(started)
         if self.about["log"]:
             self._log_note = f" (log on {self.about['node']}: {self.about['log']})"
-        self._here = self.about["ray_node"] == self._ray.get_runtime_context().get_node_id()
+        self._is_local = self.about["ray_node"] == self._ray.get_runtime_context().get_node_id()
         self.name = f"{self.name} on {self.about['node']}, process {self.about['pid']}"
 
     async def call(self, method: str, *args: Any) -> Any:
-        if method == "load" and not self._here:
+        if method == "load" and not self._is_local:
             return await self._answer(self._actor.load.remote(args[0], await self._packed(args[0])))
         if method == "sample":
             return await self._turn(args)

@@ -77,10 +77,10 @@ class RaySession:
                 if self.address is not None:
                     _join(ray, self.address, quiet)
                 else:  # "local" overrides RAY_ADDRESS
-                    own = {"object_store_memory": OBJECT_STORE, "_temp_dir": folder.name} | quiet
-                    own |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+                    options = {"object_store_memory": OBJECT_STORE, "_temp_dir": folder.name} | quiet
+                    options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
                     with _last_gpus(ray, self._num_gpus):
-                        ray.init("local", num_gpus=self._num_gpus, **own)
+                        ray.init("local", num_gpus=self._num_gpus, **options)
                 self._began.append(folder)
             self._open.add(self)
         try:

@@ -24,12 +24,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics["sampled_tokens"] = sum(len(turn.completion.token_ids) for turn in turns)
     metrics["tool_calls"] = len(results)
     metrics["tools_offered"] = max((len(trajectory.tools) for trajectory in trajectories), default=0)
-    callers = [one for one in trajectories if any(turn.message.tool_calls for turn in one.turns)]
+    callers = [episode for episode in trajectories if any(turn.message.tool_calls for turn in episode.turns)]
     metrics["episodes/called"] = len(callers)
     if results:
         metrics["tool_success"] = fmean(result.ok for result in results)
     if trajectories:
-        lengths = [sum(len(turn.completion.token_ids) for turn in one.turns) for one in trajectories]
+        lengths = [sum(len(turn.completion.token_ids) for turn in episode.turns) for episode in trajectories]
         metrics |= {"turns": len(turns) / len(lengths), "length": fmean(lengths), "length_max": max(lengths)}
     if rewards:
         totals = [reward.outcome + sum(reward.steps) for reward in rewards]

@@ -129,9 +129,9 @@ class AheadSource(SampledSource):
             "groups/waiting": len(self._finished),
             "seconds/waited": waited,
         }
-        for name, some in (("waiting", waiting), ("stale", self._stale)):
-            if some:
-                metrics[f"length/{name}"] = fmean(length for group in some for length in _lengths(group))
+        for name, counted in (("waiting", waiting), ("stale", self._stale)):
+            if counted:
+                metrics[f"length/{name}"] = fmean(length for group in counted for length in _lengths(group))
         problem = problem_of(groups, self._max_unscored)
         return StepGroups(step, groups, waited, metrics, problem, True, recorded, discarded)
 
@@ -156,4 +156,4 @@ def _recorded(groups: Sequence[Group]) -> set[tuple[int | str, str]]:
 
 
 def _lengths(group: Group) -> list[int]:
-    return [sum(len(turn.completion.token_ids) for turn in one.turns) for one in group.trajectories]
+    return [sum(len(turn.completion.token_ids) for turn in episode.turns) for episode in group.trajectories]

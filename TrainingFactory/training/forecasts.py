@@ -43,11 +43,11 @@ class CheckpointSpace:
 
     def count(self, logging: LoggingSection) -> int:
         """Return the peak number of checkpoints; an old one is deleted only when a new one is complete."""
-        every, kept = logging.checkpoint_every, 0
+        every, permanent = logging.checkpoint_every, 0
         if logging.keep_every is not None:
-            kept = self.steps // math.lcm(every, logging.keep_every)
-        made = math.ceil(self.steps / every) + logging.keep_best
-        return min(made, logging.keep_checkpoints + 1 + kept + logging.keep_best)
+            permanent = self.steps // math.lcm(every, logging.keep_every)
+        created = math.ceil(self.steps / every) + logging.keep_best
+        return min(created, logging.keep_checkpoints + 1 + permanent + logging.keep_best)
 
     def needed(self, logging: LoggingSection) -> int:
         """Return the peak size of all checkpoints in bytes."""

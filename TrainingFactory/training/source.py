@@ -148,10 +148,11 @@ def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock 
         metrics["accuracy"] = sum(reward.outcome > 0 for reward in rewards) / len(rewards)
     if any(any(reward.steps) for reward in rewards):  # without step rewards these equal the outcomes
         for name, right in (("reward_right", True), ("reward_wrong", False)):
-            if totals := [one.outcome + sum(one.steps) for one in rewards if (one.outcome > 0) == right]:
-                metrics[name] = fmean(totals)
+            if chosen := [reward for reward in rewards if (reward.outcome > 0) == right]:
+                metrics[name] = fmean(reward.outcome + sum(reward.steps) for reward in chosen)
     metrics["episodes/failed"] = metrics["episodes/error"] + metrics["episodes/tool_failure"]
-    tools = sum(result.seconds for t in episodes for turn in t.turns for result in turn.tool_results)
+    turns = [turn for episode in episodes for turn in episode.turns]
+    tools = sum(result.seconds for turn in turns for result in turn.tool_results)
     spent = sum(trajectory.seconds for trajectory in episodes)
     return metrics | {
         "groups/dropped": sum(not group.rows for group in groups),

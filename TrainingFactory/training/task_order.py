@@ -29,7 +29,7 @@ class Order:
             return list(range(place, min(place + count, self.size)))
         if epoch != self._epoch:
             seeds = [turn_seed(self.seed, epoch, f"{number}", -1, -1) for number in range(self.size)]
-            self._shuffled, self._epoch = sorted(range(self.size), key=seeds.__getitem__), epoch
+            self._shuffled, self._epoch = sorted(range(self.size), key=lambda n: seeds[n]), epoch
         return self._shuffled[place : place + count]
 
     def at(self, place: int) -> int:

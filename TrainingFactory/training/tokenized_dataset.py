@@ -132,7 +132,7 @@ class TokenizedDataset:
         elif recorded:
             group = self._fitting(example, example.conversations)
         else:
-            group = self._if_it_fits(example, [self._tokenize(one) for one in example.conversations])
+            group = self._if_it_fits(example, list(map(self._tokenize, example.conversations)))
         if group:
             self._groups.append(group)
             self.ids.append(example.id)
@@ -146,14 +146,14 @@ class TokenizedDataset:
                     tokenized[id(side)] = self._fitting(example, [side])
             if all(tokenized[id(side)] for side in pair):
                 return [item for side in pair for item in tokenized[id(side)]]
-            left = [one for one in left if tokenized.get(id(one), True)]
+            left = [conversation for conversation in left if tokenized.get(id(conversation), True)]
         self.unused += len(left)
         return []
 
     def _fitting(self, example: Example, episode: list[Conversation]) -> list[Written | Kept]:
         """Return one recorded episode, or an empty list if it is unusable, which is counted."""
         try:
-            return self._if_it_fits(example, [self._tokenize(one) for one in episode])
+            return self._if_it_fits(example, list(map(self._tokenize, episode)))
         except Unreadable:
             self.unused += 1
             return []

@@ -51,7 +51,7 @@ def block_mask(pack: Pack, device: torch.device) -> Any:
     """Return FlexAttention's mask: a key is visible to later tokens of its node and the node's descendants."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    ends, lengths = [each.stop for each in below(pack.nodes)], [node.length for node in pack.nodes]
+    ends, lengths = [tokens.stop for tokens in below(pack.nodes)], [node.length for node in pack.nodes]
     end = torch.from_numpy(np.repeat(ends, lengths).astype(np.int32)).to(device)
 
     def sees(_b: Any, _h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
