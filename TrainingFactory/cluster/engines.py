@@ -1,4 +1,4 @@
-"""Make the engine that a spec describes, in the process that is to sample."""
+"""Engine factory, called in the process that samples."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ ENGINES = {
 
 
 def make_engine(spec: EngineSpec) -> Engine:
-    """Make the engine in this process; it samples after `start`."""
+    """Create the engine of a spec in this process; call its `start` before sampling."""
     module, _, name = ENGINES.get(spec.kind, spec.kind).partition(":")
     return getattr(import_module(module), name)(spec)

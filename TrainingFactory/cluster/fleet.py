@@ -1,4 +1,4 @@
-"""Several engines in other processes as one `Sampler`: a lost engine is restarted, and its requests are retried."""
+"""A `Sampler` over several engines in other processes, which restarts lost engines and retries their requests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from TrainingFactory.rollout.group_scoring import all_of
 from TrainingFactory.tools.timeouts import Clock
 from TrainingFactory.types import Completion, SamplersLost, SamplingParams, Weights
 
-AGAIN = 4  # times that one turn is asked again: then it is the turn itself that ends engines
-FIRST_DELAY, LONGEST_DELAY = 1.0, 300.0  # seconds before a failed restart is repeated
+AGAIN = 4  # retries of one request; a request that loses more samplers probably crashes them itself
+FIRST_DELAY, LONGEST_DELAY = 1.0, 300.0  # seconds between attempts to restart a sampler
 
 
 def delays() -> Iterator[float]:
-    """Yield the seconds to wait before each further attempt to restart a sampler."""
+    """Yield the delays, in seconds, between attempts to restart a sampler."""
     delay = FIRST_DELAY
     while True:
         yield delay
@@ -27,7 +27,7 @@ def delays() -> Iterator[float]:
 
 
 class FleetSession:
-    """Holds one episode's side: its number, by which engines know it, and the place that it keeps to."""
+    """Sampling session of one episode. Engines know it by `number`; all its requests go to place `home`."""
 
     def __init__(self, fleet: Fleet, number: int, home: int) -> None:
         self._fleet, self.number, self.home = fleet, number, home
@@ -35,8 +35,8 @@ class FleetSession:
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         if self._closed:
-            raise ValueError("this sampling session is closed")
-        return await self._fleet._ask(self, list(prompt_ids), params)
+            raise ValueError("This sampling session is closed")
+        return await self._fleet._request(self, list(prompt_ids), params)
 
     def close(self) -> None:
         if not self._closed:
@@ -45,36 +45,35 @@ class FleetSession:
 
 
 class Fleet:
-    """A `Sampler` over `count` places, which start with the first use. A turn whose place is lost is asked again
-    elsewhere with the same seed. A lost place is restarted in the background, after growing delays for as long as that
-    fails, and loads the last weights before it gets work. When no place has been alive for `patience` seconds, those
-    who wait get SamplersLost. `clock` is paused while no place is alive. `tolerance` bounds the mean distance between
-    the learner's log-probs of the canary and those of a place; a place that has not loaded weights after `patience`
-    seconds is lost."""
+    """A `Sampler` over `count` places, started on first use. The requests of a lost place are retried on another one
+    with the same seed; it restarts in the background with growing delays, and serves again once it has the current
+    weights. If no place is alive for `patience` seconds, pending requests raise SamplersLost; meanwhile `clock` is
+    paused. A place is also lost if loading weights takes longer than `patience` seconds, or if its log-probs of the
+    canary differ from the learner's by more than `tolerance` on average."""
 
     def __init__(
         self, places: Places, count: int, max_length: int, say: Callable[[str], None] = lambda _: None,
         tolerance: float = 1e-3, holds: object = None, patience: float = 600.0,
     ) -> None:  # fmt: skip
-        self._holds = holds  # what must be there as long as the fleet is, such as a folder of weights
+        self._holds = holds  # kept alive as long as the fleet, such as a temporary folder of weights
         self.max_length, self.policy_version = max_length, 0
         self._places, self._count, self._say, self._tolerance = places, count, say, tolerance
         self._patience, self.clock = patience, Clock()
         self._alive: dict[int, Place] = {}
         self._restarting: dict[int, asyncio.Task[None]] = {}
         self._reason = ""  # why the last place was lost or could not be restarted
-        self._changed = asyncio.Event()  # set and replaced when a restart has ended
+        self._changed = asyncio.Event()  # set and replaced after each restart
         self._starting: asyncio.Task[None] | None = None
         self._weights: Weights | None = None
         self._open: Counter[int] = Counter()  # sessions by place
         self._numbers = itertools.count()
-        counted = ("samplers/asked_again", "samplers/remade", "samplers/failed_restarts", "seconds/push")
-        self._counts = dict.fromkeys(counted, 0.0)
+        names = ("samplers/asked_again", "samplers/remade", "samplers/failed_restarts", "seconds/push")
+        self._counts = dict.fromkeys(names, 0.0)
 
     # -- the Sampler port
 
     def session(self) -> FleetSession:
-        # By open sessions and then by number, whoever is alive: so a calm run depends on nothing but itself.
+        # Fewest open sessions first, then lowest number, alive or not: a run without failures is deterministic.
         home = min(range(self._count), key=lambda number: (self._open[number], number))
         self._open[home] += 1
         return FleetSession(self, next(self._numbers), home)
@@ -87,39 +86,39 @@ class Fleet:
             session.close()
 
     async def update(self, weights: Weights) -> None:
-        """Load the weights on every place and compare the canary. A place where that fails is restarted."""
+        """Load the weights on every place and verify the canary; restart places where this fails."""
         began = time.perf_counter()
         await self.start()
         self._weights = weights
-        pushed = [self._push(number, place, weights) for number, place in self._alive.items()]
-        await asyncio.gather(*pushed)
-        await self._some()
+        pushes = [self._push(number, place, weights) for number, place in self._alive.items()]
+        await asyncio.gather(*pushes)
+        await self._wait_for_place()
         self.policy_version = weights.version
         self._counts["seconds/push"] = time.perf_counter() - began
 
     def metrics(self) -> dict[str, float]:
-        """Return how many places are alive, what has happened so far, and how long the last push took."""
+        """Return the number of live places, totals of retries and restarts, and the duration of the last push."""
         return {"samplers/alive": float(len(self._alive)), **self._counts}
 
     async def close(self) -> None:
-        self._alive.clear()  # first: a turn under way loses its place, and must not restart it
+        self._alive.clear()  # first, so that a running request that loses its place does not restart it
         tasks = [task for task in (*self._restarting.values(), self._starting) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._restarting.clear()  # a restart that was cancelled before it began has not removed itself
+        self._restarting.clear()  # a task that was cancelled before it began has not removed itself
         self._changed.set()
         await self._places.close()
 
-    # -- turns
+    # -- requests
 
-    async def _ask(self, session: FleetSession, prompt_ids: list[int], params: SamplingParams) -> Completion:
+    async def _request(
+        self, session: FleetSession, prompt_ids: list[int], params: SamplingParams
+    ) -> Completion:
         await self.start()
         for _ in range(1 + AGAIN):
-            await self._some()
-            if (
-                session.home not in self._alive
-            ):  # move to the one with the fewest, which prefills its prompt again
+            await self._wait_for_place()
+            if session.home not in self._alive:  # move to the place with the fewest sessions
                 self._open[session.home] -= 1
                 session.home = min(self._alive, key=lambda number: (self._open[number], number))
                 self._open[session.home] += 1
@@ -130,17 +129,17 @@ class Fleet:
                 self._lose(session.home, place, error)
                 self._counts["samplers/asked_again"] += 1
         raise SamplersLost(
-            f"one turn of {len(prompt_ids)} tokens was asked {1 + AGAIN} times, and each time the sampler was lost: "
-            f"{self._reason}"
+            f"A request with a prompt of {len(prompt_ids)} tokens failed {1 + AGAIN} times because its sampler was "
+            f"lost: {self._reason}"
         )
 
-    async def _some(self) -> None:
-        """Wait until a place is alive; raise SamplersLost when none has been for `patience` seconds."""
+    async def _wait_for_place(self) -> None:
+        """Wait until a place is alive; raise SamplersLost if none has been for `patience` seconds."""
         while not self._alive:
             left = self._patience - self.clock.paused_for()
-            if left <= 0 or not self._restarting:  # none is being restarted: the fleet is closed
-                limit = f"no sampler has been alive for {self._patience:g} s (compute.start_timeout)"
-                raise SamplersLost(f"{limit if left <= 0 else 'the samplers are closed'}: {self._reason}")
+            if left <= 0 or not self._restarting:  # nothing is restarting: the fleet is closed
+                limit = f"No sampler has been alive for {self._patience:g} s (compute.start_timeout)"
+                raise SamplersLost(f"{limit if left <= 0 else 'The samplers are closed'}: {self._reason}")
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._changed.wait()
@@ -148,10 +147,10 @@ class Fleet:
     # -- places
 
     async def start(self) -> None:
-        """Start all places, if nobody has; before the clocks of episodes run."""
+        """Start all places once. Call it before the clocks of episodes run."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
-        # Shielded: whoever came first may be cancelled, and the others wait for the same.
+        # Shielded: the first caller may be cancelled while others wait for the same start.
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
@@ -164,29 +163,29 @@ class Fleet:
             self._lose(number, place, error)
 
     async def _load(self, place: Place, weights: Weights) -> None:
-        token_ids, wanted = weights.canary
+        token_ids, expected = weights.canary
         try:
             async with asyncio.timeout(self._patience):
                 await place.call("load", weights)
-                found = await place.call("score", list(token_ids)) if token_ids else []
+                actual = await place.call("score", list(token_ids)) if token_ids else []
         except TimeoutError:
-            raise PlaceLost(f"{place.name} has not loaded weights within {self._patience:g} s") from None
-        gap = sum(abs(one - other) for one, other in zip(wanted, found, strict=True)) / max(1, len(wanted))
+            raise PlaceLost(f"{place.name} did not load the weights within {self._patience:g} s") from None
+        gap = sum(abs(a - b) for a, b in zip(expected, actual, strict=True)) / max(1, len(expected))
         if not gap <= self._tolerance:
             raise ValueError(
-                f"{place.name} does not have the learner's weights: after a push its log-probs of a known text are "
-                f"{gap:.3g} away from the learner's on average, and at most {self._tolerance:g} is rounding"
+                f"{place.name} does not have the learner's weights: after a weight update its log-probs of a test "
+                f"sequence differ from the learner's by {gap:.3g} on average (limit {self._tolerance:g})"
             )
 
     def _lose(self, number: int, place: Place, error: Exception) -> None:
-        """Leave a place out and restart it in the background; of several that noticed, the first does."""
+        """Remove a lost place and restart it in the background, unless another caller already has."""
         if self._alive.get(number) is not place:
             return
         del self._alive[number]
         if not self._alive:
             self.clock.pause()
         self._reason = str(error)
-        self._say(f"{error}; it is restarted, and its requests are retried on another sampler")
+        self._say(f"{error}; restarting it and retrying its requests on another sampler")
         self._restarting[number] = asyncio.create_task(self._restart(number, place))
 
     async def _restart(self, number: int, lost: Place) -> None:
@@ -195,8 +194,8 @@ class Fleet:
                 await lost.close()
             for delay in delays():
                 try:
-                    self._alive[number] = await self._made(number)
-                except Exception as error:  # Ray, vLLM and the machine have many
+                    self._alive[number] = await self._make_current(number)
+                except Exception as error:  # Ray, vLLM and the system raise many kinds
                     self._reason = str(error)
                     self._counts["samplers/failed_restarts"] += 1
                     first_line, *_ = self._reason.splitlines() or [""]
@@ -211,8 +210,8 @@ class Fleet:
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
 
-    async def _made(self, number: int) -> Place:
-        """Make a place that has the last weights, also where there are new ones meanwhile."""
+    async def _make_current(self, number: int) -> Place:
+        """Start a place and load the current weights, repeatedly if new ones are published meanwhile."""
         place = await self._places.make(number)
         loaded = None
         try:
@@ -221,7 +220,7 @@ class Fleet:
                     await self._load(place, weights)
                     loaded = weights
                 except ValueError:
-                    if self._weights is weights:  # else they were replaced, and are there no more
+                    if self._weights is weights:  # else newer ones replaced them and their files are deleted
                         raise
         except BaseException:
             await place.close()

@@ -1,4 +1,4 @@
-"""Read what torchrun and `accelerate launch` tell a process by variables."""
+"""Environment variables set by torchrun and `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -6,25 +6,19 @@ import os
 from dataclasses import dataclass
 
 LAUNCHER = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-SHARDED = "weights, gradients and optimiser are sharded over all learners by themselves"
-# Variables of `accelerate launch`, and what to tell of those that ask for something.
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+SHARDED = "TrainingFactory shards weights, gradients and optimizer states over all learners itself"
+# Variable of `accelerate launch` -> note that it is ignored.
 UNUSED = {
-    "ACCELERATE_USE_FSDP": f"its FSDP plug-in is not needed, and not used: {SHARDED}",
-    "ACCELERATE_MIXED_PRECISION": "it is not used: model.dtype says what is computed in",
+    "ACCELERATE_USE_FSDP": f"ignored, Accelerate's FSDP plug-in is not needed: {SHARDED}",
+    "ACCELERATE_MIXED_PRECISION": "ignored: model.dtype sets the precision",
 }
 
 
 @dataclass(slots=True, frozen=True)
 class Launched:
-    """Says which of `count` processes this one is; `device` is its number on its machine."""
+    """Rank of this process among `count`; `device` is its local rank on its machine."""
 
     rank: int
     count: int
@@ -32,19 +26,19 @@ class Launched:
 
 
 def launched() -> Launched | None:
-    """Return what a launcher has said; None where there is none, or it has started one process alone."""
-    given = os.environ
-    if "RANK" not in given or given.get("WORLD_SIZE", "1") == "1":
+    """Return this process's rank as set by a launcher; None without a launcher or with a single process."""
+    env = os.environ
+    if "RANK" not in env or env.get("WORLD_SIZE", "1") == "1":
         return None
-    return Launched(int(given["RANK"]), int(given["WORLD_SIZE"]), int(given.get("LOCAL_RANK", given["RANK"])))
+    return Launched(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", env["RANK"])))
 
 
 def launcher_notes() -> list[str]:
-    """Return what to say of options of `accelerate launch` that are not used; raise for what cannot be."""
-    asked = {name: text for name, text in os.environ.items() if text.lower() not in ("", "false", "no")}
-    if "ACCELERATE_USE_DEEPSPEED" in asked:
-        text = "the launcher asks for DeepSpeed (ACCELERATE_USE_DEEPSPEED), which is not supported: leave it out, with"
+    """Return a note for each ignored option of `accelerate launch`; raise ValueError for an unsupported one."""
+    options = {name: text for name, text in os.environ.items() if text.lower() not in ("", "false", "no")}
+    if "ACCELERATE_USE_DEEPSPEED" in options:
         raise ValueError(
-            f"{text} its deepspeed_config; {SHARDED} (compute.learners, or the launcher's processes)"
+            "DeepSpeed is not supported (ACCELERATE_USE_DEEPSPEED is set). Remove it and its deepspeed_config from the "
+            f"launcher's config; {SHARDED} (compute.learners, or the launcher's processes)"
         )
-    return [f"{name}={asked[name]}: {text}" for name, text in UNUSED.items() if name in asked]
+    return [f"{name}={options[name]}: {text}" for name, text in UNUSED.items() if name in options]

@@ -1,4 +1,4 @@
-"""Engines in child processes of this machine: each gets its calls over a pipe, many at a time."""
+"""Engines in child processes on this machine, called over pipes; calls of one engine run concurrently."""
 
 from __future__ import annotations
 
@@ -22,49 +22,48 @@ from TrainingFactory.cluster.messages import LARGEST, from_json, to_json
 from TrainingFactory.cluster.places import PlaceLost
 from TrainingFactory.types import EngineSpec
 
-CLOSE_SECONDS = 20.0  # for an engine to end by itself
-TAIL = 15  # lines of its log that an error quotes
+CLOSE_SECONDS = 20.0  # grace period for an engine to close before it is killed
+TAIL = 15  # lines of an engine's log that an error quotes
 CAUSE = re.compile(r"\b\w*(?:Error|Exception): .+")
-FRAME = re.compile("Engine core initialization failed|WorkerProc initialization failed")  # "see above"
+FRAME = re.compile(
+    "Engine core initialization failed|WorkerProc initialization failed"
+)  # vLLM's wrappers of a cause
 
 
 class LocalPlaces:
-    """Makes `LocalPlace`s. `environment` is added to theirs; `folder` keeps their logs, which are deleted at the end
-    without one; `say` hears what a user may want to know, under the name `what`."""
+    """Starts `LocalPlace`s. `environment` holds further environment variables for the child processes. `folder` keeps
+    their logs; None: logs are deleted on close. `say` reports progress to the user; engines are called `what`."""
 
     def __init__(
         self, spec: EngineSpec, environment: Mapping[str, str] | None = None, start_timeout: float = 600.0,
         say: Callable[[str], object] = lambda text: None, folder: Path | None = None, what: str = "sampler",
     ) -> None:  # fmt: skip
-        self._spec, self._seconds, self._say, self._folder, self._what = (
-            spec,
-            start_timeout,
-            say,
-            folder,
-            what,
-        )
+        self._spec, self._start_timeout, self._say, self._folder = spec, start_timeout, say, folder
+        self._what = what
         threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
-        # All of our path: what vLLM starts must find its packages too.
-        path = os.pathsep.join(each or os.getcwd() for each in sys.path)
-        given, ours = environment or {}, {key: os.environ[key] for key in os.environ if key not in LAUNCHER}
-        self._environment = {"OMP_NUM_THREADS": threads, **ours, "PYTHONPATH": path, **given}
+        # The whole sys.path, because processes started by vLLM must find the same packages.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        inherited = {key: value for key, value in os.environ.items() if key not in LAUNCHER}
+        self._environment = {"OMP_NUM_THREADS": threads} | inherited | {"PYTHONPATH": path}
+        self._environment |= environment or {}
         self._places: list[LocalPlace] = []
 
     async def make(self, number: int) -> LocalPlace:
-        place, began = LocalPlace(number, self._folder, self._what), time.monotonic()
+        began = time.monotonic()
+        place = LocalPlace(number, self._folder, self._what)
         self._places.append(place)
         try:
             await place.open(self._spec, self._environment)
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self._start_timeout):
                 place.about = await place.call("start")
         except (TimeoutError, PlaceLost, ValueError) as error:
             cause, tail = place.last_words()
             if isinstance(error, TimeoutError):
-                cause = f"it took longer than {self._seconds:g} s, which compute.start_timeout raises"
+                cause = f"it took longer than {self._start_timeout:g} s (increase compute.start_timeout)"
             elif isinstance(error, ValueError) or not cause:
                 cause = str(error)
             await place.close()
-            raise ValueError(f"{place.name} could not be started: {cause}{place.log_note}{tail}") from error
+            raise ValueError(f"Could not start {place.name}: {cause}{place.log_note}{tail}") from error
         except BaseException:
             await place.close()
             raise
@@ -76,30 +75,31 @@ class LocalPlaces:
 
 
 class LocalPlace:
-    """An engine in a process of its own, which ends with `close`, and with this program however it ends."""
+    """An engine in a child process. The process ends with `close`, or when this program ends, even by a kill."""
 
     def __init__(self, number: int, folder: Path | None, what: str) -> None:
-        self.name, self._folder = f"{what} {number}", Path(tempfile.mkdtemp()) if folder is None else None
+        self.name = f"{what} {number}"
+        self._folder = Path(tempfile.mkdtemp()) if folder is None else None
         self.log = (folder or self._folder or Path()) / f"{what}-{number}.log"
         self.log_note = "" if folder is None else f" (log: {self.log})"
-        self._log_start = 0  # bytes of earlier engines in the log
-        self.about: dict[str, Any] = {}  # what the engine said of itself
-        self._life = -1  # while this pipe is open, it may live
+        self._log_start = 0  # size in bytes of the log of earlier engines
+        self.about: dict[str, Any] = {}  # the result of the engine's `start`
+        self._life = -1  # closing this pipe ends the engine
         self._process: asyncio.subprocess.Process | None = None
         self._tickets, self._lost = itertools.count(), "is not open"
         self._waiting: dict[str, asyncio.Future[Any]] = {}
 
     async def open(self, spec: EngineSpec, environment: Mapping[str, str]) -> None:
-        theirs, self._life = os.pipe()
+        read_end, self._life = os.pipe()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "TrainingFactory.cluster.local_child", str(theirs),
+                sys.executable, "-P", "-m", "TrainingFactory.cluster.local_child", str(read_end),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log, limit=LARGEST,
-                env=environment, pass_fds=[theirs], start_new_session=True,
+                env=environment, pass_fds=[read_end], start_new_session=True,
             )  # fmt: skip
-        os.close(theirs)
+        os.close(read_end)
         self._lost = ""
         self.name = f"{self.name}, process {self._process.pid}"
         self._reader = asyncio.create_task(self._read(self._process.stdout))
@@ -110,7 +110,7 @@ class LocalPlace:
             raise PlaceLost(f"{self.name} {self._lost}")
         ticket = str(next(self._tickets))
         self._waiting[ticket] = answer = asyncio.get_running_loop().create_future()
-        self._send([ticket, method, [to_json(each) for each in args]])
+        self._send([ticket, method, [to_json(arg) for arg in args]])
         try:
             return from_json(await answer)
         except asyncio.CancelledError:
@@ -122,12 +122,12 @@ class LocalPlace:
     async def close(self) -> None:
         if self._life < 0:
             return
-        if not self._lost and self.about:  # one that is starting hears nothing
+        if not self._lost and self.about:  # an engine that is still starting handles no calls
             with suppress(PlaceLost, ValueError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self.call("close")
         life, self._life, self._lost = self._life, -1, self._lost or "is closed"
-        os.close(life)  # now the process that watches over it ends what is left
+        os.close(life)  # the watcher process now kills whatever is still running
         if self._process is not None:
             await self._process.wait()
             await self._reader
@@ -139,32 +139,29 @@ class LocalPlace:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self, lines: Any) -> None:
-        """Hand out answers until the process and all that it has started are gone."""
-        while (line := await lines.readline()).endswith(
-            b"\n"
-        ):  # half a line is the last word of one that was killed
-            ticket, found, problem = json.loads(line)
+        """Resolve the calls' futures until the process and all its children have ended."""
+        while (line := await lines.readline()).endswith(b"\n"):  # a killed process leaves a partial line
+            ticket, result, problem = json.loads(line)
             answer = self._waiting.get(ticket)
-            if answer is None or answer.done():  # it was cancelled
+            if answer is None or answer.done():  # cancelled
                 continue
             kind, _, text = (problem or "").partition(": ")
             if problem is None:
-                answer.set_result(found)
+                answer.set_result(result)
             elif kind == "ValueError":
                 answer.set_exception(ValueError(text))
             else:
-                self._lost = self._lost or f"is of no use any more: {problem}{self.log_note}"
+                self._lost = self._lost or f"failed: {problem}{self.log_note}"
                 answer.set_exception(PlaceLost(f"{self.name} {self._lost}"))
         cause, _ = self.last_words()
-        self._lost = self._lost or "is gone" + (f": {cause}" if cause else "") + self.log_note
+        self._lost = self._lost or "has exited" + (f": {cause}" if cause else "") + self.log_note
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(PlaceLost(f"{self.name} {self._lost}"))
 
     def last_words(self) -> tuple[str, str]:
-        """Return the last error in the log of this engine, without the frame that vLLM puts around it, and the log's
-        last lines."""
+        """Return the last error in this engine's log, except the errors in which vLLM wraps it, and the log's tail."""
         lines = self.log.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
-        found = [match[0] for line in lines if (match := CAUSE.search(line)) and not FRAME.search(line)]
+        causes = [match[0] for line in lines if (match := CAUSE.search(line)) and not FRAME.search(line)]
         tail = "".join(f"\n    {line}" for line in lines[-TAIL:])
-        return found[-1] if found else "", f"\nThe end of its log:{tail}" if tail else ""
+        return causes[-1] if causes else "", f"\nThe end of its log:{tail}" if tail else ""

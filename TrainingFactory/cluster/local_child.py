@@ -1,8 +1,7 @@
-"""Runs one engine in the process that `local` has started: calls come as lines of JSON, many at a time.
+"""Child process of `local` that runs one engine; calls arrive as JSON lines and run concurrently.
 
-A second, small process watches over it. When the program that wants the samples closes its pipe, or is gone, or the
-engine's process is, it ends everything that the engine has started and removes the segments of shared memory that
-they leave: nobody else is there to do it after a kill."""
+A small watcher process cleans up, even after a kill: when the parent program closes its pipe or ends, or the engine's
+process ends, it kills everything that the engine started and removes leftover shared-memory segments."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ from TrainingFactory.cluster.messages import LARGEST, METHODS, from_json, to_jso
 from TrainingFactory.common.workers.child import explain, send, take_pipes
 from TrainingFactory.types import EngineSpec
 
-TICK = 0.25  # seconds between two looks at the engine's process
-ROUNDS = 80  # ticks in which all that an engine has started must end
-# As Python, vLLM and torch name them; by inode, because a semaphore is mapped under a name that is gone.
+TICK = 0.25  # seconds between two checks of the engine's process
+ROUNDS = 80  # ticks in which all processes of an engine must end
+# Names used by Python, vLLM and torch. Matched by inode, because a semaphore is mapped under a deleted name.
 SEGMENT = re.compile(r" (\d+) +/dev/shm/(?:psm_|sem\.|vllm|torch_)[^/\s]+")
 
 
@@ -41,17 +40,17 @@ async def serve(lines: BinaryIO, answers: int, watcher: int) -> None:
     calls: dict[str, asyncio.Task[None]] = {}
 
     async def answer(ticket: str, method: str, args: list[Any]) -> None:
-        found, problem = None, None
+        result = problem = None
         try:
             assert method in METHODS, method
-            found = to_json(await getattr(engine, method)(*map(from_json, args)))
-        except Exception as error:  # whatever a model or vLLM raises
+            result = to_json(await getattr(engine, method)(*map(from_json, args)))
+        except Exception as error:  # models and vLLM raise many kinds
             problem = f"ValueError: {error}" if isinstance(error, ValueError) else explain(error)
         finally:
             calls.pop(ticket, None)
         if method == "start":
-            os.write(watcher, f"{' '.join(segments(os.getpid()))}\n".encode())  # heard even if there are none
-        send(answers, ticket, found, problem)
+            os.write(watcher, f"{' '.join(segments(os.getpid()))}\n".encode())  # sent even if empty
+        send(answers, ticket, result, problem)
 
     while line := await reader.readline():
         ticket, method, args = json.loads(line)
@@ -63,29 +62,28 @@ async def serve(lines: BinaryIO, answers: int, watcher: int) -> None:
 
 
 def watch(life: int) -> int:
-    """Fork the process that watches over this one; return where it takes the segments that there are after the start,
-    since those who have them may be gone at the end. Until then it looks itself. `life` is a pipe to which nobody
-    writes."""
-    watched, (told, tell) = os.getpid(), os.pipe()
+    """Fork the watcher process. Return a pipe on which to send it the segments that exist after `start`, since their
+    owners may end before the cleanup; until then it polls for them. The end of file of `life` starts the cleanup."""
+    watched, (receiver, sender) = os.getpid(), os.pipe()
     if os.fork():
         os.close(life)
-        return tell
+        return sender
     os.setsid()
-    os.close(0)  # and no more: it holds the pipe of answers until everything is gone
-    left, hears, over = set[str](), [life, told], False
+    os.close(0)  # only stdin: holding the pipe of answers open tells the parent that cleanup is not complete
+    inodes, pipes, over = set[str](), [life, receiver], False
     while not over:
         over = os.getppid() != watched
-        heard = select.select(hears, [], [], 0 if over else TICK)[0]
-        if told in heard:
-            left.update(os.read(told, LARGEST).decode().split())
-            hears = [life]
-        elif told in hears:
-            left |= segments(watched)
-        over = over or life in heard
-    left |= segments(watched)
+        readable = select.select(pipes, [], [], 0 if over else TICK)[0]
+        if receiver in readable:
+            inodes.update(os.read(receiver, LARGEST).decode().split())
+            pipes = [life]
+        elif receiver in pipes:
+            inodes |= segments(watched)
+        over = over or life in readable
+    inodes |= segments(watched)
     for _ in range(ROUNDS):
         for folder in (living := members(watched)):
-            with suppress(OSError):  # Python's own tracker removes what it knows of when all others are gone
+            with suppress(OSError):  # Python's resource tracker cleans up and ends after all others
                 if b"resource_tracker" not in (folder / "cmdline").read_bytes():
                     os.kill(int(folder.name), signal.SIGKILL)
         if not living:
@@ -93,31 +91,31 @@ def watch(life: int) -> int:
         time.sleep(TICK)
     with suppress(ProcessLookupError):
         os.killpg(watched, signal.SIGKILL)
-    for path in Path("/dev/shm").iterdir() if left else ():
+    for path in Path("/dev/shm").iterdir() if inodes else ():
         with suppress(OSError):
-            if str(path.stat().st_ino) in left:
+            if str(path.stat().st_ino) in inodes:
                 path.unlink()
     os._exit(0)
 
 
 def segments(group: int) -> set[str]:
-    """Return the segments of shared memory that the processes of a group have."""
-    found: set[str] = set()
+    """Return the inodes of the shared-memory segments that a process group has mapped."""
+    inodes: set[str] = set()
     for folder in members(group):
-        with suppress(OSError):  # it may end meanwhile
-            found.update(SEGMENT.findall((folder / "maps").read_text()))
-    return found
+        with suppress(OSError):  # the process may end meanwhile
+            inodes.update(SEGMENT.findall((folder / "maps").read_text()))
+    return inodes
 
 
 def members(group: int) -> list[Path]:
-    """Return the folders in /proc of a group's processes that have not ended."""
-    found = []
+    """Return the /proc folders of a process group's live processes."""
+    folders = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            state, _, its = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(its) == group and state != "Z":
-                found.append(folder)
-    return found
+            state, _, process_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(process_group) == group and state != "Z":
+                folders.append(folder)
+    return folders
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Calls of an engine, and their answers, as JSON."""
+"""JSON encoding of engine calls and their results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
-TYPES = {each.__name__: each for each in (Completion, SamplingParams, Weights)}
+TYPES = {kind.__name__: kind for kind in (Completion, SamplingParams, Weights)}
 METHODS = ("start", "sample", "load", "score", "close")
 LARGEST = 256 * 2**20  # bytes of one message
 
@@ -21,8 +21,8 @@ def from_json(value: Any) -> Any:
     if not isinstance(value, dict) or value.keys() != {"type", "fields"}:
         return value
     kind, fields = TYPES[value["type"]], value["fields"]
-    if kind is not Completion:  # the others are frozen
-        fields = {key: _tuple(each) for key, each in fields.items()}
+    if kind is not Completion:  # the other types are frozen and hold tuples
+        fields = {key: _tuple(field) for key, field in fields.items()}
     return kind(**fields)
 
 

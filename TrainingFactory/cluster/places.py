@@ -1,4 +1,4 @@
-"""Where engines of a fleet live: in a process of this machine, or in a Ray actor."""
+"""Interfaces of the places where a fleet's engines run: a process on this machine, or a Ray actor."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from typing import Any, Protocol
 
 
 class PlaceLost(Exception):
-    """The process or actor is gone, or the engine in it is of no use any more: it is left out and made anew."""
+    """The process or actor has ended, or its engine has failed; the fleet restarts it."""
 
 
 class Place(Protocol):
-    """One engine elsewhere."""
+    """One engine in another process."""
 
     @property
     def name(self) -> str:
-        """Return what a user can look for: sampler 0 on node-a, process 4711."""
+        """Return a name with which a user can find it, such as "sampler 0 on node-a, process 4711"."""
         ...
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of its `Engine`. Raise PlaceLost where the engine cannot be used any more, and what the engine
-        raised (as ValueError) where only this call was wrong. Cancelling the awaiting task cancels the call."""
+        """Call a method of the `Engine`. Raise PlaceLost if the engine can no longer be used, and ValueError if only
+        this call is invalid. Cancelling the awaiting task cancels the call."""
         ...
 
     async def close(self) -> None:
-        """End it, with everything that it has started; again does nothing."""
+        """End the engine and all processes it has started. Further calls do nothing."""
         ...
 
 
 class Places(Protocol):
-    """Makes places."""
+    """Factory of places."""
 
     async def make(self, number: int) -> Place:
-        """Start engine `number` and return when it is ready; raise ValueError where it cannot be."""
+        """Start engine `number` and return when it is ready; raise ValueError if it cannot be started."""
         ...
 
     async def close(self) -> None: ...

@@ -1,5 +1,5 @@
-"""The processes of a learner on several devices. Rank 0 is the run itself: it says what is done next, and does it as
-all others do, each of which has a learner of its own over its share of the weights."""
+"""Coordination of a sharded learner's ranks. Rank 0 runs the training loop: it broadcasts every call and executes it
+like all other ranks, each with its own learner over its shard of the weights."""
 
 from __future__ import annotations
 
@@ -29,54 +29,53 @@ from TrainingFactory.types import Weights
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 FIRST = asyncio.FIRST_COMPLETED
-LONG = timedelta(days=60)  # between two calls: rollouts take as long as they take
-WAIT = timedelta(hours=2)  # within a call
-GRACE = 10.0  # seconds in which an error of one process must be that of all, and its end be noticed
+LONG = timedelta(days=60)  # timeout between two calls, which may contain any amount of sampling
+WAIT = timedelta(hours=2)  # timeout within a call
+GRACE = 10.0  # seconds to wait for an error to show up on all ranks, or for a lost rank to be detected
 CLOSE_SECONDS = 10.0
 
 
 def listening(host: str) -> tuple[Store, int]:
-    """Open the store by which processes find each other, on this address alone; return its port too."""
-    taken = socket.create_server((host, 0), backlog=128)
-    port = taken.getsockname()[1]
-    return TCPStore(host, port, None, True, WAIT, False, master_listen_fd=taken.detach()), port
+    """Open torch's rendezvous store on this address only; return it and its port."""
+    server = socket.create_server((host, 0), backlog=128)
+    port = server.getsockname()[1]
+    return TCPStore(host, port, None, True, WAIT, False, master_listen_fd=server.detach()), port
 
 
 class Group:
-    """The processes that train together. Weights and gradients go over torch's own group; beside it are two for what is
-    said: calls of rank 0 to all, and answers to it. Whoever listens there hears at once that a process is gone. `store`
-    is that of rank 0, or its port; None: the launcher's."""
+    """Process groups of the ranks that train together. Weights and gradients use torch's default group. Two further
+    ones carry messages: calls from rank 0 to all, and answers to rank 0; receiving there fails at once if the peer has
+    ended. `store` is rank 0's rendezvous store or its port; None: the launcher's."""
 
     def __init__(self, rank: int, count: int, store: Store | int | None, host: str, cuda: bool) -> None:
         self.count, self.ended = count, False
-        if host in ("127.0.0.1", "localhost") and sys.platform == "linux":  # else by the name of the machine
+        if host in ("127.0.0.1", "localhost") and sys.platform == "linux":  # else gloo resolves the hostname
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(name, "lo")
-        self._own = store is not None  # else it is the launcher's, and may serve another run
+        self._own = store is not None  # else it is the launcher's, which may use it for another run
         if not dist.is_initialized():
             store = TCPStore(host, store, None, False) if isinstance(store, int) else store
-            given: dict[str, Any] = (
-                {} if store is None else {"store": store, "rank": rank, "world_size": count}
-            )
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=WAIT, **given)
+            options: dict[str, Any] = {"timeout": WAIT}
+            options |= {} if store is None else {"store": store, "rank": rank, "world_size": count}
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **options)
         self._calls: Any = dist.new_group(backend="gloo", timeout=LONG)
         self._answers: Any = dist.new_group(backend="gloo", timeout=LONG)
 
     def broadcast(self, *call: Any) -> list[Any]:
-        """Say it to all others, as rank 0; elsewhere return what it says. Torch pickles it, in half the time that rows
-        take in other forms; only processes of one program hear each other."""
-        held = [call]
-        dist.broadcast_object_list(held, 0, group=self._calls)
-        return [*held[0]]
+        """Send a call to all ranks; on other ranks than 0, receive and return it. Torch pickles it, twice as fast for
+        rows as other formats, and safe because all ranks belong to one program."""
+        box = [call]
+        dist.broadcast_object_list(box, 0, group=self._calls)
+        return [*box[0]]
 
     def tell(self, what: Any, rank: int = 0) -> None:
         dist.send_object_list([what], rank, group=self._answers)
 
     def heard(self, rank: int) -> Any:
-        """Wait for what a process has to say; raise RuntimeError when it is gone."""
-        held = [None]
-        dist.recv_object_list(held, rank, group=self._answers)
-        return held[0]
+        """Wait for a message of a rank; raise RuntimeError if its process has ended."""
+        box = [None]
+        dist.recv_object_list(box, rank, group=self._answers)
+        return box[0]
 
     def close(self) -> None:
         self.ended = True
@@ -85,14 +84,14 @@ class Group:
 
 
 class Ranks:
-    """All processes as rank 0 sees them, and their `Policy`: every call is made here, by `own`, and in all others.
-    `lost` hears on the running event loop that one is gone, whatever is being done; `note` says where to look."""
+    """Rank 0's `Policy` over all ranks: every call runs here, on the policy `own`, and on all other ranks. `lost` is
+    called on the running event loop when a rank is lost, whatever runs meanwhile; `note` names its log for the user."""
 
     def __init__(self, group: Group, lost: Callable[[OSError], object], note: str) -> None:
         self._group, self._lost, self._note = group, lost, note
-        self.own: Any = None  # the policy of this process, once it is made
+        self.own: Any = None  # the policy of this process, set by the owner
         self.about: dict[int, dict[str, Any]] = {}
-        self._done = self._saved = 0  # steps that were learned, and those in a checkpoint
+        self._done = self._saved = 0  # number of trained steps, and of those in the last checkpoint
         self._thread, self._loop = OneThread("ranks"), asyncio.get_running_loop()
         self._gone: asyncio.Future[OSError] = self._loop.create_future()
         self._doing: asyncio.Future[Any] | None = None
@@ -100,13 +99,13 @@ class Ranks:
         self._threads = {rank: _thread(self._listen, rank) for rank in self._answers}
 
     async def hello(self) -> None:
-        """Wait until each has said what it is."""
-        every = await self._or_lost(asyncio.gather(*self._answers.values()))
-        self.about = dict(zip(self._answers, every, strict=True))
+        """Wait until every rank has introduced itself."""
+        introductions = await self._or_lost(asyncio.gather(*self._answers.values()))
+        self.about = dict(zip(self._answers, introductions, strict=True))
 
     async def call(self, method: str, args: Sequence[Any], own: Callable[[], Awaitable[T]]) -> T:
-        """Do `own` here and the same in all others, and return what it returns. A call whose caller was cancelled, such
-        as an evaluation, ends first: its answers would count as this one's."""
+        """Broadcast the call, run `own` here and return its result. If the previous caller was cancelled, such as an
+        evaluation, wait for its call to end first, or its answers would be taken for this call's."""
         if self._doing is not None and not self._doing.done():
             await asyncio.wait({self._doing, self._gone}, return_when=FIRST)
         self._expect()
@@ -114,12 +113,12 @@ class Ranks:
         return await self._or_lost(self._doing)
 
     async def _port(self, method: str, *args: Any) -> Any:
-        found = await self.call(method, args, lambda: getattr(self.own, method)(*args))
+        result = await self.call(method, args, lambda: getattr(self.own, method)(*args))
         if method in ("step", "load"):
-            self._done = args[1] + 1 if method == "step" else found["step"]
+            self._done = args[1] + 1 if method == "step" else result["step"]
         if method in ("save", "load"):
             self._saved = self._done
-        return found
+        return result
 
     step = partialmethod(_port, "step")
     evaluate = partialmethod(_port, "evaluate")
@@ -129,7 +128,7 @@ class Ranks:
     publish = partialmethod(_port, "publish")
 
     async def close(self, report: Any = None) -> None:
-        """Let the others end, at once where they are in the middle of something; again does nothing."""
+        """End the other ranks, immediately if they are in the middle of a call. Further calls do nothing."""
         if self._group.ended:
             return
         self._group.ended, last = True, "failed"
@@ -137,7 +136,7 @@ class Ranks:
             with suppress(RuntimeError):
                 await self._thread.call(self._group.broadcast, "end", report)
                 last = ""
-        await in_thread(self._part, last)
+        await in_thread(self._disconnect, last)
         self._thread.close()
         if self.own is not None:
             await self.own.close()
@@ -145,39 +144,41 @@ class Ranks:
     async def _or_lost(self, doing: asyncio.Future[T]) -> T:
         await asyncio.wait({doing, self._gone}, return_when=FIRST)
         if self._gone.done():
-            doing.cancel()  # what it has begun may never end
+            doing.cancel()  # it may never end without the lost rank
             raise self._gone.result()
         return doing.result()
 
     async def _do(self, method: str, args: Sequence[Any], own: Callable[[], Awaitable[T]]) -> T:
         try:
             await self._thread.call(self._group.broadcast, method, *args)
-            found = await own()
-        except RuntimeError:  # most often because another one is gone, which is heard in a moment
+            result = await own()
+        except RuntimeError:  # usually because another rank is lost, which is reported in a moment
             await asyncio.sleep(GRACE)
             raise
-        except (ValueError, OSError):  # the same happens in the others, before they hear the next call
+        except (ValueError, OSError):  # other ranks raise the same before they receive the next call
             await asyncio.wait(self._answers.values(), timeout=GRACE)
             raise
         for rank, answer in self._answers.items():
             if await answer:
                 self._lose(rank, "has failed")
-        return found
+        return result
 
     def _expect(self) -> None:
         self._answers = {rank: self._loop.create_future() for rank in range(1, self._group.count)}
 
     def _listen(self, rank: int) -> None:
-        with suppress(RuntimeError):  # of a loop that is closed
+        with suppress(RuntimeError):  # the event loop is closed
             try:
-                while [heard := self._group.heard(rank)] and not self._group.ended:
-                    self._loop.call_soon_threadsafe(self._heard, rank, heard)
+                text = self._group.heard(rank)
+                while not self._group.ended:
+                    self._loop.call_soon_threadsafe(self._on_answer, rank, text)
+                    text = self._group.heard(rank)
             except RuntimeError:
                 self._loop.call_soon_threadsafe(self._lose, rank, "is gone")
 
-    def _heard(self, rank: int, text: str) -> None:
+    def _on_answer(self, rank: int, text: str) -> None:
         self._answers[rank].set_result(text)
-        if text and (doing := self._doing) is not None:  # those who do not fail too may wait for it for ever
+        if text and (doing := self._doing) is not None:  # ranks that do not fail too may wait for it for ever
             self._loop.call_later(GRACE, lambda: doing.done() or self._lose(rank, "has failed"))
 
     def _lose(self, rank: int, how: str) -> None:
@@ -186,14 +187,14 @@ class Ranks:
         about, answer = self.about.get(rank, {"pid": "?", "host": "?"}), self._answers[rank]
         why = f": {answer.result()}" if answer.done() and answer.result() else ""
         who = f"learner {rank} (process {about['pid']} on {about['host']}{self._note})"
-        since = f"steps since the last checkpoint, which will be made again: {self._done - self._saved}"
+        since = f"steps since the last checkpoint, to be repeated after a resume: {self._done - self._saved}"
         self._gone.set_result(OSError(f"{who} {how}{why}; {since}"))
         self._lost(self._gone.result())
 
-    def _part(self, last: str) -> None:
-        """Wait for all that listens: a thread that waits in torch must not see the end of the program."""
+    def _disconnect(self, last: str) -> None:
+        """Send the last message and join the listening threads: one that waits in torch at interpreter exit crashes."""
         for rank in self._threads:
-            with suppress(RuntimeError):  # it is gone
+            with suppress(RuntimeError):  # the rank has ended
                 self._group.tell(last, rank)
         for thread in self._threads.values():
             thread.join(CLOSE_SECONDS)
@@ -201,36 +202,40 @@ class Ranks:
 
 
 async def serve(group: Group, call: Callable[..., Awaitable[Any]], facts: Mapping[str, Any]) -> Any:
-    """Say what this process is, and `call(method, *args)` what rank 0 says until it ends; return its last word. When
-    rank 0 is gone this process ends at once, whatever it is doing."""
+    """Introduce this process to rank 0 and run `call(method, *args)` for each of its broadcasts until it ends; return
+    its report. If rank 0 is lost, this process exits immediately, whatever it is doing."""
     thread, about = OneThread("calls"), {"pid": os.getpid(), "host": platform.node(), "facts": facts}
-    life = _thread(_outlive, group)
+    life = _thread(_exit_with_rank_0, group)
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 has them too, and needs us for its checkpoint
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # rank 0 gets them too, and needs this rank for its checkpoint
             asyncio.get_running_loop().add_signal_handler(number, lambda: None)
-    with suppress(RuntimeError):  # rank 0 is gone
+    with suppress(RuntimeError):  # rank 0 is lost
         await thread.call(group.tell, about)
-        while (called := await thread.call(group.broadcast))[0] != "end":
-            found, own = "", False
+        while (message := await thread.call(group.broadcast))[0] != "end":
+            failure, fatal = "", False
             try:
-                await call(*called)
+                await call(*message)
             except BaseException as error:
-                found, own = f"{type(error).__name__}: {error}", not isinstance(error, ValueError | OSError)
-                if own:
-                    log.error(found, exc_info=True)
-            if own:  # rank 0 does not have the same; or another one is gone, which it must hear before
+                failure = f"{type(error).__name__}: {error}"
+                fatal = not isinstance(error, ValueError | OSError)  # those are raised on rank 0 too
+                if fatal:
+                    log.error(failure, exc_info=True)
+            if fatal:  # if the cause is another lost rank, rank 0 must learn of that one first
                 await asyncio.sleep(1)
-            await thread.call(group.tell, found)
-            if own:  # nobody must wait for this process
+            await thread.call(group.tell, failure)
+            if fatal:  # exit, so that no rank waits for this one
                 os._exit(1)
         life.join(CLOSE_SECONDS)
         await thread.call(group.tell, "")
-        return called[1]
+        return message[1]
     os._exit(1)
 
 
-def _outlive(group: Group) -> None:
-    """End this process at once when rank 0 is gone, or says that it has failed."""
+def _exit_with_rank_0(group: Group) -> None:
+    """Exit this process immediately when rank 0 is lost or reports a failure."""
     with suppress(RuntimeError):
         if not group.heard(0):
             return
@@ -244,25 +249,25 @@ def _thread(function: Callable[..., None], *args: Any) -> threading.Thread:
 
 
 class Gathered:
-    """Publishes to an engine in the first process, which has the model `model` of its own: all processes gather each
-    trained weight, and the engine takes them from `parameters` at its next update."""
+    """Publishes to an engine on rank 0 that has its own copy `model` (None on other ranks): all ranks gather the
+    trained weights, and the engine reads them from `parameters` at its next update."""
 
     model_folder = dtype = ""
     rank: int | None = None
 
     def __init__(self, learner: Learner, model: Any) -> None:
-        self._learner, self.model, self._found = learner, model, list[torch.Tensor]()
+        self._learner, self.model, self._gathered = learner, model, list[torch.Tensor]()
 
     @torch.no_grad()
     def publish(self, version: int) -> Weights:
         trained = (param for param in self._learner.model.parameters() if param.requires_grad)
         wholes = map(self._learner.processes.whole, trained)
-        self._found = [whole.cpu() for whole in wholes if self.model is not None]
+        self._gathered = [whole.cpu() for whole in wholes if self.model is not None]
         return Weights(version)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        found, self._found = iter(self._found), []
-        for own in self.model.parameters():
-            yield next(found) if own.requires_grad else own
+        gathered, self._gathered = iter(self._gathered), []
+        for param in self.model.parameters():
+            yield next(gathered) if param.requires_grad else param
 
     def close(self) -> None: ...

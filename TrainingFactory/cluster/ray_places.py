@@ -1,4 +1,4 @@
-"""Engines in Ray actors, on the machines of a cluster."""
+"""Engines in Ray actors on the machines of a cluster."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from TrainingFactory.cluster.ray_session import RaySession, require_ray
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Completion, EngineSpec, Weights
 
-AT_ONCE = 10_000  # calls that one actor takes
+MAX_CONCURRENCY = 10_000  # concurrent calls of one actor
 CLOSE_SECONDS = 20.0
-Files = Mapping[str, Any]  # names and contents
+Files = Mapping[str, Any]  # name -> content as an array of bytes
 Answer = tuple[int, Completion | Exception]
 Turn = tuple[Any, ...] | None  # arguments of `Engine.sample`; None cancels it
 
 
 class RayPlaces:
-    """Makes `RayPlace`s, each in a bundle of one placement group for `count` of them; gpus=None: 1 for vLLM where the
-    cluster has any. Machines that have no such folder as `spec.model` get its config where weights are pushed; else the
-    path must be there too. `folder` keeps the engines' logs; a machine without it has them in a temporary folder."""
+    """Starts `RayPlace`s, each in one bundle of a placement group for `count` of them. gpus=None: 1 for vLLM if the
+    cluster has any. Machines without the folder `spec.model` receive its config if weights are pushed; otherwise the
+    path must exist on every machine. `folder` keeps the engines' logs; machines without it use a temporary folder."""
 
     def __init__(
         self, session: RaySession, spec: EngineSpec, count: int, gpus: float | None = None, cpus: float = 1.0,
@@ -44,8 +44,8 @@ class RayPlaces:
         self._folder = None if folder is None else folder.resolve()
         self._placing, self._packing = asyncio.Lock(), asyncio.Lock()
         self._group: Any = None
-        self._packed: tuple[Weights, Any] | None = None  # the last ones that went to another machine
-        self._made: list[RayPlace] = []
+        self._packed: tuple[Weights, Any] | None = None  # the last weights put into the object store
+        self._places: list[RayPlace] = []
 
     async def make(self, number: int) -> RayPlace:
         spec, session, began = self._spec, self._session, time.monotonic()
@@ -58,11 +58,11 @@ class RayPlaces:
                 bundles = [{"CPU": self._cpus, "GPU": self._gpus}] * self._count
                 self._group = await session.placed(bundles, f"{key}={self._count}", self._timeout)
         name = f"{self._what} {number}"
-        more = {"num_cpus": self._cpus, "num_gpus": self._gpus, "max_concurrency": AT_ONCE}
-        made = ray.remote(EngineActor).options(**session.options(name, self._group, number, **more))
-        place = RayPlace(ray, made.remote(), name, self.packed)
-        self._made.append(place)
-        files = "*" if spec.options.get("enable_lora") else "*.json"  # adapters have weights under them
+        resources = {"num_cpus": self._cpus, "num_gpus": self._gpus, "max_concurrency": MAX_CONCURRENCY}
+        actor = ray.remote(EngineActor).options(**session.options(name, self._group, number, **resources))
+        place = RayPlace(ray, actor.remote(), name, self.packed)
+        self._places.append(place)
+        files = "*" if spec.options.get("enable_lora") else "*.json"  # adapters need the base weights too
         config = await in_thread(_read, Path(spec.model), files) if spec.pushed else {}
         try:
             async with asyncio.timeout(self._timeout):
@@ -71,14 +71,14 @@ class RayPlaces:
             await place.close()
             if not isinstance(error, PlaceLost | ValueError | TimeoutError):
                 raise
-            late = f"it took longer than {self._timeout:g} s, which compute.start_timeout raises"
-            told = late if isinstance(error, TimeoutError) else error
-            raise ValueError(f"{name} could not be started: {told}") from error
+            late = f"it took longer than {self._timeout:g} s (increase compute.start_timeout)"
+            cause = late if isinstance(error, TimeoutError) else error
+            raise ValueError(f"Could not start {name}: {cause}") from error
         self._say(f"{place.name} is ready after {time.monotonic() - began:.0f} s")
         return place
 
     async def packed(self, weights: Weights) -> Any:
-        """Return a folder's files in Ray's object store, which brings them to every machine once."""
+        """Put the weights' files into Ray's object store, which copies them to each machine once; return the ref."""
         async with self._packing:
             if self._packed is None or self._packed[0] is not weights:
                 files = await in_thread(_read, Path(weights.where), "*")
@@ -86,7 +86,7 @@ class RayPlaces:
         return self._packed[1]
 
     async def close(self) -> None:
-        await asyncio.gather(*(place.close() for place in self._made))
+        await asyncio.gather(*(place.close() for place in self._places))
         if self._group is not None:
             self._session.unplace(self._group)
         self._group = None
@@ -94,13 +94,13 @@ class RayPlaces:
 
 
 class RayPlace:
-    """An engine in an actor, which ends with `close`, and with this program however it ends."""
+    """An engine in an actor. The actor ends with `close`, or when this program ends, even by a kill."""
 
     def __init__(self, ray: Any, actor: Any, name: str, packed: Callable[[Weights], Any]) -> None:
         self.name, self.about, self._log_note = name, {}, ""
         self._ray, self._packed = ray, packed
         self._actor: Any = actor
-        self._here = True  # on this machine, where folders need not travel
+        self._is_local = True  # on this machine, which has the weights' folders
         self._tickets, self._outbox = itertools.count(), list[tuple[int, Turn]]()
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -115,19 +115,18 @@ class RayPlace:
         self.about = await self._answer(started)
         if self.about["log"]:
             self._log_note = f" (log on {self.about['node']}: {self.about['log']})"
-        self._here = self.about["ray_node"] == self._ray.get_runtime_context().get_node_id()
+        self._is_local = self.about["ray_node"] == self._ray.get_runtime_context().get_node_id()
         self.name = f"{self.name} on {self.about['node']}, process {self.about['pid']}"
 
     async def call(self, method: str, *args: Any) -> Any:
-        if method == "load" and not self._here:
+        if method == "load" and not self._is_local:
             return await self._answer(self._actor.load.remote(args[0], await self._packed(args[0])))
         if method == "sample":
             return await self._turn(args)
         return await self._answer(self._actor.call.remote(method, args))
 
     async def _turn(self, args: tuple[Any, ...]) -> Completion:
-        """Ask for a turn. A call of Ray costs as much as many tokens of a small model, so turns that are asked in the
-        same moment travel as one, and so do answers."""
+        """Sample one turn. Simultaneous requests share one Ray call, which costs as much as many tokens."""
         if self._lost is not None:
             raise self._lost
         self._reader = self._reader or asyncio.create_task(self._read())
@@ -153,20 +152,20 @@ class RayPlace:
             self._actor.post.remote(mail)
 
     async def _read(self) -> None:
-        """Hand out answers until the actor is gone."""
+        """Resolve the requests' futures until the actor is lost."""
         while self._lost is None:
             try:
                 answers = await self._answer(self._actor.answers.remote())
             except PlaceLost as error:
                 return self._lose(error)
-            for ticket, found in answers:
+            for ticket, result in answers:
                 answer = self._waiting.get(ticket)
-                if answer is None or answer.done():  # it was cancelled
+                if answer is None or answer.done():  # cancelled
                     continue
-                if isinstance(found, Exception):
-                    answer.set_exception(found)
+                if isinstance(result, Exception):
+                    answer.set_exception(result)
                 else:
-                    answer.set_result(found)
+                    answer.set_result(result)
 
     def _lose(self, error: PlaceLost) -> None:
         self._lost = self._lost or error
@@ -184,9 +183,9 @@ class RayPlace:
         except errors.RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise ValueError(str(error.cause)) from None
-            raise PlaceLost(f"{self.name} is of no use any more: {error.cause!r}{self._log_note}") from None
+            raise PlaceLost(f"{self.name} failed: {error.cause!r}{self._log_note}") from None
         except errors.RayError as error:
-            raise PlaceLost(f"{self.name} is gone: {type(error).__name__}{self._log_note}") from None
+            raise PlaceLost(f"{self.name} has exited: {type(error).__name__}{self._log_note}") from None
 
     async def close(self) -> None:
         self._lose(PlaceLost(f"{self.name} is closed"))
@@ -202,23 +201,21 @@ class RayPlace:
 
 
 class EngineActor:
-    """Runs in the actor. vLLM has processes below it, which are left to the watcher of a `LocalPlace`: an actor that is
-    killed cannot end them."""
+    """Runs an engine in a Ray actor; vLLM in a `LocalPlace` in it, whose watcher ends vLLM's processes after a kill."""
 
     def __init__(self) -> None:
         self._call: Callable[..., Any]
         self._place: LocalPlace | None = None
-        self._model: tempfile.TemporaryDirectory[str] | None = None  # what came from another machine
+        self._model: tempfile.TemporaryDirectory[str] | None = None  # model files from another machine
         self._turns: dict[int, asyncio.Task[None]] = {}
-        self._answers, self._some = list[Answer](), asyncio.Event()
+        self._answers, self._has_answers = list[Answer](), asyncio.Event()
 
     async def start(
         self, spec: EngineSpec, number: int, config: Files, timeout: float, folder: Path | None, what: str
     ) -> dict[str, Any]:
-        """Start the engine and return what it says of itself. It logs to a file in `folder`, or in a temporary folder
-        where this machine does not have that one."""
+        """Start the engine and return its description. Without `folder` on this machine, log to a temporary folder."""
         if config and not os.path.isdir(spec.model):
-            self._model = _written(config, None)
+            self._model = _write_files(config, None)
             spec = dataclasses.replace(spec, model=self._model.name)
         if folder is not None and not folder.is_dir():
             folder = Path(tempfile.mkdtemp(prefix="tfactory-engines-"))
@@ -242,7 +239,7 @@ class EngineActor:
         return await self._call(method, *args)
 
     async def post(self, mail: list[tuple[int, Turn]]) -> None:
-        """Begin turns, and cancel those without arguments."""
+        """Start turns; args=None cancels the turn."""
         for ticket, args in mail:
             if args is not None:
                 self._turns[ticket] = asyncio.create_task(self._sample(ticket, args))
@@ -250,23 +247,23 @@ class EngineActor:
                 self._turns[ticket].cancel()
 
     async def _sample(self, ticket: int, args: tuple[Any, ...]) -> None:
-        found: Completion | Exception
+        result: Completion | Exception
         try:
-            found = await self._call("sample", *args)
-        except Exception as error:  # whatever a model or vLLM raises
-            known = isinstance(error, ValueError | PlaceLost)
-            found = error if known else PlaceLost(f"the engine is of no use any more: {error!r}")
+            result = await self._call("sample", *args)
+        except Exception as error:  # models and vLLM raise many kinds
+            expected = isinstance(error, ValueError | PlaceLost)
+            result = error if expected else PlaceLost(f"the engine failed: {error!r}")
         finally:
             del self._turns[ticket]
-        self._answers.append((ticket, found))
-        self._some.set()
+        self._answers.append((ticket, result))
+        self._has_answers.set()
 
     async def answers(self) -> list[Answer]:
-        """Wait for turns that have ended, and return all of them."""
-        await self._some.wait()
-        self._some.clear()
-        found, self._answers = self._answers, []
-        return found
+        """Wait until a turn has ended, and return the results of all ended turns."""
+        await self._has_answers.wait()
+        self._has_answers.clear()
+        answers, self._answers = self._answers, []
+        return answers
 
     async def close(self) -> None:
         await (self._place.close() if self._place is not None else self._call("close"))
@@ -274,18 +271,18 @@ class EngineActor:
             self._model.cleanup()
 
     async def load(self, weights: Weights, files: Files) -> None:
-        """Load weights that came from another machine, by way of this one's memory."""
-        with _written(files, "/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        """Load weights from another machine through this machine's shared memory."""
+        with _write_files(files, "/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
             base = self._model.name if weights.base and self._model is not None else weights.base
             await self.call("load", (dataclasses.replace(weights, where=folder, base=base),))
 
 
 def _read(folder: Path, pattern: str) -> dict[str, Any]:
-    # As arrays: Ray puts them into its store without another copy.
+    # As arrays, which Ray puts into its object store without another copy.
     return {file.name: np.fromfile(file, np.uint8) for file in sorted(folder.glob(pattern)) if file.is_file()}
 
 
-def _written(files: Files, where: str | None) -> tempfile.TemporaryDirectory[str]:
+def _write_files(files: Files, where: str | None) -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="tfactory-", dir=where)
     for name, content in files.items():
         content.tofile(os.path.join(folder.name, name))

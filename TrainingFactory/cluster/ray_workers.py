@@ -1,4 +1,4 @@
-"""Functions in Ray actors: rewards and tools that run on the machines of a cluster, which has been joined before."""
+"""Functions in Ray actors: rewards and tools that run on the machines of a cluster. Ray must be connected already."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 from TrainingFactory.cluster.ray_session import RaySession, require_ray
 from TrainingFactory.common.workers import WorkerDied, WorkerError, WorkerTooSlow
 
-START_SECONDS = 120.0  # its function may import much
-AT_ONCE = 1000  # calls that one actor takes
+START_SECONDS = 120.0  # long, because the function may import large packages
+MAX_CONCURRENCY = 1000  # concurrent calls of one actor
 
 
 class RayWorker:
-    """Is a `workers.Worker` whose process is a Ray actor: started with the first question, and again after it has died.
-    `what` is shown to users. It reserves no cores, so that it never waits for any, unless `options` of Ray say so."""
+    """A `workers.Worker` in a Ray actor, which starts with the first call and again after it has died. `what` is its
+    name for users. It reserves no CPU, so that it never waits for one, unless Ray's `options` say so."""
 
     def __init__(self, target: str, settings: Any = None, *, what: str, **options: Any) -> None:
         self.target, self.settings, self._what, self._options = target, settings, what, options
-        self.starts = 0  # so far
+        self.starts = 0
         self._actor: Any = None
         self._starting = asyncio.Lock()
         self._closed = False
@@ -33,8 +33,8 @@ class RayWorker:
         return self._actor is not None
 
     async def ask(self, message: Any, seconds: float | None = None) -> Any:
-        """Return the answer; raise WorkerError, or WorkerDied or WorkerTooSlow, after which the actor is gone. Without
-        `seconds` the actor outlives a caller who gives up: others may be waiting for it."""
+        """Return the function's result. Raise WorkerError if it fails; raise WorkerDied or WorkerTooSlow, and drop the
+        actor, if it dies or exceeds `seconds`. Without `seconds` a cancelled call keeps the actor, which others use."""
         actor = await self.ready()
         try:
             return await _answer(actor.ask.remote(message), seconds)
@@ -44,21 +44,21 @@ class RayWorker:
             raise
 
     async def ready(self) -> Any:
-        """Return the actor, started by whoever comes first."""
+        """Return the actor; the first caller starts it."""
         async with self._starting:
-            if self._closed or not require_ray().is_initialized():  # a call would start Ray by itself
+            if self._closed or not require_ray().is_initialized():  # a call would start Ray implicitly
                 raise WorkerDied("was closed")
             if self._actor is None:
-                self._actor = await self._started()
+                self._actor = await self._start()
             return self._actor
 
-    async def _started(self) -> Any:
-        options = {"scheduling_strategy": "SPREAD", "max_concurrency": AT_ONCE} | self._options
+    async def _start(self) -> Any:
+        options = {"scheduling_strategy": "SPREAD", "max_concurrency": MAX_CONCURRENCY} | self._options
         options = RaySession().options(self._what, **options)
         actor = require_ray().remote(Host).options(**options).remote()
         try:
-            begun = actor.start.remote(self.target, self.settings, os.getcwd(), sys.path)
-            await _answer(begun, START_SECONDS)
+            started = actor.start.remote(self.target, self.settings, os.getcwd(), sys.path)
+            await _answer(started, START_SECONDS)
         except BaseException:
             self._drop(actor)
             raise
@@ -68,16 +68,16 @@ class RayWorker:
     def _drop(self, actor: Any) -> None:
         if self._actor is actor:
             self._actor = None
-        if require_ray().is_initialized():  # else it is gone with Ray
+        if require_ray().is_initialized():  # else the actor has ended with Ray
             require_ray().kill(actor)
 
     def kill(self) -> None:
-        """End the actor at once. A call under way raises WorkerDied; the next one starts another."""
+        """Kill the actor. Running calls raise WorkerDied; the next call starts another actor."""
         if self._actor is not None:
             self._drop(self._actor)
 
     async def close(self) -> None:
-        """End the actor for good."""
+        """Kill the actor; further calls raise WorkerDied."""
         self._closed = True
         async with self._starting:
             self.kill()
@@ -88,7 +88,7 @@ async def _answer(ref: Any, seconds: float | None) -> Any:
     try:
         async with asyncio.timeout(seconds):
             return await ref
-    except ray.exceptions.RayTaskError as error:  # first, since it is also of the class of its cause
+    except ray.exceptions.RayTaskError as error:  # first, because it is also an instance of its cause's class
         raise WorkerError(f"{type(error.cause).__name__}: {error.cause}") from None
     except TimeoutError:
         raise WorkerTooSlow(f"did not answer within {seconds:g} s") from None
@@ -100,13 +100,13 @@ async def _answer(ref: Any, seconds: float | None) -> Any:
 
 
 class Host:
-    """Runs in the actor: answers with what a function makes of a message. An asynchronous one answers many at once."""
+    """Runs a function in the actor, once per message. Calls of an asynchronous function run concurrently."""
 
     async def start(self, target: str, settings: Any, folder: str, path: Sequence[str]) -> None:
-        """Find the function, from the same folder as in the run's own process where this machine has it."""
+        """Import the function, with the working directory of the run's own process if this machine has it."""
         if os.path.isdir(folder):
             os.chdir(folder)
-        sys.path += [each for each in path if each not in sys.path]
+        sys.path += [entry for entry in path if entry not in sys.path]
         module, _, name = target.partition(":")
         self._function = getattr(import_module(module), name)
         if settings is not None:

@@ -1,5 +1,5 @@
-"""One model over one pack: hidden states through the prefix tree, or row by row for a model that cannot share
-prefixes; and the model's head. What a config does not tell is found by trying."""
+"""Forward pass of one model over one pack: hidden states over the prefix tree, or row by row for models that cannot
+share prefixes, and the output head. Probes show what a model's config does not say about its forward."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ Head = Callable[[torch.Tensor], torch.Tensor]  # [C, D] -> [C, V]
 
 
 def causal_model(model: Any) -> PreTrainedModel:
-    """The transformers model inside PEFT's wrapper, with its adapter layers in place."""
+    """Return the transformers model inside a PEFT wrapper, adapter layers included."""
     return model if isinstance(model, PreTrainedModel) else model.get_base_model()
 
 
 @contextlib.contextmanager
 def tree_mode(model: PreTrainedModel, on: bool = True) -> Iterator[None]:
-    """The model with the tree's attention. Backward passes belong inside: they may run the layers again."""
+    """Run the model with tree attention inside the block; backward passes too, which may run the layers again."""
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = ATTENTION if on else before
-    quick = on and model.device.type == "cuda"
+    use_fused = on and model.device.type == "cuda"
     try:
-        with fused(model, tree_attention) if quick else contextlib.nullcontext():
+        with fused(model, tree_attention) if use_fused else contextlib.nullcontext():
             yield
     finally:
         config._attn_implementation = before
 
 
 def tree_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
-    """[N, D], each token of the tree once. Inside `tree_mode`."""
+    """Return the hidden states [N, D], each token of the tree computed once. Call inside `tree_mode`."""
     size = len(pack.token_ids)
     pack = whole_blocks(pack) if model.device.type == "cuda" else pack
     ids, positions = (torch.from_numpy(array).to(model.device) for array in (pack.token_ids, pack.positions))
@@ -51,8 +51,8 @@ def tree_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
 
 
 def row_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
-    """[N, D] by the model's own attention. Rows are padded at their end, where no token sees the padding."""
-    assert all(node.parent < 0 for node in pack.nodes), "make_batch(..., sharing=learner.sharing)"
+    """Return the hidden states [N, D] by the model's own causal attention, which never sees the right-padding."""
+    assert all(node.parent < 0 for node in pack.nodes), "pack with make_batch(..., sharing=learner.sharing)"
     starts, lengths = np.array([(node.start, node.length) for node in pack.nodes]).T
     columns = np.arange(lengths.max())
     real = columns < lengths[:, None]  # [n, T]
@@ -63,10 +63,10 @@ def row_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
 
 
 def head_of(model: PreTrainedModel) -> Head:
-    """The output layer with what some families do to the logits after it."""
+    """Return the output layer, including the logit scaling or soft-capping of some model families."""
     linear: Any = model.get_output_embeddings()
     config = model.config.get_text_config()
-    # Cohere multiplies, Granite divides, Gemma caps. These are foreign attributes, present or not.
+    # Cohere multiplies, Granite divides, Gemma caps. Third-party configs may lack these attributes.
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
 
@@ -80,54 +80,56 @@ def head_of(model: PreTrainedModel) -> Head:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Refuse a model whose own logits are not what `head_of` makes of its hidden states."""
-    # A few tokens tell: what is done to logits is done to each.
+    """Raise ValueError if `head_of` does not reproduce the model's own logits from its hidden states."""
+    # A few tokens suffice: whatever happens after the output layer happens to every token.
     ids = torch.from_numpy(_probe(model, sharing=False).token_ids[:32]).to(model.device)[None]
-    model.eval()  # an update sets it to train again
-    own = model(input_ids=ids, use_cache=False).logits[0].float()
-    made = head_of(model)(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]).float()
-    if made.shape != own.shape or not _apart(made, own) <= (1e-2 if model.dtype != torch.float32 else 1e-4):
+    model.eval()  # `update` switches back to train mode
+    expected = model(input_ids=ids, use_cache=False).logits[0].float()
+    computed = head_of(model)(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]).float()
+    limit = 1e-2 if model.dtype != torch.float32 else 1e-4
+    if computed.shape != expected.shape or not _relative_error(computed, expected) <= limit:
         raise ValueError(
-            f"a {model.config.model_type!r} model cannot be trained: its forward does something to the logits "
-            "after the output layer that the learner does not know"
+            f"Cannot train a {model.config.model_type!r} model: its forward transforms the logits after the output "
+            "layer in a way that the learner does not support"
         )
 
 
 @torch.no_grad()
 def why_not_shared(model: PreTrainedModel) -> str | None:
-    """Say why prefix trees would not give what single rows give, or None if they do: by the config, and tried."""
-    config: Any = model.config.get_text_config()  # foreign, and may have no layer types
-    if odd := sorted({*map(str, getattr(config, "layer_types", None) or ())} - {"full_attention"}):
-        return f"it has {' and '.join(odd)} layers"
+    """Return why a forward over a prefix tree differs from one over rows (by layer types and a probe), or None."""
+    config: Any = model.config.get_text_config()  # third-party; may have no layer types
+    if unsupported := sorted({*map(str, getattr(config, "layer_types", None) or ())} - {"full_attention"}):
+        return f"it has {' and '.join(unsupported)} layers"
     model.eval()
     alone, probe = _probe(model, sharing=False), _probe(model, sharing=True)
     try:
-        # With gradients what a GPU compiles here is what training needs; shards want a backward pass after those.
+        # With gradients, a GPU compiles here what training needs. Not with FSDP, which expects a backward afterwards.
         train = model.device.type == "cuda" and not hasattr(next(model.parameters()), "device_mesh")
         with tree_mode(model), torch.set_grad_enabled(train):
             shared = tree_states(model, probe).detach()
-    except Exception as error:  # foreign code, which may not know our keyword or ask for what we lack
-        row_states(model, alone)  # a forward that broke off leaves the weights of its layer gathered
+    except Exception as error:  # third-party code may reject our keyword, or need another argument
+        row_states(model, alone)  # an aborted forward leaves its layer unsharded; a complete one reshards it
         return f"its layers do not run over a tree ({(str(error) or type(error).__name__).splitlines()[0]})"
-    # The probe trains all tokens but the first, so `source` lists where the tokens of the rows stand.
-    rows, trees = row_states(model, alone)[_places(alone)], shared[_places(probe)]
-    rounding = max(5e-2, 1.5e-2 * config.num_hidden_layers**0.5)  # of 16 bits; adds up like a random walk
-    if not (apart := _apart(trees, rows)) <= (rounding if model.dtype != torch.float32 else 1e-3):
-        return f"over a tree its layers give something else than over rows, {apart:.1%} away in the mean"
+    # The probe trains all tokens but the first, so `source` lists the positions of the rows' tokens.
+    rows, trees = row_states(model, alone)[_positions(alone)], shared[_positions(probe)]
+    rounding = max(5e-2, 1.5e-2 * config.num_hidden_layers**0.5)  # 16-bit errors grow like a random walk
+    limit = rounding if model.dtype != torch.float32 else 1e-3
+    if not (error := _relative_error(trees, rows)) <= limit:
+        return f"its hidden states over a tree differ from those over rows by {error:.1%} on average"
     return None
 
 
-def _places(pack: Pack) -> torch.Tensor:
-    """Where the tokens of the rows stand, rows in the order of the samples."""
+def _positions(pack: Pack) -> torch.Tensor:
+    """Return the positions of the rows' tokens in the pack, rows in the order of the samples."""
     return torch.from_numpy(pack.source[np.argsort(pack.row, kind="stable")])
 
 
-def _apart(left: torch.Tensor, right: torch.Tensor) -> float:
-    return float((left.float() - right.float()).abs().mean() / right.float().abs().mean())
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.float() - expected.float()).abs().mean() / expected.float().abs().mean())
 
 
 def _probe(model: PreTrainedModel, sharing: bool) -> Pack:
-    """Three rows, a tree of three levels."""
+    """Return a pack of three rows that form a prefix tree of three levels."""
     vocabulary = model.config.get_text_config().vocab_size
     ids = [(13 + 7919 * place) % vocabulary for place in range(200)]
     samples = []

@@ -1,4 +1,4 @@
-"""A number for each token: what a critic expects from there on, or what a reward model thinks of the text so far."""
+"""Scalar heads, one number per token: a critic's value estimate or a reward model's score of the text so far."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ABOUT = "reward_model.json"
 
 
 class ScalarHead(nn.Module):
-    """One linear unit in float32 over the last hidden states, zero at first. `about` goes to reward_model.json."""
+    """A linear layer to one output, in float32 and initialised to zero. `about` is written to reward_model.json."""
 
     def __init__(
         self, width: int, device: torch.device | str = "cpu", about: dict[str, Any] | None = None
@@ -27,7 +27,7 @@ class ScalarHead(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """[M, D] -> [M]"""
-        # No view: FSDP's hooks are on what comes out.
+        # Not `squeeze`, which returns a view: FSDP registers its backward hooks on the output tensor.
         return nn.functional.linear(states.float(), self.weight, self.bias).sum(-1)
 
 
@@ -41,7 +41,7 @@ def save_head(folder: Path, about: dict[str, Any], weights: dict[str, torch.Tens
 
 
 def load_head(folder: Path, causal: Any) -> ScalarHead:
-    """The head beside a model that was trained with one."""
+    """Load the head stored in a reward model's checkpoint folder."""
     head = head_for(causal)
     head.load_state_dict(load_file(folder / FILE, device=str(causal.device)))
     return head

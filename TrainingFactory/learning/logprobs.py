@@ -1,9 +1,10 @@
-"""Log-probs of given tokens. The head runs only on the positions that are trained, in chunks, and each chunk's
-logits are made again in the backward pass: full logits of a long batch never exist."""
+"""Token log-probs without materialising all logits: the head runs only at trained positions, in chunks, and the
+backward pass recomputes the logits of each chunk."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,74 +14,74 @@ from torch.utils.checkpoint import checkpoint
 from TrainingFactory.learning.tree.layers import compiled
 
 CHUNK_ELEMENTS = 2**24  # logits of one chunk: 64 MiB in float32
-# On a GPU small chunks waste time: each reads the head's weights and writes their gradient as a whole.
+# Larger chunks on a GPU, because every chunk reads all of the head's weights and writes their whole gradient.
 GPU_FACTOR = 8
 
 
 class _Pick(torch.autograd.Function):
-    """Logits [C, V] -> log-probs of the wanted tokens [C] and entropies [C]. Written out because autograd would keep
-    [C, V] several times more. Gradients by logits / temperature: one-hot - p, and of an entropy -p (log p + H)."""
+    """Logits [C, V] -> log-probs of the targets [C] and entropies [C], with a manual backward: autograd would keep more
+    [C, V] tensors. Gradients by logits / temperature: one-hot - p of a log-prob, -p (log p + H) of an entropy."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, wanted: torch.Tensor, temperature: float
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scaled = logits.float() if temperature == 1 else logits.float() / temperature
-        every = scaled.log_softmax(-1)
-        chosen = every.gather(-1, wanted[:, None])[:, 0]
-        probabilities = every.exp()
-        entropy = -every.mul_(probabilities).sum(-1)
-        ctx.save_for_backward(probabilities, wanted, entropy)
+        logprobs = scaled.log_softmax(-1)
+        chosen = logprobs.gather(-1, target[:, None])[:, 0]
+        probabilities = logprobs.exp()
+        entropy = -logprobs.mul_(probabilities).sum(-1)
+        ctx.save_for_backward(probabilities, target, entropy)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.set_materialize_grads(False)  # most losses have no use for the entropy
         return chosen, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
-        probabilities, wanted, entropy = ctx.saved_tensors
+        probabilities, target, entropy = ctx.saved_tensors
         if gradients[0] is None:
-            found = torch.zeros_like(probabilities)
+            gradient = torch.zeros_like(probabilities)
         else:
-            slope = gradients[0][:, None] / ctx.temperature  # [C, 1]
-            found = (probabilities * -slope).scatter_add_(1, wanted[:, None], slope)
+            scale = gradients[0][:, None] / ctx.temperature  # [C, 1]
+            gradient = (probabilities * -scale).scatter_add_(1, target[:, None], scale)
         if gradients[1] is not None:
             logs = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
-            found -= probabilities * (logs + entropy[:, None]) * (gradients[1][:, None] / ctx.temperature)
-        return found.to(ctx.dtype), None, None
+            gradient -= probabilities * (logs + entropy[:, None]) * (gradients[1][:, None] / ctx.temperature)
+        return gradient.to(ctx.dtype), None, None
 
 
 def picked(
-    logits: torch.Tensor, wanted: torch.Tensor, temperature: float
+    logits: torch.Tensor, target: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs, entropies and logarithms of the sums [1, C, 1], of logits [1, C, V]."""
+    """Return log-probs of the targets, entropies and log-sum-exp, each [1, C, 1], of logits [1, C, V]."""
     scaled = logits.float() / temperature
     total = scaled.logsumexp(-1, keepdim=True)
     logs = scaled - total
-    return logs.gather(-1, wanted), -(logs.exp() * logs).sum(-1, keepdim=True), total
+    return logs.gather(-1, target), -(logs.exp() * logs).sum(-1, keepdim=True), total
 
 
 def picked_gradient(
-    logits: torch.Tensor, wanted: torch.Tensor, total: torch.Tensor, entropy: torch.Tensor,
-    slope: torch.Tensor, bend: torch.Tensor | None, temperature: float, dtype: torch.dtype,
+    logits: torch.Tensor, target: torch.Tensor, total: torch.Tensor, entropy: torch.Tensor,
+    logprob_grad: torch.Tensor, entropy_grad: torch.Tensor | None, temperature: float, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     logs = logits.float() / temperature - total
-    probabilities, hit = logs.exp(), torch.arange(logits.shape[-1], device=logits.device) == wanted
-    found = (hit.float() - probabilities) * slope
-    if bend is not None:
-        found = found - probabilities * (logs + entropy) * bend
-    return (found / temperature).to(dtype)
+    probabilities, hit = logs.exp(), torch.arange(logits.shape[-1], device=logits.device) == target
+    gradient = (hit.float() - probabilities) * logprob_grad
+    if entropy_grad is not None:
+        gradient = gradient - probabilities * (logs + entropy) * entropy_grad
+    return (gradient / temperature).to(dtype)
 
 
 def wide_product(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the logits [C, V] in float32. In 16 bits those of 20 would have steps of 0.125."""
+    """Return the logits [C, V] in float32: at a logit of 20, the spacing of bfloat16 numbers is 0.125."""
     if states.dtype == torch.float32:
         return states @ weight.t()
-    return torch.mm(states, weight.t(), out_dtype=torch.float32)  # on a GPU alone
+    return torch.mm(states, weight.t(), out_dtype=torch.float32)  # CUDA only
 
 
 class _PlainHead(torch.autograd.Function):
-    """Does all chunks of a head that is one matrix, on a GPU, where passes over [C, V] are what it costs: logits are
-    written once each way, and of the backward pass only their gradient, in the numbers of the model."""
+    """All chunks of a head that is a single matrix, on a GPU, where passes over [C, V] dominate the cost. Forward and
+    backward write the logits once each; the backward stores only their gradient, in the model's dtype."""
 
     @staticmethod
     def forward(
@@ -88,10 +89,10 @@ class _PlainHead(torch.autograd.Function):
         temperature: float, size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         parts = []
-        for places, wanted in zip(source.split(size), target.split(size), strict=True):
+        for places, targets in zip(source.split(size), target.split(size), strict=True):
             logits = wide_product(hidden.index_select(0, places), weight)
-            parts.append(compiled(picked)(logits[None], wanted[None, :, None], temperature))
-        chosen, entropy, total = (torch.cat(each, 1) for each in zip(*parts, strict=True))  # [1, M, 1]
+            parts.append(compiled(picked)(logits[None], targets[None, :, None], temperature))
+        chosen, entropy, total = (torch.cat(outputs, 1) for outputs in zip(*parts, strict=True))  # [1, M, 1]
         ctx.save_for_backward(hidden, weight, source, target, total, entropy)
         ctx.temperature, ctx.size = temperature, size
         ctx.set_materialize_grads(False)  # most losses have no use for the entropy
@@ -103,25 +104,26 @@ class _PlainHead(torch.autograd.Function):
         ctx: Any, *gradients: Any
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, source, target, total, entropy = ctx.saved_tensors
-        slope, bend = (None if each is None else each[None, :, None] for each in gradients)
-        slope = torch.zeros_like(total) if slope is None else slope
-        of_hidden = torch.zeros_like(hidden)
-        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        logprob_grad, entropy_grad = (None if grad is None else grad[None, :, None] for grad in gradients)
+        logprob_grad = torch.zeros_like(total) if logprob_grad is None else logprob_grad
+        hidden_grad = torch.zeros_like(hidden)
+        weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, len(source), ctx.size):
             part = slice(start, start + ctx.size)
             rows = hidden.index_select(0, source[part])
-            found = compiled(picked_gradient)(
+            logits_grad = compiled(picked_gradient)(
                 wide_product(rows, weight)[None], target[None, part, None], total[:, part], entropy[:, part],
-                slope[:, part], None if bend is None else bend[:, part], ctx.temperature, rows.dtype,
+                logprob_grad[:, part], None if entropy_grad is None else entropy_grad[:, part],
+                ctx.temperature, rows.dtype,
             )[0]  # fmt: skip
-            of_hidden.index_add_(0, source[part], found @ weight)
-            if of_weight is not None:
-                of_weight.addmm_(found.t(), rows)
-        return of_hidden, of_weight, None, None, None, None
+            hidden_grad.index_add_(0, source[part], logits_grad @ weight)
+            if weight_grad is not None:
+                weight_grad.addmm_(logits_grad.t(), rows)
+        return hidden_grad, weight_grad, None, None, None, None
 
 
 def _is_plain(head: Any, states: torch.Tensor) -> bool:
-    """Tell whether the head is one matrix, on a GPU, in the numbers of the states."""
+    """Return whether the head is a bias-free linear layer on a GPU with the dtype of the states."""
     plain = states.is_cuda and type(head) is torch.nn.Linear and head.bias is None
     return plain and states.dtype == head.weight.dtype
 
@@ -129,24 +131,25 @@ def _is_plain(head: Any, states: torch.Tensor) -> bool:
 def token_logprobs(
     hidden: torch.Tensor,  # [N, D]
     head: Callable[[torch.Tensor], torch.Tensor],  # [C, D] -> [C, V]
-    source: torch.Tensor,  # [M] which outputs predict
-    target: torch.Tensor,  # [M] the tokens they predict
+    source: torch.Tensor,  # [M] positions in `hidden` that predict
+    target: torch.Tensor,  # [M] token ids that they predict
     vocabulary: int,
     temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [M] and entropies [M], both at the given temperature."""
+    """Return log-probs [M] and entropies [M], both at the given temperature."""
     size = max(1, CHUNK_ELEMENTS * (GPU_FACTOR if hidden.is_cuda else 1) // vocabulary)
     if _is_plain(head, hidden):
         weight: Any = head.weight  # pyright: ignore[reportFunctionMemberAccess]
         return _PlainHead.apply(hidden, weight, source, target, temperature, size)  # pyright: ignore
-    several = len(source) > size and torch.is_grad_enabled()
+    recompute = len(source) > size and torch.is_grad_enabled()
 
-    def chunk(rows: torch.Tensor, wanted: torch.Tensor) -> Any:
-        return _Pick.apply(head(rows), wanted, temperature)
+    def chunk(rows: torch.Tensor, targets: torch.Tensor) -> Any:
+        return _Pick.apply(head(rows), targets, temperature)
 
     parts = []
-    for places, wanted in zip(source.split(size), target.split(size), strict=True):
+    for places, targets in zip(source.split(size), target.split(size), strict=True):
         rows = hidden.index_select(0, places)
-        parts.append(checkpoint(chunk, rows, wanted, use_reentrant=False) if several else chunk(rows, wanted))
+        run = partial(checkpoint, chunk, use_reentrant=False) if recompute else chunk
+        parts.append(run(rows, targets))
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)

@@ -22,8 +22,8 @@ def add_lora(
     rslora: bool = False,
     seed: int = 0,
 ) -> PeftModel:
-    """Return the model, frozen, with a fresh adapter that starts as no change. `target_modules` is all-linear (every
-    linear layer but the head), or the endings of layer names."""
+    """Freeze the model and add an adapter, initialised to change nothing. `target_modules` is "all-linear" (every
+    linear layer but the head), or suffixes of layer names."""
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     config = LoraConfig(
         r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type=TaskType.CAUSAL_LM,

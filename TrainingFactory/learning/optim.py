@@ -1,4 +1,4 @@
-"""Optimisers and learning-rate schedules."""
+"""Optimizers, learning-rate schedules and float32 master weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from TrainingFactory.learning.processes import Processes
 
-CRITIC = ("head.", "critic.")  # how the names of a learner's weights begin that are not the policy's
+CRITIC = ("head.", "critic.")  # name prefixes of a learner's weights that are not the policy's
 
 
 @dataclass(slots=True, frozen=True)
@@ -24,25 +24,25 @@ class OptimizerOptions:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     critic_learning_rate: float | None = None  # of a head or critic; None: `learning_rate`
-    matrix_learning_rate: float = 0.03  # of Muon's own matrices; the rest goes by `learning_rate`
+    matrix_learning_rate: float = 0.03  # of the matrices that Muon updates; other weights use `learning_rate`
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None  # needed by linear and cosine
     max_grad_norm: float = 1.0  # infinity: no clipping
 
     def factor(self, step: int) -> float:
-        """Return what the peak learning rates are multiplied with at a step, counted from 0."""
+        """Return the multiplier of the peak learning rates at a step, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return 1.0
-        assert self.total_steps is not None, "the schedule needs to know the number of steps"
+        assert self.total_steps is not None, f"the {self.schedule} schedule needs total_steps"
         share = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
         return 1 - share if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * share))
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, made orthogonal by Newton-Schulz in float32 (torch's own in bfloat16 is slow on a CPU)."""
+    """Muon with Newton-Schulz iterations in float32, because torch's own bfloat16 version is slow on a CPU."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """The nearest matrix with equal singular values, roughly, by a quintic Newton-Schulz iteration."""
+    """Return approximately the nearest orthogonal matrix, by a quintic Newton-Schulz iteration."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.float()
     x = x.T if (tall := x.shape[0] > x.shape[1]) else x
@@ -84,8 +84,8 @@ def orthogonal(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
 def make_optimizers(
     named: Iterable[tuple[str, nn.Parameter]], options: OptimizerOptions, processes: Processes | None = None
 ) -> list[torch.optim.Optimizer]:
-    """Norms, biases, embeddings and a learner's head are not decayed. With Muon, the policy's inner matrices go by it
-    and the rest by AdamW. The head and the critic have a learning rate of their own."""
+    """Group the parameters and return their optimizers. Norms, biases, embeddings and heads get no weight decay. With
+    Muon, it updates the policy's inner matrices and AdamW the rest. Head and critic have their own learning rate."""
     matrices, decayed, plain, critic_decayed, critic_plain = [], [], [], [], []
     for name, param in named:
         inner = param.dim() == 2 and "embed" not in name and "head." not in name
@@ -107,7 +107,7 @@ def make_optimizers(
         if options.name == "adamw_8bit":
             from bitsandbytes.optim.adamw import AdamW8bit as kind  # pyright: ignore[reportMissingImports]
         elif groups[0]["params"][0].is_cuda:
-            kind = partial(kind, fused=True)  # one kernel for many weights; on a CPU torch's choice stays
+            kind = partial(kind, fused=True)  # one kernel for many weights; on a CPU torch chooses
         optimizers.append(kind(groups, lr=options.learning_rate, betas=options.betas))
     if matrices:
         optimizers.append(Muon(matrices, lr=options.matrix_learning_rate, processes=processes))
@@ -118,16 +118,16 @@ def make_optimizers(
 
 
 def check_adamw_8bit(device: str = "auto") -> None:
-    """Refuse a machine that cannot do it, before anything is loaded."""
-    wanted = "training.optimizer is adamw_8bit, which"
+    """Raise ValueError if this machine cannot run adamw_8bit, before any model is loaded."""
+    option = "training.optimizer=adamw_8bit"
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(f"{wanted} needs bitsandbytes: pip install bitsandbytes, or use adamw")
+        raise ValueError(f"{option} needs bitsandbytes: pip install bitsandbytes, or use adamw")
     if not torch.cuda.is_available() or device in ("cpu", "mps"):
-        raise ValueError(f"{wanted} runs on CUDA devices only; use adamw")
+        raise ValueError(f"{option} runs only on CUDA devices; use adamw")
 
 
 class MixedPrecision:
-    """Weights in bfloat16 are trained through float32 copies: small updates would be rounded away."""
+    """Trains 16-bit weights through float32 master copies, because 16 bits would round small updates away."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         trained = [(name, param) for name, param in named if param.requires_grad]
@@ -139,7 +139,7 @@ class MixedPrecision:
         ]
 
     def gather_grads(self) -> None:
-        """After every backward pass: many small gradients added up in bfloat16 would lose digits as well."""
+        """Add gradients to the masters' in float32. Call after every backward pass: sums in 16 bits lose precision."""
         for param, master in zip(self.params, self.masters, strict=True):
             if master is not param and param.grad is not None:
                 exact = param.grad.float()
@@ -152,6 +152,7 @@ class MixedPrecision:
 
     @torch.no_grad()
     def write_back(self) -> None:
+        """Copy the masters into the model's weights."""
         for param, master in zip(self.params, self.masters, strict=True):
             if master is not param:
                 param.copy_(master)

@@ -18,7 +18,7 @@ CLOSE_SECONDS = 10.0
 
 
 class Publishes(Protocol):
-    """Writes the weights for samplers that do not share them: `learning/publishing.py`."""
+    """Writes weights for samplers in other processes; implemented in `learning/publishing.py`."""
 
     model_folder: str
     dtype: str
@@ -29,9 +29,8 @@ class Publishes(Protocol):
 
 
 class LocalPolicy:
-    """Train in this process, on one thread of its own, so that the event loop never waits for an update. Samplers in
-    this process share the weights; for others there is a `publisher`. `version` counts training steps, also those that
-    changed no weight."""
+    """Trains on one thread of this process, so that an update never blocks the event loop. Samplers in this process
+    share the weights; others need a `publisher`. The published version counts training steps, even skipped ones."""
 
     def __init__(
         self, learner: Learner, algorithm: Algorithm, tokenizer: Any, options: StepOptions,
@@ -44,14 +43,14 @@ class LocalPolicy:
         self._version = 0
 
     async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        given = (self.learner, self._algorithm, rows, step, self._options)
-        metrics = await self._thread.call(train_step, *given)
+        args = (self.learner, self._algorithm, rows, step, self._options)
+        metrics = await self._thread.call(train_step, *args)
         self._version = step + 1
         return metrics
 
     async def evaluate(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        given = (self.learner, self._algorithm, rows, step, self._options)
-        return await self._thread.call(evaluate_rows, *given)
+        args = (self.learner, self._algorithm, rows, step, self._options)
+        return await self._thread.call(evaluate_rows, *args)
 
     async def score(self, rows: Sequence[Sample]) -> list[list[float]]:
         return await self._thread.call(score_rows, self.learner, rows, self._options)
@@ -71,7 +70,7 @@ class LocalPolicy:
 
     async def close(self) -> None:
         if self.publisher is not None:
-            with suppress(TimeoutError):  # after a push that is under way, which would write its folder anew
+            with suppress(TimeoutError):  # queued behind a running `publish`, which would recreate its folder
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self._thread.call(self.publisher.close)
         self._thread.close()

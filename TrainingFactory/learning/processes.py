@@ -1,5 +1,5 @@
-"""The processes that train one model together, as a learner sees them. Here there is one, and nothing to do;
-`sharding.py` has several. All of them have all rows and make the same calls in the same order."""
+"""Collective operations of the processes that train one model, as no-ops for a single process; `sharding.py` implements
+them for several. Every process holds all rows and makes the same calls in the same order."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ class Processes:
     count = 1
 
     def shard(self, model: Any, head: torch.nn.Module | None = None) -> None:
-        """Divide the weights of a model, and of the head on it, among the processes."""
+        """Shard the weights of a model, and of its head, over the processes."""
 
     def run(self, model: Any, call: Callable[[], Any]) -> Any:
-        """Return what the call makes of this model, with its whole weights at hand. One call for each pack."""
+        """Return `call()`, run while the model's weights can be gathered. Use one call per pack."""
         return call()
 
     def packed(self, make: Callable[[int], Batch], token_budget: int) -> Batch:
-        """Return a batch whose packs have at most so many tokens, or fewer where that makes even shares."""
+        """Return `make(budget)`, with a budget below `token_budget` if that balances the processes better."""
         return make(token_budget)
 
     def deal(self, packs: Sequence[Pack]) -> Sequence[Pack]:
-        """Return the packs of this process: as many as every other has, some of them without rows."""
+        """Return the packs of this process. Every process gets the same number; some packs may have no rows."""
         return packs
 
     def exchange(self, packs: Sequence[Pack], names: Sequence[str]) -> None:
-        """Give every process what each found out about its own packs."""
+        """Exchange these array fields of the packs, so that every process has those of all packs."""
 
     def total(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the sums over all processes, of which some may lack a figure."""
+        """Return the sums over all processes; a process may lack some of the keys."""
         return sums
 
     def agree(self, text: str) -> str:
-        """Return what the first process says."""
+        """Return the text of rank 0."""
         return text
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a weight, or what goes with one, as a whole."""
+        """Return the full tensor of a sharded weight, gradient or optimizer state."""
         return tensor
 
     def share(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return the part of a whole tensor that this process has of `like`."""
+        """Return this process's shard of a full tensor, sharded like `like`."""
         return tensor
 
     def state_of(self, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
-        """Return whole weights for `save_pretrained`, trained ones but an adapter's in the number format of the model
-        as it was given; None: the model has them itself."""
+        """Return the full weights for `save_pretrained`, trained weights cast to `dtype` except an adapter's. None: the
+        model is not sharded, and its own weights can be saved."""
         return None

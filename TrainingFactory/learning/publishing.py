@@ -1,7 +1,7 @@
-"""The policy's weights as folders that engines elsewhere load: one per version, in shared memory where it has room.
+"""Publishing of the policy's weights to engines in other processes: one folder per version, if possible in /dev/shm.
 
-An adapter that vLLM can take goes as it is, over a base that is written once. Where anything else is trained beside it
-(embeddings, whole modules, DoRA) the weights are merged, from the pristine base into new tensors, never in place."""
+An adapter that vLLM supports is published as it is, over a base that is written once. If anything else is trained too
+(embeddings, whole modules, DoRA), full weights are published, merged from the base into new tensors, never in place."""
 
 from __future__ import annotations
 
@@ -28,65 +28,64 @@ from TrainingFactory.models.saved import WEIGHTS, as_saved
 from TrainingFactory.types import Sample, Weights
 
 KEPT = 2  # versions: the one that all engines have, and the one that they are loading
-CANARY = 24  # tokens
+CANARY = 24  # tokens whose log-probs verify that an engine has the published weights
 SHARED_MEMORY = Path("/dev/shm")
 
 
 class Publisher:
-    """Writes versions of a learner's weights. `model_folder` is what an `EngineSpec` names: the model's config, and
-    under adapters its base; `dtype` is its number format; `rank` is that of an adapter, None where full weights are
-    published. Without `adapters` they always are."""
+    """Writes versions of a learner's weights. `model_folder` is the `EngineSpec.model`: the model's config, and for
+    adapters the base weights. `rank` is the LoRA rank; None: full weights are published. Without `adapters` always."""
 
     def __init__(self, learner: Learner, adapters: bool = True) -> None:
         self._learner, self._causal = learner, learner.causal
-        if getattr(self._causal, "is_quantized", False):  # foreign object
-            text = (
-                "engines in other processes need whole weights: leave it out, or take sampling.engine: native"
+        if getattr(self._causal, "is_quantized", False):  # third-party object
+            raise ValueError(
+                "model.quantization is not supported for engines in other processes, which load unquantized weights. "
+                "Remove it, or use sampling.engine=native without Ray"
             )
-            raise ValueError(f"model.quantization: {text} and no Ray")
         size = sum(param.numel() * param.element_size() for param in self._causal.parameters())
-        roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (KEPT + 1) * size
-        self._first, made, self._guard = learner.processes.rank == 0, "", None
-        if self._first:
-            made = tempfile.mkdtemp(prefix="tfactory-weights-", dir=SHARED_MEMORY if roomy else None)
-            # Removes it when this process is gone, however it ended: memory would be lost until the next start.
-            guard = ["sh", "-c", 'cat >/dev/null; rm -rf "$1"', "sh", made]
+        fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (KEPT + 1) * size
+        self._is_writer, home, self._guard = learner.processes.rank == 0, "", None
+        if self._is_writer:
+            home = tempfile.mkdtemp(prefix="tfactory-weights-", dir=SHARED_MEMORY if fits else None)
+            # Removes the folder when this process has ended, even by a kill: shared memory would leak until a reboot.
+            guard = ["sh", "-c", 'cat >/dev/null; rm -rf "$1"', "sh", home]
             self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, env={}, start_new_session=True)
-        self._home = Path(learner.processes.agree(made))
+        self._home = Path(learner.processes.agree(home))
         with torch.device("meta"):
-            self._bones = type(self._causal)(copy.deepcopy(self._causal.config))
-        config = self._bones.config
+            self._skeleton = type(self._causal)(copy.deepcopy(self._causal.config))
+        config = self._skeleton.config
         config.architectures, config.dtype = [type(self._causal).__name__], learner.dtype
         self.dtype, self.model_folder = str(config.dtype).removeprefix("torch."), str(self._home / "model")
         self.rank = _adapter_rank(learner.model) if adapters else None
         if self.rank is not None:
             self._write(self._home / "model", merged=False)
-        elif self._first:
+        elif self._is_writer:
             config.save_pretrained(self.model_folder)
         rng, vocabulary = random.Random(0), config.get_text_config().vocab_size
         self._canary = tuple(rng.randrange(vocabulary) for _ in range(CANARY))
         self._numbers, self._kept = itertools.count(), list[Path]()
 
     def publish(self, version: int) -> Weights:
-        """Write the weights as they are now, and return where, with the log-probs that they give. Of several processes
-        the first writes."""
+        """Write the current weights, and return their folder with their log-probs of the canary. Rank 0 writes."""
         where = self._home / f"{next(self._numbers):06d}-version-{version}"
         if self.rank is None:
             self._write(where, merged=True)
         else:
-            model, given = self._learner.model, {"save_embedding_layers": False}
+            model = self._learner.model
             weights = self._learner.processes.state_of(model, self._learner.dtype)
-            self._into(where, lambda part: model.save_pretrained(part, state_dict=weights, **given))
+            options = {"state_dict": weights, "save_embedding_layers": False}
+            self._write_folder(where, lambda part: model.save_pretrained(part, **options))
         self._kept.append(where)
         while len(self._kept) > KEPT:
             old = self._kept.pop(0)
-            if self._first:
+            if self._is_writer:
                 shutil.rmtree(old)
         kind, base = ("full", "") if self.rank is None else ("adapter", self.model_folder)
         return Weights(version, str(where), kind, base, (self._canary, self._score()))
 
     def close(self) -> None:
-        """Remove everything; again does nothing."""
+        """Remove all published folders. Further calls do nothing."""
         if self._guard is not None:
             assert self._guard.stdin is not None
             self._guard.stdin.close()
@@ -95,31 +94,31 @@ class Publisher:
     def _write(self, folder: Path, merged: bool) -> None:
         weights: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            for name, weight in _weights(self._learner, self._bones, merged):  # one by one
-                if self._first:
+            for name, weight in _weights(self._learner, self._skeleton, merged):  # gathered one by one
+                if self._is_writer:
                     weights[name] = weight.cpu()
 
         def write(part: Path) -> None:
-            self._bones.config.save_pretrained(part)
-            saved = as_saved(self._bones, weights)
+            self._skeleton.config.save_pretrained(part)
+            saved = as_saved(self._skeleton, weights)
             save_file({name: weight.contiguous() for name, weight in saved.items()}, part / WEIGHTS)
 
-        self._into(folder, write)
+        self._write_folder(folder, write)
 
-    def _into(self, folder: Path, write: Callable[[Path], object]) -> None:
-        """Write a folder aside and rename it, in the first process; in all of them raise OSError where that fails."""
-        failed, part = "", self._home / ".part"
+    def _write_folder(self, folder: Path, write: Callable[[Path], object]) -> None:
+        """Write to a temporary folder and rename it, on rank 0. On failure raise OSError on all ranks."""
+        part, failed = self._home / ".part", ""
         try:
-            if self._first:
+            if self._is_writer:
                 write(part)
                 part.rename(folder)
         except (OSError, SafetensorError) as error:
             failed = str(error)
         if failed := self._learner.processes.agree(failed):
-            raise OSError(f"the weights could not be written to {self._home}: {failed}")
+            raise OSError(f"Could not write the weights to {self._home}: {failed}")
 
     def _score(self) -> tuple[float, ...]:
-        """Return the learner's log-probs of the canary at temperature 1; it stays as it is."""
+        """Return the learner's log-probs of the canary at temperature 1, and restore the learner's settings."""
         learner, zeros = self._learner, [0.0] * CANARY
         training, temperature = learner.model.training, learner.temperature
         mask = [False] + [True] * (CANARY - 1)
@@ -133,29 +132,29 @@ class Publisher:
 
 
 def _adapter_rank(model: Any) -> int | None:
-    """Return the rank of an adapter that vLLM can take; None where there is none, or more than matrices of inner
-    layers is trained."""
+    """Return the rank of an adapter that vLLM supports (LoRA matrices of inner layers only), else None."""
     if not isinstance(model, PeftModel):
         return None
     config: Any = model.active_peft_config
     trained = [name for name, param in model.named_parameters() if param.requires_grad]
     plain = all(re.search(r"\.lora_[AB]\.", name) and "lm_head" not in name for name in trained)
-    odd = config.use_dora or config.bias != "none" or isinstance(config.init_lora_weights, str)
-    odd = odd or bool(config.modules_to_save)  # also where they are frozen
-    return max([config.r, *config.rank_pattern.values()]) if plain and not odd else None
+    unsupported = config.use_dora or config.bias != "none" or isinstance(config.init_lora_weights, str)
+    unsupported = unsupported or bool(config.modules_to_save)  # even frozen ones
+    return max([config.r, *config.rank_pattern.values()]) if plain and not unsupported else None
 
 
-def _weights(learner: Learner, bones: Any, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights under the names that they have without PEFT, with the adapter or without, in the model's
-    number format. What PEFT puts around modules that are trained as a whole answers for them itself."""
+def _weights(learner: Learner, skeleton: Any, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights under their names without PEFT, in the model's dtype, with the adapter `merged` or without.
+    PEFT's wrapper around fully trained modules needs no case of its own: it forwards attribute access to them."""
     whole = learner.processes.whole
-    for name in bones.state_dict():
+    for name in skeleton.state_dict():
         path, _, leaf = name.rpartition(".")
         module = learner.causal.get_submodule(path)
         if isinstance(module, BaseTunerLayer):
             if merged:
                 params = {
-                    id(each): torch.nn.Parameter(whole(each.detach()).clone()) for each in module.parameters()
+                    id(param): torch.nn.Parameter(whole(param.detach()).clone())
+                    for param in module.parameters()
                 }
                 module = copy.deepcopy(module, params)
                 module.merge()

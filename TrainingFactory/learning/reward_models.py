@@ -1,12 +1,12 @@
-"""A trained reward model, loaded to score episodes. It is a checkpoint like any other: a model, a head, and
-reward_model.json, which says what the head's numbers mean.
+"""Trained reward models that score episodes. A reward model is a checkpoint: a model, a scalar head, and
+reward_model.json, which defines how its scores become rewards.
 
     outcome   s at the last sampled token of the dialogue          Reward(outcome=s)
-    process   p_t = sigmoid(s_t) at the last token of turn t: how likely the turn is good. With m_t the least of
-              p_1 ... p_t, and m_0 = 1:                            Reward(outcome=2 m_T - 1, steps=[m_t - m_(t-1)])
+    process   p_t = sigmoid(s_t) at the last token of turn t: probability that the turn is good. With m_0 = 1 and
+              m_t = min(p_1 ... p_t):                              Reward(outcome=2 m_T - 1, steps=[m_t - m_(t-1)])
 
-An outcome over 0 says that every turn is rather good than bad. A step is 0, or what the dialogue lost at that turn.
-None is positive, so that a model which learns from them gains nothing by making its dialogues longer.
+An outcome above 0 means that every turn is more likely good than bad. A step reward is 0 or the loss at that turn,
+never positive, so that a policy gains nothing by making its dialogues longer.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.types import Reward, Sample, Trajectory
 
 Kind = Literal["outcome", "process"]
-DIGITS = 4  # of a score; what follows is rounding
+DIGITS = 4  # decimals of a score; further ones are rounding errors
 
 
 @dataclass(slots=True, frozen=True)
 class About:
-    """What is in reward_model.json: how to load the model beside it, and how to read its scores."""
+    """Content of reward_model.json: how to load the model in the same folder, and how to interpret its scores."""
 
     kind: Kind
-    base: str | None = None  # the model that was trained, or the one under its adapter
+    base: str | None = None  # the model that was trained, or the base under its adapter
     revision: str | None = None
     family: str | None = None
     thinking: bool | None = None
@@ -47,20 +47,19 @@ class About:
 
 
 def read_about(folder: Path) -> About:
-    """Read reward_model.json of a folder; raise ValueError where it holds no reward model."""
-    for name in (FILE, ABOUT):  # a critic has no second one
+    """Read reward_model.json of a folder; raise ValueError if the folder holds no reward model."""
+    for name in (FILE, ABOUT):  # a critic has no reward_model.json
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no reward model: it has no {name}")
     try:
         return TypeAdapter(About).validate_json((folder / ABOUT).read_bytes())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / ABOUT} cannot be read: {error}") from error
+        raise ValueError(f"Cannot read {folder / ABOUT}: {error}") from error
 
 
 class RewardScorer:
-    """`chat` is how the reward model writes a conversation: episodes of a model that writes otherwise are rewritten.
-    Threads may share it. Rounding depends on which episodes are scored together: `together=False` scores them one by
-    one, so that an episode always gets the same score, bit for bit."""
+    """Scores episodes with a reward model; thread-safe. `chat` is its chat format: episodes in another format are
+    rewritten. Rounding depends on the batch; `together=False` scores one by one, for bit-identical scores."""
 
     def __init__(
         self,
@@ -90,8 +89,7 @@ class RewardScorer:
         together: bool = True,
         trust_remote_code: bool = False,
     ) -> RewardScorer:
-        """Load a checkpoint of a reward model, and where it is an adapter the model under it as well: `base`, or what
-        the checkpoint names."""
+        """Load a reward model's checkpoint. Under an adapter, load `base` (None: the base named in the checkpoint)."""
         folder = Path(folder).expanduser()
         about = read_about(folder)
         adapter = str(folder) if (folder / "adapter_config.json").is_file() else None
@@ -109,42 +107,42 @@ class RewardScorer:
         return cls(loaded.model, head, chat, about.kind, token_budget=token_budget, together=together)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        """Score episodes; raise ValueError where one cannot be written in this template, or is too long."""
+        """Score episodes; raise ValueError if one does not fit the chat template or is too long."""
         if self._together:
-            found = self.scores(trajectories)
+            scores = self.scores(trajectories)
         else:
-            found = [scores for each in trajectories for scores in self.scores([each])]
-        # Equal episodes must be equal, whatever they were computed beside.
-        found = [[round(score, DIGITS) for score in scores] for scores in found]
+            scores = [self.scores([trajectory])[0] for trajectory in trajectories]
+        # Equal episodes get equal scores, whichever episodes share their batch.
+        scores = [[round(score, DIGITS) for score in episode] for episode in scores]
         if self.kind == "outcome":
-            return [Reward(score) for [score] in found]
-        return [_process_reward(scores) for scores in found]
+            return [Reward(score) for [score] in scores]
+        return [_process_reward(episode) for episode in scores]
 
     @torch.no_grad()
     def scores(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
-        """Return what the head says at the last token of each turn (process), or of the last one alone."""
+        """Return the head's output at the last token of every turn (process) or of the last turn (outcome)."""
         with self._lock:
             rows = [self._rows(trajectory) for trajectory in trajectories]
-            samples = [row for each in rows for row in each]
+            samples = [row for episode in rows for row in episode]
             by_row: list[list[float]] = [[] for _ in samples]
             for pack in make_batch(samples, self._token_budget, self._sharing).packs:
                 with tree_mode(self._causal, self._sharing):
                     states = (tree_states if self._sharing else row_states)(self._causal, pack)
                 places = torch.from_numpy(pack.place).to(states.device)
-                found = self._head(states.index_select(0, places)).tolist()
-                for number, score in zip(pack.row.tolist(), found, strict=True):
+                outputs = self._head(states.index_select(0, places)).tolist()
+                for number, score in zip(pack.row.tolist(), outputs, strict=True):
                     by_row[number].append(score)
         rest = iter(by_row)
-        return [[score for _ in each for score in next(rest)] for each in rows]
+        return [[score for _ in episode for score in next(rest)] for episode in rows]
 
     def _rows(self, trajectory: Trajectory) -> list[Sample]:
         written = written_by(self._chat, trajectory)
         rows = to_samples(written, turns="all" if self.kind == "process" else "last", tokens="last")
-        limit = getattr(self._causal.config.get_text_config(), "max_position_embeddings", None)  # foreign
+        limit = getattr(self._causal.config.get_text_config(), "max_position_embeddings", None)
         longest = max(len(row.token_ids) for row in rows)
         if limit is not None and longest > limit:
             raise ValueError(
-                f"the episode of task {trajectory.task.id} has {longest} tokens; the reward model takes {limit}"
+                f"The episode of task {trajectory.task.id} has {longest} tokens; the reward model's limit is {limit}"
             )
         return rows
 

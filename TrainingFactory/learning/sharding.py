@@ -1,9 +1,9 @@
-"""Several processes that train one model, each with a shard of every weight (FSDP2); torch.distributed is initialised
-before. Packs are dealt out by cost in rounds, because all processes gather the weights of a layer together: a round
-takes as long as its largest pack, and who has no pack left computes a tiny one that counts nothing.
+"""FSDP2 training: several processes train one model, each with a shard of every weight. The caller initialises
+torch.distributed. All processes gather a layer's weights together, so packs are assigned in rounds by size: a round
+takes as long as its largest pack, and a process without a pack computes a tiny dummy that adds nothing to the loss.
 
-Shards in float32 are what is trained. Where the model is in bfloat16, layers compute with copies in bfloat16, and
-gradients are added up in float32: what `MixedPrecision` does in one process.
+The float32 shards are trained. For a bfloat16 model, layers compute with bfloat16 copies and gradients are summed in
+float32, as `MixedPrecision` does in a single process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from TrainingFactory.types import Sample
 
 
 class Sharded(Processes):
-    """All processes of torch.distributed. `offload` keeps models without trained weights, such as a reference, in the
-    memory of the CPU."""
+    """Collective operations over all ranks of torch.distributed. `offload` keeps frozen models in CPU memory."""
 
     def __init__(self, device: torch.device, offload: bool = False) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
@@ -42,15 +41,15 @@ class Sharded(Processes):
     def shard(self, model: Any, head: nn.Module | None = None) -> None:
         self._enter()
         causal: Any = causal_model(model)
-        if getattr(causal, "is_quantized", False):  # foreign object
+        if getattr(causal, "is_quantized", False):  # third-party object
             raise ValueError(
-                "model.quantization: a quantised model cannot be sharded: take none, or one learner"
+                "model.quantization: cannot shard a quantized model. Set it to none, or compute.learners to 1"
             )
         frozen = not any(param.requires_grad for param in model.parameters())
         offload = CPUOffloadPolicy() if frozen and self._offload else OffloadPolicy()
         root = self._roots[id(model)] = _Root(model, head)
         layers = set(causal._no_split_modules or ())
-        # Children before parents; the root last, with all that no layer has.
+        # Children before parents; the root last, with all weights outside the layers.
         for module in reversed(list(causal.modules())):
             if type(module).__name__ in layers:
                 self._divide(module, offload)
@@ -58,27 +57,25 @@ class Sharded(Processes):
             self._divide(module, offload)
 
     def _divide(self, module: nn.Module, offload: OffloadPolicy) -> None:
-        own = [
-            param for param in module.parameters() if not isinstance(param, DTensor) and param.requires_grad
-        ]
-        kinds = {param.dtype for param in own}
-        if len(kinds) > 1:
+        unsharded = (param for param in module.parameters() if not isinstance(param, DTensor))
+        trained = [param for param in unsharded if param.requires_grad]
+        dtypes = {param.dtype for param in trained}
+        if len(dtypes) > 1:
             raise ValueError(
-                f"{type(module).__name__} trains weights in {' and '.join(sorted(map(str, kinds)))}, which cannot be "
-                "sharded together: set model.dtype to float32 or bfloat16"
+                f"Cannot shard {type(module).__name__}: its trained weights have several dtypes "
+                f"({', '.join(sorted(map(str, dtypes)))}). Set model.dtype to float32 or bfloat16"
             )
-        low = next(iter(kinds - {torch.float32, torch.float64}), None)
-        for param in own if low is not None else ():
+        low = next(iter(dtypes - {torch.float32, torch.float64}), None)
+        for param in trained if low is not None else ():
             param.data = param.data.float()
-        policy = MixedPrecisionPolicy(
-            low, torch.float32 if low is not None else None, cast_forward_inputs=False
-        )
-        # After every forward, also of the root: without a backward it would go on with old weights.
-        made: Any = fully_shard(
+        reduce_dtype = None if low is None else torch.float32
+        policy = MixedPrecisionPolicy(low, reduce_dtype, cast_forward_inputs=False)
+        # Reshard after every forward, even the root's: without a backward it would keep using the old weights.
+        sharded: Any = fully_shard(
             module, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy, offload_policy=offload
         )
-        made.set_gradient_divide_factor(1.0)  # losses are divided by the counts of the step
-        made.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(1.0)  # losses are already divided by the counts of the step
+        sharded.set_force_sum_reduction_for_comms(True)
 
     def run(self, model: Any, call: Callable[[], Any]) -> Any:
         self._enter()
@@ -86,48 +83,48 @@ class Sharded(Processes):
 
     def packed(self, make: Callable[[int], Batch], token_budget: int) -> Batch:
         batch = make(token_budget)
-        if not (over := len(batch.packs) % self.count):
+        if not (remainder := len(batch.packs) % self.count):
             return batch
-        tokens = sum(len(each.token_ids) for each in batch.packs)
-        even = tokens / (len(batch.packs) - over + self.count)
-        tries = [make(min(token_budget, int(even * slack))) for slack in (1.02, 1.15, 1.4)]
-        return min([batch, *tries], key=lambda each: rounds_cost(each.packs, self.count))
+        tokens = sum(len(pack.token_ids) for pack in batch.packs)
+        even = tokens / (len(batch.packs) - remainder + self.count)
+        candidates = [make(min(token_budget, int(even * slack))) for slack in (1.02, 1.15, 1.4)]
+        return min([batch, *candidates], key=lambda candidate: rounds_cost(candidate.packs, self.count))
 
     def deal(self, packs: Sequence[Pack]) -> list[Pack]:
-        ordered = sorted(packs, key=lambda each: len(each.token_ids), reverse=True)
+        ordered = sorted(packs, key=lambda pack: len(pack.token_ids), reverse=True)
         own = ordered[self.rank :: self.count]
-        return own if len(own) * self.count >= len(ordered) else [*own, _nothing()]
+        return own if len(own) * self.count >= len(ordered) else [*own, _dummy_pack()]
 
     def exchange(self, packs: Sequence[Pack], names: Sequence[str]) -> None:
-        mine = {id(each) for each in self.deal(packs)}
-        sizes = [len(each.target) for each in packs for _ in names]
-        found = [
-            getattr(each, name) if id(each) in mine else np.zeros(len(each.target))
-            for each in packs
+        own = {id(pack) for pack in self.deal(packs)}
+        sizes = [len(pack.target) for pack in packs for _ in names]
+        arrays = [
+            getattr(pack, name) if id(pack) in own else np.zeros(len(pack.target))
+            for pack in packs
             for name in names
         ]
-        flat = torch.from_numpy(np.concatenate([np.zeros(0), *found]).astype(np.float32))
-        dist.all_reduce(flat)  # of numbers that all but one process have as 0
+        flat = torch.from_numpy(np.concatenate([np.zeros(0), *arrays]).astype(np.float32))
+        dist.all_reduce(flat)  # each number is nonzero in at most one process
         parts = iter(flat.split(sizes))
-        for each in packs:
+        for item in packs:
             for name in names:
-                setattr(each, name, next(parts).numpy())
+                setattr(item, name, next(parts).numpy())
 
     def total(self, sums: dict[str, float]) -> dict[str, float]:
-        found: dict[str, float] = defaultdict(float)
-        for each in self._gathered(sums):
-            for name, figure in each.items():
-                found[name] += figure
-        return dict(found)
+        totals: dict[str, float] = defaultdict(float)
+        for rank_sums in self._all_gather(sums):
+            for name, value in rank_sums.items():
+                totals[name] += value
+        return dict(totals)
 
     def agree(self, text: str) -> str:
-        return self._gathered(text)[0]
+        return self._all_gather(text)[0]
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def _all_gather(self, value: Any) -> list[Any]:
         self._enter()
-        found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value)
+        return values
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         self._enter()
@@ -137,29 +134,29 @@ class Sharded(Processes):
         self._enter()
         if not isinstance(like, DTensor):
             return tensor
-        given = tensor.to(like.device)
-        return distribute_tensor(given, like.device_mesh, like.placements, src_data_rank=None)
+        local = tensor.to(like.device)
+        return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
 
     def state_of(self, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Gather weight by weight into the first process's memory; of an adapter, without what is under it."""
+        """Gather weight by weight into rank 0's CPU memory; of a PEFT model, only the adapter."""
         state = model.state_dict(keep_vars=True)  # tied weights are one object
         adapter = isinstance(model, PeftModel)
-        chosen = get_peft_model_state_dict(model, state, save_embedding_layers=False) if adapter else state
-        found = {id(tensor): tensor for tensor in state.values()}
-        for tensor in {id(tensor): tensor for tensor in chosen.values()}.values():
+        saved = get_peft_model_state_dict(model, state, save_embedding_layers=False) if adapter else state
+        gathered = {id(tensor): tensor for tensor in state.values()}
+        for tensor in {id(tensor): tensor for tensor in saved.values()}.values():
             whole = self.whole(tensor.detach())
             if self.rank == 0:
-                found[id(tensor)] = (whole.to(dtype) if tensor.requires_grad and not adapter else whole).cpu()
-        return {name: found[id(tensor)] for name, tensor in state.items()}
+                cast = tensor.requires_grad and not adapter
+                gathered[id(tensor)] = (whole.to(dtype) if cast else whole).cpu()
+        return {name: gathered[id(tensor)] for name, tensor in state.items()}
 
     def _enter(self) -> None:
-        if self._device.type == "cuda":  # which device is the current one goes by thread
+        if self._device.type == "cuda":  # the current device is a per-thread setting
             torch.cuda.set_device(self._device.index or 0)
 
 
 class _Root(nn.Module):
-    """Runs a call inside its forward, so that whatever it uses of the model has its weights, and its gradients go to
-    where they belong."""
+    """Runs a callable inside `forward`, so that FSDP gathers the weights it uses and reduces their gradients."""
 
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
         super().__init__()
@@ -170,12 +167,12 @@ class _Root(nn.Module):
 
 
 def rounds_cost(packs: Sequence[Pack], count: int) -> int:
-    """Count the tokens of the largest pack of every round, in which each process takes one."""
-    return sum(sorted((len(each.token_ids) for each in packs), reverse=True)[::count])
+    """Sum the tokens of the largest pack of every round, in which each of `count` processes takes one pack."""
+    return sum(sorted((len(pack.token_ids) for pack in packs), reverse=True)[::count])
 
 
-def _nothing() -> Pack:
-    """Make a pack that takes every way through the model, and has no rows."""
+def _dummy_pack() -> Pack:
+    """Return a pack without rows that still runs every part of the model."""
     zeros = [0.0, 0.0]
-    (made,) = pack([Sample([0, 0], [False, True], zeros, zeros, zeros, [0, 0])])
-    return replace(made, rows=np.zeros(0, np.int64))
+    (dummy,) = pack([Sample([0, 0], [False, True], zeros, zeros, zeros, [0, 0])])
+    return replace(dummy, rows=np.zeros(0, np.int64))

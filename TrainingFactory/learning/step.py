@@ -1,4 +1,4 @@
-"""One training step: from rows to changed weights. Everything a step does to the model is here, top to bottom."""
+"""One training step, from rows to updated weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNTS = ("trained_tokens", "rows", "trained_episodes", "pairs", "row_tokens", "
 
 @dataclass(slots=True, frozen=True)
 class StepOptions:
-    """`epochs` passes over the rows of a step, each in `minibatches` updates."""
+    """A step makes `epochs` passes over its rows, each in `minibatches` updates."""
 
     token_budget: int = 16_384
     epochs: int = 1
@@ -31,8 +31,8 @@ class StepOptions:
 def train_step(
     learner: Learner, algorithm: Algorithm, rows: Sequence[Sample], step: int, options: StepOptions
 ) -> dict[str, float]:
-    """Pack the rows, annotate them, let the algorithm prepare them, and update the weights. Dropout and the order of
-    mini-batches are keyed by the step, so that a resumed run does the same."""
+    """Pack and annotate the rows, let the algorithm prepare them, and update the weights. Seeds of dropout and
+    mini-batch order are derived from the step, so that a resumed run reproduces it."""
     seed = turn_seed(options.seed, step, "update", 0, 0)
     torch.manual_seed(seed + learner.processes.rank)
     parts = split(rows, options.minibatches, seed)
@@ -44,39 +44,39 @@ def train_step(
 
 
 def mismatch(batches: Sequence[Batch], step: int) -> dict[str, float]:
-    """Measure how far the log-probs of who sampled are from the learner's own before the step: `mismatch` over the
-    tokens of the weights that are trained, where only the computing differs, and `staleness_gap` over those of older
-    ones. What there is no token for is left out."""
+    """Return the mean absolute difference between the sampler's log-probs and the learner's before the step: `mismatch`
+    over tokens sampled by the current weights, where only the implementation differs, and `staleness_gap` over tokens
+    of older weights. A metric without tokens is omitted."""
     packs = [pack for batch in batches for pack in batch.packs if pack.old is not None]
     gaps = np.concatenate([np.zeros(0), *(np.abs(pack.old - pack.logprobs) for pack in packs)])
     fresh = np.concatenate([np.zeros(0, bool), *(pack.versions == step for pack in packs)])
-    found: dict[str, float] = {}
-    for name, chosen in (("mismatch", gaps[fresh]), ("staleness_gap", gaps[~fresh])):
-        if len(chosen):
-            found[name] = float(chosen.mean())
+    metrics: dict[str, float] = {}
+    for name, values in (("mismatch", gaps[fresh]), ("staleness_gap", gaps[~fresh])):
+        if len(values):
+            metrics[name] = float(values.mean())
     if fresh.any():
-        found["mismatch_max"] = float(gaps[fresh].max())
-    return found
+        metrics["mismatch_max"] = float(gaps[fresh].max())
+    return metrics
 
 
 def evaluate_rows(
     learner: Learner, algorithm: Algorithm, rows: Sequence[Sample], step: int, options: StepOptions
 ) -> dict[str, float]:
-    """Measure the loss of the rows, and what else it tells, without an update."""
+    """Return the loss and its metrics over the rows, without an update."""
     batch = _annotated(learner, algorithm.needs, rows, options.token_budget)
     algorithm.prepare([batch], step)
     return algorithm.evaluated(learner.evaluate(batch, algorithm.loss, algorithm.needs))
 
 
 def score_rows(learner: Learner, rows: Sequence[Sample], options: StepOptions) -> list[list[float]]:
-    """Return the log-probs of the trained tokens of each row by the weights as they are; 0 for other tokens."""
+    """Return each row's log-probs of its trained tokens by the current weights; 0 for other tokens."""
     batch = _annotated(learner, frozenset({"old"}), rows, options.token_budget)
-    found = [np.zeros(len(row.token_ids), np.float32) for row in rows]
+    logprobs = [np.zeros(len(row.token_ids), np.float32) for row in rows]
     for pack in batch.packs:
         assert pack.old is not None
         for number in pack.rows:
-            found[number][rows[number].loss_mask] = pack.old[pack.row == number]
-    return [values.tolist() for values in found]
+            logprobs[number][rows[number].loss_mask] = pack.old[pack.row == number]
+    return [values.tolist() for values in logprobs]
 
 
 def _annotated(learner: Learner, needs: frozenset[str], rows: Sequence[Sample], token_budget: int) -> Batch:
@@ -87,7 +87,7 @@ def _annotated(learner: Learner, needs: frozenset[str], rows: Sequence[Sample], 
 
 
 def split(samples: Sequence[Sample], parts: int, seed: int = 0) -> list[list[Sample]]:
-    """Deal the rows out at random into parts with about as many episodes; what belongs together stays together."""
+    """Split the rows at random into parts of about equally many episodes. Rows of one pair or episode stay together."""
     if parts == 1:
         return [list(samples)]
     units: dict[int, list[Sample]] = {}
@@ -99,11 +99,11 @@ def split(samples: Sequence[Sample], parts: int, seed: int = 0) -> list[list[Sam
 
 
 def merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Add counts up over the updates of a step; the rest are means over those updates that have it."""
+    """Merge the metrics of a step's updates: sum counts, average everything else over the updates that report it."""
     if len(updates) == 1:
         return updates[0]
-    found: dict[str, float] = {}
-    for name in dict.fromkeys(name for row in updates for name in row):
-        values = [row[name] for row in updates if name in row]
-        found[name] = sum(values) if name in COUNTS else sum(values) / len(values)
-    return found
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for update in updates for name in update):
+        values = [update[name] for update in updates if name in update]
+        metrics[name] = sum(values) if name in COUNTS else sum(values) / len(values)
+    return metrics

@@ -1,4 +1,4 @@
-"""Episodes: one, many at once, and scripted ones."""
+"""Rollouts: single, concurrent and scripted episodes."""
 
 from TrainingFactory.rollout.engine import RolloutEngine
 from TrainingFactory.rollout.metrics import rollout_metrics

@@ -1,4 +1,4 @@
-"""Many episodes at once. None waits for another: while one episode's tools run, the others are sampled."""
+"""Concurrent rollouts: while one episode's tools run, the sampler works on the others."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from TrainingFactory.types import SamplingParams, Task, Trajectory
 
 
 class RolloutEngine:
-    """Without `reward` the environment's own is used; one that scores whole groups is called when the last episode of a
-    group has ended. `on_episode` is told of every episode when its reward is known. An episode's clock
-    (`episode_timeout`) starts when it is let in: with more episodes than the sampler has slots, set
-    `max_concurrency` to the number of slots. `runtime` is what all tools share. `gate` bounds the episodes of all
-    batches together, first come first served; without one every batch has a bound of its own. `clock` counts the
-    seconds of episodes, so that its owner can pause them all while nothing can sample."""
+    """Plays batches of episodes concurrently.
+
+    reward: None uses the environment's own; a group reward is called when the last episode of its group has ended.
+    episode_timeout: seconds, from when the episode is admitted; so set `max_concurrency` to the sampler's slots.
+    on_episode: called with every episode once it is scored.
+    runtime: state shared by all tools.
+    gate: limits the episodes of all batches together, first come first served; None: `max_concurrency` per batch.
+    clock: measures the seconds of episodes; its owner pauses it while no sampler is alive."""
 
     def __init__(
         self,
@@ -55,8 +57,7 @@ class RolloutEngine:
         self.max_concurrency, self.gate = max_concurrency, gate
         self.seed = seed
         self.on_episode = on_episode
-        # Seconds in which fewer than a quarter of the episodes of a batch were left, added up.
-        self.tail = 0.0
+        self.tail = 0.0  # total seconds in which at most a quarter of a batch's episodes were still running
 
     async def rollout_batch(
         self,
@@ -67,49 +68,48 @@ class RolloutEngine:
         recorded_as: str | None = None,
         names: Sequence[str] | None = None,
     ) -> list[list[Trajectory]]:
-        """Play `group_size` episodes of each task: one list per task, members in order. Random numbers are keyed by
-        `step` and the task's id, or its name in `names`, and so are the tool calls in a recording unless they are
-        `recorded_as` something else."""
+        """Play `group_size` episodes of each task and return one list per task, members in order. Seeds and recorded
+        tool calls are keyed by `step` (calls: or by `recorded_as`) and the task's id, or its name in `names`."""
         key = step if recorded_as is None else recorded_as
         runs = self._open(tasks, names or _names(tasks), sampler, group_size, step, key)
         groups = [runs[start : start + group_size] for start in range(0, len(runs), group_size)]
         gate = self.gate or asyncio.Semaphore(self.max_concurrency or len(runs) or 1)
         try:
             if self.group_reward is None:
-                await all_of([self._run(one, gate) for one in runs])
+                await all_of([self._run(episode, gate) for episode in runs])
             else:
                 await all_of([self._run_group(GroupRun(group, self.group_reward), gate) for group in groups])
-        finally:  # also of those that were cancelled before they started
-            for one in runs:
-                one.leave()
-        ended = sorted(one.left for one in runs)
-        self.tail += ended[-1] - ended[3 * len(ended) // 4] if ended else 0.0
-        return [[one.trajectory for one in group] for group in groups]
+        finally:  # including episodes that were cancelled before they started
+            for episode in runs:
+                episode.leave()
+        end_times = sorted(episode.left for episode in runs)
+        self.tail += end_times[-1] - end_times[3 * len(end_times) // 4] if end_times else 0.0
+        return [[episode.trajectory for episode in group] for group in groups]
 
     def rollout(
         self, tasks: Sequence[Task], sampler: Sampler, group_size: int = 1, step: int = 0
     ) -> list[list[Trajectory]]:
-        """Do so for synchronous callers."""
+        """Run `rollout_batch` from synchronous code."""
         return run(lambda: self.rollout_batch(tasks, sampler, group_size, step))
 
-    async def _run(self, one: EpisodeRun, gate: asyncio.Semaphore) -> None:
+    async def _run(self, episode: EpisodeRun, gate: asyncio.Semaphore) -> None:
         try:
             async with gate:
-                await one.run()
+                await episode.run()
         finally:
-            one.leave()
-        self._tell(one)
+            episode.leave()
+        self._report(episode)
 
     async def _run_group(self, group: GroupRun, gate: asyncio.Semaphore) -> None:
         await group.run(gate)
-        for one in group.runs:
-            self._tell(one)
+        for episode in group.runs:
+            self._report(episode)
 
-    def _tell(self, one: EpisodeRun) -> None:
+    def _report(self, episode: EpisodeRun) -> None:
         if self.rules.runtime is not None and self.rules.runtime.recorder is not None:
-            self.rules.runtime.recorder.check()  # a replay that has left its recording ends all episodes
+            self.rules.runtime.recorder.check()  # raises if a replay has diverged from its recording
         if self.on_episode is not None:
-            self.on_episode(one.trajectory)
+            self.on_episode(episode.trajectory)
 
     def _open(
         self,
@@ -120,7 +120,7 @@ class RolloutEngine:
         step: int,
         recorded_as: int | str,
     ) -> list[EpisodeRun]:
-        """All sessions in order, before anything is awaited: which one an episode gets must not depend on timing."""
+        """Open all sessions in order before anything is awaited, so that their assignment does not depend on timing."""
         runs: list[EpisodeRun] = []
         for task, name in zip(tasks, names, strict=True):
             for member in range(group_size):
@@ -129,12 +129,12 @@ class RolloutEngine:
                 runs.append(self._new(trajectory, sampler, seed_of, EpisodeKey(recorded_as, name, member)))
         return runs
 
-    def _new(self, trajectory: Trajectory, sampler: Sampler, *given: Any) -> EpisodeRun:
-        return EpisodeRun(self.rules, trajectory, sampler.session(), sampler.max_length, *given)
+    def _new(self, trajectory: Trajectory, sampler: Sampler, *args: Any) -> EpisodeRun:
+        return EpisodeRun(self.rules, trajectory, sampler.session(), sampler.max_length, *args)
 
 
 def _names(tasks: Sequence[Task]) -> list[str]:
-    """A task may come twice in a batch: its second group has its own name and its own seeds."""
+    """Return a unique name per group: a task that occurs twice in a batch gets a second name, with its own seeds."""
     seen: Counter[str] = Counter()
     names = []
     for task in tasks:

@@ -1,4 +1,4 @@
-"""Episodes that are scored together, when the last of their group has ended."""
+"""Group rewards: episodes of one task that are scored together when the last of them has ended."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 
 class GroupRun:
-    """The episodes of one task. One that has ended gives back its place at the gate and in the sampler, which its
-    siblings may need; its environment stays open until the group is scored."""
+    """Plays and scores the episodes of one task. An episode that has ended releases the gate and its sampling session,
+    which its siblings may need; its environment stays open until the group is scored."""
 
     def __init__(self, runs: Sequence[EpisodeRun], reward: GroupReward) -> None:
         self.runs, self.reward = runs, reward
@@ -43,12 +43,12 @@ class GroupRun:
             run.leave()
 
     async def _score(self) -> None:
-        """Show the reward all that did not fail, be it a single one."""
+        """Score all episodes that did not fail, even a single one."""
         started = time.perf_counter()
         episodes = [episode for run in self.runs if (episode := self._episode(run)) is not None]
-        found = await self._rewards(episodes) if episodes else []
-        seconds = (time.perf_counter() - started) / (len(episodes) or 1)  # added up, what it took
-        for episode, reward in zip(episodes, found, strict=True):
+        rewards = await self._rewards(episodes) if episodes else []
+        seconds = (time.perf_counter() - started) / (len(episodes) or 1)  # each episode's share of the time
+        for episode, reward in zip(episodes, rewards, strict=True):
             trajectory = episode.trajectory
             trajectory.seconds += seconds
             if isinstance(reward, Reward):
@@ -59,41 +59,41 @@ class GroupRun:
     def _episode(self, run: EpisodeRun) -> Episode | None:
         try:
             return run.episode()
-        except Exception as error:  # the environment's tools are foreign code
+        except Exception as error:  # the environment's tools are user code
             run.trajectory.error = scoring_failed(error)
             return None
 
     async def _rewards(self, episodes: Sequence[Episode]) -> list[Reward | str]:
-        """A reward for each, or why there is none."""
+        """Return each episode's reward, or the reason why it has none."""
         timeout = self.runs[0].rules.timeout
         try:
             with contextlib.ExitStack() as parts:
                 for episode in episodes:
                     parts.enter_context(episode.executor.part("reward"))
-                found = await within(timeout, _grouped(self.reward, episodes))
+                rewards = await within(timeout, _call_reward(self.reward, episodes))
         except OutOfTime:
             return [f"scoring the group took longer than {timeout:g} s"] * len(episodes)
         except SamplersLost:
             raise
-        except (Exception, SelfCancelled) as error:  # rewards are foreign code
+        except (Exception, SelfCancelled) as error:  # rewards are user code
             log.info("scoring the group of task %s failed", episodes[0].task.id, exc_info=True)
             return [scoring_failed(error)] * len(episodes)
-        return [scoring_failed(each) if isinstance(each, Exception) else each for each in found]
+        return [scoring_failed(reward) if isinstance(reward, Exception) else reward for reward in rewards]
 
 
-async def _grouped(reward: GroupReward, episodes: Sequence[Episode]) -> list[Reward | Exception]:
+async def _call_reward(reward: GroupReward, episodes: Sequence[Episode]) -> list[Reward | Exception]:
     try:
-        found = list(await reward.group(episodes))
-    except SystemExit as error:  # in a task it would end the loop
+        rewards = list(await reward.group(episodes))
+    except SystemExit as error:  # raised in a task, it would end the event loop
         raise Unscored(f"the reward{place_of(error)} tried to end the program") from error
-    if len(found) != len(episodes):
-        raise Unscored(f"the reward gave {len(found)} rewards for {len(episodes)} episodes")
-    return found
+    if len(rewards) != len(episodes):
+        raise Unscored(f"the reward returned {len(rewards)} rewards for {len(episodes)} episodes")
+    return rewards
 
 
 async def all_of(running: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; if one fails, or the caller is cancelled, the others are cancelled and waited for."""
-    tasks = [asyncio.ensure_future(each) for each in running]
+    """Return all results. If one fails or the caller is cancelled, cancel the others and wait until they have ended."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in running]
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:

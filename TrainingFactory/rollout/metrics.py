@@ -1,4 +1,4 @@
-"""Sum a batch of episodes up in a few metrics."""
+"""Metrics of a batch of episodes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import get_args
 
 from TrainingFactory.types import Status, Trajectory
 
-Z95 = 1.959964  # a normal variable is within so many deviations with 95 % probability
+Z95 = 1.959964  # standard deviations of a two-sided 95 % interval of the normal distribution
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Counts over the batch, means per episode. A mean over nothing is left out, not zero."""
+    """Return counts over the batch and means per episode. A mean over no values is omitted, not zero."""
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     results = [result for turn in turns for result in turn.tool_results]
     rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
@@ -24,12 +24,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics["sampled_tokens"] = sum(len(turn.completion.token_ids) for turn in turns)
     metrics["tool_calls"] = len(results)
     metrics["tools_offered"] = max((len(trajectory.tools) for trajectory in trajectories), default=0)
-    called = [any(turn.message.tool_calls for turn in each.turns) for each in trajectories]
-    metrics["episodes/called"] = sum(called)
+    callers = [episode for episode in trajectories if any(turn.message.tool_calls for turn in episode.turns)]
+    metrics["episodes/called"] = len(callers)
     if results:
         metrics["tool_success"] = fmean(result.ok for result in results)
     if trajectories:
-        lengths = [sum(len(turn.completion.token_ids) for turn in each.turns) for each in trajectories]
+        lengths = [sum(len(turn.completion.token_ids) for turn in episode.turns) for episode in trajectories]
         metrics |= {"turns": len(turns) / len(lengths), "length": fmean(lengths), "length_max": max(lengths)}
     if rewards:
         totals = [reward.outcome + sum(reward.steps) for reward in rewards]
@@ -40,7 +40,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`rollout_metrics`, and `success`: the share of scored outcomes over 0, with its 95 % interval."""
+    """Return `rollout_metrics` and `success`: the share of scored outcomes above 0, with its 95 % interval."""
     metrics = rollout_metrics(trajectories)
     outcomes = [trajectory.reward.outcome for trajectory in trajectories if trajectory.reward is not None]
     if outcomes:
@@ -51,7 +51,7 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def wilson(won: float, tried: float) -> tuple[float, float]:
-    """95 % interval of a share. Unlike the usual plus and minus it is right near 0 and 1 too."""
+    """Return the 95 % Wilson interval of a proportion, which unlike the normal approximation is right near 0 and 1."""
     share, square = won / tried, Z95**2
     middle = (share + square / (2 * tried)) / (1 + square / tried)
     half = Z95 * math.sqrt(share * (1 - share) / tried + square / (4 * tried**2)) / (1 + square / tried)

@@ -1,4 +1,4 @@
-"""The reward of a finished episode. What cannot be scored is said, never counted as zero."""
+"""Scoring of finished episodes. An episode that cannot be scored has an error, never a reward of zero."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from TrainingFactory.types import Reward, Task, ToolCall, ToolFailure, ToolResul
 
 @dataclass(slots=True)
 class Episode:
-    """What a reward sees: the finished trajectory and the still open environment."""
+    """Input of a reward function: the finished trajectory and the environment, which is still open."""
 
     trajectory: Trajectory
     environment: Environment
     executor: AsyncToolExecutor  # the environment's own, or one over its tools
-    chat: ChatFormat | None = None  # in which it was sampled
-    heldout: bool = False  # sampled to measure the model, not to learn from
+    chat: ChatFormat | None = None  # the format in which it was sampled
+    heldout: bool = False  # sampled for evaluation, not for training
 
     @property
     def task(self) -> Task:
         return self.trajectory.task
 
     async def call(self, tool: str, **arguments: Any) -> ToolResult:
-        """Call a tool of the environment. That a call failed is in its result; where the tool could not be asked,
-        nothing is known: that raises ToolFailure, and a reward that lets it pass leaves the episode unscored."""
+        """Call a tool of the environment. The result says whether the call failed. If the tool timed out or is
+        unavailable, raise ToolFailure; a reward that does not catch it leaves the episode unscored."""
         return await call_tool(self.executor, tool, arguments)
 
 
 async def call_tool(executor: AsyncToolExecutor, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-    """Call one tool; raise ToolFailure where it could not be asked."""
+    """Call one tool; raise ToolFailure if it timed out or is unavailable."""
     [result] = await executor.batch_execute([ToolCall(tool, dict(arguments))])
     if result.error in ("timeout", "unavailable"):
         raise ToolFailure(result.content)
@@ -43,10 +43,10 @@ async def call_tool(executor: AsyncToolExecutor, tool: str, arguments: Mapping[s
 
 
 async def score(episode: Episode, function: RewardFunction | None) -> Reward:
-    """By the given function, else by the environment's own `reward`; raises where that gives no reward."""
+    """Return the reward by `function`, or by the environment's `reward` method; raise if it returns no valid reward."""
     function = function or getattr(episode.environment, "reward", None)
     if function is None:
-        raise ValueError("the environment has no reward method, and no reward function was given")
+        raise ValueError("no reward function is configured, and the environment has no `reward` method")
     name = getattr(function, "__name__", type(function).__name__)
     try:
         value = await called(function, episode)
@@ -56,5 +56,5 @@ async def score(episode: Episode, function: RewardFunction | None) -> Reward:
 
 
 def scoring_failed(error: BaseException) -> str:
-    """What an episode's `error` says then."""
+    """Return the `error` text of an episode whose scoring raised."""
     return f"scoring failed: {failure(error)}{other_loop(error)}"

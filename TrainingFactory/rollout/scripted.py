@@ -1,7 +1,5 @@
-"""Episodes whose assistant messages come from a script instead of a model: demonstrations for warm starts.
-
-They go through the very same code as sampled ones, so that they have the same layout in tokens.
-"""
+"""Episodes whose assistant messages come from a script instead of a model: demonstrations for SFT. They run through
+the same code as sampled episodes, so that their tokens have the same layout."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from TrainingFactory.types import Completion, Message, SamplingParams, Trajector
 
 
 class _Script:
-    """A sampling session that says what the script says; the next message is asked for when its turn has come."""
+    """A sampling session that returns the script's messages, each taken from the iterator only when its turn comes."""
 
     def __init__(self, messages: Iterable[Message], chat: ChatFormat, environment: Environment) -> None:
         self._messages = iter(messages)
@@ -26,7 +24,7 @@ class _Script:
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         message = next(self._messages, None)
         if message is None:
-            raise ValueError("the script ended before the episode did: its last message must end the episode")
+            raise ValueError("the script ended before the episode: its last message must end the episode")
         ids = self._chat.write(message, prompt_ids, [tool.spec for tool in self._environment.tools])
         return Completion(ids, [0.0] * len(ids), "stop")
 
@@ -46,9 +44,9 @@ async def play(
     runtime: ToolRuntime | None = None,
     key: EpisodeKey | None = None,
 ) -> Trajectory:
-    """The episode that the script makes of the environment, scored and closed; log-probs are 0."""
+    """Play the script in the environment and return the scored episode; its log-probs are 0."""
     params = SamplingParams(stop_ids=chat.stop_ids)
-    group: Any = group_reward(reward)  # of one episode, here
+    group: Any = group_reward(reward)  # called with a group of one episode
     rules = EpisodeRules(
         lambda _: environment, chat, params, group or reward, max_turns, timeout, max_reply_tokens, runtime
     )

@@ -1,4 +1,4 @@
-"""Groups that are sampled while the learner works, with a bound on how old they may be when they are trained."""
+"""Asynchronous rollouts: groups are sampled while the learner trains, with a limit on their policy lag."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from TrainingFactory.types import Group
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """What is sampled under one number: the group that is trained, behind those that taught nothing."""
+    """The groups sampled under one number: the last one is trained; those before it gave no training rows."""
 
     number: int
     attempt: int
@@ -24,53 +24,53 @@ class Slot:
 
 
 class AheadSource(SampledSource):
-    """Samples up to `bound` steps ahead of the one that is learned from. A gate admits: the groups of a step begin when
-    the version of the weights is at most `bound` steps before it. The sweep just before training guarantees: a group
-    with a token older than that is given up, and sampled again as its next attempt. The groups of a step are those
-    with the lowest numbers, which the gate keeps within the bound by itself; or with `by_arrival` the first that have
-    ended. Groups begin in `take` alone: while the learner works, evaluates or saves, those under way go on, also with
-    further tasks where one taught nothing, and no other begins."""
+    """Samples up to `max_staleness` steps ahead of training (keyword `bound`).
+    Gate: the groups of a step start once the weights' version is at most `max_staleness` steps before it.
+    Sweep: before training, a group with a token older than that is discarded and sampled again as its next attempt.
+    A step trains the groups with the lowest numbers, which the gate alone keeps within the limit, or with `by_arrival`
+    the first finished ones. Groups start only in `take`. While the learner trains, evaluates or saves, running groups
+    continue, including their refills, but no further group starts."""
 
-    def __init__(self, *given: Any, bound: int, by_arrival: bool, total: int, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self._bound, self._by_arrival, self._total = bound, by_arrival, total
+    def __init__(self, *args: Any, bound: int, by_arrival: bool, total: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._max_staleness, self._by_arrival, self._total = bound, by_arrival, total
         ids = {task.id for task in self._tasks}
-        self._repeated = len(ids) < len(self._tasks)
+        self._repeated = len(ids) < len(self._tasks)  # task ids are not unique
         self._slots: dict[int, Slot] = {}  # not trained yet, by number
         self._running: set[asyncio.Task[None]] = set()
-        self._ended: list[Slot] = []  # in the order in which they did
-        self._given_up: list[Group] = []  # since the last step
-        self._last: float | None = None  # when the step before was taken
+        self._finished: list[Slot] = []  # in order of completion
+        self._stale: list[Group] = []  # discarded since the last step
+        self._last: float | None = None  # time at which the previous step was taken
 
     async def take(self, step: int) -> StepGroups:
         started = time.perf_counter()
         self._admit(step)
-        while len(chosen := self._ready(step)) < self._ledger.ahead[0]:
+        while len(slots := self._ready(step)) < self._ledger.ahead[0]:
             done, self._running = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-            if failed := [error for task in done if (error := task.exception()) is not None]:
-                raise failed[0]  # in whatever group: it ends the run
-        for slot in chosen:
-            self._ended.remove(slot)
+            if errors := [error for task in done if (error := task.exception()) is not None]:
+                raise errors[0]  # an error in any group ends the run
+        for slot in slots:
+            self._finished.remove(slot)
             del self._slots[slot.number]
         now = time.perf_counter()
-        found = self._summed_up(step, chosen, now - started, now - (self._last or started))
-        self._last, self._given_up, self._clock.seconds = now, [], 0.0
-        return found
+        batch = self._step_groups(step, slots, now - started, now - (self._last or started))
+        self._last, self._stale, self._clock.seconds = now, [], 0.0
+        return batch
 
     async def close(self) -> None:
-        """Cancel what is under way."""
+        """Cancel all running groups."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         self._running.clear()
 
     def _admit(self, version: int) -> None:
-        """Begin the groups that the version of the weights allows; a run that goes on begins with those it had."""
-        ledger = self._ledger
-        while (step := version + len(ledger.ahead)) <= min(version + self._bound, self._total - 1):
+        """Start the groups of all steps up to `version + max_staleness`; a resumed run restarts its unfinished ones."""
+        ledger, last = self._ledger, version + self._max_staleness
+        while (step := version + len(ledger.ahead)) <= min(last, self._total - 1):
             ledger.begin(step)
         for number in sorted(ledger.under_way.keys() - self._slots.keys()):
-            if number // self._order.batch_size <= version + self._bound:  # which may have been larger before
+            if number // self._order.batch_size <= last:  # max_staleness may have been larger before a resume
                 self._slots[number] = Slot(number, *ledger.under_way[number])
                 self._begin(self._slots[number])
 
@@ -78,65 +78,65 @@ class AheadSource(SampledSource):
         self._running.add(asyncio.create_task(self._fill(slot), name=f"group {slot.number}"))
 
     async def _fill(self, slot: Slot) -> None:
-        """Sample the group of a slot, and further ones where it teaches nothing and the algorithm refills."""
+        """Sample the slot's group; if it gives no training rows and the algorithm refills, sample further tasks."""
         while True:
             step = slot.number // self._order.batch_size
-            slot.groups += await self._play(
-                step, [slot.number], [slot.place], slot.attempt, [self._name(slot)]
-            )
+            name = self._name(slot)
+            slot.groups += await self._play(step, [slot.number], [slot.place], slot.attempt, [name])
             latest = slot.groups[-1]
-            full = latest.rows or len(slot.groups) > self._algorithm.refill
-            if full or problem_of([latest], self._max_unscored):
+            complete = latest.rows or len(slot.groups) > self._algorithm.refill
+            if complete or problem_of([latest], self._max_unscored):
                 break
             if (place := self._ledger.one_more(slot.place)) is None:
                 break
             slot.attempt, slot.place = slot.attempt + 1, place
-        self._ended.append(slot)
+        self._finished.append(slot)
 
     def _name(self, slot: Slot) -> str:
-        """Name the group by its task; it gets seeds and recorded calls of its own."""
+        """Return a unique name of the group, from which its seeds and the keys of its recorded calls are derived."""
         name = self._tasks[self._order.at(slot.place)].id
         name += f"#{slot.number}" if self._repeated else ""
         return f"{name}@{slot.attempt}" if slot.attempt else name
 
     def _ready(self, version: int) -> list[Slot]:
-        """Give up what is too old, and return those that have ended of the groups whose turn it is."""
-        for slot in [each for each in self._ended if staleness(each.groups[-1], version) > self._bound]:
-            self._ended.remove(slot)
-            self._given_up.append(slot.groups.pop())
+        """Discard and restart groups staler than `max_staleness`; return the finished groups that the step trains."""
+        lags = [(slot, staleness(slot.groups[-1], version)) for slot in self._finished]
+        for slot in [slot for slot, lag in lags if lag > self._max_staleness]:
+            self._finished.remove(slot)
+            self._stale.append(slot.groups.pop())
             slot.attempt += 1
             if not slot.groups:
                 self._ledger.under_way[slot.number] = (slot.attempt, slot.place)
             self._begin(slot)
         size = self._ledger.ahead[0]
         if self._by_arrival:
-            return self._ended[:size]
-        turn = sorted(self._slots)[:size]
-        return sorted((slot for slot in self._ended if slot.number in turn), key=lambda slot: slot.number)
+            return self._finished[:size]
+        finished = {slot.number: slot for slot in self._finished}
+        return [finished[number] for number in sorted(self._slots)[:size] if number in finished]
 
-    def _summed_up(self, step: int, chosen: Sequence[Slot], waited: float, passed: float) -> StepGroups:
-        groups = [group for slot in chosen for group in slot.groups]
-        recorded, given_up = _recorded(groups), _recorded(self._given_up)
+    def _step_groups(self, step: int, slots: Sequence[Slot], waited: float, elapsed: float) -> StepGroups:
+        groups = [group for slot in slots for group in slot.groups]
+        recorded, discarded = _recorded(groups), _recorded(self._stale)
         for group in groups:
             self._rename(group, step)
-        ages = [staleness(slot.groups[-1], step) for slot in chosen]  # nothing is trained of those before
-        waiting = [group for slot in self._ended for group in slot.groups]
-        metrics = sampled_metrics(groups, passed, self._clock) | {
+        ages = [staleness(slot.groups[-1], step) for slot in slots]  # only a slot's last group is trained
+        waiting = [group for slot in self._finished for group in slot.groups]
+        metrics = sampled_metrics(groups, elapsed, self._clock) | {
             "staleness/mean": fmean(ages),
             "staleness/max": max(ages),
-            "groups/stale": len(self._given_up),
-            "groups/in_flight": len(self._slots) - len(self._ended),
-            "groups/waiting": len(self._ended),
+            "groups/stale": len(self._stale),
+            "groups/in_flight": len(self._slots) - len(self._finished),
+            "groups/waiting": len(self._finished),
             "seconds/waited": waited,
         }
-        for name, some in (("waiting", waiting), ("stale", self._given_up)):
-            if some:
-                metrics[f"length/{name}"] = fmean(length for group in some for length in _lengths(group))
+        for name, counted in (("waiting", waiting), ("stale", self._stale)):
+            if counted:
+                metrics[f"length/{name}"] = fmean(length for group in counted for length in _lengths(group))
         problem = problem_of(groups, self._max_unscored)
-        return StepGroups(step, groups, waited, metrics, problem, True, recorded, given_up)
+        return StepGroups(step, groups, waited, metrics, problem, True, recorded, discarded)
 
     def _rename(self, group: Group, step: int) -> None:
-        """Name a group after the step that trains it: the episodes of a step are found by that."""
+        """Name a group after the step that trains it, because a step's episodes are looked up by that name."""
         if group.number // self._order.batch_size != step:
             for trajectory in group.trajectories:
                 _, _, name = trajectory.group.partition("/")
@@ -144,16 +144,16 @@ class AheadSource(SampledSource):
 
 
 def staleness(group: Group, version: int) -> int:
-    """Return how many versions the oldest token of a group is behind."""
+    """Return the policy lag of a group's oldest token, in weight versions."""
     turns = [turn for trajectory in group.trajectories for turn in trajectory.turns]
     return max((version - min(turn.completion.token_versions) for turn in turns), default=0)
 
 
 def _recorded(groups: Sequence[Group]) -> set[tuple[int | str, str]]:
-    """Return step and name under which the calls of the groups stand in a recording."""
+    """Return the (step, name) keys of the groups' tool calls in a recording."""
     parts = (trajectory.group.partition("/") for group in groups for trajectory in group.trajectories)
     return {(int(step), name) for step, _, name in parts}
 
 
 def _lengths(group: Group) -> list[int]:
-    return [sum(len(turn.completion.token_ids) for turn in each.turns) for each in group.trajectories]
+    return [sum(len(turn.completion.token_ids) for turn in episode.turns) for episode in group.trajectories]

@@ -1,4 +1,4 @@
-"""Warn early of checkpoints that do not fit on the disk, and of a run that cannot stop in the time that it gets."""
+"""Early warnings: checkpoints that will not fit on the disk, and a run that takes too long to stop."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from TrainingFactory.config.schema import LoggingSection
 
 GRACE = 30.0  # seconds between SIGTERM and SIGKILL, Kubernetes' default
-DISK_SPEED = 5e8  # bytes of a checkpoint written, synced and hashed in a second, until one was measured
+DISK_SPEED = 5e8  # bytes/s to write, sync and hash a checkpoint, until one has been measured
 
 
 @dataclass(slots=True)
 class StopForecast:
-    """Adds up what happens after SIGTERM, and warns once where that takes longer than Kubernetes waits by default."""
+    """Estimates the time to stop after SIGTERM, and warns once if it exceeds Kubernetes' default grace period."""
 
-    saving: float  # seconds of a checkpoint
+    saving: float  # seconds to write a checkpoint
     updating: float = 0.0  # seconds of an update
     warned: bool = False
 
@@ -25,60 +25,57 @@ class StopForecast:
             return None
         self.warned = True
         return (
-            f"after SIGTERM this run takes about {seconds:.0f} s to stop without losing work (update "
-            f"{self.updating:.0f} s, checkpoint {self.saving:.0f} s), but Kubernetes kills a pod after {GRACE:.0f} s: "
-            f"set terminationGracePeriodSeconds: {15 * math.ceil(seconds / 10)}, or TimeoutStopSec in systemd, "
-            "docker stop --time, KillWait in Slurm"
+            f"After SIGTERM this run needs about {seconds:.0f} s to stop without losing work (update "
+            f"{self.updating:.0f} s, checkpoint {self.saving:.0f} s), but Kubernetes kills a pod after {GRACE:.0f} s. "
+            f"Set terminationGracePeriodSeconds: {15 * math.ceil(seconds / 10)} (systemd: TimeoutStopSec, Docker: "
+            "docker stop --time, Slurm: KillWait)"
         )
 
 
 @dataclass(slots=True, frozen=True)
 class CheckpointSpace:
-    """Tells how much disk space the checkpoints of a run take when they are most."""
+    """Estimates the peak disk space of a run's checkpoints."""
 
     logging: LoggingSection
     steps: int
     model: int  # bytes of the model in a checkpoint
-    state: int  # bytes that only training needs
+    state: int  # bytes of the training state in a checkpoint
 
     def count(self, logging: LoggingSection) -> int:
-        """Return the largest number of checkpoints: an old one is removed when a new one is complete."""
-        every, kept = logging.checkpoint_every, 0
+        """Return the peak number of checkpoints; an old one is deleted only when a new one is complete."""
+        every, permanent = logging.checkpoint_every, 0
         if logging.keep_every is not None:
-            kept = self.steps // math.lcm(every, logging.keep_every)
-        made = math.ceil(self.steps / every) + logging.keep_best
-        return min(made, logging.keep_checkpoints + 1 + kept + logging.keep_best)
+            permanent = self.steps // math.lcm(every, logging.keep_every)
+        created = math.ceil(self.steps / every) + logging.keep_best
+        return min(created, logging.keep_checkpoints + 1 + permanent + logging.keep_best)
 
     def needed(self, logging: LoggingSection) -> int:
-        """Return the bytes of all of them."""
+        """Return the peak size of all checkpoints in bytes."""
         count = self.count(logging)
         states = min(count, 2) if logging.optimizer_state == "newest" else count
         return count * self.model + states * self.state
 
     def warning(self, free: int, folder: str) -> str | None:
-        """Return a warning where they do not fit into the free bytes, with the largest settings that do."""
+        """Return a warning if the checkpoints do not fit into `free` bytes, with the largest settings that do."""
         needed, size = self.needed(self.logging), self.model + self.state
         if needed <= free:
             return None
         remedies = [self._fitting({}, free), self._fitting({"optimizer_state": "newest"}, free)]
         if not any(remedies) and self.logging.keep_every is not None:
             remedies = [self._fitting({"keep_every": None, "optimizer_state": "newest"}, free)]
-        remedy = f"set {' or '.join(filter(None, remedies))}" if any(remedies) else "free some"
+        remedy = f"Set {' or '.join(filter(None, remedies))}" if any(remedies) else "Free some"
         return (
             f"{folder} has {free / 1e9:.1f} GB of free disk space, but {self.count(self.logging)} checkpoints of about "
-            f"{size / 1e9:.1f} GB need {needed / 1e9:.1f} GB: {remedy}, or choose another logging.output_dir"
+            f"{size / 1e9:.1f} GB need {needed / 1e9:.1f} GB. {remedy}, or choose another logging.output_dir"
         )
 
     def _fitting(self, changes: dict[str, object], free: int) -> str | None:
-        """Return these changes with the largest `keep_checkpoints` that makes them fit; None where none does."""
+        """Return these changes, with the largest `keep_checkpoints` that fits, as config overrides, or None."""
         for keep in range(self.logging.keep_checkpoints, 0, -1):
             changed = self.logging.model_copy(update={"keep_checkpoints": keep} | changes)
             if self.needed(changed) <= free:
-                chosen = changes | (
-                    {"keep_checkpoints": keep} if keep < self.logging.keep_checkpoints else {}
-                )
-                written = (
-                    f"logging.{key}={'null' if value is None else value}" for key, value in chosen.items()
-                )
-                return " with ".join(written)
+                if keep < self.logging.keep_checkpoints:
+                    changes = changes | {"keep_checkpoints": keep}
+                texts = {key: "null" if value is None else value for key, value in changes.items()}
+                return " with ".join(f"logging.{key}={text}" for key, text in texts.items())
         return None

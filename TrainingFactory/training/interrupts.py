@@ -1,4 +1,4 @@
-"""Stop a run by Ctrl-C or SIGTERM without losing what it learned."""
+"""Graceful stop of a run by Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from typing import Any, TypeVar
 from TrainingFactory.common.event_loop import sigterm_as_ctrl_c
 
 T = TypeVar("T")
-# `timeout` and some supervisors signal a process and then its whole group: signals within these seconds are one.
+# Seconds within which signals count as one: `timeout` and some supervisors signal a process and then its whole group.
 SAME_REQUEST = 0.5
 
 
 class Stopped(Exception):
-    """The user asked to stop, and nothing is half done."""
+    """The user requested a stop, and the run is between two updates."""
 
 
 class Interrupts:
-    """Cancel sampling immediately and let an update finish. A second Ctrl-C or SIGTERM cancels that too, and the run
-    keeps its last checkpoint. Signals arrive on the main thread; on other threads the owner of the run calls `ask`."""
+    """Handles stop requests: cancels sampling immediately and lets an update finish. A second request cancels that too,
+    and the run keeps its last checkpoint. Only the main thread gets signals; elsewhere, call `ask` to stop."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.asked = False
         self._say, self._since = say, 0.0
         self._failure: Exception | None = None
-        self._whole: asyncio.Task[Any] | None = None  # the run
-        self._sampling: asyncio.Future[Any] | None = None  # what may be cancelled at any moment
+        self._run: asyncio.Task[Any] | None = None
+        self._sampling: asyncio.Future[Any] | None = None  # the awaitable of `at_once`
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Take Ctrl-C and SIGTERM while the block runs."""
-        self._whole = asyncio.current_task()
+        """Handle Ctrl-C and SIGTERM while the block runs."""
+        self._run = asyncio.current_task()
         try:
             with self._signals():
                 yield
@@ -44,13 +44,13 @@ class Interrupts:
                 raise self._failure from None
             raise
         finally:
-            self._whole = None
+            self._run = None
 
     def fail(self, error: Exception) -> None:
-        """End whatever is under way with this error: what the run needs is gone."""
+        """Cancel the run and make it raise this error, because something it needs is lost."""
         self._failure = error
-        if self._whole is not None:
-            self._whole.cancel()
+        if self._run is not None:
+            self._run.cancel()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -70,29 +70,29 @@ class Interrupts:
             signal.signal(signal.SIGINT, before)
 
     def ask(self) -> None:
-        """Cancel sampling, or stop after the update that is running; the second time cancel the run."""
+        """Request a stop: cancel sampling, or stop after the running update. A second request cancels the run."""
         if self._failure is not None:
             return
         now, again = time.monotonic(), self.asked
         if again and now - self._since < SAME_REQUEST:
             return
         self.asked, self._since = True, now
-        if again and self._whole is not None:
-            self._whole.cancel()
+        if again and self._run is not None:
+            self._run.cancel()
         elif self._sampling is not None:
             self._sampling.cancel()
         else:
             self._say(
-                "stopping after this update; a second Ctrl-C or SIGTERM exits immediately, without a checkpoint"
+                "Stopping after this update; a second Ctrl-C or SIGTERM exits immediately, without a checkpoint"
             )
 
     def check(self) -> None:
-        """Raise Stopped if that was asked for."""
+        """Raise Stopped if a stop was requested."""
         if self.asked:
             raise Stopped
 
     async def at_once(self, sampling: Awaitable[T]) -> T:
-        """Await what may be cancelled at any moment; raise Stopped where it was."""
+        """Await something that a stop request may cancel at any moment; raise Stopped if it did."""
         future = asyncio.ensure_future(sampling)
         self._sampling = future
         try:
@@ -109,11 +109,11 @@ class Interrupts:
             self._sampling = None
 
     async def pause(self, seconds: float) -> None:
-        """Sleep until the time is over or Ctrl-C comes."""
+        """Sleep, interruptibly."""
         await self.at_once(asyncio.sleep(seconds))
 
     async def over(self, stream: AsyncIterator[T]) -> AsyncIterator[T]:
-        """Yield what the stream gives, each of it awaited by `at_once`."""
+        """Yield the stream's items, each awaited interruptibly."""
         while True:
             try:
                 yield await self.at_once(anext(stream))

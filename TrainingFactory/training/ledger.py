@@ -1,4 +1,4 @@
-"""Which groups of a run are trained and which are under way: so that none is lost and none is trained twice."""
+"""Bookkeeping of trained and running groups, so that no task is lost or trained twice."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from TrainingFactory.types import Group
 
 
 class Ledger:
-    """Hands out the places of the order, each once, and keeps which of them are used up. A place is a number of the
-    order without its epochs: place p is number p % size of epoch p // size. A group keeps its number, and the place of
-    its first task, until it is trained; a run that was broken off begins with those that were under way."""
+    """Hands out the places of the task order, each once, and tracks which are trained. A place counts over epochs:
+    place p is position p % size of epoch p // size. A group keeps its number, and the place of its first task, until it
+    is trained; a resumed run restarts the groups that were running."""
 
     def __init__(
         self,
@@ -24,33 +24,33 @@ class Ledger:
     ) -> None:
         self._order = order
         self._consumed = {place for first, end in consumed[1:] for place in range(first, end)}
-        self._end = consumed[0][1] if consumed else 0  # all before it are used up
+        self._end = consumed[0][1] if consumed else 0  # all places before it are trained
         self.next = max(self._consumed, default=self._end - 1) + 1
         self.under_way = {number: (attempt, place) for number, attempt, place in under_way}
-        self.ahead = list(ahead)  # how many groups the steps have that were begun and are not trained
+        self.ahead = list(ahead)  # number of groups of each step that has started and is not trained
         taken = {place for _, place in self.under_way.values()}
         self.next = max(self.next, max(taken, default=-1) + 1)
-        # Others that were taken for a group and given back with it.
+        # Places of refills that were discarded with their group.
         self._free = [p for p in range(self._end, self.next) if p not in self._consumed and p not in taken]
 
     @property
     def left(self) -> int:
-        """Return how many places the epoch of the next one has."""
+        """Return how many places are left in the epoch of the next place."""
         size = self._order.size
         epoch = self._peek() // size
         free = sum(place // size == epoch for place in self._free)
         return free + max(0, (epoch + 1) * size - self.next)
 
     def take(self, count: int) -> list[int]:
-        """Return the next places: so many, or fewer where their epoch ends."""
+        """Return the next `count` places, or fewer at the end of an epoch."""
         return [self._pop() for _ in range(min(count, self.left))]
 
     def one_more(self, place: int) -> int | None:
-        """Return the next place if it is in the epoch of this one."""
+        """Return the next place if it is in the same epoch as `place`."""
         return self._pop() if self._peek() // self._order.size == place // self._order.size else None
 
     def begin(self, step: int) -> list[int]:
-        """Take the places of a step, and return the numbers of its groups."""
+        """Take the places of a step and return the numbers of its groups."""
         places = self.take(self._order.batch_size)
         first = step * self._order.batch_size
         self.under_way |= {first + n: (0, place) for n, place in enumerate(places)}
@@ -58,41 +58,41 @@ class Ledger:
         return list(range(first, first + len(places)))
 
     def trained(self, groups: Iterable[Group]) -> None:
-        """Enter the groups of a step."""
+        """Mark the groups of a step as trained."""
         for group in groups:
             self._consumed.add(group.place)
             self.under_way.pop(group.number, None)
         while self._end in self._consumed:
             self._consumed.remove(self._end)
             self._end += 1
-        self.next = max(self.next, self._end)  # examples of a dataset are not taken from here
+        self.next = max(self.next, self._end)  # dataset examples are trained without `take`
         self.ahead = self.ahead[1:]
 
     def state(self) -> dict[str, Any]:
-        """Return what `of_state` takes: for a checkpoint."""
+        """Return the checkpoint state that `of_state` restores."""
         ranges = [[0, self._end]]
         for place in sorted(self._consumed):
             if place == ranges[-1][1]:
                 ranges[-1][1] += 1
             else:
                 ranges.append([place, place + 1])
-        found: dict[str, Any] = {"batch_size": self._order.batch_size, "consumed": ranges}
+        state: dict[str, Any] = {"batch_size": self._order.batch_size, "consumed": ranges}
         if self.under_way:
             rows = sorted((number, *rest) for number, rest in self.under_way.items())
-            found |= {"under_way": [list(row) for row in rows], "ahead": self.ahead}
-        return found
+            state |= {"under_way": [list(row) for row in rows], "ahead": self.ahead}
+        return state
 
     @classmethod
     def of_state(cls, order: Order, state: dict[str, Any]) -> Ledger:
-        """Read a checkpoint's state; raise ValueError where the run had another batch size."""
+        """Restore a checkpoint's state; raise ValueError if the run had another batch size."""
         done = state["step"]
         if "batch_size" in state:
             size, consumed = state["batch_size"], state["consumed"]
-        else:  # of an earlier version: `consumed` has numbers of groups, and all of them were trained in order
+        else:  # written by an early version: `consumed` counts groups, all trained in order
             [[_, numbers]] = state.get("consumed", [[0, done * order.batch_size]])
             size, consumed = numbers / done, [[0, state.get("taken", order.start(done))]]
         if size != order.batch_size:
-            text = f"has taken {size * done:g} groups in {done} steps: its training.batch_size cannot change"
+            text = f"has trained {size * done:g} groups in {done} steps: training.batch_size cannot change"
             raise ValueError(text)
         return cls(order, consumed, state.get("under_way", ()), state.get("ahead", ()))
 
@@ -107,23 +107,22 @@ class Ledger:
 
 
 def wrong_in_ledger(rows: Iterable[dict[str, Any]], finished: bool = True) -> list[str]:
-    """Check the rows of consumed.jsonl, of a run that is finished or not: return what was trained twice, in words, and
-    what was lost."""
-    steps, places, found = Counter[int](), Counter[int](), list[str]()
+    """Return what the rows of consumed.jsonl trained twice or, if the run is `finished`, never trained."""
+    steps, places, problems = Counter[int](), Counter[int](), list[str]()
     numbers: dict[int, int] = {}
     for row in rows:
         steps[row["step"]] += 1
         for number, attempt, place in row["groups"]:
             places[place] += 1
             if numbers.setdefault(number, row["step"]) != row["step"]:
-                found.append(
+                problems.append(
                     f"group {number} (attempt {attempt}) in the steps {numbers[number]} and {row['step']}"
                 )
-    for what, count in (("step", steps), ("place", places)):
-        found += [f"{what} {each} {times} times" for each, times in sorted(count.items()) if times > 1]
+    for what, counts in (("step", steps), ("place", places)):
+        problems += [f"{what} {value} {times} times" for value, times in sorted(counts.items()) if times > 1]
     if list(steps) != list(range(1, len(steps) + 1)):
-        found.append(f"the steps are {list(steps)}")
+        problems.append(f"the steps are {list(steps)}")
     if finished:
         lost = sorted(set(range(max(places, default=-1))) - set(places))
-        found += [f"place {place} was never trained" for place in lost]
-    return found
+        problems += [f"place {place} was never trained" for place in lost]
+    return problems

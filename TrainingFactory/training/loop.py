@@ -1,4 +1,4 @@
-"""The training loop: groups of episodes in, a better policy out, everything recorded on the way."""
+"""The training loop: sampling, updates, evaluation, checkpoints and logging of a run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from TrainingFactory.types import Sample, SamplersLost, Task, Trajectory
 
 
 class ToolCalls(Protocol):
-    """The tools of a run as the loop sees them: `assembly/run_tools.py`."""
+    """Recording and metrics of a run's tool calls; implemented in `assembly/run_tools.py`."""
 
     def commit(self, trained: Callable[[EpisodeKey], bool] = ...) -> None: ...
     def drop(self, unwanted: Callable[[EpisodeKey], bool]) -> None: ...
@@ -51,36 +51,36 @@ class ToolCalls(Protocol):
 
 @dataclass(slots=True)
 class Progress:
-    """Tells how far a run is; a checkpoint holds it beside the weights."""
+    """Progress of a run, stored in its checkpoints."""
 
-    ledger: Ledger  # of the tasks or examples
-    done: int = 0  # steps
-    seconds: float = 0.0  # spent so far, in earlier processes too
-    unlogged: dict[str, float] | None = None  # metrics of the last step, whose evaluation was interrupted
+    ledger: Ledger
+    done: int = 0  # trained steps
+    seconds: float = 0.0  # training time, including earlier processes
+    unlogged: dict[str, float] | None = None  # metrics of the last step, if its evaluation was interrupted
 
 
 @dataclass(slots=True)
 class HeldOut:
-    """Holds what the policy is measured on while it learns: tasks to play, rows to read, or both."""
+    """Data for evaluations during training: tasks to play, examples, or both."""
 
     tasks: Sequence[Task] = ()
     rollouts: RolloutEngine | None = None
     clock: RewardClock | None = None
     dataset: TokenizedDataset | None = None
-    record: Callable[[int, Sequence[Trajectory], dict[str, float]], None] | None = None  # of what was played
+    record: Callable[[int, Sequence[Trajectory], dict[str, float]], None] | None = None  # stores episodes
 
 
 @dataclass(slots=True)
 class TrainingLoop:
-    """Trains with what `trainers/training_run.py` has made. Ctrl-C and SIGTERM stop it with a checkpoint."""
+    """Trains with the parts assembled by `trainers/training_run.py`. On Ctrl-C and SIGTERM it saves and stops."""
 
     config: TrainingConfig
     total: int  # steps
     policy: Policy
     sampler: Sampler | None  # None: nothing is sampled
-    counts: Callable[[], dict[str, float]]  # of the sampler, for the metrics
+    counts: Callable[[], dict[str, float]]  # metrics of the sampler
     source: Source
-    algorithm: Algorithm  # the driver's, for credit; the policy has its own
+    algorithm: Algorithm  # this process's own, for credit assignment; the policy has another instance
     order: Order
     run: RunFolder
     tools: ToolCalls
@@ -94,7 +94,7 @@ class TrainingLoop:
     stop_forecast: StopForecast
     scores: Scores = field(default_factory=Scores)
     rows: list[dict[str, float]] = field(default_factory=list)
-    saved: int = -1  # the step of the last checkpoint
+    saved: int = -1  # step of the last checkpoint
     phase: str = "load"
 
     async def train(self) -> TrainingReport:
@@ -102,32 +102,34 @@ class TrainingLoop:
         self._warn(self.stop_forecast.warning())
         try:
             with self.interrupts.watching():
-                state, reason = await self._to_the_end()
+                state, reason = await self._run_steps()
             return await self._finish(state, reason)
         except asyncio.CancelledError:
             if not self.interrupts.asked:
                 raise
-            return await self._finish("interrupted")  # at once: the last checkpoint is what remains
+            return await self._finish("interrupted")  # without saving; the last checkpoint remains
         except Exception as error:
-            told = self._in_words(error)
-            await self._finish("failed", str(told))
-            if told is error:
+            explained = self._explain(error)
+            await self._finish("failed", str(explained))
+            if explained is error:
                 raise
-            raise told from error
+            raise explained from error
 
-    def _in_words(self, error: Exception) -> Exception:
-        """Return what says how to go on, where that helps; else the error itself."""
-        if (told := device_failure(error)) is not None:
-            at = f"in phase {self.phase}, after {self.progress.done} of {self.total} steps"
-            there = "Another machine with this folder and what its config names can go on with it too"
-            return ValueError(f"{at}: {told}. {there}. {self.run.mend}")
+    def _explain(self, error: Exception) -> Exception:
+        """Return an error that says how to resume, if the run can be resumed after it; else the error itself."""
+        if (problem := device_failure(error)) is not None:
+            at = f"In phase {self.phase}, after {self.progress.done} of {self.total} steps"
+            elsewhere = (
+                "The run can also resume on another machine that has its folder and the files of its config"
+            )
+            return ValueError(f"{at}: {problem}. {elsewhere}. {self.run.mend}")
         if isinstance(error, OSError | SamplersLost):
             kind = OSError if isinstance(error, OSError) else ValueError
-            return kind(f"{error}; when that is mended, go on with: {self.run.resume_command}")
+            return kind(f"{error}. Fix the problem, then run: {self.run.resume_command}")
         return error
 
-    async def _to_the_end(self) -> tuple[State, str | None]:
-        """Make the steps, and a checkpoint where they end early; return how they ended, and why."""
+    async def _run_steps(self) -> tuple[State, str | None]:
+        """Run the steps, and save a checkpoint if they are interrupted; return the final state and the reason."""
         try:
             try:
                 return "finished", await self._steps()
@@ -141,7 +143,7 @@ class TrainingLoop:
             raise
 
     async def _steps(self) -> str | None:
-        """Go to the end and return why that is before the last step, if it is."""
+        """Run all remaining steps; return the reason if the run ends early."""
         stream = Stream(self.source, self.progress.done, self.total)
         if (lost := await self._publish()) is not None:
             raise lost
@@ -151,10 +153,10 @@ class TrainingLoop:
             metrics = metrics | await self.interrupts.at_once(self._evaluate())
             self.progress.unlogged = None
             await self._log(int(metrics.pop("epoch")), metrics)
-        if (reason := self.scores.verdict()) is not None:  # or it was killed when it had just ended
+        if (reason := self.scores.verdict()) is not None:  # killed after it met its stop condition
             stream.end()
         self._begin("generate")
-        first = self.progress.done  # its update may compile kernels
+        first = self.progress.done  # not measured: its update may compile kernels
         async for batch in self.interrupts.over(stream):
             last = batch.step + 1 == self.total
             await self._guard(batch.step, self.guards.check(batch, last))
@@ -163,7 +165,7 @@ class TrainingLoop:
             writing = asyncio.ensure_future(in_thread(self._write_episodes, batch))
             try:
                 metrics = await self.policy.step(batch.rows, batch.step)
-            finally:  # after a failure what is written too much is cut off as after a kill
+            finally:  # after a failure, resuming truncates the extra episodes as after a kill
                 written = await writing
             lost = await self._publish()
             updating = time.perf_counter() - started
@@ -178,10 +180,10 @@ class TrainingLoop:
             await self._save_if_due(last=reason is not None)
             self.interrupts.check()
             if reason is not None:
-                self.watcher.say(f"ending after step {batch.step + 1}: {reason}")
+                self.watcher.say(f"Ending after step {batch.step + 1}: {reason}")
                 stream.end()
             self._begin("generate")
-            del batch  # its episodes need not be there while the next are played
+            del batch  # free its episodes while the next ones are played
         return reason
 
     def _begin(self, phase: str) -> None:
@@ -193,7 +195,7 @@ class TrainingLoop:
             self.watcher.say(f"WARNING {warning}")
 
     async def _publish(self) -> SamplersLost | None:
-        """Let the sampler go on with the newest weights; what is lost by it is raised when the step is written."""
+        """Push the current weights to the sampler. Return a SamplersLost error; raise it once the step is logged."""
         weights = await self.policy.publish()
         try:
             if self.sampler is not None:
@@ -203,7 +205,7 @@ class TrainingLoop:
         return None
 
     async def _guard(self, step: int, finding: Finding) -> None:
-        """Warn of a step that cannot be learned from; wait for what may pass, stop at what will not."""
+        """Carry out a guard's finding: save, warn, stop the run, or pause."""
         if finding.save:
             await self._save()
         if finding.warning is not None:
@@ -228,7 +230,7 @@ class TrainingLoop:
         self.progress.done = batch.step + 1
         self.progress.ledger.trained(batch.groups)
         self.progress.seconds += seconds
-        # Not before: a checkpoint holds the calls of steps that are done.
+        # After `done` is set: a checkpoint holds the tool calls of completed steps.
         await in_thread(self._write_calls, batch)
         tasks = [group.trajectories[0].task.id for group in batch.groups]
         groups = [[group.number, group.attempt, group.place] for group in batch.groups]
@@ -238,11 +240,11 @@ class TrainingLoop:
             if self._evaluation_is_due():
                 metrics |= await self.interrupts.at_once(self._evaluate())
         except Stopped:
-            # The checkpoint holds them; a resumed run evaluates again and logs them.
+            # The checkpoint stores these metrics; a resumed run evaluates again and logs them.
             self.progress.unlogged = {"epoch": epoch} | metrics
             raise
         except SamplersLost:
-            await self._log(epoch, metrics)  # the step itself is done
+            await self._log(epoch, metrics)  # the step itself is complete
             raise
         await self._log(epoch, metrics)
         if batch.sampled and (self._save_is_due() or self.progress.done == 1):
@@ -253,12 +255,12 @@ class TrainingLoop:
                 self.watcher.say(f"FINDING step {change.step}: {change.finding.text}")
 
     def _write_calls(self, batch: StepGroups) -> None:
-        """Write the tool calls of a step, and forget those of groups that were given up."""
+        """Record the tool calls of a step, and drop those of discarded groups."""
         self.tools.drop(lambda key: (key.step, key.task) in batch.given_up)
         self.tools.commit(batch.has_recorded)
 
     def _write_episodes(self, batch: StepGroups) -> dict[str, float]:
-        """Write the episodes of a step, and apart those that are learned from: `kept` of all, of `kept_tasks` any."""
+        """Write the step's episodes, and separately those accepted as demonstrations; return the share of these."""
         if not batch.sampled:
             return {}
         if self.config.logging.save_trajectories:
@@ -267,7 +269,7 @@ class TrainingLoop:
         kept = [group for group in accepted if group is not None]
         if not kept:
             return {}
-        self.run.append_trajectories((each for group in kept for each in group), KEPT)
+        self.run.append_trajectories((trajectory for group in kept for trajectory in group), KEPT)
         return {
             "kept": sum(map(len, kept)) / len(batch.trajectories),
             "kept_tasks": sum(map(bool, kept)) / len(kept),
@@ -275,9 +277,8 @@ class TrainingLoop:
 
     async def _log(self, epoch: int, metrics: dict[str, float]) -> None:
         done = self.progress.done
-        await in_thread(
-            self.run.append, METRICS, {"step": done, "epoch": epoch, "time": time.time()} | metrics
-        )
+        row = {"step": done, "epoch": epoch, "time": time.time()} | metrics
+        await in_thread(self.run.append, METRICS, row)
         await self._write_status("running")
         await in_thread(self.trackers.log, done, metrics)
         self.rows.append({"step": done} | metrics)
@@ -301,19 +302,19 @@ class TrainingLoop:
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     async def _play_heldout(self) -> dict[str, float]:
-        given = self.heldout
-        assert given.rollouts is not None and self.sampler is not None
-        started, done = time.perf_counter(), self.progress.done
+        heldout, done = self.heldout, self.progress.done
+        assert heldout.rollouts is not None and self.sampler is not None
+        started = time.perf_counter()
         name = f"eval-{done}"
-        groups = await given.rollouts.rollout_batch(given.tasks, self.sampler, recorded_as=name)
+        groups = await heldout.rollouts.rollout_batch(heldout.tasks, self.sampler, recorded_as=name)
         await in_thread(self.tools.commit, lambda key: key.step == name)
-        played = [trajectory for group in groups for trajectory in group]
+        episodes = [trajectory for group in groups for trajectory in group]
         metrics = self.tools.metrics(lambda key: key.step == name)
-        metrics |= given.clock.spent() if given.clock is not None else {}
-        if given.record is not None:
+        metrics |= heldout.clock.spent() if heldout.clock is not None else {}
+        if heldout.record is not None:
             seconds = {"seconds": time.perf_counter() - started}
-            await in_thread(given.record, done, played, metrics | seconds)
-        return evaluation_metrics(played) | metrics
+            await in_thread(heldout.record, done, episodes, metrics | seconds)
+        return evaluation_metrics(episodes) | metrics
 
     def _heldout_rows(self, dataset: TokenizedDataset) -> list[Sample]:
         groups = (dataset.fill(n, self.algorithm.samples(dataset.group(n))) for n in range(len(dataset)))
@@ -322,9 +323,9 @@ class TrainingLoop:
     # checkpoints and status
 
     def _save_is_due(self) -> bool:
-        done, asked, best = self.progress.done, self.config.logging, self.scores.best
-        best_yet = asked.keep_best and best is not None and best[0] == done
-        return done % asked.checkpoint_every == 0 or best_yet or done == self.total
+        done, logging, best = self.progress.done, self.config.logging, self.scores.best
+        new_best = logging.keep_best and best is not None and best[0] == done
+        return done % logging.checkpoint_every == 0 or new_best or done == self.total
 
     async def _save_if_due(self, last: bool) -> None:
         due = self._save_is_due() and not self.guards.unusable
@@ -332,7 +333,7 @@ class TrainingLoop:
             await self._save()
 
     async def _save(self) -> None:
-        progress, keep = self.progress, self.config.logging
+        progress, logging = self.progress, self.config.logging
         if self.saved == progress.done or not progress.done:
             return
         self._begin("checkpoint")
@@ -348,11 +349,11 @@ class TrainingLoop:
         await self.policy.save(str(self.run.checkpoint_folder(progress.done)), state)
         self.saved, self.stop_forecast.saving = progress.done, time.perf_counter() - started
         self._warn(self.stop_forecast.warning())
-        kept = keep.keep_checkpoints, keep.keep_every, keep.keep_best, keep.optimizer_state
-        await in_thread(self.run.prune, *kept)
+        retention = logging.keep_checkpoints, logging.keep_every, logging.keep_best, logging.optimizer_state
+        await in_thread(self.run.prune, *retention)
 
     async def _finish(self, state: State, reason: str | None = None) -> TrainingReport:
-        with contextlib.suppress(OSError):  # a full disk may have brought us here
+        with contextlib.suppress(OSError):  # the disk may be full
             await self._write_status(state, reason)
         last = self.rows[-1] if self.rows else {}
         return TrainingReport(self.run.path, self.progress.done, state, last, self.rows, self.tools.totals())

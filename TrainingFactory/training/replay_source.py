@@ -1,4 +1,4 @@
-"""A run that was sampled ahead, trained again from what it recorded."""
+"""Replay of an asynchronously sampled run from its recorded episodes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from TrainingFactory.types import Group, Trajectory
 
 
 class RecordedSource:
-    """The groups of a recorded run, in the order in which it trained them: nothing is sampled and no tool is called.
-    `first` is the step to begin with, `steps` how many there are."""
+    """Reads the groups of a recorded run in the order in which it trained them; samples nothing and calls no tools.
+    `first` is the step to start with, `steps` the number of recorded steps."""
 
     def __init__(self, run: RunFolder, algorithm: Algorithm, max_unscored: float, first: int = 0) -> None:
         self._run, self._algorithm, self._max_unscored = run, algorithm, max_unscored
         if not (run.path / TRAJECTORIES).is_file():
             raise ValueError(
-                f"run {run.name} was sampled ahead, so that a replay needs its episodes, and it has none: "
-                "it was made with logging.save_trajectories=false"
+                f"Cannot replay run {run.name}: it was sampled with optimization.async_rollout and has no recorded "
+                "episodes (logging.save_trajectories=false)"
             )
         self._rows = run.ledger()
         self.steps = len(self._rows)
@@ -42,17 +42,16 @@ class RecordedSource:
 
     def _groups_of(self, step: int) -> list[Group]:
         numbers = self._rows[step]["groups"]
-        played = list(islice(self._groups, len(numbers)))
-        names = [group[0].task.id for group in played]
+        groups = list(islice(self._groups, len(numbers)))
+        names = [group[0].task.id for group in groups]
         if names != self._rows[step]["tasks"]:
             where = f"{self._run.path / TRAJECTORIES} and {CONSUMED} differ"
-            raise ValueError(f"{where} about step {step + 1}: {names} and {self._rows[step]['tasks']}")
-        found = zip(numbers, played, strict=True)
+            raise ValueError(f"{where} in step {step + 1}: {names} and {self._rows[step]['tasks']}")
         return [
             Group(number, group, self._algorithm.samples(group), attempt, place)
-            for (number, attempt, place), group in found
+            for (number, attempt, place), group in zip(numbers, groups, strict=True)
         ]
 
     def _read(self) -> Iterator[list[Trajectory]]:
         episodes = load_trajectories(self._run.path / TRAJECTORIES, growing=True)
-        yield from (list(group) for _, group in groupby(episodes, key=lambda each: each.group))
+        yield from (list(group) for _, group in groupby(episodes, key=lambda episode: episode.group))

@@ -1,4 +1,4 @@
-"""The reward of a run: timed, and told of where it takes long."""
+"""Timing of a run's reward, with progress messages while it is slow."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from TrainingFactory.rewards.adapt import group_reward
 from TrainingFactory.rollout.scoring import score, scoring_failed
 from TrainingFactory.types import Reward
 
-FIRST, AGAIN = 10.0, 30.0  # seconds
+FIRST, AGAIN = 10.0, 30.0  # seconds until the first message, and between further ones
 
 
 class RewardClock:
-    """The reward of a run, timed, with what it spends. Seconds add up over episodes and groups that are scored side by
-    side. `stats` are the counts of what judges and pools in it have asked, done and spent so far. Where rewards take
-    long, `say` is told so: a judge that does not answer is asked again, which may take minutes in silence. It is told
-    as well why the first episode could not be scored."""
+    """Wraps the reward of a run and measures its time, summed over episodes and groups that are scored concurrently.
+    `stats` returns the total requests and costs of the reward's judges and pools. `say` reports slow rewards, because
+    retries of an unresponsive judge may take minutes, and why the first episode could not be scored."""
 
     def __init__(
         self,
@@ -32,57 +31,58 @@ class RewardClock:
         self.compares = self._group is not None and self._group.compares
         self.seconds = 0.0
         self._say, self._stats, self._before = say, stats, stats()
-        self._asked = False  # about any episode
-        self._open: dict[object, tuple[float, int]] = {}  # since when, and of how many episodes
+        self._scored_any = False  # whether any call has returned or raised
+        self._open: dict[object, tuple[float, int]] = {}  # start time and number of episodes of running calls
         self._timer: asyncio.TimerHandle | None = None
 
     def spent(self) -> dict[str, float]:
-        """Return what judges and pools in the reward have asked, done and spent since the last time."""
+        """Return the requests and costs of the reward's judges and pools since the last call."""
         before, self._before = self._before, self._stats()
         return {name: value - before.get(name, 0.0) for name, value in self._before.items()}
 
     async def __call__(self, episode: Episode) -> Reward:
         with self._timed(1):
-            found = await score(episode, self.reward)  # type: ignore[arg-type]
-            self._first([found])
-            return found
+            reward = await score(episode, self.reward)  # type: ignore[arg-type]
+            self._report_first([reward])
+            return reward
 
     async def group(self, episodes: Sequence[Episode]) -> Sequence[Reward | Exception]:
         assert self._group is not None
         with self._timed(len(episodes)):
-            found = await self._group.group(episodes)
-            self._first(found)
-            return found
+            rewards = await self._group.group(episodes)
+            self._report_first(rewards)
+            return rewards
 
-    def _first(self, found: Sequence[Reward | Exception]) -> None:
-        """Say why the first episodes cannot be scored: it may be so with all, and a step takes long."""
-        if not self._asked and isinstance(found[0], Exception):
-            self._say(f"WARNING: the first episode could not be scored; {scoring_failed(found[0])}")
-        self._asked = True
+    def _report_first(self, rewards: Sequence[Reward | Exception]) -> None:
+        """Report why the first episode cannot be scored: all others may fail too, and a step takes long."""
+        if not self._scored_any and isinstance(rewards[0], Exception):
+            self._say(f"WARNING: the first episode could not be scored; {scoring_failed(rewards[0])}")
+        self._scored_any = True
 
     @contextmanager
     def _timed(self, episodes: int) -> Iterator[None]:
-        this, started = object(), time.monotonic()
-        self._open[this] = started, episodes
+        call, started = object(), time.monotonic()
+        self._open[call] = started, episodes
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(FIRST, self._tell)
+            self._timer = asyncio.get_running_loop().call_later(FIRST, self._report_slow)
         try:
             yield
         except Exception as error:
-            self._first([error])
+            self._report_first([error])
             raise
         finally:
             self.seconds += time.monotonic() - started
-            del self._open[this]
+            del self._open[call]
             if not self._open and self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
 
-    def _tell(self) -> None:
+    def _report_slow(self) -> None:
         waited = time.monotonic() - min(since for since, _ in self._open.values())
-        late = waited >= FIRST
-        if late:
+        slow = waited >= FIRST
+        if slow:
             count = sum(episodes for _, episodes in self._open.values())
-            self._say(f"waiting for {count} reward{'s' * (count > 1)}, the longest for {waited:.0f} s so far")
-        again = AGAIN if late else FIRST - waited
-        self._timer = asyncio.get_running_loop().call_later(again, self._tell)
+            rewards = "reward" if count == 1 else "rewards"
+            self._say(f"Waiting for {count} {rewards}, the longest for {waited:.0f} s so far")
+        delay = AGAIN if slow else FIRST - waited
+        self._timer = asyncio.get_running_loop().call_later(delay, self._report_slow)

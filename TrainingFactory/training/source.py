@@ -1,5 +1,5 @@
-"""Where the groups of a step come from, with their credit: sampled now, played by an expert, or read from a dataset.
-Which tasks a step takes follows from the seed and from which were taken before: so a resumed run goes on exactly."""
+"""Sources of a step's groups, with credit assigned: sampled by the policy, played by an expert, or read from a dataset.
+The seed and the tasks taken before determine a step's tasks, so that a resumed run continues exactly."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from TrainingFactory.types import Group, Sample, Task, Trajectory
 
 @dataclass(slots=True)
 class StepGroups:
-    """The groups of one training step, in order, and what getting them was like."""
+    """The groups of one training step, in order, with their metrics."""
 
     step: int
     groups: list[Group]
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    problem: str | None = None  # why too little can be learned from them
+    problem: str | None = None  # why the step is unusable for training
     sampled: bool = False  # by the policy itself
-    # Step and name by which the tool calls of its groups are recorded, and those of groups that were given up since
-    # the step before; None: all calls so far are theirs.
+    # (step, name) keys of the recorded tool calls of these groups, and of groups discarded since the previous step.
+    # None: all uncommitted calls belong to these groups.
     recorded: set[tuple[int | str, str]] | None = None
     given_up: set[tuple[int | str, str]] = field(default_factory=set)
 
     def has_recorded(self, key: EpisodeKey) -> bool:
-        """Return whether the tool calls of that episode belong to this step."""
+        """Return whether the tool calls of this episode belong to the step."""
         return self.recorded is None or (key.step, key.task) in self.recorded
 
     @property
@@ -53,15 +53,15 @@ class StepGroups:
 
 class Source(Protocol):
     async def take(self, step: int) -> StepGroups:
-        """Get the groups of a step. Steps are asked for in order, each when the one before has been learned from."""
+        """Return the groups of a step. Call it for consecutive steps, each after the update of the previous one."""
         ...
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel running groups."""
 
 
 class Stream:
-    """The steps of a run, one after the other."""
+    """Asynchronous iterator over the steps of a run."""
 
     def __init__(self, source: Source, first: int, total: int) -> None:
         self._source, self._next, self._total = source, first, total
@@ -76,14 +76,14 @@ class Stream:
         return await self._source.take(self._next - 1)
 
     def end(self) -> None:
-        """Give nothing more."""
+        """Stop the iteration after the current step."""
         self._total = self._next
 
 
 class SampledSource:
-    """`group_size` episodes of each task of the step, by the newest weights. Where the algorithm refills, tasks that
-    teach nothing are made up for by the next ones of the order, but not beyond an epoch. Where more than the share
-    `max_unscored` has no reward, the step has a problem. `ledger` knows which tasks were taken before."""
+    """Samples `group_size` episodes of each task of the step with the current weights. If the algorithm refills, tasks
+    without training rows are replaced by the next ones of the order, within the epoch. A step with a larger share of
+    unscored episodes than `max_unscored` has a problem. `ledger` tracks which tasks were taken before."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class SampledSource:
         max_unscored: float = 1.0,
     ) -> None:
         self._tasks, self._order, self._rollouts, self._sampler = tasks, order, rollouts, sampler
-        self._algorithm, self._clock = algorithm, clock  # the clock that the rollouts score by
+        self._algorithm, self._clock = algorithm, clock  # the rollouts' reward is this clock
         self._ledger, self._group_size, self._max_unscored = ledger, group_size, max_unscored
 
     async def take(self, step: int) -> StepGroups:
@@ -130,28 +130,29 @@ class SampledSource:
         attempt: int,
         names: Sequence[str] | None = None,
     ) -> list[Group]:
-        """Play a group at each place, by numbers; there are fewer places where an epoch ends."""
+        """Play a group for each place and number them; at the end of an epoch there are fewer places than numbers."""
         tasks = [self._tasks[self._order.at(place)] for place in places]
-        played = await self._rollouts.rollout_batch(tasks, self._sampler, self._group_size, step, names=names)
-        adjusted = [self._algorithm.adjusted(group) for group in played]
+        groups = await self._rollouts.rollout_batch(tasks, self._sampler, self._group_size, step, names=names)
+        adjusted = [self._algorithm.adjusted(group) for group in groups]
         credited = await in_thread(lambda: [self._algorithm.samples(group) for group in adjusted])
-        found = zip(numbers, adjusted, credited, places, strict=False)
-        return [Group(number, group, rows, attempt, place) for number, group, rows, place in found]
+        parts = zip(numbers, adjusted, credited, places, strict=False)
+        return [Group(number, group, rows, attempt, place) for number, group, rows, place in parts]
 
 
 def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock | None) -> dict[str, float]:
-    """Sum the step up; seconds of `tools` and `reward` add up over episodes that run side by side."""
+    """Return the metrics of a step; seconds of `tools` and `reward` are summed over concurrent episodes."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     metrics = rollout_metrics(episodes)
     rewards = [trajectory.reward for trajectory in episodes if trajectory.reward is not None]
     if rewards:
         metrics["accuracy"] = sum(reward.outcome > 0 for reward in rewards) / len(rewards)
-    if any(any(reward.steps) for reward in rewards):  # else a wrong episode earns what its outcome says
+    if any(any(reward.steps) for reward in rewards):  # without step rewards these equal the outcomes
         for name, right in (("reward_right", True), ("reward_wrong", False)):
-            if paid := [each.outcome + sum(each.steps) for each in rewards if (each.outcome > 0) == right]:
-                metrics[name] = fmean(paid)
+            if chosen := [reward for reward in rewards if (reward.outcome > 0) == right]:
+                metrics[name] = fmean(reward.outcome + sum(reward.steps) for reward in chosen)
     metrics["episodes/failed"] = metrics["episodes/error"] + metrics["episodes/tool_failure"]
-    tools = sum(result.seconds for t in episodes for turn in t.turns for result in turn.tool_results)
+    turns = [turn for episode in episodes for turn in episode.turns]
+    tools = sum(result.seconds for turn in turns for result in turn.tool_results)
     spent = sum(trajectory.seconds for trajectory in episodes)
     return metrics | {
         "groups/dropped": sum(not group.rows for group in groups),
@@ -165,7 +166,7 @@ def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock 
 
 
 def problem_of(groups: Sequence[Group], max_unscored: float) -> str | None:
-    """Say why too little can be learned from groups, if that is so."""
+    """Return why the groups are unusable for training (too many unscored episodes), or None."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     unscored = [trajectory for trajectory in episodes if trajectory.reward is None]
     if len(unscored) < len(episodes) and len(unscored) <= max_unscored * len(episodes):
@@ -173,12 +174,12 @@ def problem_of(groups: Sequence[Group], max_unscored: float) -> str | None:
     what = f"{len(unscored)} of {len(episodes)} episodes could not be scored"
     if len(unscored) == len(episodes):
         what = f"none of {len(episodes)} episodes could be scored"
-    limit = f"reward.max_unscored is {max_unscored:g}"
-    return f"{what}, and {limit}; mostly: {most_frequent(unscored)}"
+    reason = most_frequent(unscored)
+    return f"{what} (reward.max_unscored is {max_unscored:g}). Most frequent reason: {reason}"
 
 
 class ExpertSource:
-    """The environment's own expert plays the tasks of the step."""
+    """Plays the tasks of the step with the environment's `expert`."""
 
     def __init__(
         self,
@@ -197,8 +198,8 @@ class ExpertSource:
     async def take(self, step: int) -> StepGroups:
         started = time.perf_counter()
         tasks = [self._tasks[number] for number in self._order.batch(step)]
-        played = await asyncio.gather(*(self._play(task, step) for task in tasks))
-        groups = numbered(step, self._order, [[each] for each in played], self._algorithm)
+        episodes = await asyncio.gather(*(self._play(task, step) for task in tasks))
+        groups = numbered(step, self._order, [[episode] for episode in episodes], self._algorithm)
         return demonstrated(step, groups, time.perf_counter() - started)
 
     async def close(self) -> None: ...
@@ -207,14 +208,14 @@ class ExpertSource:
         key = EpisodeKey(step, task.id, 0)
         async with self._gate:
             environment: Any = self._environment(task)
-            found = await play(environment, self._chat, environment.expert(), key=key, **self._limits)
-        if found.status in ("error", "tool_failure") or not found.turns:
-            raise ValueError(f"demonstration {task.id} cannot be played: {found.error or found.status}")
-        return found
+            episode = await play(environment, self._chat, environment.expert(), key=key, **self._limits)
+        if episode.status in ("error", "tool_failure") or not episode.turns:
+            raise ValueError(f"Cannot play demonstration {task.id}: {episode.error or episode.status}")
+        return episode
 
 
 class DatasetSource:
-    """The examples of the step."""
+    """Reads the examples of the step from a dataset."""
 
     def __init__(self, dataset: TokenizedDataset, order: Order, algorithm: Algorithm) -> None:
         self._dataset, self._order, self._algorithm = dataset, order, algorithm
@@ -222,16 +223,16 @@ class DatasetSource:
     async def take(self, step: int) -> StepGroups:
         started = time.perf_counter()
         groups = await in_thread(self._groups, step)
-        found = demonstrated(step, groups, time.perf_counter() - started)
-        found.metrics |= self._dataset.left_out
-        return found
+        batch = demonstrated(step, groups, time.perf_counter() - started)
+        batch.metrics |= self._dataset.left_out
+        return batch
 
     async def close(self) -> None: ...
 
     def _groups(self, step: int) -> list[Group]:
         examples = self._order.batch(step)
-        played = [self._dataset.group(number) for number in examples]
-        groups = numbered(step, self._order, played, self._algorithm)
+        trajectories = [self._dataset.group(number) for number in examples]
+        groups = numbered(step, self._order, trajectories, self._algorithm)
         for number, group in zip(examples, groups, strict=True):
             self._dataset.fill(number, group.rows)
         return groups
@@ -240,13 +241,13 @@ class DatasetSource:
 def numbered(
     step: int, order: Order, played: Sequence[list[Trajectory]], algorithm: Algorithm
 ) -> list[Group]:
-    """Give groups that exist their numbers, their rows and their places."""
+    """Return groups with numbers, training rows and places for lists of existing trajectories."""
     first, place = step * order.batch_size, order.start(step)
     return [Group(first + n, group, algorithm.samples(group), 0, place + n) for n, group in enumerate(played)]
 
 
 def demonstrated(step: int, groups: list[Group], seconds: float) -> StepGroups:
-    """Sum groups up that were not sampled: they are usable, and their rewards say nothing about the model."""
+    """Return the step of groups that the policy did not sample: their rewards say nothing about the model."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     turns = sum(len(trajectory.turns) for trajectory in episodes) / len(episodes)
     metrics = {"demonstrations": float(len(groups)), "turns": turns}
@@ -254,8 +255,8 @@ def demonstrated(step: int, groups: list[Group], seconds: float) -> StepGroups:
 
 
 def most_frequent(unscored: Sequence[Trajectory]) -> str:
-    """Return a reason of the most frequent kind; those that differ in numbers or in what they quote are alike."""
+    """Return an example of the most frequent error, treating errors that differ only in numbers or quotes as one."""
     reasons = [trajectory.error or "no reason given" for trajectory in unscored]
     kinds = [re.sub(r"\d+|'[^']*'|\"[^\"]*\"", "", reason) for reason in reasons]
-    [(most, _)] = Counter(kinds).most_common(1)
-    return reasons[kinds.index(most)]
+    [(most_common, _)] = Counter(kinds).most_common(1)
+    return reasons[kinds.index(most_common)]

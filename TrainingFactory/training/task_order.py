@@ -1,4 +1,4 @@
-"""The order in which a run takes its tasks or examples."""
+"""Shuffled order of a run's tasks or examples."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from TrainingFactory.common.seeds import turn_seed
 
 
 class Order:
-    """Numbers below `size` without end: every number once an epoch, shuffled by the seed and the epoch, or without
-    `shuffle` as they are. A batch ends where an epoch does."""
+    """Endless order of the numbers below `size`: each once per epoch, shuffled by seed and epoch, or ascending if not
+    `shuffle`. The last batch of an epoch may be smaller."""
 
     def __init__(self, size: int, batch_size: int, seed: int, shuffle: bool = True) -> None:
         self.size, self.batch_size, self.seed, self.shuffle = size, batch_size, seed, shuffle
@@ -15,7 +15,7 @@ class Order:
         self._epoch, self._shuffled = -1, list[int]()
 
     def start(self, step: int) -> int:
-        """Return how many are taken before a step, if every step takes one batch."""
+        """Return how many numbers are taken before a step, if every step takes one batch."""
         epoch, place = divmod(step, self.steps_per_epoch)
         return epoch * self.size + place * self.batch_size
 
@@ -23,15 +23,13 @@ class Order:
         return self.take(self.start(step), self.batch_size)
 
     def take(self, start: int, count: int) -> list[int]:
-        """Return the numbers after the first `start`: so many, or fewer where the epoch ends."""
+        """Return `count` numbers after the first `start`, or fewer at the end of an epoch."""
         epoch, place = divmod(start, self.size)
         if not self.shuffle:
             return list(range(place, min(place + count, self.size)))
         if epoch != self._epoch:
-            self._shuffled = sorted(
-                range(self.size), key=lambda n: turn_seed(self.seed, epoch, f"{n}", -1, -1)
-            )
-            self._epoch = epoch
+            seeds = [turn_seed(self.seed, epoch, f"{number}", -1, -1) for number in range(self.size)]
+            self._shuffled, self._epoch = sorted(range(self.size), key=lambda n: seeds[n]), epoch
         return self._shuffled[place : place + count]
 
     def at(self, place: int) -> int:

@@ -1,4 +1,4 @@
-"""A dataset in tokens: its examples, written once by the model's own chat template."""
+"""A dataset's examples, tokenized once with the model's own chat template."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from TrainingFactory.data.rewriting import Unreadable, written_by
 from TrainingFactory.data.trajectories import Kept
 from TrainingFactory.types import Completion, Message, Sample, Task, Trajectory, Turn
 
-TOLD = 3  # rows that were left out, by name
+TOLD = 3  # skipped rows that a message names
 TOLD_EVERY = 10.0  # seconds
 
 
 class Told:
-    """Tells how far long work is, every few seconds."""
+    """Reports the progress of long work every `TOLD_EVERY` seconds."""
 
     def __init__(self, say: Callable[[str], None], total: int) -> None:
-        self._say, self._total, self._told = say, total, time.monotonic()
+        self._say, self._total, self._reported = say, total, time.monotonic()
 
     def at(self, number: int, what: str) -> None:
-        if time.monotonic() - self._told > TOLD_EVERY:
-            self._told = time.monotonic()
+        if time.monotonic() - self._reported > TOLD_EVERY:
+            self._reported = time.monotonic()
             self._say(f"{number} of {self._total} {what}")
 
 
 @dataclass(slots=True)
 class Written:
-    """A conversation in tokens, written once, and where in it each learned turn begins and ends."""
+    """A tokenized conversation, with the token range of each trained turn."""
 
     conversation: Conversation
     token_ids: np.ndarray  # [N]
@@ -44,13 +44,14 @@ class Written:
     messages: list[Message]  # of the turns
 
     def trajectory(self, group: str, member: int) -> Trajectory:
-        ids, given = self.token_ids.tolist(), self.conversation
+        ids, source = self.token_ids.tolist(), self.conversation
         turns = [
             Turn(ids[:begin], Completion(ids[begin:end], [0.0] * (end - begin), "stop"), message)
             for (begin, end), message in zip(self.borders, self.messages, strict=True)
         ]
-        prompt = given.messages[: given.start]
-        return Trajectory(Task(given.id, ""), group, member, prompt, given.tools, turns, reward=given.reward)
+        prompt = source.messages[: source.start]
+        task = Task(source.id, "")
+        return Trajectory(task, group, member, prompt, source.tools, turns, reward=source.reward)
 
     @property
     def length(self) -> int:
@@ -58,9 +59,9 @@ class Written:
 
 
 class TokenizedDataset:
-    """Examples in tokens, written once by this model's own template; tokens that were sampled stay. Those longer than
-    `max_length` are left out and counted in `long`; what the template cannot write is an error, or with `skip_bad_rows`
-    one more of `bad`. Of recorded episodes that belong together there are the best and the worst of those that fit."""
+    """Examples tokenized with the model's own chat template; recorded episodes keep their sampled tokens. Examples over
+    `max_length` tokens are skipped and listed in `long`. Examples that the template cannot render are an error, or with
+    `skip_bad_rows` listed in `bad`. Of a group of recorded episodes, the best and the worst one that fit are kept."""
 
     def __init__(
         self,
@@ -74,24 +75,24 @@ class TokenizedDataset:
         self.bad, self.long = list(examples.bad), list[str]()
         self.unused = sum(examples.unused.values())
         self.ids: list[str] = []
-        # log-probs of the rows of each example, if known beforehand
+        # precomputed log-probs of the reference model, per row of each example
         self.references: list[list[list[float]]] = []
         self._groups: list[list[Written | Kept]] = []
         problems: list[str] = []
-        told = Told(say, len(examples.found))
+        reporter = Told(say, len(examples.found))
         for number, example in enumerate(examples.found, 1):
             try:
                 self._add(example)
             except ValueError as error:
-                problems.append(f"{example.where} cannot be written by the chat template: {error}")
-            told.at(number, "rows are in tokens")
+                problems.append(f"{example.where}: the chat template cannot render it: {error}")
+            reporter.at(number, "rows tokenized")
         self.bad += problems
         if problems and not skip_bad_rows:
             raise ValueError(in_one(problems))
         if not self.ids:
-            unused = [f"{self.unused} recorded episodes teach nothing here"] if self.unused else []
-            raise ValueError(f"no row can be used:\n{in_one([*self.bad, *self.long, *unused])}")
-        for note in [*examples.notes, *self._told()]:
+            unused = [f"{self.unused} recorded episodes give no training signal"] if self.unused else []
+            raise ValueError(f"No usable row in the dataset:\n{in_one([*self.bad, *self.long, *unused])}")
+        for note in [*examples.notes, *self._skipped_notes()]:
             say(note)
 
     def __len__(self) -> int:
@@ -100,30 +101,29 @@ class TokenizedDataset:
     def group(self, number: int) -> list[Trajectory]:
         name = self.ids[number]
         return [
-            each.trajectory(name, member) if isinstance(each, Written) else each.trajectory()
-            for member, each in enumerate(self._groups[number])
+            item.trajectory(name, member) if isinstance(item, Written) else item.trajectory()
+            for member, item in enumerate(self._groups[number])
         ]
 
     def fill(self, number: int, rows: list[Sample]) -> list[Sample]:
-        """Give the rows of an example the log-probs of the reference model where these are known; return them."""
-        for row, known in zip(rows, self.references[number], strict=True) if self.references else ():
-            row.reference = known
+        """Set the precomputed reference log-probs of an example's rows, if there are any; return the rows."""
+        for row, logprobs in zip(rows, self.references[number], strict=True) if self.references else ():
+            row.reference = logprobs
         return rows
 
     @property
     def left_out(self) -> dict[str, float]:
-        """Return how many rows were left out, and why; nothing where none was."""
+        """Return the numbers of skipped rows by reason, without zeros."""
         counts = {"bad": len(self.bad), "long": len(self.long), "unused": self.unused}
         return {f"rows_left_out/{why}": float(count) for why, count in counts.items() if count}
 
-    def _told(self) -> Iterator[str]:
-        """Yield what a user should know about rows that are not learned from."""
+    def _skipped_notes(self) -> Iterator[str]:
         if self.bad:
-            yield f"{len(self.bad)} bad rows are left out: {_first(self.bad)}"
+            yield f"Skipping {len(self.bad)} bad rows: {_first(self.bad)}"
         if self.long:
-            yield f"{len(self.long)} rows are longer than model.max_length and left out: {_first(self.long)}"
+            yield f"Skipping {len(self.long)} rows longer than model.max_length: {_first(self.long)}"
         if self.unused:
-            yield f"{self.unused} recorded episodes teach nothing here and are left out"
+            yield f"Skipping {self.unused} recorded episodes that give no training signal"
 
     def _add(self, example: Example) -> None:
         recorded = example.conversations[0].recorded is not None
@@ -132,45 +132,45 @@ class TokenizedDataset:
         elif recorded:
             group = self._fitting(example, example.conversations)
         else:
-            group = self._if_it_fits(example, [self._written(each) for each in example.conversations])
+            group = self._if_it_fits(example, list(map(self._tokenize, example.conversations)))
         if group:
             self._groups.append(group)
             self.ids.append(example.id)
 
     def _best_and_worst(self, example: Example) -> list[Written | Kept]:
-        """Return the two; where one cannot be used, the next best or the next worst takes its place."""
-        left, found = example.conversations, dict[int, list[Written | Kept]]()
+        """Return the best and the worst episode; an unusable one is replaced by the next best or next worst."""
+        left, tokenized = example.conversations, dict[int, list[Written | Kept]]()
         while pair := best_and_worst(left, reward_of):
             for side in pair:
-                if id(side) not in found:
-                    found[id(side)] = self._fitting(example, [side])
-            if all(found[id(side)] for side in pair):
-                return [each for side in pair for each in found[id(side)]]
-            left = [each for each in left if found.get(id(each), True)]
+                if id(side) not in tokenized:
+                    tokenized[id(side)] = self._fitting(example, [side])
+            if all(tokenized[id(side)] for side in pair):
+                return [item for side in pair for item in tokenized[id(side)]]
+            left = [conversation for conversation in left if tokenized.get(id(conversation), True)]
         self.unused += len(left)
         return []
 
     def _fitting(self, example: Example, episode: list[Conversation]) -> list[Written | Kept]:
-        """Return one recorded episode; nothing where it cannot be used, which is counted."""
+        """Return one recorded episode, or an empty list if it is unusable, which is counted."""
         try:
-            return self._if_it_fits(example, [self._written(each) for each in episode])
+            return self._if_it_fits(example, list(map(self._tokenize, episode)))
         except Unreadable:
             self.unused += 1
             return []
 
     def _if_it_fits(self, example: Example, group: list[Written | Kept]) -> list[Written | Kept]:
-        """Return the group, or nothing where it does not fit."""
-        longest = max(each.length for each in group)
+        """Return the group, or an empty list if it is longer than `max_length`."""
+        longest = max(item.length for item in group)
         if longest <= self.max_length:
             return group
         self.long.append(f"{example.where} has {longest} tokens, over the limit of {self.max_length}")
         return []
 
-    def _written(self, conversation: Conversation) -> Written | Kept:
-        if (kept := conversation.recorded) is not None:
-            episode = kept.trajectory()
-            written = written_by(self.chat, episode)
-            return kept if written is episode else Kept.of(written)
+    def _tokenize(self, conversation: Conversation) -> Written | Kept:
+        if (recorded := conversation.recorded) is not None:
+            episode = recorded.trajectory()
+            rewritten = written_by(self.chat, episode)
+            return recorded if rewritten is episode else Kept.of(rewritten)
         chat, start = self.chat, conversation.start
         messages = [
             self._as_sampled(message, number in conversation.bad)
@@ -178,7 +178,7 @@ class TokenizedDataset:
         ]
         ids = chat.render(messages[:start], conversation.tools)
         borders: list[tuple[int, int]] = []
-        said: list[Message] = []
+        trained: list[Message] = []
         place = start
         while True:
             message, begin = messages[place], len(ids)
@@ -186,28 +186,27 @@ class TokenizedDataset:
             turn = Turn(ids, Completion(sampled, [0.0] * len(sampled), "stop"), message)
             ids = ids + sampled
             borders.append((begin, len(ids)))
-            said.append(message)
-            replies = next(
-                (n for n in range(place + 1, len(messages)) if messages[n].role == "assistant"), None
-            )
-            if replies is None:
+            trained.append(message)
+            later = range(place + 1, len(messages))
+            following = next((n for n in later if messages[n].role == "assistant"), None)
+            if following is None:
                 break
-            ids = ids + chat.extend(turn, messages[place + 1 : replies])
-            place = replies
-        written = Written(conversation, np.asarray(ids, np.int32), borders, said)
+            ids = ids + chat.extend(turn, messages[place + 1 : following])
+            place = following
+        written = Written(conversation, np.asarray(ids, np.int32), borders, trained)
         return self._in_steps(written) if conversation.steps else written
 
     def _in_steps(self, written: Written) -> Written:
-        """Cut the last message into its labelled parts, as if each had been sampled by itself."""
+        """Split the last message into its labelled steps, as if each had been sampled as a turn."""
         steps = written.conversation.steps
         begin, end = written.borders.pop()
         whole, cuts = written.token_ids[begin:end], [begin]
         for number in range(1, len(steps)):
             text = "\n".join(steps[:number]) + "\n"
-            part = np.asarray(self.chat.write(Message("assistant", text), exact=False)[:-1])
-            size = min(len(part), len(whole))
-            same = np.flatnonzero(part[:size] != whole[:size])
-            cuts.append(begin + (int(same[0]) if len(same) else size))
+            prefix = np.asarray(self.chat.write(Message("assistant", text), exact=False)[:-1])
+            size = min(len(prefix), len(whole))
+            different = np.flatnonzero(prefix[:size] != whole[:size])
+            cuts.append(begin + (int(different[0]) if len(different) else size))
         cuts.append(end)
         borders = list(pairwise(cuts))
         if any(left >= right for left, right in borders):
@@ -217,17 +216,17 @@ class TokenizedDataset:
         return written
 
     def _as_sampled(self, message: Message, bad: bool) -> Message:
-        """Read a text of the assistant as the model's own, so that tags become tokens; a bad one may stay a text."""
+        """Parse an assistant text as the model's output, so that tags become tokens. `bad`: keep broken tool calls."""
         if message.role != "assistant" or message.tool_calls or message.reasoning is not None:
             return message
-        read = self.chat.parse_text(message.content)
-        if broken := next((call.error for call in read.tool_calls if call.error), None):
+        parsed = self.chat.parse_text(message.content)
+        if broken := next((call.error for call in parsed.tool_calls if call.error), None):
             if bad:
                 return message
             raise ValueError(f"its text has a broken tool call: {broken}")
-        # A model that always thinks reads a plain answer as a thought that did not end.
-        unended = read.reasoning is not None and not read.content and not read.tool_calls
-        return read if (read.tool_calls or read.reasoning is not None) and not unended else message
+        # The parser of an always-thinking model reads a plain answer as unfinished reasoning.
+        unfinished = parsed.reasoning is not None and not parsed.content and not parsed.tool_calls
+        return parsed if (parsed.tool_calls or parsed.reasoning is not None) and not unfinished else message
 
 
 def _first(texts: Sequence[str]) -> str:

@@ -55,7 +55,7 @@ def test_wrong_options_are_named(name: str, options: dict[str, Any]) -> None:
 
 
 def test_a_policy_that_would_never_learn_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"critic_warmup is 6 of training.max_steps 6"):
+    with pytest.raises(ValueError, match=r"critic_warmup=6 of training.max_steps=6"):
         train(small(tmp_path, training={"algorithm": "ppo"}, ppo={"critic_warmup": 6}), "a")
 
 

@@ -92,7 +92,7 @@ def failing(error: Exception, place: Any, method: str) -> Callable[..., Any]:
             "generate",
             "the device failed: CUDA error: unspecified launch failure.",
         ),
-        (FULL, RunFolder, "append", None, "No space left on device; when that is mended, go on with:"),
+        (FULL, RunFolder, "append", None, "No space left on device. Fix the problem, then run:"),
     ],
 )
 def test_it_is_told_and_the_run_goes_on(
@@ -106,7 +106,7 @@ def test_it_is_told_and_the_run_goes_on(
     [told] = [line.removeprefix("error: ") for line in err.splitlines() if line.startswith("error: ")]
     assert says in told and told.endswith("go on with: tfactory runs resume a")
     assert "allocated by PyTorch" not in told and "Search for" not in told
-    assert phase is None or told.startswith(f"in phase {phase}, after 1 of 3 steps: the device ")
+    assert phase is None or told.startswith(f"In phase {phase}, after 1 of 3 steps: the device ")
     run = RunFolder(Path("runs/a"))
     assert run.state == "failed" and run.status.reason == told
     assert told in re.sub(r"\s+", " ", tfactory("runs", "show", "a", "--json")[1])

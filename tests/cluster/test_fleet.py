@@ -296,7 +296,7 @@ def test_a_place_that_does_not_take_weights_is_lost() -> None:
         fakes.each = stuck
         fleet = Fleet(fakes, 2, 64, said.append, patience=0.05)
         await fleet.update(Weights(1, "x", canary=CANARY))
-        assert fleet.policy_version == 1 and "has not loaded weights within 0.05 s" in said[0]
+        assert fleet.policy_version == 1 and "within 0.05 s" in said[0]
         assert (await fleet.sample([1], SamplingParams(seed=5))).token_ids == [5]
         await fleet.close()
 
@@ -331,7 +331,7 @@ def test_a_fleet_that_closes_as_its_last_sampler_is_lost_lets_nobody_wait() -> N
         await fleet.start()
         fleet._lose(0, fakes.made[0], PlaceLost("gone"))
         await fleet.close()  # before the restart has begun
-        with pytest.raises(SamplersLost, match="the samplers are closed"):
+        with pytest.raises(SamplersLost, match="samplers are closed"):
             await fleet.session().sample([1], params(0))
 
     run(test())

@@ -157,5 +157,5 @@ def test_one_that_cannot_start_says_why(tmp_path: Path) -> None:
         asyncio.run(make(EngineSpec("vllm", "broken", 64)))
     assert f"(log: {logs}/sampler-0.log)\nThe end of its log:\n    (EngineCore)" in str(told.value)
     assert "(EngineCore) ValueError" in (logs / "sampler-0.log").read_text()
-    with pytest.raises(ValueError, match=r"longer than 0.01 s, which compute.start_timeout raises"):
+    with pytest.raises(ValueError, match=r"longer than 0.01 s .*compute.start_timeout"):
         asyncio.run(make(SPEC, 0.01))

@@ -292,7 +292,7 @@ def test_a_judge_that_cannot_be_placed_is_told_at_once() -> None:
         async with AsyncExitStack() as held:
             await open_reward(reward, held, lambda _: None)
 
-    with pytest.raises(ValueError, match=r"reward.judge.replicas=2 cannot be placed: asked for .* 8 GPU"):
+    with pytest.raises(ValueError, match=r"Cannot place reward.judge.replicas=2: requested .* 8 GPU"):
         asyncio.run(opened())
 
 

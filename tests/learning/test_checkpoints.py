@@ -109,7 +109,7 @@ def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
 def test_an_adapter_fits_its_own_base_only(tmp_path: Path) -> None:
     loaded, learner = make(lora=4)
     save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {})
-    with pytest.raises(ValueError, match="frozen weights under its adapter differ"):
+    with pytest.raises(ValueError, match="base model with other weights"):
         load_checkpoint(tmp_path / "c", make(lora=4, seed=3)[1])
 
 
@@ -129,7 +129,7 @@ def test_the_state_where_earlier_versions_wrote_it(tmp_path: Path) -> None:
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
     loaded, learner = make()
-    with pytest.raises(ValueError, match=r"is no checkpoint: learner.json cannot be read"):
+    with pytest.raises(ValueError, match=r"not a checkpoint: .*learner.json"):
         load_checkpoint(tmp_path, learner)
     save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {})
     (tmp_path / "c" / "learner" / "state.safetensors").write_bytes(b"x" * 100)

@@ -18,7 +18,7 @@ from TrainingFactory.learning.forward import tree_mode, tree_states
 from TrainingFactory.learning.tree import attention as tree
 from TrainingFactory.learning.tree import flex as tree_flex
 from TrainingFactory.learning.tree.layers import compiled, fused
-from TrainingFactory.learning.tree.parts import _alike, plan_parts
+from TrainingFactory.learning.tree.parts import _by_length, plan_parts
 
 
 def seen(packed: Pack) -> np.ndarray:
@@ -156,7 +156,7 @@ def test_long_nodes_are_padded_by_little() -> None:
     lengths = [2000, 1500, 1499, 1000, 999, 700, 300, 299, 200, 100, 100]
     starts = np.cumsum([0, *lengths])
     nodes = [Node(int(start), length, 0, -1, 0) for start, length in zip(starts, lengths, strict=False)]
-    rows = [[nodes[number].length for number in part] for part in _alike(nodes)]
+    rows = [[nodes[number].length for number in part] for part in _by_length(nodes)]
     assert sorted(length for row in rows for length in row) == sorted(lengths)
     assert rows[0] == [2000, 1500] and all(min(row) >= 3 / 4 * max(row) for row in rows if max(row) > 256)
     assert rows[-1] == [200, 100, 100]  # short ones may be

@@ -108,7 +108,7 @@ def test_the_steps_say_something() -> None:
 
 def test_all_processes_hear_of_a_checkpoint_that_the_first_cannot_write(pair: Path) -> None:
     texts = [(pair / f"failed-{rank}.txt").read_text() for rank in range(2)]
-    assert "could not be written" in texts[0] and texts[0] == texts[1]
+    assert "Could not write" in texts[0] and texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(

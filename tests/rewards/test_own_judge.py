@@ -56,7 +56,7 @@ def test_it_scores_is_made_anew_when_it_is_killed_and_ends_with_its_run(judge: s
     told = [text for text in watcher.said if "judge" in text]
     assert told[0] == f"starting the judge {judge}: native, engines: 1"
     assert told[1].startswith("judge 0, process ") and "is ready after" in told[1]
-    assert told[2].startswith("judge 0, process") and "it is restarted" in told[2]
+    assert told[2].startswith("judge 0, process") and "restarting it" in told[2]
 
 
 @pytest.mark.slow

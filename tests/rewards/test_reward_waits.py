@@ -33,7 +33,7 @@ def test_rewards_that_are_waited_for_are_told(monkeypatch: pytest.MonkeyPatch):
 
     clock = RewardClock(slow, said.append)
     scored(clock, 3)
-    assert all(re.fullmatch(r"waiting for 3 rewards, the longest for \d+ s so far", text) for text in said)
+    assert all(re.search(r"3 rewards, the longest for \d+ s", text) for text in said)
     scored(clock, 3)  # at once, on another loop
     assert len(said) == 2 and clock.seconds > 0
 
@@ -53,4 +53,4 @@ def test_groups_count_their_members_and_quick_ones_are_not_told(monkeypatch: pyt
     monkeypatch.setattr(waiting, "FIRST", 0.02)
     waits = True
     asyncio.run(clock.group([episode(), episode()]))  # type: ignore[arg-type]
-    assert said[0].startswith("waiting for 2 rewards")
+    assert "2 rewards" in said[0]

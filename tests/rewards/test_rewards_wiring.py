@@ -168,7 +168,7 @@ def test_a_run_stops_where_too_much_is_unscored(tmp_path: Path):
     watcher = Quiet()
     config = small(tmp_path, training={"max_steps": 4}, reward={"max_unscored": 0.7})
     with pytest.raises(
-        ValueError, match=r"stopped after 3 steps.*3 of 4 .*max_unscored is 0.7.*machine is away"
+        ValueError, match=r"after 3 consecutive .*3 of 4 .*max_unscored is 0.7.*machine is away"
     ):
         train(config, "run", watcher, environment=Unreliable)
     warned = [text for text in watcher.said if "episodes could not be scored" in text]

@@ -144,7 +144,7 @@ def test_a_conversation_that_no_longer_fits():
     assert played.status == "truncated" and played.turns == []
     sampler = FakeSampler(say_echo_then_ok, max_length=5)
     [[played]] = rollout(sampler=sampler)
-    assert played.status == "truncated" and played.turns == [] and "the sampler takes 5" in str(played.error)
+    assert played.status == "truncated" and played.turns == [] and "the limit is 5" in str(played.error)
     assert played.reward is None and sampler.requests == []
 
 
@@ -197,7 +197,7 @@ def test_scripts_take_the_same_way_as_samples():
 
 
 def test_a_script_that_ends_too_early():
-    with pytest.raises(ValueError, match="the script ended before the episode did"):
+    with pytest.raises(ValueError, match="the script ended before the episode"):
         asyncio.run(play(Echo(tasks("a")[0]), FakeChat(), []))
 
 

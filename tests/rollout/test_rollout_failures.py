@@ -93,7 +93,7 @@ def test_no_failing_episode_touches_another():
     assert "SystemExit" in errors["step_exit"] and "must return a Step" in errors["step_type"]
     assert "cancelled its own episode" in errors["cancelled"]
     assert "the server died" in errors["gone"]
-    assert errors["hangs"] == "the episode took longer than 1 s"
+    assert "longer than 1 s" in errors["hangs"]
     # Nothing sampled is lost, every environment that was made is closed once, every session once.
     assert len(by_name["step"][0].turns) == 1 and len(by_name["reset"][0].turns) == 0
     assert Echo.closed == {name: 2 for name in names if name != "init"}
@@ -239,7 +239,7 @@ def test_a_chat_format_that_rewrites_history_is_noticed():
             turn.completion.token_ids[0] = 99
             return super().extend(turn, replies)
 
-    with pytest.raises(AssertionError, match="must continue what was sampled"):
+    with pytest.raises(AssertionError, match="must extend the sampled tokens"):
         rollout(chat=Rewrites())
 
 

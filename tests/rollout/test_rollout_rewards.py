@@ -99,6 +99,6 @@ def test_an_environment_without_a_reward():
         return float((await episode.call("echo", text="1")).content)
 
     [[played]] = rollout(Bare)
-    assert played.reward is None and "no reward method" in str(played.error)
+    assert played.reward is None and "no `reward` method" in str(played.error)
     assert played.turns[0].signals == {"polite": 1.0}
     assert rewarded(by_call, environment=Bare).reward == Reward(1.0)

@@ -180,7 +180,7 @@ def test_a_replay_trains_the_recorded_groups_in_their_order(tmp_path: Path) -> N
     for name in ("model.safetensors", "learner/state.safetensors"):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
     (recorded.path / "trajectories.jsonl").unlink()
-    with pytest.raises(ValueError, match="a replay needs its episodes, and it has none"):
+    with pytest.raises(ValueError, match="logging.save_trajectories=false"):
         run(recorded.config, "c", replay="a")
 
 
@@ -203,9 +203,7 @@ def test_a_run_without_samplers_saves_and_says_how_to_go_on(
     patched = {"sample": ("_submit", lost_sample), "update": ("update", lost_update)}[where]
     with monkeypatch.context() as patch:
         patch.setattr(NativeEngine, *patched)
-        with pytest.raises(
-            ValueError, match="no sampler is left; when that is mended, go on with: tfactory runs"
-        ):
+        with pytest.raises(ValueError, match="no sampler is left.*run: tfactory runs"):
             run(ahead(tmp_path, bound, training={"eval_every": 3}), "a")
     folder = RunFolder(tmp_path / "a")
     assert folder.state == "failed" and folder.checkpoints()[-1].name == "step-000003"
@@ -253,7 +251,7 @@ def test_the_sampler_has_weights_of_its_own(lora: bool) -> None:
 
 def test_what_does_not_go_together_is_refused_or_told(tmp_path: Path) -> None:
     config = ahead(tmp_path, sampling={"deterministic": True})
-    with pytest.raises(ValueError, match=r"sampling.deterministic is true.*max_staleness to 0"):
+    with pytest.raises(ValueError, match=r"sampling.deterministic.*max_staleness=0"):
         run(config, "a")
     options = {"async_rollout": True, "async_order": "arrival"}
     assert unused(TrainingConfig(training={"algorithm": "sft"}, optimization=options)) == [

@@ -30,7 +30,7 @@ def test_the_gate_admits_the_groups_of_as_many_steps_as_the_bound(bound: int, ah
             begun = {int(name.partition("/")[0]) for name in learner.script.begun}
             assert begun == set(range(min(step + ahead, 5) + 1))
             assert batch.metrics["staleness/max"] <= bound and batch.metrics["groups/stale"] == 0
-            assert not learner.source._given_up
+            assert not learner.source._stale
         tasks = [name.partition("/")[2] for name in learner.script.begun]
         assert tasks == 2 * [f"t{number}" for number in range(5)]
         assert wrong_in_ledger(learner.rows) == [] and learner.script.running == 0

@@ -260,7 +260,7 @@ def test_mistakes_are_told_all_at_once(tfactory: Run, tmp_path: Path) -> None:
     told = json.loads(out)["findings"]
     assert status == 1 and [(each["name"], each["severity"]) for each in told] == [("config", "error")] * 2
     status, out, _ = tfactory(*asked)
-    assert status == 1 and "training.group_size is 1" in " ".join(out.split())
+    assert status == 1 and "training.group_size=1" in " ".join(out.split())
     (tmp_path / "empty").mkdir()
     status, _, err = tfactory("doctor", "empty")
     assert status == 2 and "holds no model" in err

@@ -176,19 +176,19 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({"training": {"group_size": 1}}, "training.group_size is 1.*needs 2 or more"),
-        ({"training": {"algorithm": "dpo"}}, "dpo learns from rows that exist: data.dataset=FILE"),
-        ({"training": {"minibatches": 2}}, "training.minibatches is 2, which does not divide.* 3"),
-        ({"training": {"algorithm": "kto", "batch_size": 1}}, "training.batch_size is 1, but kto"),
+        ({"training": {"group_size": 1}}, "training.group_size=1.*2 or more"),
+        ({"training": {"algorithm": "dpo"}}, "dpo needs a dataset.*data.dataset=FILE"),
+        ({"training": {"minibatches": 2}}, "training.minibatches=2 does not divide.*=3"),
+        ({"training": {"algorithm": "kto", "batch_size": 1}}, "training.batch_size=1 .*kto"),
         (
             {"training": {"algorithm": "kto", "batch_size": 4, "minibatches": 4}},
-            "training.batch_size is 4 and training.minibatches 4, but kto",
+            "training.batch_size=4 .*training.minibatches=4 .*kto",
         ),
         (  # 7 tasks in batches of 3: 3 steps
             {"training": {"algorithm": "ppo", "max_steps": None}, "ppo": {"critic_warmup": 3}},
-            "ppo.critic_warmup is 3 of 3 steps in all epochs",
+            "ppo.critic_warmup=3 of 3 steps",
         ),
-        ({"sampling": {"temperature": 0.0}}, "sampling.temperature is 0"),
+        ({"sampling": {"temperature": 0.0}}, "sampling.temperature=0"),
         ({"sampling": {"top_p": 0.9}}, "for evaluation"),
         ({"sampling": {"top_k": 5}}, "for evaluation"),
         ({"sampling": {"min_p": 0.1}}, "for evaluation"),
@@ -227,9 +227,7 @@ def test_a_run_goes_on_with_the_same_data_only(tmp_path: Path, key: str) -> None
     Training(small(tmp_path, data={key: str(path)}, **sections), name="a", watcher=Quiet()).run.unlock()
     for changed, count in ([*lines[:3], lines[3].replace("Oslo", "Lima")], 4), (lines[:3], 3):
         path.write_text("\n".join(changed))
-        with pytest.raises(
-            ValueError, match=rf"the 4 tasks or rows that run a was .* changed .* are {count}"
-        ):
+        with pytest.raises(ValueError, match=rf"run a: .* changed \(4 .*{count} now"):
             resume("a", tmp_path)
     path.write_text("\n".join(lines))
     resume("a", tmp_path).run.unlock()
@@ -268,7 +266,7 @@ def test_a_run_without_any_score_stops_and_can_go_on(whole: Path, tmp_path: Path
         return episode.environment.reward(episode)
 
     watcher = Quiet()
-    with pytest.raises(ValueError, match=r"stopped after 3 steps.*the judge is down.*tfactory runs resume"):
+    with pytest.raises(ValueError, match=r"after 3 consecutive .*the judge is down.*tfactory runs resume"):
         train(brief(tmp_path), "a", watcher, environment=Parity, reward=reward)
     assert sum("WARNING" in text and "none of" in text for text in watcher.said) == 3
     run = RunFolder(tmp_path / "a")

@@ -59,7 +59,7 @@ def test_there_must_be_evaluations(tmp_path: Path) -> None:
         ({"training": {"stop_when": {"patience": 1}}}, "training.stop_when"),
         ({"logging": {"output_dir": str(tmp_path), "keep_best": True}}, "logging.keep_best"),
     ):
-        with pytest.raises(ValueError, match=f"{key} goes by evaluations.*eval_every"):
+        with pytest.raises(ValueError, match=f"{key} needs evaluations.*eval_every"):
             train(brief(tmp_path, **sections), "none")
 
 

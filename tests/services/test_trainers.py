@@ -211,7 +211,7 @@ def test_the_split_of_held_out_rows(tmp_path: Path) -> None:
         (rows, {}),
     ]
     for source, options in same:
-        with pytest.raises(ValueError, match="nothing would be held out"):
+        with pytest.raises(ValueError, match="data.heldout and data.dataset are the same rows"):
             SFTTrainer(
                 dataset=source, heldout=source, eval_every=1, output_dir=str(tmp_path / "runs"), **options
             ).train()
@@ -266,7 +266,7 @@ def test_train_takes_a_config_and_the_model_can_be_saved(tmp_path: Path) -> None
         (SFTTrainer, {"dataset": []}, "empty"),
         (GRPOTrainer, {"tools": [len], "tasks": []}, r"tool len: .*use named parameters only"),
         (SFTTrainer, {"learning_rate": 0.0}, "training.learning_rate"),
-        (GRPOTrainer, {"dataset": [{"messages": []}]}, "takes no dataset"),
+        (GRPOTrainer, {"dataset": [{"messages": []}]}, "not on a dataset"),
     ],
 )
 def test_mistakes(trainer: Callable[..., Any], options: dict[str, Any], text: str) -> None:

@@ -184,7 +184,7 @@ def test_a_run_waits_for_its_tools_and_then_gives_up(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Interrupts, "pause", paused)
     watcher, objects = Quiet(), Objects(environment=Alone)
     run = Training(config(tmp_path, training={"max_steps": 20}), name="a", objects=objects, watcher=watcher)
-    with pytest.raises(ValueError, match=r"stopped after 8 steps.*it is down.*tfactory runs resume"):
+    with pytest.raises(ValueError, match=r"after 8 consecutive .*it is down.*tfactory runs resume"):
         run.train()
     assert pauses == [1, 2, 4, 8, 16, 30, 30]
     assert [row["episodes/tool_failure"] for row in RunFolder(tmp_path / "a").metrics()] == [4.0] * 7

@@ -197,8 +197,8 @@ def test_tools_and_tasks_alone_make_a_run(folder: Path, tfactory: Run) -> None:
     assert status == 0 and "no held-out tasks" not in err, err
     assert [each.task.id for each in load_trajectories("more.jsonl")] == ["more-1"]
     for command, says in (
-        (["rollout", "plain.yaml", "data.tasks=null"], "its tasks come from a file: data.tasks=FILE.jsonl"),
-        (["train", "plain.yaml", "data.tasks=null"], "its tasks come from a file: data.tasks=FILE.jsonl"),
+        (["rollout", "plain.yaml", "data.tasks=null"], "data.tasks=FILE.jsonl"),
+        (["train", "plain.yaml", "data.tasks=null"], "data.tasks=FILE.jsonl"),
         (["train", "plain.yaml", "training.eval_every=1"], "data.heldout=FILE.jsonl"),
         (["train", "plain.yaml", "--replay", "zzz"], "there is no recording 'zzz' to replay"),
         (["train", "plain.yaml", "tools.0=search"], "tools.0: "),

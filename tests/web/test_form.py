@@ -124,8 +124,8 @@ reward: {type: rule_based, options: {rule: exatc}}
         ("training: {algorithm: sft}", "environment.environment_id", "no environment is named"),
         ("tools: [calculator]", "data.tasks", "data.tasks=FILE"),
         ("training: {algorithm: dpo}", "", "data.dataset=FILE"),
-        ("environment: search\ntraining: {group_size: 1}", "", "training.group_size is 1"),
-        ("environment: search\ndata: {dataset: rows.jsonl}", "", "takes no dataset"),
+        ("environment: search\ntraining: {group_size: 1}", "", "training.group_size=1"),
+        ("environment: search\ndata: {dataset: rows.jsonl}", "", "not on a dataset"),
     ],
 )
 def test_a_config_that_cannot_start_has_a_problem(

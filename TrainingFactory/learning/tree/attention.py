@@ -1,7 +1,7 @@
-"""Attention over a prefix tree: every token sees the tokens before it on its own path to the top.
+"""Attention over a prefix tree: every token attends to the tokens before it on its own path to the root.
 
-The layers around attention see each token of the tree once. Attention itself goes over pairs of a node and
-what lies below it on a CPU (`parts.py`), and is one FlexAttention call on a GPU (`flex.py`).
+All other layers compute each token of the tree once. On a CPU, attention runs over pairs of a node and its descendants
+(`parts.py`); on a GPU it is one FlexAttention call (`flex.py`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from TrainingFactory.learning.tree.flex import block_mask, flex
 from TrainingFactory.learning.tree.parts import Part, attend, plan_parts
 
 ATTENTION = "tfactory_tree"
-# What models hand to their attention function and what changes its result.
+# Arguments that some models pass to their attention function and that would change its result.
 NOT_HANDLED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
 
 
 def plan_tree(pack: Pack, device: torch.device) -> list[Part] | Any:
-    """Return what travels through the model as a keyword argument: parts, or on a GPU FlexAttention's block mask."""
+    """Return the `tfactory_tree` argument that the model passes to its attention: parts, or a block mask on a GPU."""
     return block_mask(pack, device) if device.type == "cuda" else plan_parts(pack.nodes, device)
 
 
@@ -36,9 +36,9 @@ def tree_attention(
     tfactory_tree: list[Part] | Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend over the tree: [1, N, H, dv]. Dropout of attention weights is not applied."""
-    if odd := [name for name in NOT_HANDLED if kwargs.get(name) is not None]:
-        raise ValueError(f"tree attention knows no {odd[0]}")
+    """Return the attention outputs [1, N, H, dv]. Attention dropout is not applied."""
+    if unsupported := [name for name in NOT_HANDLED if kwargs.get(name) is not None]:
+        raise ValueError(f"tree attention does not support {unsupported[0]}")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if not isinstance(tfactory_tree, list):
         return flex(query, key, value, tfactory_tree, scale).transpose(1, 2), None
@@ -46,5 +46,5 @@ def tree_attention(
     return attend(q, k, v, tfactory_tree, scale)[None], None
 
 
-# No mask function goes with it: transformers builds no mask for an attention it has no mask function for.
+# No mask function is registered: transformers then builds no mask for this attention.
 AttentionInterface.register(ATTENTION, tree_attention)

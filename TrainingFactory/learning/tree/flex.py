@@ -1,4 +1,4 @@
-"""Attention over a prefix tree on a GPU: one FlexAttention call over the flat tokens, with a block mask."""
+"""Tree attention on a GPU: one FlexAttention call over the flattened tokens, with a block mask."""
 
 from __future__ import annotations
 
@@ -12,59 +12,62 @@ import torch
 from TrainingFactory.data.packing import Node, Pack
 from TrainingFactory.learning.tree.parts import below
 
-BLOCK = 128  # FlexAttention's own
+BLOCK = 128  # FlexAttention's default block size
 
 
 def seen_pairs(pack: Pack) -> np.ndarray:
-    """Count the (token, seen token) pairs in each block, node by node: all N x N have no room in a long pack."""
+    """Count the unmasked (query, key) pairs in each block, node by node: an N x N mask of a long pack is too large."""
     blocks = -(-len(pack.token_ids) // BLOCK)
     pairs = np.zeros((blocks, blocks), np.int64)
     shares = [_share(node) for node in pack.nodes]
     for node, (first, own) in zip(pack.nodes, shares, strict=True):
         end = first + len(own)
-        # Its own tokens: all of the blocks before, and of the same block what is not later.
+        # Within the node: all pairs with earlier blocks, and the causal half within a block.
         pairs[first:end, first:end] += np.tril(np.outer(own, own), -1) + np.diag(own * (own + 1) // 2)
-        above = node.parent
-        while above >= 0:
-            start, theirs = shares[above]
-            pairs[first:end, start : start + len(theirs)] += np.outer(own, theirs)
-            above = pack.nodes[above].parent
+        ancestor = node.parent
+        while ancestor >= 0:
+            start, counts = shares[ancestor]
+            pairs[first:end, start : start + len(counts)] += np.outer(own, counts)
+            ancestor = pack.nodes[ancestor].parent
     return pairs
 
 
 def _share(node: Node) -> tuple[int, np.ndarray]:
-    """The first block that a node has tokens in, and how many it has in that one and each further one."""
+    """Return the first block that holds tokens of the node, and the node's token count in it and each further block."""
     borders = np.arange(node.start // BLOCK, (node.start + node.length - 1) // BLOCK + 2) * BLOCK
     return node.start // BLOCK, np.diff(borders.clip(node.start, node.start + node.length))
 
 
 def whole_blocks(pack: Pack) -> Pack:
-    """Return the pack with tokens of no use behind it, so that all blocks are full: FlexAttention is quicker then."""
+    """Pad the pack to a multiple of the block size, because FlexAttention is faster on full blocks."""
     size = len(pack.token_ids)
-    more = -size % BLOCK
-    ids, positions = np.pad(pack.token_ids, (0, more)), np.append(pack.positions, np.arange(more))
-    nodes = [*pack.nodes, Node(size, more, 0, -1, 0)] if more else pack.nodes
+    padding = -size % BLOCK
+    ids, positions = np.pad(pack.token_ids, (0, padding)), np.append(pack.positions, np.arange(padding))
+    nodes = [*pack.nodes, Node(size, padding, 0, -1, 0)] if padding else pack.nodes
     return replace(pack, token_ids=ids, positions=positions, nodes=nodes)
 
 
 def block_mask(pack: Pack, device: torch.device) -> Any:
-    """A token sees those before it whose node it is in or below: these follow each other in the flat tree."""
+    """Return FlexAttention's mask: a key is visible to later tokens of its node and the node's descendants."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    ends, lengths = [each.stop for each in below(pack.nodes)], [node.length for node in pack.nodes]
+    ends, lengths = [tokens.stop for tokens in below(pack.nodes)], [node.length for node in pack.nodes]
     end = torch.from_numpy(np.repeat(ends, lengths).astype(np.int32)).to(device)
 
     def sees(_b: Any, _h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (k <= q) & (q < end[k])
 
     pairs, size = torch.from_numpy(seen_pairs(pack)), len(pack.token_ids)
-    whole = pairs == BLOCK * BLOCK  # these need no look at the mask
+    full = pairs == BLOCK * BLOCK  # blocks in which no pair is masked
     parts: list[torch.Tensor] = []
-    for blocks in ((pairs > 0) & ~whole, whole):  # how many in each row, and which, those first
+    for blocks in (
+        (pairs > 0) & ~full,
+        full,
+    ):  # number of key blocks per query block, and their indices first
         parts += [blocks.sum(-1, dtype=torch.int32), (~blocks).int().argsort(dim=-1, stable=True).int()]
-    counts, which, whole_counts, whole_which = (part[None, None].to(device) for part in parts)
+    counts, indices, full_counts, full_indices = (part[None, None].to(device) for part in parts)
     return BlockMask.from_kv_blocks(
-        counts, which, whole_counts, whole_which, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size)
+        counts, indices, full_counts, full_indices, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size)
     )
 
 
@@ -80,5 +83,5 @@ def flex(
 ) -> torch.Tensor:
     return _compiled()(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1],
-        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # its kernel for short queries fails on some shapes
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # the kernel for short queries fails on some shapes
     )  # fmt: skip

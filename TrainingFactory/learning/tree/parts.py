@@ -1,9 +1,9 @@
-"""Attention over a prefix tree on a CPU, in parts: the tokens of each node against themselves, and all tokens
-below a node against that node. No key is copied to the branches that see it.
+"""Tree attention on a CPU, in parts: the tokens of each node against themselves, and all descendants of a node against
+that node. No key is copied to the branches that attend to it.
 
-What a token sees of each part is a softmax of its own with the logarithm of its sum; by these the parts are
-merged into one softmax over the whole path. Backwards, every part has the gradient that it would have within
-that one softmax, so it only needs the merged result and sum.
+Each part computes its own softmax and log-sum-exp; these merge the parts into one softmax over the whole path. In the
+backward pass every part has the gradient that it has within the merged softmax, so it needs only the merged output and
+log-sum-exp.
 
 Legend: N tokens of the tree, n nodes of a part padded to T queries and A keys, H query heads, K key heads,
 G = H / K, d head size.
@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from TrainingFactory.data.packing import Node
 
-FREE_PADDING = 256  # tokens; to compute so many more costs no more than one more part
+FREE_PADDING = 256  # padding tokens that cost no more than one further part
 
 
 @dataclass(slots=True)
@@ -28,9 +28,9 @@ class Side:
     """The queries or the keys of a part: n rows of tokens, padded to one length. A single row is a slice."""
 
     rows: int  # n
-    padded: torch.Tensor | slice  # [n * length] flat indices, padded with 0
-    places: torch.Tensor | None  # which of these are real; None: all
-    tokens: torch.Tensor | slice  # the real ones
+    padded: torch.Tensor | slice  # [n * length] token indices, padded with 0
+    places: torch.Tensor | None  # positions in `padded` that are not padding; None: all
+    tokens: torch.Tensor | slice  # token indices without padding
 
     def spread(self, states: torch.Tensor) -> torch.Tensor:
         """[N, ...] -> [n, length, ...]"""
@@ -48,12 +48,12 @@ class Side:
 class Part:
     queries: Side
     keys: Side
-    own: bool  # the nodes against themselves, so later tokens are not seen
-    hidden: torch.Tensor | None  # [n, 1, 1, A] or [1, 1, T, A], additive; None: every query sees every key
+    own: bool  # nodes against themselves: causal
+    hidden: torch.Tensor | None  # additive mask [n, 1, 1, A] or [1, 1, T, A]; None: nothing is masked
     _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """For queries [n, K, G * T, d]. Made by the first layer for the others."""
+        """Return the mask for queries [n, K, G * T, d], cached for the following layers."""
         if self.hidden is None:
             return None
         if (groups, dtype) not in self._masks:
@@ -62,40 +62,41 @@ class Part:
 
 
 def plan_parts(nodes: list[Node], device: torch.device) -> list[Part]:
-    """First the nodes against themselves; then, level by level, what lies below nodes against these."""
-    under = below(nodes)
+    """Return the parts: first the nodes against themselves, then level by level the descendants against their nodes."""
+    descendants = below(nodes)
     levels: list[list[int]] = [[] for _ in range(1 + max(node.level for node in nodes))]
     for number, node in enumerate(nodes):
         levels[node.level].append(number)
     parts = []
-    for numbers in _alike(nodes):
+    for numbers in _by_length(nodes):
         side, _ = _side([_own(nodes[number]) for number in numbers], device)
         length = max(nodes[number].length for number in numbers)
         later = torch.full((length, length), -torch.inf).triu(1)[None, None].to(device)
         parts.append(Part(side, side, True, later if length > 1 else None))
     for numbers in levels:
-        above = [number for number in numbers if len(under[number])]
-        if above:
-            queries, _ = _side([under[number] for number in above], device)
-            keys, real = _side([_own(nodes[number]) for number in above], device)
+        parents = [number for number in numbers if len(descendants[number])]
+        if parents:
+            queries, _ = _side([descendants[number] for number in parents], device)
+            keys, real = _side([_own(nodes[number]) for number in parents], device)
             hidden = torch.where(torch.from_numpy(real), 0.0, -torch.inf)[:, None, None].to(device)
             parts.append(Part(queries, keys, False, None if keys.places is None else hidden))
     return parts
 
 
-def _alike(nodes: list[Node]) -> list[list[int]]:
-    """Nodes of like length together: every part costs some time, and so does padding, for long ones by its square."""
-    found: list[list[int]] = []
+def _by_length(nodes: list[Node]) -> list[list[int]]:
+    """Group nodes of similar length, trading the fixed cost of a part against padding, whose cost is quadratic."""
+    groups: list[list[int]] = []
     longest = real = padding = 0
     for number in sorted(range(len(nodes)), key=lambda number: -nodes[number].length):
         length = nodes[number].length
-        unlike = longest > FREE_PADDING and length < 3 / 4 * longest
-        if not found or unlike or padding + longest - length > max(FREE_PADDING, real // 2):
-            found.append([])
+        too_short = longest > FREE_PADDING and length < 3 / 4 * longest
+        if not groups or too_short or padding + longest - length > max(FREE_PADDING, real // 2):
+            groups.append([])
             longest, real, padding = length, 0, 0
-        found[-1].append(number)
-        real, padding = real + length, padding + longest - length
-    return found
+        groups[-1].append(number)
+        real += length
+        padding += longest - length
+    return groups
 
 
 def _own(node: Node) -> range:
@@ -103,7 +104,7 @@ def _own(node: Node) -> range:
 
 
 def below(nodes: list[Node]) -> list[range]:
-    """The tokens below each node: nodes are in the order of a walk, so they follow its own without a gap."""
+    """Return the token range of each node's descendants. Nodes are in depth-first order, so it follows its own."""
     ends = [node.start + node.length for node in nodes]
     for number in reversed(range(len(nodes))):
         parent = nodes[number].parent
@@ -113,8 +114,8 @@ def below(nodes: list[Node]) -> list[range]:
 
 
 def _side(rows: list[range], device: torch.device) -> tuple[Side, np.ndarray]:
-    """And which places are real, [n, length]."""
-    starts, lengths = (np.array(each) for each in zip(*((row.start, len(row)) for row in rows), strict=True))
+    """Return the side of these token ranges, and a mask [n, length] that is False at padding."""
+    starts, lengths = np.array([row.start for row in rows]), np.array([len(row) for row in rows])
     columns = np.arange(lengths.max())
     real = columns < lengths[:, None]
     if len(rows) == 1:
@@ -132,7 +133,7 @@ def attend(
 ) -> torch.Tensor:
     """[N, H, d], [N, K, d], [N, K, dv] -> [N, H, dv]"""
     size = value.shape[-1]
-    if size < key.shape[-1]:  # the kernel takes one size; zeros add nothing
+    if size < key.shape[-1]:  # the kernel needs equal head sizes; zero padding changes nothing
         value = pad(value, (0, key.shape[-1] - size))
     q = query.unflatten(1, (key.shape[1], -1))  # [N, K, G, d]
     out: Any = _Attention.apply(q, key, value, parts, scale)
@@ -155,7 +156,7 @@ class _Attention(torch.autograd.Function):
     ) -> torch.Tensor:
         flash, groups = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, q.shape[2]
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)  # [N, K, G, d]
-        total = torch.empty(*q.shape[:3], 1, dtype=torch.float32, device=q.device)  # logarithms of the sums
+        total = torch.empty(*q.shape[:3], 1, dtype=torch.float32, device=q.device)  # log-sum-exp
         inputs: list[torch.Tensor] = []
         for part in parts:
             queries = part.queries
@@ -185,15 +186,17 @@ class _Attention(torch.autograd.Function):
         for number, part in enumerate(ctx.parts):
             queries, keys = part.queries, part.keys
             grad = queries.spread(grads[0].contiguous())
-            if queries.places is not None:  # padding has no part in the gradient of keys and values
+            if (
+                queries.places is not None
+            ):  # padded queries must not contribute to the gradients of keys and values
                 real = grad.new_zeros(grad.shape[0] * grad.shape[1]).index_fill_(0, queries.places, 1.0)
                 grad = grad * real.view(*grad.shape[:2], 1, 1, 1)
             sums = _fold(queries.spread(total))[..., 0].contiguous()
-            found = flash(
+            part_grads = flash(
                 _fold(grad), *inputs[3 * number : 3 * number + 3], _fold(queries.spread(out)), sums, 0.0, False,
                 attn_mask=part.mask(groups, out.dtype), scale=ctx.scale,
             )  # fmt: skip
-            grad_of[0][queries.tokens] += queries.gather(_unfold(found[0], groups))
-            for each, part_grad in zip(grad_of[1:], found[1:], strict=True):
-                each[keys.tokens] += keys.gather(part_grad.transpose(1, 2))
+            grad_of[0][queries.tokens] += queries.gather(_unfold(part_grads[0], groups))
+            for total_grad, part_grad in zip(grad_of[1:], part_grads[1:], strict=True):
+                total_grad[keys.tokens] += keys.gather(part_grad.transpose(1, 2))
         return (*grad_of, None, None)
