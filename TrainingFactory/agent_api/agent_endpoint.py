@@ -23,13 +23,7 @@ from TrainingFactory.protocols import Sampler, SamplingSession
 from TrainingFactory.rollout.episode import EpisodeRules
 from TrainingFactory.tools.threads import in_thread
 
-ANEW = (
-    "rewritten",
-    "arguments",
-    "tools",
-    "cut",
-    "template",
-)  # reasons to render a history again from its messages
+ANEW = ("rewritten", "arguments", "tools", "cut", "template")  # reasons to render a history from scratch
 SETTINGS = {"temperature", "top_p", "top_k", "min_p", "seed"}  # request parameters that the config overrides
 REFUSED = ("max_turns", "context_length_exceeded")
 COUNTS = ("turns", "rows", *ANEW, "aborted", "malformed", "refused", "ignored", "unknown_key")
@@ -44,18 +38,15 @@ class Given(BaseModel):
 
 
 class Calls:
-    """The requests of one episode.
-
-    Only the rules decide how turns are sampled, because training assumes the full softmax at their temperature.
-    `failed` gets the exception of the sampler, which must stop the run and not only this client."""
+    """The requests of one episode. Only the rules decide how turns are sampled, because training assumes the full
+    softmax at their temperature. `failed` gets an exception of the sampler, which must stop the run."""
 
     def __init__(
         self, rules: EpisodeRules, sampler: Sampler, first: SamplingSession, seed_of: Callable[[int], int],
         counts: Counter[str],
     ) -> None:  # fmt: skip
         self._rules, self._sampler, self._seed_of, self._counts = rules, sampler, seed_of, counts
-        self._turns_left = rules.max_turns
-        self._free = [first]  # unused sessions
+        self._turns_left, self._free = rules.max_turns, [first]
         self._opened: list[SamplingSession] = []
         self._repeats: Counter[int] = Counter()  # request hash -> number of such requests
         self._running: set[asyncio.Future[Any]] = set()
@@ -128,9 +119,7 @@ class Calls:
             raise ApiError(text, status=403, code="max_turns")
         if room < 1:
             self.full = True
-            text = (
-                f"the messages have {limit - room} tokens, but the context has {limit}. Shorten the messages"
-            )
+            text = f"the messages have {limit - room} tokens, the context has {limit}. Shorten the messages"
             raise ApiError(text, "messages", code="context_length_exceeded")
         self._turns_left -= request.n
         most = min(params["max_tokens"], room)

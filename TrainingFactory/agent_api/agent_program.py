@@ -50,8 +50,7 @@ class ProgramFailed(Exception):
 
 @checked_dataclass(config=STRICT, frozen=True)
 class ProgramOptions:
-    """environment.options of a command: its working directory, the names of environment variables to pass on, and the
-    maximum number of concurrent processes."""
+    """environment.options of a command: working directory, environment variables to pass on, maximum processes."""
 
     cwd: str = "."
     env: list[Text] = Field(default_factory=list)
@@ -72,8 +71,9 @@ class AgentProgram:
             text = f"cannot find the program {name!r} of environment.command"
             raise ValueError(f"{text}: it is neither on the PATH nor at {self.cwd / name}")
         if missing := [name for name in self.options.env if name not in os.environ]:
-            text = f"environment.options.env lists {', '.join(missing)}, which is not set"
-            raise ValueError(f"{text}. Set the environment variable, or remove it from the list")
+            raise ValueError(
+                f"environment.options.env lists {', '.join(missing)}. Set it, or remove it there"
+            )
         self.endpoint = Endpoint()
 
     def __call__(self, task: Task) -> ProgramEpisode:
@@ -81,9 +81,7 @@ class AgentProgram:
 
     def tasks(self, split: str, seed: int, count: int) -> Iterable[Task]:
         key = "heldout" if split == "heldout" else "tasks"
-        raise ValueError(
-            f"environment.command generates no tasks. Give a file of tasks: data.{key}=FILE.jsonl"
-        )
+        raise ValueError(f"environment.command generates no tasks. Set data.{key}=FILE.jsonl")
 
 
 class Scored(ToolEnvironment):
@@ -141,8 +139,7 @@ class ProgramEpisode(Scored):
                 raise ProgramFailed(f"the program ended with {how}: {clean(last.strip())[-MAX_ERROR_CHARS:]}")
 
     async def _run(self, env: dict[str, str], lifeline: int, stdin: Any, *outputs: Any) -> int:
-        """Run the program and return its exit status. Its process group is killed at the end, or by the kernel if this
-        process dies, which closes the other end of the pipe `lifeline`."""
+        """Return the exit status. The process group is killed at the end, also if this process dies (`lifeline`)."""
         from TrainingFactory.common.workers.child import kill_at_hangup  # not available on Windows
 
         options: dict[str, Any] = {"cwd": self._program.cwd, "env": env, "pass_fds": [lifeline]}
@@ -171,11 +168,7 @@ class ProgramEpisode(Scored):
                 return
             except ValidationError as error:
                 problem = error.errors(include_url=False)[0]
-                if problem["type"] not in (
-                    "json_invalid",
-                    "model_type",
-                    "missing",
-                ):  # else it is unrelated output
+                if problem["type"] not in ("json_invalid", "model_type", "missing"):  # unrelated output
                     self.given, self.why = None, f"the program's reward is invalid: {problem['msg']}"
                     return
 
@@ -206,8 +199,7 @@ class ProgramRun(EpisodeRun):
         self._sampler = sampler
 
     async def _turns(self, environment: Any) -> None:
-        endpoint, trajectory = environment.endpoint, self.trajectory
-        problem = None
+        endpoint, trajectory, problem = environment.endpoint, self.trajectory, None
         calls = Calls(self.rules, self._sampler, self.session, self.seed_of, endpoint.counts)
         with endpoint.admitted(environment.key, calls):
             playing = asyncio.ensure_future(environment.play(calls))

@@ -48,7 +48,6 @@ class Conversations:
         return Node(Turn(self._chat.render(messages, tools), *no_answer), messages, tools, why)
 
     def add(self, node: Node, completion: Completion, message: Message, session: SamplingSession) -> None:
-        """Add the answer to a node that `begin` returned."""
         turn, messages = Turn(node.turn.prompt_ids, completion, message), [*node.messages, message]
         self.answered.append(replace(node, turn=turn, messages=messages, session=session))
 

@@ -76,10 +76,11 @@ class TurnReader:
 
     def _tokens_for(self, token_ids: Sequence[int], characters: int) -> int:
         """Return the number of tokens after which the text has at least `characters` whole characters."""
-        sizes = range(1, len(token_ids))
-        return 1 + bisect_left(
-            sizes, True, key=lambda size: len(self.text(token_ids[:size]).rstrip(HALF)) >= characters
-        )
+
+        def enough(size: int) -> bool:
+            return len(self.text(token_ids[:size]).rstrip(HALF)) >= characters
+
+        return 1 + bisect_left(range(1, len(token_ids)), True, key=enough)
 
     def logprobs(self, completion: Completion, cut: Cut | None) -> list[dict[str, Any]]:
         """Return one entry per token of the text, without the stop token and stop string."""

@@ -12,13 +12,7 @@ from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.evaluation import statistics
-from TrainingFactory.evaluation.records import (
-    EvaluationRecord,
-    Say,
-    TaskOutcome,
-    all_records,
-    read_records,
-)
+from TrainingFactory.evaluation.records import EvaluationRecord, Say, TaskOutcome, all_records, read_records
 from TrainingFactory.evaluation.requests import RecordedEvaluation, ask, ask_model
 from TrainingFactory.evaluation.suites import check_overrides, load_suite, suite_evaluations
 from TrainingFactory.resolve.model_names import find_model

@@ -67,9 +67,7 @@ def sections_of(found: Named) -> dict[str, dict[str, Any]]:
 
 def overrides_of(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the options of sections as overrides for `load_config`."""
-    return [
-        key_value(f"{name}.{key}", value) for name, keys in sections.items() for key, value in keys.items()
-    ]
+    return [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]
 
 
 def learned_tasks(run: Maker) -> dict[str, Any]:

@@ -68,9 +68,8 @@ class Gate(Section):
         text = f"is not an entry of the suite. Its entries: {', '.join(entries)}"
         found = [Problem(key, text, name) for key, name in named if name is not None and name not in entries]
         text = "has no limit. Set worse_by, at_least or at_most"
-        return found + [
-            Problem(("gate", "guards", n), text) for n, g in enumerate(self.guards) if not g.limits()
-        ]
+        unlimited = [n for n, guard in enumerate(self.guards) if not guard.limits()]
+        return found + [Problem(("gate", "guards", n), text) for n in unlimited]
 
     def asked(self, first: bool) -> list[Guard]:
         """Return the guards to check. For the first champion these are the guards with an absolute limit."""
@@ -110,8 +109,7 @@ def measure(outcomes: Sequence[TaskOutcome], metric: Metric) -> float | None:
 def check(
     guard: Guard, main: str, ours: Sequence[TaskOutcome], theirs: Sequence[TaskOutcome] | None
 ) -> Check:
-    """Check a guard on the outcomes of challenger (`ours`) and champion (`theirs`, None: no champion) on the same
-    tasks."""
+    """Check a guard on outcomes of the challenger (`ours`) and the champion (`theirs`, or None) on the same tasks."""
     value = measure(ours, guard.metric)
     champion = None if theirs is None else measure(theirs, guard.metric)
     name = f"{guard.metric} on {guard.entry or main}"

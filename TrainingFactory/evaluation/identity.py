@@ -18,22 +18,14 @@ from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Task
 
 WEIGHTS = (".safetensors", ".bin", ".gguf")
-SHAPING = (
-    "family",
-    "tools_format",
-    "dtype",
-    "max_length",
-    "thinking",
-    "quantization",
-)  # options that change outputs
+SHAPING = ("family", "tools_format", "dtype", "max_length", "thinking", "quantization")  # they change outputs
 FREE = {"slots", "deterministic"}  # sampling options that change only the speed or the shapes of the engine
 
 
 def identity(
     model: ModelSection, name: str, run: RunFolder | None = None, step: int | None = None, saved: bool = True
 ) -> ModelIdentity:
-    """Return the identity of a model: the digest of its weights (None unless `saved`), and the run and step that
-    produced it."""
+    """Return the identity of a model: the digest of its weights, if they are `saved`, and its run and step."""
     options = {key: value for key in SHAPING if (value := getattr(model, key)) is not None}
     about = {} if run is None else {"run": run.name, "run_id": run.about.get("id"), "step": step}
     return ModelIdentity(name=name, digest=model_digest(model) if saved else None, options=options, **about)

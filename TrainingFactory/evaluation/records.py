@@ -61,8 +61,6 @@ class EpisodeOutcome(_Plain):
 
 
 class TaskOutcome(_Plain):
-    """Results of the episodes of one task."""
-
     task: str
     digest: str  # of the task's contents, because another task can have the same id
     episodes: list[EpisodeOutcome]
@@ -139,7 +137,7 @@ def make_record(
         by_task.setdefault(episode.task.id, []).append(episode)
     outcomes = [
         TaskOutcome(
-            task=name, digest=task_digest(group[0].task), episodes=[EpisodeOutcome.of(e) for e in group]
+            task=name, digest=task_digest(group[0].task), episodes=list(map(EpisodeOutcome.of, group))
         )
         for name, group in by_task.items()
     ]
@@ -236,7 +234,7 @@ def _read(line: bytes) -> EvaluationRecord:
         version = row["version"]
         if isinstance(version, int) and version > VERSION:
             raise ValueError(
-                f"the record has version {version}, but this TrainingFactory reads only up to {VERSION}. Update it"
+                f"record version {version} is newer than the supported {VERSION}. Update TrainingFactory"
             )
         return EvaluationRecord.model_validate(row)
     except (

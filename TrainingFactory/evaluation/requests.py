@@ -16,13 +16,7 @@ from TrainingFactory.config.names import full_key
 from TrainingFactory.evaluation import evaluation as evaluations
 from TrainingFactory.evaluation.evaluation import Evaluation
 from TrainingFactory.evaluation.identity import conditions, identity
-from TrainingFactory.evaluation.records import (
-    EvaluationRecord,
-    Say,
-    append_record,
-    make_record,
-    tasks_digest,
-)
+from TrainingFactory.evaluation.records import EvaluationRecord, Say, append_record, make_record, tasks_digest
 from TrainingFactory.evaluation.rollouts import Report
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.registry.rows import Version
@@ -91,9 +85,7 @@ class RecordedEvaluation(Evaluation):
         asked = self.asked
         episodes_file = os.path.relpath(self.path.resolve(), asked.records.parent.resolve())
         played = {episode.task.id for episode in report.trajectories}
-        tasks = [
-            task for task in self.tasks if task.id in played
-        ]  # not all if a sequential test stopped early
+        tasks = [task for task in self.tasks if task.id in played]  # not all if a test stopped early
         actual = self.conditions.model_copy(update={"tasks": tasks_digest(tasks), "count": len(tasks)})
         self.record: EvaluationRecord | None = make_record(
             report.trajectories, self.model, actual, report.metrics, by="eval", scored_by=self.scored_by,
@@ -114,9 +106,8 @@ def record_of_training(
     own = [*given, run.about.get("id")] if given else []
     model = identity(config.model, f"{run.name}@step-{step}", run, step, saved=False)
     scored_by = "a reward from Python" if "reward" in given else scored_by
-    record = make_record(
-        played, model, conditions(config, tasks, 1, own), metrics, by="training", scored_by=scored_by
-    )
+    under = conditions(config, tasks, 1, own)
+    record = make_record(played, model, under, metrics, by="training", scored_by=scored_by)
     append_record(run.path / EVALUATIONS, record)
 
 
@@ -151,9 +142,7 @@ def ask(
     if resolved.maker is not None:
         _check_objects(resolved.maker, config, env is not None)
     if learned and config.data.tasks == learned["tasks"]:
-        say(
-            "note: the run has no held-out tasks, so its training tasks are used. Choose others: --tasks FILE"
-        )
+        say("note: the run has no held-out tasks, so its training tasks are used. To change: --tasks FILE")
     return _request(resolved, config, registry_path(runs, registry))
 
 

@@ -109,8 +109,7 @@ BUILTIN: dict[str, dict[str, Any]] = {
 
 
 def load_suite(source: str) -> tuple[Suite, Path | None]:
-    """Load a suite by name or file; return it and the folder of the file (None if built in). Raise ConfigError with all
-    problems."""
+    """Load a suite by name or file; return it and its folder, None if built in. Raise ConfigError if it is invalid."""
     path, known = Path(source).expanduser(), ", ".join(BUILTIN)
     if source in BUILTIN and not path.exists():
         return Suite(**BUILTIN[source]), None

@@ -34,8 +34,7 @@ class Decision:
 
 @dataclass(slots=True)
 class Duel:
-    """Sequential test of a challenger: the champion's success rate on each task, in an order that depends only on the
-    seed, and the level and alpha of the gate."""
+    """Sequential test against the champion's success rate on each task, in an order that depends only on the seed."""
 
     order: list[str]
     shares: list[float]

@@ -38,8 +38,7 @@ def registry_path(runs: str | Path = "runs", path: str | Path | None = None) -> 
 
 
 class Catalogue:
-    """The registry of one SQLite file. Each method is one transaction and safe across processes. Reading never creates
-    the file."""
+    """The registry of one SQLite file. Each method is one transaction; reading never creates the file."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -206,9 +205,7 @@ class Catalogue:
             versions = {version.number: version for version in all_versions(db, model)}
             previous = [number for number in history if number != was and number in versions]
             if not previous:
-                raise ValueError(
-                    f"cannot roll back {model}@{alias}: it has no previous version that still exists"
-                )
+                raise ValueError(f"cannot roll back {model}@{alias}: no earlier version of it exists")
             return self._move(db, versions[previous[-1]], alias, was, "rollback", None), was
 
     def _move(
@@ -247,9 +244,7 @@ class Catalogue:
             version = found_version(db, name, self.path)
             if version.aliases:
                 aliases = " and ".join(f"{version.model}@{alias}" for alias in version.aliases)
-                raise ValueError(
-                    f"cannot delete {version}: it is {aliases}. Move the alias to another version or remove it first"
-                )
+                raise ValueError(f"cannot delete {version}: it is {aliases}. Move or remove the alias first")
             db.execute("DELETE FROM versions WHERE model = ? AND number = ?", (version.model, version.number))
             write_decision(
                 db, version.model, None, version.number, None, "delete", {"digest": version.digest}

@@ -95,9 +95,7 @@ class Database:
         if schema or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             if _pragma(connection, "application_id") == OURS:
                 return  # another process has just created it
-            raise ValueError(
-                f"{self.path} is the database of another program, not a registry. Choose another file"
-            )
+            raise ValueError(f"{self.path} is the database of another program. Choose another file")
         _to_wal(connection)
         connection.execute("BEGIN IMMEDIATE")
         if _pragma(connection, "user_version") == 0:

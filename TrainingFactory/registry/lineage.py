@@ -92,7 +92,7 @@ def told(node: Node) -> tuple[str, list[tuple[str, str]]]:
         digest = node["tools"]["digest"]
         rows.append(("tools", ", ".join(names) + (f", digest {digest[:32]}" if digest else "")))
     metrics = [
-        f"{key} {value:.4g}" for key, value in node["metrics"].items() if key.startswith("eval/success")
+        f"{name} {value:.4g}" for name, value in node["metrics"].items() if name.startswith("eval/success")
     ]
     return title, rows + ([("measured", ", ".join(metrics))] if metrics else [])
 

@@ -23,7 +23,7 @@ WRITTEN = re.compile(rf"(?P<model>{NAME.pattern})(:(?P<number>\d+)|@(?P<alias>{N
 DIGEST = re.compile(r"[0-9a-f]{64}")
 OF_RUNS = re.compile(
     r"step-\d+|best|last|latest|\d+"
-)  # reserved for checkpoints and versions, invalid as aliases
+)  # names of checkpoints and versions, invalid as aliases
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,17 +53,11 @@ class Version:
 def check_name(name: str, what: str = "model") -> None:
     """Raise ValueError if `name` is not valid for a registered model or an alias; `what` is "model" or "alias"."""
     if not NAME.fullmatch(name):
-        raise ValueError(
-            f"invalid {what} name {name!r}: use letters, digits and . _ - only, a letter or digit first"
-        )
+        raise ValueError(f"invalid {what} name {name!r}: it must match {NAME.pattern}")
     if what == "alias" and OF_RUNS.fullmatch(name):
-        raise ValueError(
-            f"invalid alias {name!r}: the name is reserved for versions and checkpoints. Choose another"
-        )
+        raise ValueError(f"invalid alias {name!r}: reserved for versions and checkpoints. Choose another")
     if what == "model" and name.lower() in SUPPORTED_MODELS:
-        raise ValueError(
-            f"invalid model name {name!r}: it is the short name of a supported model. Choose another"
-        )
+        raise ValueError(f"invalid model name {name!r}: it is a supported model. Choose another")
 
 
 def find_version(db: sqlite3.Connection, written: re.Match[str]) -> Version | None:

@@ -42,10 +42,8 @@ def digest_of(sums: dict[str, str]) -> str:
 
 
 def stated_digest(folder: Path) -> str | None:
-    """Return the digest of the model in a folder from its checksum file, without reading the weights; None if the
-    checksum of a file is missing."""
-    sums = read_sums(folder)
-    names = {path.name for path in model_files(folder)}
+    """Return the digest of a model from its checksum file, without reading weights; None if a checksum is missing."""
+    sums, names = read_sums(folder), {path.name for path in model_files(folder)}
     return digest_of({name: sums[name] for name in names}) if names and names <= sums.keys() else None
 
 
@@ -86,7 +84,7 @@ class Store:
             sync(*part.iterdir(), part)
         except OSError as error:
             raise OSError(
-                f"cannot copy {source} to {self.path}: {error.strerror}. Nothing was registered"
+                f"cannot copy {source} to {self.path}: {error.strerror}. Nothing registered"
             ) from error
 
     def name(self, part: Path, digest: str) -> None:
@@ -140,9 +138,7 @@ def sums_of(folder: Path) -> dict[str, str]:
         raise ValueError(f"{folder} is damaged: {', '.join(damaged)}: missing or different from {SUMS}")
     files = model_files(folder)
     if not any(path.suffix == WEIGHTS for path in files):
-        raise ValueError(
-            f"{folder} has no {WEIGHTS} weights. Convert the model first: other formats can execute code when loaded"
-        )
+        raise ValueError(f"{folder} has no {WEIGHTS} weights. Convert the model: other formats can run code")
     root = folder.resolve()
     allowed = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
     for path in files:

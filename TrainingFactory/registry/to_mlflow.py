@@ -24,10 +24,10 @@ def to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[di
     try:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         existing = client.get_experiment_by_name(EXPERIMENT)
-        experiment = (
+        experiment_id = (
             existing.experiment_id if existing else client.create_experiment(EXPERIMENT, _artifacts(uri))
         )
-        run = client.create_run(experiment, run_name=str(version), tags=_tags(version))
+        run = client.create_run(experiment_id, run_name=str(version), tags=_tags(version))
         run_id = run.info.run_id
         for record in evaluations:
             for name, value in record.get("metrics", {}).items():

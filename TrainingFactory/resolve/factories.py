@@ -26,9 +26,7 @@ from TrainingFactory.training.dataset import Objects, read_objects
 FILE = "factories.yaml"
 # kind of id -> config keys that accept it; the value or keys of an entry without sections belong to the first one
 KINDS = {
-    "environments": (
-        "environment.environment_id",
-    ),  # first, because an entry can contain ids of the other kinds
+    "environments": ("environment.environment_id",),  # first, because an entry can contain other kinds of ids
     "models": ("model.name",),
     "datasets": ("data.dataset", "data.tasks", "data.heldout"),
     "compute": ("compute.allocation_id",),
@@ -170,14 +168,10 @@ def with_rows(config: TrainingConfig, given: Objects, say: Say = lambda _: None)
     Python objects, stay as they are. Report each resolved id with `say`."""
     objects = dataclasses.replace(given)
     no_heldout = given.heldout is None and given.heldout_tasks is None
-    missing = {
-        "tasks": given.tasks is None,
-        "dataset": given.examples is None,
-        "heldout": no_heldout and config.training.eval_every is not None,
-    }
-    rows = {
-        key: _rows(key, getattr(config.data, key), say) if read else None for key, read in missing.items()
-    }
+    evaluates = no_heldout and config.training.eval_every is not None
+    needed = {"tasks": given.tasks is None, "dataset": given.examples is None, "heldout": evaluates}
+    data = config.data
+    rows = {key: _rows(key, getattr(data, key), say) if read else None for key, read in needed.items()}
     read_objects(config, objects, **rows)
     return objects
 
@@ -218,9 +212,7 @@ def with_machines(config: TrainingConfig, allocation: Allocation | None, say: Sa
         return config
     requested, available = config.compute.num_gpus, allocation.num_gpus
     if requested is not None and available is not None and requested > available:
-        raise ValueError(
-            f"compute.num_gpus is {requested}, but allocation {allocation.id} has {available} GPUs"
-        )
+        raise ValueError(f"compute.num_gpus={requested}, but allocation {allocation.id} has {available} GPUs")
     options = {"num_gpus": available, "backend": allocation.backend}
     entry = TrainingConfig(compute={key: value for key, value in options.items() if value is not None})
     filled = _fill(config, entry, ())
@@ -239,8 +231,7 @@ def told_with_places(kind: str) -> Iterator[None]:
 
 
 def nowhere(kind: str, name: str, last: object) -> ValueError:
-    """Return the error for an unknown id. It starts with `last`, the error of the last place that was searched, and
-    lists the other places."""
+    """Return the error for an unknown id: `last`, the error of the last lookup, and the other places searched."""
     near = did_you_mean(nearest(name, entries()[kind], cutoff=0.5))
     result = f"not under {kind}{near}" if Path(FILE).is_file() else "no such file in this folder"
     places = f"in {FILE} ({result})"

@@ -122,9 +122,7 @@ def with_model(config: TrainingConfig) -> TrainingConfig:
             changes |= {name: getattr(trained, name) for name in unset}
             if model.revision is not None:
                 key = "revision"
-                raise ValueError(
-                    f"applies only to models of the hub, but {model.name} was trained here. Remove it"
-                )
+                raise ValueError(f"is only for hub models, but {model.name} was trained here. Remove it")
         if model.adapter is not None:
             key = "adapter"
             if resolved.adapter is not None:
@@ -227,9 +225,7 @@ def chosen_checkpoint(run: RunFolder, which: str) -> Path:
     """Return a checkpoint of a run: "last", "step-40" or "best". Without evaluations, "best" is the last one."""
     checkpoints = run.checkpoints()
     if not checkpoints:
-        raise ValueError(
-            f"run {run.name} has no checkpoint yet. Wait for its first one, or choose another run"
-        )
+        raise ValueError(f"run {run.name} has no checkpoint yet. Wait for the first one, or use another run")
     if which == "best" and (best := run.best()) is not None:
         return best
     if which in ("best", "last"):

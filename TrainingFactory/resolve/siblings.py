@@ -37,7 +37,7 @@ class Sibling:
             manager = getattr(import_module(f"{self.package}.services"), self.manager)()
         except Exception as error:  # foreign code
             raise ValueError(
-                f"{self.package} is installed, but {where}() failed: {describe(error)}"
+                f"{self.package} is installed, but {where}() fails: {describe(error)}"
             ) from error
         if not hasattr(manager, self.needed):
             raise ValueError(
@@ -56,9 +56,7 @@ class Sibling:
         except LookupError:
             return None
         except Exception as error:  # foreign code
-            log.warning(
-                "%s failed to look up %r, trying other sources: %s", self.package, name, describe(error)
-            )
+            log.warning("%s failed to look up %r; trying elsewhere: %s", self.package, name, describe(error))
             return None
 
 
@@ -98,9 +96,7 @@ class Allocation:
             gpus = getattr(spec, "count", None)
         name = str(source.allocation_id)
         if gpus is not None and (not isinstance(gpus, int) or gpus < 1):
-            raise ValueError(
-                f"allocation {name!r} has {gpus!r} GPUs, but must have an integer number of at least 1"
-            )
+            raise ValueError(f"allocation {name!r} has {gpus!r} GPUs; the number must be an integer from 1")
         release = getattr(source, "release", None)
         if release is None and COMPUTE.installed and (by_id := COMPUTE.method("release_resource")):
             release = functools.partial(by_id, name)

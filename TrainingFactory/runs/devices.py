@@ -10,9 +10,7 @@ _MEMORY = re.compile(
     r"(CUDA|HIP|XPU|MPS backend)( error:)? out of memory|_ALLOC_FAILED|can't allocate memory"
 )
 _FAILED = re.compile(r"(CUDA|HIP|cuDNN) error|Triton Error \[")
-_REST = re.compile(
-    r"\s*(\n|Of the allocated memory|If reserved but).*", re.DOTALL
-)  # hints for torch developers
+_REST = re.compile(r"\s*(\n|Of the allocated memory|If reserved but).*", re.DOTALL)  # hints for developers
 LESS = (
     "To save memory, lower training.token_budget, set training.gradient_checkpointing=true or lower sampling.slots; "
     "a resumed run reads these from its config.yaml. A new run can also use a smaller model.max_length, "

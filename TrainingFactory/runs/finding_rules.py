@@ -159,9 +159,7 @@ def _logprobs(window: StepWindow) -> str | None:
     # With policy lag, tokens of older weights differ anyway and importance weights correct for it.
     name = "mismatch" if "staleness_gap" in window.last[-1] else "logprob_diff"
     if (now := window.values(name)) and min(now) > (limit := window.max_logprob_diff):
-        return (
-            f"Log-probs of sampler and learner differ by {now[-1]:.3g} per token on average (limit {limit:g})"
-        )
+        return f"Log-probs of sampler and learner differ by {now[-1]:.3g} per token (limit {limit:g})"
 
 
 def _gradient(window: StepWindow) -> str | None:
@@ -184,9 +182,8 @@ def _judge(window: StepWindow) -> str | None:
 
 def _tool_success(window: StepWindow) -> str | None:
     now = window.values("tool_success")
-    baselines = [
-        fmean(values) for rows in (window.start, window.before) if (values := _values(rows, "tool_success"))
-    ]
+    earlier = [_values(rows, "tool_success") for rows in (window.start, window.before)]
+    baselines = [fmean(values) for values in earlier if values]
     if now and baselines and len(window.before) >= START_STEPS and max(now) < max(baselines) - 0.25:
         return f"The share of successful tool calls fell from {max(baselines):.0%} to {now[-1]:.0%}"
 

@@ -128,9 +128,7 @@ class RunFolder:
         if path.is_dir() and any(path.iterdir()):
             resume = f"resume it: {cls(path).resume_command}"
             remedy = resume if is_run(path) else "remove the folder, which is not a run"
-            raise ValueError(
-                f"run {name} already exists in {path}. Choose another name with --name, or {remedy}"
-            )
+            raise ValueError(f"run {name} already exists in {path}. Choose another --name, or {remedy}")
         if problems := [Problem(key, SECRET) for key, _ in secrets_in(options)]:
             raise config.wrong(problems)
         run = cls(path.with_name(f".{name}.part"))
@@ -156,7 +154,7 @@ class RunFolder:
                 return cls(path)
         if (path := Path(runs).expanduser() / name).is_dir():
             raise ValueError(
-                f"{path} is not a complete run: {CONFIG} or {ABOUT} is missing. Restore the file, or remove the folder"
+                f"{path} is not a complete run: {CONFIG} or {ABOUT} is missing. Restore or remove it"
             )
         known = ", ".join(run.name for run in list_runs(runs)) or "none"
         raise ValueError(f"there is no run {name!r} in {runs}. Existing runs: {known}")
@@ -358,9 +356,7 @@ class TrainingReport:
 
 
 def is_run(path: Path) -> bool:
-    return all(
-        os.path.isfile(path / name) for name in (CONFIG, ABOUT)
-    )  # False without permission, never an error
+    return all(os.path.isfile(path / name) for name in (CONFIG, ABOUT))  # False without permission, no error
 
 
 def list_runs(runs: str | Path = "runs") -> list[RunFolder]:

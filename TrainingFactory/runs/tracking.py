@@ -43,7 +43,6 @@ SHORT = {
 
 
 def in_short(metrics: dict[str, float]) -> str:
-    """Return the main metrics of a step in one line."""
     parts = [text.format(metrics[name]) for name, text in SHORT.items() if name in metrics]
     if "episodes/unscored" in metrics and "reward" not in metrics:
         parts.insert(0, "no episode could be scored")
@@ -51,12 +50,8 @@ def in_short(metrics: dict[str, float]) -> str:
         if unscored := int(metrics["episodes/unscored"]):
             parts.append(f"{unscored} of {int(metrics['episodes'])} unscored")
         if not metrics.get("rows"):
-            equal = (
-                "equal rewards in every group of scored episodes"
-                if unscored
-                else "equal rewards in every group"
-            )
-            parts.append(f"{equal}, nothing to learn")
+            groups = "all groups of scored episodes" if unscored else "all groups"
+            parts.append(f"equal rewards in {groups}, nothing to learn")
     if lost := int(metrics.get("episodes/tool_failure", 0)):
         parts.append(f"{lost} episodes lost to unavailable tools")
     return "  ".join(parts)
