@@ -115,7 +115,7 @@ def load_suite(source: str) -> tuple[Suite, Path | None]:
         return Suite(**BUILTIN[source]), None
     if not path.exists() and path.suffix not in (".yaml", ".yml"):
         near = did_you_mean(nearest(source, BUILTIN))
-        raise ValueError(f"there is no suite {source!r}{near}. Use a YAML file or a built-in suite: {known}")
+        raise ValueError(f"there is no suite {source!r}. Use a YAML file or a built-in suite: {known}{near}")
     problems: list[Problem] = []
     places: dict[Key, str] = {}
     data = read_yaml(path, places, problems, "a list `entries:`, each with an environment or tasks")
