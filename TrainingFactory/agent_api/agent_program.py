@@ -1,5 +1,5 @@
-"""A user's own agent as an environment: for each episode its program is started with an address and a key, plays with
-its own tools, and says at its end what the episode was worth."""
+"""A user's own agent program as an environment. Each episode starts the program with an endpoint address and a key; the
+program uses its own tools and reports the episode's reward."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Task, Trajectory
 
-# What a program gets of our environment besides what `env` names: enough to start, and nothing secret.
+# Environment variables that every program inherits, besides those in `env`: enough to start, and no secrets.
 INHERITED = "HOME LANG LC_ALL LD_LIBRARY_PATH LOGNAME PATH SHELL TERM TMPDIR TZ USER".split()
-NAMES = {each.value: each.name for each in signal.Signals}  # real-time signals have none
-MAX_PROCESSES = 16  # programs at a time, unless environment.options says otherwise
-POLL = 0.02  # seconds between two looks at a program
-MOST_WRITTEN = 64 * 2**20  # bytes on stdout or stderr
-READ = 64 * 1024  # bytes of the end of what it wrote
+NAMES = {number.value: number.name for number in signal.Signals}  # real-time signals have no names
+MAX_PROCESSES = 16  # default of environment.options.processes
+POLL = 0.02  # seconds between two checks of a running program
+MOST_WRITTEN = 64 * 2**20  # maximum bytes on stdout or stderr
+READ = 64 * 1024  # bytes read from the end of an output file
 KILL_SECONDS = 10.0  # for a killed program to end; then the run continues without it
 log = logging.getLogger(__name__)
 
 
 class ProgramFailed(Exception):
-    """Says what a program did wrong."""
+    """An error of the user's program, which ends its episode and not the run."""
 
 
 @checked_dataclass(config=STRICT, frozen=True)
 class ProgramOptions:
-    """Options of a command: its folder, the names of variables that it may see, and how many run at a time."""
+    """environment.options of a command: working directory, environment variables to pass on, maximum processes."""
 
     cwd: str = "."
     env: list[Text] = Field(default_factory=list)
@@ -58,7 +58,7 @@ class ProgramOptions:
 
 
 class AgentProgram:
-    """Makes the environments, one for each episode. Its endpoint is open for a run."""
+    """Environment factory: each episode runs the command once. All episodes share one endpoint."""
 
     def __init__(self, command: str, options: Mapping[str, Any]) -> None:
         self.options: ProgramOptions = make_from(ProgramOptions, options, "environment.command")
@@ -68,10 +68,12 @@ class AgentProgram:
             raise ValueError(f"environment.command={command}: {error}") from error
         name = self.argv[0] if self.argv else ""
         if shutil.which(str(self.cwd / name) if "/" in name else name) is None:
-            text = f"environment.command names the program {name!r}, "
-            raise ValueError(f"{text}which is neither on the PATH nor at {self.cwd / name}")
+            text = f"cannot find the program {name!r} of environment.command"
+            raise ValueError(f"{text}: it is neither on the PATH nor at {self.cwd / name}")
         if missing := [name for name in self.options.env if name not in os.environ]:
-            raise ValueError(f"environment.options.env names {', '.join(missing)}: set it, or leave it out")
+            raise ValueError(
+                f"environment.options.env lists {', '.join(missing)}. Set it, or remove it there"
+            )
         self.endpoint = Endpoint()
 
     def __call__(self, task: Task) -> ProgramEpisode:
@@ -79,14 +81,14 @@ class AgentProgram:
 
     def tasks(self, split: str, seed: int, count: int) -> Iterable[Task]:
         key = "heldout" if split == "heldout" else "tasks"
-        raise ValueError(f"environment.command makes no tasks: give a file of them, data.{key}=FILE.jsonl")
+        raise ValueError(f"environment.command generates no tasks. Set data.{key}=FILE.jsonl")
 
 
 class Scored(ToolEnvironment):
-    """An episode at an endpoint, under a key, that says itself what it was worth; `why` it has not."""
+    """An episode whose client reports the reward itself, at an endpoint and under a key."""
 
     given: Given | None = None
-    why = "no reward was posted"
+    why = "no reward was posted"  # error if `given` is None
 
     def __init__(self, task: Task, endpoint: Endpoint, key: str) -> None:
         super().__init__(task)
@@ -99,33 +101,33 @@ class Scored(ToolEnvironment):
 
 
 class ProgramEpisode(Scored):
-    """One episode of a program."""
+    """An episode played by one process of the user's program."""
 
-    why = 'the program printed no line of JSON with "reward", and posted none'
+    why = 'the program neither printed a line of JSON with "reward" nor posted a reward'
 
     def __init__(self, task: Task, program: AgentProgram) -> None:
         super().__init__(task, program.endpoint, new_key())
         self._program = program
 
     async def play(self, calls: Calls) -> None:
-        """Run the program to its end; raise ProgramFailed where it fails. However this ends, nothing goes on."""
-        shown = {name: os.environ.get(name) for name in (*INHERITED, *self._program.options.env)}
-        with contextlib.ExitStack() as held:
-            # Files, not pipes: who has been started by it may hold a pipe for ever. Nobody finds them by a name.
-            out, err = (held.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-            life, ours = os.pipe()
-            for end in (life, ours):
-                held.callback(os.close, end)
+        """Run the program until it exits; raise ProgramFailed if it fails. No process is left running in any case."""
+        inherited = {name: os.environ.get(name) for name in (*INHERITED, *self._program.options.env)}
+        with contextlib.ExitStack() as stack:
+            # Unnamed files, not pipes, because a child of the program can keep a pipe open forever.
+            out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            lifeline, our_end = os.pipe()
+            for end in (lifeline, our_end):
+                stack.callback(os.close, end)
             folder = tempfile.TemporaryDirectory(prefix="tfactory-episode-", ignore_cleanup_errors=True)
-            file = Path(held.enter_context(folder), "task.json")
+            file = Path(stack.enter_context(folder), "task.json")
             row = trajectory_to_dict(Trajectory(self.task, group=""))["task"]
             file.write_text(json.dumps(row, default=str), encoding="utf-8")
             base_url = self.endpoint.base_url
             own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": self.key}
             own |= {"TFACTORY_TASK": str(file), "NO_PROXY": "127.0.0.1,localhost"}
-            env = {name: value for name, value in shown.items() if value is not None} | own
+            env = {name: value for name, value in inherited.items() if value is not None} | own
             try:
-                status = await self._run(env, life, held.enter_context(file.open("rb")), out, err)
+                status = await self._run(env, lifeline, stack.enter_context(file.open("rb")), out, err)
             except OSError as error:
                 raise ProgramFailed(f"the program cannot be started: {error.strerror}") from error
             self._read(_end_of(out), calls)
@@ -136,18 +138,18 @@ class ProgramEpisode(Scored):
                 last = next((line for line in reversed(lines) if line.strip()), "nothing on stderr")
                 raise ProgramFailed(f"the program ended with {how}: {clean(last.strip())[-MAX_ERROR_CHARS:]}")
 
-    async def _run(self, env: dict[str, str], life: int, stdin: Any, *outputs: Any) -> int:
-        """Return its status. Its group ends with us: by `_kill`, or by the kernel when our end of `life` closes."""
-        from TrainingFactory.common.workers.child import kill_at_hangup  # not on Windows
+    async def _run(self, env: dict[str, str], lifeline: int, stdin: Any, *outputs: Any) -> int:
+        """Return the exit status. The process group is killed at the end, also if this process dies (`lifeline`)."""
+        from TrainingFactory.common.workers.child import kill_at_hangup  # not available on Windows
 
-        its: dict[str, Any] = {"cwd": self._program.cwd, "env": env, "pass_fds": [life]}
+        options: dict[str, Any] = {"cwd": self._program.cwd, "env": env, "pass_fds": [lifeline]}
         args = (self._program.argv, -1, None, stdin, *outputs)
-        process = subprocess.Popen(*args, **its, start_new_session=True)  # a group of its own
+        process = subprocess.Popen(*args, **options, start_new_session=True)  # in its own process group
         try:
-            kill_at_hangup(life, process.pid)
+            kill_at_hangup(lifeline, process.pid)
             while process.poll() is None:
                 await asyncio.sleep(POLL)
-                if any(os.fstat(each.fileno()).st_size > MOST_WRITTEN for each in outputs):
+                if any(os.fstat(file.fileno()).st_size > MOST_WRITTEN for file in outputs):
                     raise ProgramFailed(f"the program wrote more than {MOST_WRITTEN} bytes")
             return process.returncode
         finally:
@@ -158,27 +160,27 @@ class ProgramEpisode(Scored):
                 log.warning("process %d of environment.command cannot be killed", process.pid)
 
     def _read(self, printed: str, calls: Calls) -> None:
-        """Take the reward of the last line that has one, else the one that was posted."""
+        """Set the reward from the last printed line that has one, else from the posted reward."""
         self.given = calls.given
         for line in reversed([line for line in printed.split("\n") if '"reward"' in line]):
             try:
                 self.given = Given.model_validate_json(line)
                 return
             except ValidationError as error:
-                wrong = error.errors(include_url=False)[0]
-                if wrong["type"] not in ("json_invalid", "model_type", "missing"):  # about something else
-                    self.given, self.why = None, f"the program's reward is of no use: {wrong['msg']}"
+                problem = error.errors(include_url=False)[0]
+                if problem["type"] not in ("json_invalid", "model_type", "missing"):  # unrelated output
+                    self.given, self.why = None, f"the program's reward is invalid: {problem['msg']}"
                     return
 
 
 def _kill(process: subprocess.Popen[bytes], task_file: str) -> None:
-    """Kill the program's process group, and where there is /proc the processes that left the group, which still have
-    its TFACTORY_TASK."""
-    gone = contextlib.suppress(OSError)  # it has ended, or is not ours
-    with gone:
+    """Kill the program's process group. On systems with /proc, also kill processes that left the group, found by their
+    TFACTORY_TASK."""
+    ignore_errors = contextlib.suppress(OSError)  # the process has ended, or belongs to another user
+    with ignore_errors:
         os.killpg(process.pid, signal.SIGKILL)
     for environ in glob.glob("/proc/[0-9]*/environ"):
-        with gone:
+        with ignore_errors:
             if f"TFACTORY_TASK={task_file}".encode() in Path(environ).read_bytes().split(b"\0"):
                 os.kill(int(environ.split("/")[2]), signal.SIGKILL)
     process.wait()
@@ -190,7 +192,7 @@ def _end_of(file: IO[bytes]) -> str:
 
 
 class ProgramRun(EpisodeRun):
-    """An episode whose turns are the calls that a program makes."""
+    """An episode whose turns are the requests of a program."""
 
     def __init__(self, rules: EpisodeRules, trajectory: Trajectory, sampler: Sampler, *given: Any) -> None:
         super().__init__(rules, trajectory, sampler.session(), sampler.max_length, *given)
@@ -206,31 +208,31 @@ class ProgramRun(EpisodeRun):
             finally:
                 playing.cancel()
                 await asyncio.gather(playing, return_exceptions=True)
-                order = await calls.close()
-                trajectory.turns = [each.turn for each in order]
-                for first in order[:1]:
-                    trajectory.prompt, trajectory.tools = first.messages[:-1], first.tools
+                nodes = await calls.close()
+                trajectory.turns = [node.turn for node in nodes]
+                if nodes:
+                    trajectory.prompt, trajectory.tools = nodes[0].messages[:-1], nodes[0].tools
         if not calls.failed.cancelled():
-            calls.failed.result()  # raises: the sampler's failure is the run's
+            calls.failed.result()  # raises the sampler's error, which stops the run
         try:
             playing.result()
         except ProgramFailed as error:
             problem = str(error)
-        if not order:
-            self._end("error", problem or "the program ended without an answered call to OPENAI_BASE_URL")
+        if not nodes:
+            self._end("error", problem or "the program made no successful request to OPENAI_BASE_URL")
         elif calls.limited:
             self._end("max_turns", None)
-        elif calls.full or order[-1].turn.completion.finish == "length":
+        elif calls.full or nodes[-1].turn.completion.finish == "length":
             self._end("truncated", None)
         else:
             self._end("done" if problem is None else "error", problem)
 
     def _check(self) -> None:
-        """Leave it to `Conversations`: a prompt goes on from what was sampled, or begins a row."""
+        """Check nothing: `Conversations` makes each prompt extend the sampled tokens or start a new row."""
 
 
 class ProgramRollouts(RolloutEngine):
-    """Plays episodes of an `AgentProgram`."""
+    """Runs episodes of an `AgentProgram`."""
 
     def _new(self, trajectory: Trajectory, sampler: Sampler, *given: Any) -> EpisodeRun:
         return ProgramRun(self.rules, trajectory, sampler, *given)

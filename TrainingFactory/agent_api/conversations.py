@@ -1,5 +1,5 @@
-"""The conversations of one episode, as a tree of turns. A request that continues what was answered gets the tokens of
-that turn and what the template puts behind it; any other is written anew, and begins a row of its own."""
+"""The conversations of one episode as a tree of turns. The prompt of a request that continues an earlier turn is that
+turn's sampled tokens plus the new messages; any other request is rendered from scratch and starts a training row."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MIN_QUOTE = 20  # characters: shorter answers, such as "yes", occur in other tex
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A request: the turn that it continues, and what came after that, or `why` there is no such turn. When it has been
-    answered, `session` has the tokens of the answer, until a request that continues it takes the session over."""
+    """A request. `parent` is the turn that it continues, `replies` the messages after it; `why` is "extended", or the
+    reason why it continues no turn. Once answered, `session` caches its tokens for a request that continues it."""
 
     turn: Turn
-    messages: list[Message]  # that were sent, and the answer
+    messages: list[Message]  # of the request, then the answer
     tools: list[ToolSpec]
     why: str
     parent: Node | None = None
@@ -28,71 +28,74 @@ class Node:
 
 
 class Conversations:
-    """Keeps turns in the order in which they ended, so that each stands behind the one that it continues."""
+    """Holds the turns in the order in which they ended, so that a turn always follows its parent."""
 
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
         self.answered: list[Node] = []
 
     def begin(self, messages: list[Message], tools: list[ToolSpec]) -> Node:
-        """Return a request with its prompt; raise ValueError where the template cannot write it."""
-        before, why = self._continued(messages, tools)
-        nothing = Completion([], [], "length"), Message("assistant")
-        if before is not None:
-            replies, turn = messages[len(before.messages) :], before.turn
+        """Return a node with the prompt of a request; raise ValueError if the chat template cannot render it."""
+        parent, why = self._continued(messages, tools)
+        no_answer = Completion([], [], "length"), Message("assistant")
+        if parent is not None:
+            replies, turn = messages[len(parent.messages) :], parent.turn
             try:
                 ids = turn.prompt_ids + turn.completion.token_ids + self._chat.extend(turn, replies)
-                return Node(Turn(ids, *nothing), messages, tools, "extended", before, replies)
-            except ValueError:  # a reply that the template does not write there
+                return Node(Turn(ids, *no_answer), messages, tools, "extended", parent, replies)
+            except ValueError:  # the template does not allow such a reply there
                 why = "template"
-        return Node(Turn(self._chat.render(messages, tools), *nothing), messages, tools, why)
+        return Node(Turn(self._chat.render(messages, tools), *no_answer), messages, tools, why)
 
-    def add(self, begun: Node, completion: Completion, message: Message, session: SamplingSession) -> None:
-        turn, messages = Turn(begun.turn.prompt_ids, completion, message), [*begun.messages, message]
-        self.answered.append(replace(begun, turn=turn, messages=messages, session=session))
+    def add(self, node: Node, completion: Completion, message: Message, session: SamplingSession) -> None:
+        turn, messages = Turn(node.turn.prompt_ids, completion, message), [*node.messages, message]
+        self.answered.append(replace(node, turn=turn, messages=messages, session=session))
 
     def ordered(self) -> list[Node]:
-        """Return all turns, row after row. The row that ended last comes last: its last turn is the episode's."""
-        latest: dict[Node, int] = {}
-        for number, each in reversed(list(enumerate(self.answered))):
-            latest.setdefault(each, number)
-            if each.parent is not None:
-                latest[each.parent] = max(latest[each], latest.get(each.parent, 0))
+        """Return all turns, row by row, and number the rows. The row that ended last comes last, because the last turn
+        counts as the end of the episode."""
+        latest: dict[Node, int] = {}  # node -> number of the last turn among its descendants
+        for number, node in reversed(list(enumerate(self.answered))):
+            latest.setdefault(node, number)
+            if node.parent is not None:
+                latest[node.parent] = max(latest[node], latest.get(node.parent, 0))
         paths: dict[Node | None, tuple[int, ...]] = {None: ()}
-        for each in self.answered:
-            paths[each] = (*paths[each.parent], latest[each])
-        order, row = sorted(self.answered, key=paths.__getitem__), 0.0
-        for before, each in zip([None, *order], order, strict=False):
-            if before is not None and each.parent is before:
-                before.turn.replies = each.replies
+        for node in self.answered:
+            paths[node] = (*paths[node.parent], latest[node])
+        nodes = sorted(self.answered, key=paths.__getitem__)
+        row = 0.0
+        for previous, node in zip([None, *nodes], nodes, strict=False):
+            if previous is not None and node.parent is previous:
+                previous.turn.replies = node.replies
             else:
                 row += 1
-            each.turn.signals = {"proxy/row": row}
-        return order
+            node.turn.signals = {"proxy/row": row}
+        return nodes
 
     def _continued(self, messages: list[Message], tools: list[ToolSpec]) -> tuple[Node | None, str]:
-        """Return the longest conversation that this one continues, or why there is none."""
-        held = [each for each in self.answered if len(each.messages) < len(messages)]
-        held.sort(key=lambda each: -len(each.messages))
-        whole = [each for each in held if _begins(messages, each.messages)]
+        """Return the longest conversation that the messages continue, or None and the reason why there is none."""
+        shorter = [node for node in self.answered if len(node.messages) < len(messages)]
+        shorter.sort(key=lambda node: -len(node.messages))
+        prefixes = [node for node in shorter if _begins(messages, node.messages)]
         sampled = [message.role == "assistant" for message in messages]
-        if same := [each for each in whole if each.tools == tools]:
-            if any(sampled[len(same[0].messages) :]):
-                return None, "rewritten"  # with a turn that was not sampled here, or not like this
-            return (same[0], "") if same[0].turn.completion.finish == "stop" else (None, "cut")
-        if whole or any(_begins(messages, each.messages, arguments=False) for each in held):
-            return None, "tools" if whole else "arguments"
-        if any(sampled) or any(_retells(messages, each.messages) for each in self.answered):
+        if same_tools := [node for node in prefixes if node.tools == tools]:
+            parent = same_tools[0]
+            if any(sampled[len(parent.messages) :]):
+                return None, "rewritten"  # with a turn that was not sampled here, or was edited
+            return (parent, "") if parent.turn.completion.finish == "stop" else (None, "cut")
+        if prefixes or any(_begins(messages, node.messages, arguments=False) for node in shorter):
+            return None, "tools" if prefixes else "arguments"
+        if any(sampled) or any(_retells(messages, node.messages) for node in self.answered):
             return None, "rewritten"
         return None, "begun"
 
 
-def _begins(messages: Sequence[Message], sent: Sequence[Message], arguments: bool = True) -> bool:
-    return all(_same(ours, theirs, arguments) for ours, theirs in zip(sent, messages, strict=False))
+def _begins(messages: Sequence[Message], prefix: Sequence[Message], arguments: bool = True) -> bool:
+    return all(_same(ours, theirs, arguments) for ours, theirs in zip(prefix, messages, strict=False))
 
 
 def _retells(messages: Sequence[Message], earlier: Sequence[Message]) -> bool:
-    """Tell whether a request without sampled turns summarises an earlier conversation: under the same system prompt,
+    """Return whether a request without sampled turns summarises an earlier conversation: under the same system prompt,
     another message replaces the first answer, or quotes the question or a longer answer or tool result."""
     roles, common = [message.role for message in earlier], 0
     while common < min(len(messages), len(earlier)) and _same(earlier[common], messages[common], True):
@@ -106,14 +109,15 @@ def _retells(messages: Sequence[Message], earlier: Sequence[Message]) -> bool:
     return common >= first_answer or any(text and text in rest for text in quotable)
 
 
-def _same(sent: Message, found: Message, arguments: bool) -> bool:
-    """Tell whether a message came back as it was. Clients may leave out reasoning, for which OpenAI has no field, and
-    add the name of an agent to what was sampled, which has none; JSON of arguments may be spaced and escaped otherwise,
-    but has the same keys in the same order, and the same numbers."""
+def _same(sent: Message, received: Message, arguments: bool) -> bool:
+    """Return whether a client sent a message back unchanged. Clients may omit the reasoning, for which OpenAI has no
+    field, and add an agent's name to a sampled message. The JSON of arguments may have other spaces and escapes, but
+    must have the same keys in the same order and the same numbers."""
 
-    def known(message: Message) -> list[object]:
+    def fields(message: Message) -> list[object]:
         calls = [[c.id, c.name, json.dumps(c.arguments) if arguments else ""] for c in message.tool_calls]
         return [message.role, message.content, message.tool_call_id, calls]
 
-    named = sent.name == found.name or (sent.role == "assistant" and sent.name is None)
-    return named and known(sent) == known(found) and (found.reasoning or None) in (None, sent.reasoning)
+    same_name = sent.name == received.name or (sent.role == "assistant" and sent.name is None)
+    same_reasoning = (received.reasoning or None) in (None, sent.reasoning)
+    return same_name and same_reasoning and fields(sent) == fields(received)

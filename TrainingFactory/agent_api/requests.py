@@ -1,6 +1,6 @@
-"""What a client asks of `tfactory serve`, read and checked. A mistake is an `ApiError` that names the field.
+"""Parsing and validation of chat completion requests. An invalid field raises an `ApiError` that names it.
 
-Everything that would change the answer is either done or refused; nothing of that kind is ignored in silence."""
+A parameter that would change the answer is either applied or rejected, never silently ignored."""
 
 from __future__ import annotations
 
@@ -23,18 +23,15 @@ from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.options import Count, Share, Text
 from TrainingFactory.types import Message, SamplingParams, ToolCall, ToolSpec
 
-LEAST_TEMPERATURE = 1e-3  # logits divided by less leave the range of their number format
+LEAST_TEMPERATURE = 1e-3  # a lower one can make the logits overflow
 LEAST_TOP_P = 1e-6
-LEAST_TOKENS = 2  # of a message: what it says, and its end
-MOST_BYTES = 16  # of a body for each token; texts have 3 to 5, an escaped emoji 12
-SMALL = 64 * 1024  # bytes; a body up to this size is read whatever the context
-# Of what the engine cannot do, neutral values are taken, because some clients always send them.
+LEAST_TOKENS = 2  # of a message: its content and its end token
+MOST_BYTES = 16  # of a body per token of context; plain text has 3 to 5, an escaped emoji 12
+SMALL = 64 * 1024  # bytes; a body up to this size is always parsed
+# Parameters that the engine does not support may have their neutral value, because some clients always send them.
 Zero = Annotated[float, Field(ge=0, le=0)]
-PROBLEMS = {  # of pydantic -> code, text
-    "extra_forbidden": (
-        "unknown_parameter",
-        "is not known to this server; it is refused rather than ignored",
-    ),
+PROBLEMS = {  # pydantic error type -> code, text
+    "extra_forbidden": ("unknown_parameter", "is not supported by this server"),
     "missing": ("missing_required_parameter", "is missing"),
 }
 
@@ -44,36 +41,36 @@ class _Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _given(cls, row: Any) -> Any:
-        """Leave out null: it is as if the field were not there."""
+    def _drop_unset(cls, row: Any) -> Any:
+        """Drop fields that are null, which means the same as a missing field."""
         if not isinstance(row, dict):
             return row
-        return {name: value for name, value in row.items() if cls._says_something(name, value)}
+        return {name: value for name, value in row.items() if cls._is_set(name, value)}
 
     @classmethod
-    def _says_something(cls, name: str, value: Any) -> bool:
+    def _is_set(cls, name: str, value: Any) -> bool:
         return value is not None
 
 
 class _Row(_Strict):
     @classmethod
-    def _says_something(cls, name: str, value: Any) -> bool:
-        """Leave out unknown fields that are empty, too: clients send many."""
+    def _is_set(cls, name: str, value: Any) -> bool:
+        """Also drop unknown fields with empty values, because clients send many of them."""
         return bool(value) or (value is not None and name in cls.model_fields)
 
 
 class _Part(_Row):
     type: Literal["text"] = "text"
     text: str
-    cache_control: Any = None  # about speed
+    cache_control: Any = None  # ignored: it affects only speed
 
 
 def _parts(content: Any) -> Any:
     return [{"text": content}] if isinstance(content, str) else content
 
 
-def _arguments(given: Any) -> Any:
-    return json.loads(given) if given and isinstance(given, str) else given or {}
+def _arguments(value: Any) -> Any:
+    return json.loads(value) if value and isinstance(value, str) else value or {}
 
 
 class _Called(_Row):
@@ -120,7 +117,7 @@ class _Format(_Strict):
 
 
 class ChatRequest(_Strict):
-    """Holds the body of `POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[_Message], Field(min_length=1)]
     model: str | None = None
@@ -148,7 +145,7 @@ class ChatRequest(_Strict):
     presence_penalty: Zero = 0
     logit_bias: dict[str, Any] = Field(default_factory=dict, max_length=0)
     response_format: _Format = Field(default_factory=_Format)
-    # They say something about the client and change no answer.
+    # Accepted and ignored: these describe the client and do not change the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -158,47 +155,47 @@ class ChatRequest(_Strict):
 
     @field_validator("temperature")
     @classmethod
-    def _hot_enough(cls, value: float) -> float:
+    def _check_temperature(cls, value: float) -> float:
         if 0 < value < LEAST_TEMPERATURE:
-            raise ValueError(f"give 0 for greedy, or at least {LEAST_TEMPERATURE:g}")
+            raise ValueError(f"use 0 for greedy decoding, or at least {LEAST_TEMPERATURE:g}")
         return value
 
 
 @dataclass(slots=True)
 class Ask:
-    """A request as the server works with it."""
+    """A validated request, converted to the package's own types."""
 
     request: ChatRequest
     messages: list[Message]
     tools: list[ToolSpec]
-    params: SamplingParams  # all but the seed and max_tokens, which belong to a choice
-    max_tokens: int = 0  # known with the prompt
+    params: SamplingParams  # without the seed and max_tokens, which differ between choices
+    max_tokens: int = 0  # set when the length of the prompt is known
 
 
 def check_size(body: bytes, context: int) -> None:
-    """Refuse by its size what cannot fit into a context of so many tokens, before it costs anything."""
+    """Raise ApiError if the body is too large for a context of `context` tokens, before the body is parsed."""
     if len(body) > max(SMALL, context * MOST_BYTES):
         raise _too_long(f"the body has {len(body)} bytes", context)
 
 
 def read_ask(body: bytes, defaults: SamplingParams, context: int = 2**63) -> Ask:
-    """Return what is asked for; `defaults` hold what a client leaves out."""
-    request = _parsed(body, context)
+    """Parse and validate a request; `defaults` are the sampling parameters that a client may omit."""
+    request = _parse(body, context)
     functions = [row.function.model_dump(exclude={"strict"}, exclude_defaults=True) for row in request.tools]
     tools = [ToolSpec(**function) for function in functions] if request.tool_choice == "auto" else []
-    given = request.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_unset=True)
-    # Under the least only the likeliest token is left either way.
-    given["top_p"] = max(given.get("top_p", defaults.top_p), LEAST_TOP_P)
-    params = replace(defaults, **given)
+    settings = request.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_unset=True)
+    # Below the minimum, only the most likely token remains in any case.
+    settings["top_p"] = max(settings.get("top_p", defaults.top_p), LEAST_TOP_P)
+    params = replace(defaults, **settings)
     return Ask(request, _messages(request.messages), tools, params)
 
 
-def _too_long(what: str, context: int) -> ApiError:
-    text = f"{what}, too many for the {context} tokens of the model's context; shorten the messages"
+def _too_long(size: str, context: int) -> ApiError:
+    text = f"{size}, too many for the model's context of {context} tokens. Shorten the messages"
     return ApiError(text, "messages", code="context_length_exceeded")
 
 
-def _parsed(body: bytes, context: int) -> ChatRequest:
+def _parse(body: bytes, context: int) -> ChatRequest:
     try:
         data = json.loads(body)
         rows = data.get("messages") if isinstance(data, dict) else None
@@ -209,31 +206,27 @@ def _parsed(body: bytes, context: int) -> ChatRequest:
         problem = error.errors(include_url=False)[0]
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not valid JSON: {error}", "body", code="invalid_json") from error
-    places = (f"[{place}]" if isinstance(place, int) else f".{place}" for place in problem["loc"])
-    param = "".join(places).removeprefix(".") or "body"
-    wrong = f"is {problem['input']!r:.60}: {problem['msg']}"
-    code, text = PROBLEMS.get(problem["type"], ("invalid_value", wrong))
+    keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in problem["loc"])
+    param = "".join(keys).removeprefix(".") or "body"
+    invalid = f"is {problem['input']!r:.60}: {problem['msg']}"
+    code, text = PROBLEMS.get(problem["type"], ("invalid_value", invalid))
     raise ApiError(f"{param} {text}", param, code=code)
 
 
 def _messages(rows: list[_Message]) -> list[Message]:
     messages: list[Message] = []
-    names: dict[str, str] = {}  # of the tools that were called, by the id of the call
+    names: dict[str, str] = {}  # id of a tool call -> name of the tool
     for number, row in enumerate(rows):
-        calls = [ToolCall(**dict(each.function), id=each.id) for each in row.tool_calls]
+        calls = [ToolCall(**dict(call.function), id=call.id) for call in row.tool_calls]
         names |= {call.id: call.name for call in calls}
         reasoning = row.reasoning if row.reasoning_content is None else row.reasoning_content
-        place = f"messages[{number}]"
+        param = f"messages[{number}]"
         if calls and row.role != "assistant":
-            raise ApiError(
-                f"{place} has tool_calls, but only the assistant makes them", f"{place}.tool_calls"
-            )
+            raise ApiError(f"{param} has tool_calls, but its role is not assistant", f"{param}.tool_calls")
         if row.content is None and not calls and reasoning is None:
-            raise ApiError(f"{place} has no content", f"{place}.content")
+            raise ApiError(f"{param} has no content", f"{param}.content")
         if row.role == "tool" and row.tool_call_id not in names:
-            raise ApiError(
-                f"{place} has a tool_call_id that no assistant's call has", f"{place}.tool_call_id"
-            )
+            raise ApiError(f"{param} has a tool_call_id that matches no tool call", f"{param}.tool_call_id")
         role = "system" if row.role == "developer" else row.role
         text = "".join(part.text for part in row.content or ())
         name = names[row.tool_call_id or ""] if role == "tool" else row.name

@@ -1,7 +1,7 @@
-"""From sampled tokens to what a client sees: text that grows, reasoning, tool calls, stop strings.
+"""Conversion of sampled tokens to the response: streamed text, reasoning, tool calls, stop strings.
 
-A stream shows the beginning of what the whole turn will be and never takes anything back. So what may still turn
-out to be something else (half a character, half a stop string, white space at the end) is held until it is known."""
+Streamed text is always a prefix of the final text, because a stream cannot retract anything. Ambiguous text (half a
+character, half a stop string, trailing white space) is held back until the next tokens decide it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from TrainingFactory.types import Completion, Message, ToolSpec
 if TYPE_CHECKING:
     from TrainingFactory.models import TemplateChatFormat
 
-HALF = "\ufffd"  # what a character gives of which some bytes are missing
+HALF = "\ufffd"  # decoded in place of a character with missing bytes
 
 
 @dataclass(slots=True)
 class Cut:
-    """A stop string: where it begins in the text, and how many tokens it took to write it."""
+    """The position of a stop string."""
 
-    start: int
-    tokens: int
+    start: int  # index in the text
+    tokens: int  # number of tokens up to and including the stop string
 
 
 class TurnReader:
-    """Unlike `ChatFormat.parse`, a text is reasoning only if it begins as such: an end of thinking that nobody
-    opened cannot change what has been streamed already, and stays text."""
+    """Parses a turn while it is sampled. Unlike `ChatFormat.parse`, it keeps a closing think tag without an opening one
+    as text, because the text before it may have been streamed already."""
 
     def __init__(self, chat: TemplateChatFormat, prompt: Sequence[int], tools: Sequence[ToolSpec]) -> None:
         self._chat, self._prompt, self._tools = chat, prompt, tools
@@ -36,21 +36,22 @@ class TurnReader:
         self._opened = chat.opens_thought(prompt)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What was written, without the end of the turn."""
+        """Return the decoded text without the stop token."""
         stopped = bool(token_ids) and token_ids[-1] in self._chat.stop_ids
         return self._chat.decode(token_ids[:-1] if stopped else token_ids)
 
     def message(self, token_ids: Sequence[int], text: str) -> Message:
-        """Read a turn that ended with this text. Calls that cannot be read are left in it, as the model wrote them."""
+        """Parse a finished turn with this text. Invalid tool calls stay in the content as the model wrote them."""
         reasoning, content = self._split(text)
         if self._tools and text == self.text(token_ids):
-            read = self._chat.parse(token_ids, self._prompt, self._tools)
-            if read.tool_calls and not any(call.error for call in read.tool_calls):
-                return Message("assistant", read.content, read.tool_calls, reasoning=reasoning)
+            parsed = self._chat.parse(token_ids, self._prompt, self._tools)
+            if parsed.tool_calls and not any(call.error for call in parsed.tool_calls):
+                return Message("assistant", parsed.content, parsed.tool_calls, reasoning=reasoning)
         return Message("assistant", content.strip(), reasoning=reasoning)
 
     def so_far(self, text: str, stops: Sequence[str]) -> Message:
-        """Return what is certain of a turn that goes on. Where calls are read, the content waits for its end."""
+        """Return the part of an unfinished turn that can be streamed. With tools, the content is held back until the
+        turn ends, because it may be a call."""
         text = _certain(text, [*stops, self._closing])
         if self._opening.startswith(text.lstrip()):
             return Message("assistant")
@@ -58,30 +59,31 @@ class TurnReader:
         return Message("assistant", "" if self._tools else content.strip(), reasoning=reasoning)
 
     def _split(self, text: str) -> tuple[str | None, str]:
-        begun = text.lstrip()
-        if not (self._opened or begun.startswith(self._opening)):
+        """Return reasoning (None if there is none) and content of a text."""
+        stripped = text.lstrip()
+        if not (self._opened or stripped.startswith(self._opening)):
             return None, text
-        thought, _, rest = begun.removeprefix(self._opening).partition(self._closing)
+        thought, _, rest = stripped.removeprefix(self._opening).partition(self._closing)
         return thought.strip(), rest
 
     def cut(self, token_ids: Sequence[int], text: str, stops: Sequence[str]) -> Cut | None:
-        """The stop string that was complete first, so that it does not matter how many tokens come at a time."""
-        found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
-        if not found:
+        """Return the stop string that was complete first, so that the result does not depend on the chunk size."""
+        matches = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+        if not matches:
             return None
-        end, start = min(found)
+        end, start = min(matches)
         return Cut(start, self._tokens_for(token_ids, end))
 
     def _tokens_for(self, token_ids: Sequence[int], characters: int) -> int:
-        """How many tokens it took to write so many whole characters."""
-        sizes = range(1, len(token_ids))
-        enough = bisect_left(
-            sizes, True, key=lambda size: len(self.text(token_ids[:size]).rstrip(HALF)) >= characters
-        )
-        return 1 + enough
+        """Return the number of tokens after which the text has at least `characters` whole characters."""
+
+        def enough(size: int) -> bool:
+            return len(self.text(token_ids[:size]).rstrip(HALF)) >= characters
+
+        return 1 + bisect_left(range(1, len(token_ids)), True, key=enough)
 
     def logprobs(self, completion: Completion, cut: Cut | None) -> list[dict[str, Any]]:
-        """One entry for each token of the text: neither the end of the turn nor a stop string is in it."""
+        """Return one entry per token of the text, without the stop token and stop string."""
         ids = completion.token_ids
         if cut is not None:
             count = 0 if cut.start == 0 else self._tokens_for(ids, cut.start)
@@ -91,16 +93,13 @@ class TurnReader:
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         token = self._chat.decode([token_id])
-        # A token may be a part of a character, and then it has no text of its own.
+        # A token that is only a part of a character has no text of its own.
         octets = None if HALF in token else list(token.encode())
         return {"token": token, "logprob": logprob, "bytes": octets, "top_logprobs": []}
 
 
 def _certain(text: str, markers: Sequence[str]) -> str:
-    """The text without an end that may be the beginning of a marker or of a character."""
+    """Return the text without an end that may be the beginning of a marker or of a character."""
     text = text.rstrip(HALF)
-    held = max(
-        (size for marker in markers for size in range(1, len(marker)) if text.endswith(marker[:size])),
-        default=0,
-    )
-    return text[: len(text) - held]
+    sizes = [size for marker in markers for size in range(1, len(marker)) if text.endswith(marker[:size])]
+    return text[: len(text) - max(sizes, default=0)]

@@ -1,4 +1,4 @@
-"""How an answer is sampled and written for a client, in one piece or as a stream, whoever it is that answers."""
+"""Sampling of chat completions, and their JSON for clients, as one response or as a stream."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from TrainingFactory.common.openai_format import message_to_dict
 from TrainingFactory.protocols import SamplingSession
 from TrainingFactory.types import Completion, Message, SamplingParams
 
-PIECE = 8  # tokens between two looks at a turn that is streamed or may meet a stop string
+PIECE = 8  # tokens sampled at a time if a turn is streamed or has stop strings
 
 
 @dataclass(slots=True)
 class Choice:
-    """One finished answer."""
+    """One finished choice of a chat completion."""
 
     message: Message
     finish: str
@@ -32,8 +32,8 @@ class Choice:
     logprobs: dict[str, Any] | None
 
 
-Tell = Callable[[Message], None]  # what is certain of a turn that goes on
-Choose = Callable[[int, Tell | None], Coroutine[Any, Any, Choice]]  # writes the choice of this number
+Tell = Callable[[Message], None]  # called with the part of an unfinished turn that can be streamed
+Choose = Callable[[int, Tell | None], Coroutine[Any, Any, Choice]]  # samples the choice with this index
 
 
 async def sample_choice(
@@ -44,7 +44,7 @@ async def sample_choice(
     params: SamplingParams,
     tell: Tell | None,
 ) -> tuple[Choice, Completion]:
-    """Sample one turn. Return it as the client sees it, and its tokens up to a stop string that ended it."""
+    """Sample one turn. Return it as the client sees it, and its tokens, up to and including a stop string."""
     reader = TurnReader(chat, prompt, ask.tools)
     ids, logprobs, versions = list[int](), list[float](), list[int]()
     piece = PIECE if tell is not None or ask.request.stop else ask.max_tokens
@@ -65,23 +65,24 @@ async def sample_choice(
         call.id = f"call_{secrets.token_hex(12)}"
     ended = cut is not None or more.finish == "stop"
     finish = "length" if not ended else "tool_calls" if message.tool_calls else "stop"
-    whole = Completion(ids, logprobs, more.finish, versions[0])
-    shown = {"content": reader.logprobs(whole, cut), "refusal": None} if ask.request.logprobs else None
+    completion = Completion(ids, logprobs, more.finish, versions[0])
+    shown = {"content": reader.logprobs(completion, cut), "refusal": None} if ask.request.logprobs else None
     if cut is not None:
         ids, logprobs, versions = ids[: cut.tokens], logprobs[: cut.tokens], versions[: cut.tokens]
-        whole = Completion(ids, logprobs, "length", versions[0])
-    whole.versions = versions if len(set(versions)) > 1 else None
-    return Choice(message, finish, len(ids), shown), whole
+        completion = Completion(ids, logprobs, "length", versions[0])
+    completion.versions = versions if len(set(versions)) > 1 else None
+    return Choice(message, finish, len(ids), shown), completion
 
 
 def head_of(model: str, streamed: bool = False) -> dict[str, Any]:
-    """Return what an answer, or each part of a stream, begins with."""
-    kind, unique = "chat.completion.chunk" if streamed else "chat.completion", secrets.token_hex(12)
-    return {"id": f"chatcmpl-{unique}", "object": kind, "created": int(time.time()), "model": model}
+    """Return the common fields of a response, or of every chunk of a stream."""
+    kind = "chat.completion.chunk" if streamed else "chat.completion"
+    name = f"chatcmpl-{secrets.token_hex(12)}"
+    return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
 async def complete(head: dict[str, Any], ask: Ask, prompt: list[int], choose: Choose) -> dict[str, Any]:
-    """Write the answer in one piece."""
+    """Sample all choices and return the whole response."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(choose(number, None)) for number in range(ask.request.n)]
     rows, tokens = list[dict[str, Any]](), 0
@@ -95,12 +96,12 @@ async def complete(head: dict[str, Any], ask: Ask, prompt: list[int], choose: Ch
 async def stream(
     head: dict[str, Any], ask: Ask, prompt: list[int], choose: Choose, around: AbstractContextManager[Any]
 ) -> AsyncGenerator[str, None]:
-    """Yield the data of server-sent events, the last one being [DONE], inside `around`; to be closed."""
-    n, counts = ask.request.n, ask.request.stream_options.include_usage
-    head |= {"usage": None} if counts else {}
+    """Yield the data of server-sent events, inside the context `around`; the last is [DONE]. Close the generator."""
+    unfinished, with_usage = ask.request.n, ask.request.stream_options.include_usage
+    head |= {"usage": None} if with_usage else {}
     events: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
 
-    async def one(number: int) -> int:
+    async def run_choice(number: int) -> int:
         try:
             return await _streamed(choose, number, events.put_nowait)
         except Exception as error:
@@ -108,17 +109,17 @@ async def stream(
             return 0
 
     with around:
-        tasks = [asyncio.create_task(one(number)) for number in range(n)]
+        tasks = [asyncio.create_task(run_choice(number)) for number in range(unfinished)]
         try:
-            while n:
+            while unfinished:
                 event = await events.get()
                 if isinstance(event, Exception):
                     yield json.dumps(failure(event).body)
                     break
-                n -= event["finish_reason"] is not None
+                unfinished -= event["finish_reason"] is not None
                 yield json.dumps(head | {"choices": [event]})
             else:
-                if counts:
+                if with_usage:
                     usage = _usage(prompt, sum([await task for task in tasks]))
                     yield json.dumps(head | {"choices": [], "usage": usage})
             yield "[DONE]"
@@ -129,7 +130,7 @@ async def stream(
 
 
 async def _streamed(choose: Choose, number: int, send: Callable[[dict[str, Any]], None]) -> int:
-    """Send what one choice is made of as it becomes known, and return the number of its tokens."""
+    """Send the deltas of one choice as they become known; return the number of its tokens."""
     sent = {"reasoning_content": "", "content": ""}
 
     def put(delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> None:

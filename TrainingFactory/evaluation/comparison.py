@@ -1,4 +1,4 @@
-"""Two models or more on the same tasks with the same random numbers: which tasks flipped, and what that proves."""
+"""Paired comparison of models on the same tasks with the same seeds: flipped tasks, difference and significance."""
 
 from __future__ import annotations
 
@@ -12,38 +12,34 @@ from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.evaluation import statistics
-from TrainingFactory.evaluation.records import (
-    EvaluationRecord,
-    Say,
-    TaskOutcome,
-    all_records,
-    read_records,
-)
+from TrainingFactory.evaluation.records import EvaluationRecord, Say, TaskOutcome, all_records, read_records
 from TrainingFactory.evaluation.requests import RecordedEvaluation, ask, ask_model
 from TrainingFactory.evaluation.suites import check_overrides, load_suite, suite_evaluations
 from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.runs.folder import is_run
 from TrainingFactory.types import Trajectory
 
-LEAST_FLIPS = 6  # with fewer no exact test is below 0.05, even if all went one way
+LEAST_FLIPS = 6  # with fewer, the exact test cannot reach p < 0.05 even if all tasks flipped the same way
 
 
 class Found(NamedTuple):
+    """An evaluation record and the file that contains it."""
+
     file: Path
     record: EvaluationRecord
 
 
 @dataclass(slots=True)
 class Side:
-    """One of those that are compared: a record for each entry of the suite, or for the only set of tasks; None until
-    it is evaluated, by what stands at the same place of `wanted`."""
+    """One model of a comparison. `found` has a record for each entry of the suite, or one without a suite; None if
+    the evaluation at the same index of `wanted` has not run yet."""
 
     name: str
     found: list[Found | None] = field(default_factory=list)
     wanted: list[RecordedEvaluation | None] = field(default_factory=list)
 
     def add(self, evaluation: RecordedEvaluation, again: bool = False) -> None:
-        """Take the record of an earlier evaluation like this one, or want it to be run, be it again."""
+        """Reuse the record of an equal earlier evaluation, or schedule this one. `again`: never reuse."""
         earlier = None if again else _earlier(evaluation)
         if earlier is not None:
             evaluation.discard()
@@ -51,27 +47,27 @@ class Side:
         self.wanted.append(None if earlier else evaluation)
 
     def play(self) -> None:
-        """Run what has no record yet."""
+        """Run the scheduled evaluations."""
         for evaluation in self.wanted:
             if evaluation is not None:
                 evaluation.run()
         self.take()
 
     def take(self) -> None:
-        """Take the records of what has been run since."""
-        for place, evaluation in enumerate(self.wanted):
+        """Add the records of scheduled evaluations that have run."""
+        for index, evaluation in enumerate(self.wanted):
             if evaluation is not None and evaluation.record is not None:
-                self.found[place] = Found(evaluation.asked.records, evaluation.record)
+                self.found[index] = Found(evaluation.asked.records, evaluation.record)
 
     @property
     def records(self) -> list[EvaluationRecord]:
-        return [each.record for each in self.found if each is not None]
+        return [found.record for found in self.found if found is not None]
 
 
 class Flip(NamedTuple):
-    """A task that one side does better than the other; `members` are the episodes of each that tell it best."""
+    """A task with different success rates on both sides. `members` are the episodes that show it, one of each side."""
 
-    place: int  # of the entry
+    place: int  # index of the suite entry
     task: str
     shares: tuple[float, float]
     members: tuple[int, int]
@@ -79,27 +75,26 @@ class Flip(NamedTuple):
 
 @dataclass(slots=True)
 class Comparison:
-    """The second side against the first: positive differences are in favour of the second."""
+    """Result of a comparison: a positive difference means that the second side is better."""
 
     first: Side
     second: Side
     difference: statistics.Estimate
-    p: float  # exact, of tasks that became better and worse
+    p: float  # of McNemar's exact test
     tasks: int
     better: list[Flip]
     worse: list[Flip]
     notes: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        found = self.difference
         return {
             "first": self.first.name,
             "second": self.second.name,
             "records": [[record.id for record in side.records] for side in (self.first, self.second)],
             "tasks": self.tasks,
-            "difference": found.value,
-            "difference_low": found.low,
-            "difference_high": found.high,
+            "difference": self.difference.value,
+            "difference_low": self.difference.low,
+            "difference_high": self.difference.high,
             "p": self.p,
             "better": [flip.task for flip in self.better],
             "worse": [flip.task for flip in self.worse],
@@ -107,7 +102,7 @@ class Comparison:
         }
 
     def episodes(self, flips: Iterable[Flip]) -> list[tuple[Flip, list[Trajectory | None]]]:
-        """Return the flips with the episode of each side; None where it was not kept."""
+        """Return the flips with the episode of each side; None if the episode was not saved."""
         flips = list(flips)
         sides = [_episodes(self.first, flips, 0), _episodes(self.second, flips, 1)]
         return [(flip, [side.get((flip.place, flip.task)) for side in sides]) for flip in flips]
@@ -122,80 +117,79 @@ def sides(
     runs: str | Path = "runs",
     again: bool = False,
 ) -> tuple[list[Side], list[float]]:
-    """Return what is compared, checked, with the records there are, and the weights of the entries. Without a suite the
-    tasks are those of the environment, or of the first run that is named, of those that have one if any has."""
+    """Return the sides of a comparison with their existing records, and the weights of the suite's entries. Nothing is
+    run. Without a suite, the tasks are those of `env`, or of the first run in `names`, preferably one that sampled
+    episodes."""
     recorded = {name: found for name in names if (found := _recorded(name, runs, say)) is not None}
     if recorded and suite is not None:
-        raise ValueError(f"{next(iter(recorded))} is one evaluation, and a suite has several: name its model")
-    made, weights, lead = [Side(name) for name in names], [1.0], None
+        name = next(iter(recorded))
+        raise ValueError(f"cannot compare the single evaluation {name} on a suite. Name its model instead")
+    sides = [Side(name) for name in names]
+    lead = None
     models = [name for name in names if name not in recorded]
     if suite is not None:
         check_overrides(overrides)
-        found, folder = load_suite(suite)
-        weights = [entry.weight for entry in found.entries]
-        for side in made:
-            for each in suite_evaluations(found, ask_model(side.name, overrides, runs), folder, say):
-                side.add(each, again)
-        return made, weights
+        loaded, folder = load_suite(suite)
+        for side in sides:
+            for evaluation in suite_evaluations(loaded, ask_model(side.name, overrides, runs), folder, say):
+                side.add(evaluation, again)
+        return sides, [entry.weight for entry in loaded.entries]
     if models:
         makers = {name: maker for name in models if (maker := find_model(name, runs).maker) is not None}
-        played = [name for name, maker in makers.items() if _plays(maker.config)]
-        lead = ask([*played, *makers, *models][0], overrides, env, say, runs)
-    for side in made:
+        samplers = [name for name, maker in makers.items() if _samples(maker.config)]
+        lead = ask([*samplers, *makers, *models][0], overrides, env, say, runs)
+    for side in sides:
         if side.name in recorded:
             side.found.append(recorded[side.name])
             side.wanted.append(None)
         else:
             assert lead is not None
-            asked = ask_model(side.name, overrides, runs).under(lead.config)
-            side.add(RecordedEvaluation(asked, say=say), again)
-    return made, weights
+            request = ask_model(side.name, overrides, runs).under(lead.config)
+            side.add(RecordedEvaluation(request, say=say), again)
+    return sides, [1.0]
 
 
-def _plays(config: TrainingConfig) -> bool:
+def _samples(config: TrainingConfig) -> bool:
     return config.environment.environment_id is not None or KINDS[config.training.algorithm].samples
 
 
 def compare(first: Side, second: Side, weights: Sequence[float] = (1.0,)) -> Comparison:
-    """Pair what both were asked, task by task."""
+    """Compare two sides task by task, on the tasks that both have scored."""
     strata, notes, flips, count = [], [], list[Flip](), 0
-    ours, theirs = first.records, second.records
-    for place, (weight, one, other) in enumerate(zip(weights, ours, theirs, strict=True)):
+    for index, (weight, one, other) in enumerate(zip(weights, first.records, second.records, strict=True)):
         pairs = paired(one, other)
         if not pairs:
             raise ValueError(
-                f"{first.name} and {second.name} have no scored task in common: {one.id} is of "
-                f"{len(one.outcomes)} tasks of {one.conditions.environment}, {other.id} of {len(other.outcomes)} of "
-                f"{other.conditions.environment}; evaluate both with the same --env and --tasks"
+                f"{first.name} and {second.name} have no scored task in common: {one.id} has {len(one.outcomes)} "
+                f"tasks of {one.conditions.environment}, {other.id} has {len(other.outcomes)} tasks of "
+                f"{other.conditions.environment}. Evaluate both with the same --env and --tasks"
             )
-        notes += _unlike(one, other, len(pairs))
+        notes += _differences(one, other, len(pairs))
         changes = [share(b) - share(a) for a, b in pairs]
         strata.append((weight, changes))
         count += len(pairs)
-        flips += [_flip(place, a, b) for (a, b), change in zip(pairs, changes, strict=True) if change]
+        flips += [_flip(index, a, b) for (a, b), change in zip(pairs, changes, strict=True) if change]
     better = [flip for flip in flips if flip.shares[1] > flip.shares[0]]
     worse = [flip for flip in flips if flip.shares[1] < flip.shares[0]]
     if len(flips) < LEAST_FLIPS:
-        notes.append(
-            f"only {len(flips)} of {count} tasks flipped, which proves nothing either way; take more tasks"
-        )
+        notes.append(f"only {len(flips)} of {count} tasks flipped, too few for significance; use more tasks")
     p = statistics.exact_test(len(better), len(worse))
     return Comparison(first, second, statistics.bootstrap(strata), p, count, better, worse, notes)
 
 
 def _recorded(name: str, runs: str | Path, say: Say) -> Found | None:
-    """Return a recorded evaluation by its id, or the last of a file; None for what names no record."""
+    """Return the evaluation record with this id, or the last record of a file; None if the name is neither."""
     if name.endswith(".jsonl"):
         records = read_records(Path(name).expanduser(), say)
         if not records:
-            raise ValueError(f"{name} has no record of an evaluation that can be read")
+            raise ValueError(f"{name} contains no valid evaluation record")
         return Found(Path(name).expanduser(), records[-1])
     if not name.startswith("eval-") or is_run(Path(runs) / name):
         return None
     known = {record.id: Found(file, record) for file, record in all_records(runs, say)}
     if name not in known:
         near = did_you_mean(nearest(name, known))
-        raise ValueError(f"there is no recorded evaluation {name} in {runs}{near}")
+        raise ValueError(f"there is no evaluation record {name} in {runs}{near}")
     return known[name]
 
 
@@ -203,32 +197,33 @@ def _earlier(evaluation: RecordedEvaluation) -> Found | None:
     """Return the last record of the same model under the same conditions."""
     file, model = evaluation.asked.records, evaluation.model
     for record in reversed(read_records(file)):
-        known = record.model
-        same = known.digest == model.digest
-        if known.digest is None:  # of a run on its way
-            same = model.run_id is not None and (known.run_id, known.step) == (model.run_id, model.step)
-        if same and known.options == model.options and record.conditions == evaluation.conditions:
+        recorded = record.model
+        same = recorded.digest == model.digest
+        if recorded.digest is None:  # evaluated during training
+            same = model.run_id is not None and (recorded.run_id, recorded.step) == (model.run_id, model.step)
+        if same and recorded.options == model.options and record.conditions == evaluation.conditions:
             return Found(file, record)
     return None
 
 
 def paired(one: EvaluationRecord, other: EvaluationRecord) -> list[tuple[TaskOutcome, TaskOutcome]]:
-    theirs = {(each.task, each.digest): each for each in other.outcomes if each.scored}
-    ours = [each for each in one.outcomes if each.scored and (each.task, each.digest) in theirs]
-    return [(each, theirs[each.task, each.digest]) for each in ours]
+    """Return the outcomes of the tasks that both records have scored, as pairs."""
+    second = {(outcome.task, outcome.digest): outcome for outcome in other.outcomes if outcome.scored}
+    first = [outcome for outcome in one.outcomes if outcome.scored]
+    return [(a, b) for a in first if (b := second.get((a.task, a.digest))) is not None]
 
 
-def _unlike(one: EvaluationRecord, other: EvaluationRecord, paired: int) -> list[str]:
-    """Return what makes the comparison less than that of two models alone."""
+def _differences(one: EvaluationRecord, other: EvaluationRecord, paired: int) -> list[str]:
+    """Return notes on everything besides the model that differs between two records."""
     notes = []
     if differences := one.conditions.differences(other.conditions):
-        told = [text for text in differences if not text.startswith(("tasks ", "count "))]
-        if any(text.startswith("rest ") for text in told):
-            told = [text for text in told if not text.startswith("rest ")]
-            told.append("environment, tools or reward differ")
-        notes += [f"{one.id} and {other.id} were not asked alike: {', '.join(told)}"] if told else []
-    if left := max(len(one.outcomes), len(other.outcomes)) - paired:
-        notes.append(f"{left} tasks are left out: not asked of both, or not scored in both")
+        texts = [text for text in differences if not text.startswith(("tasks ", "count "))]
+        if any(text.startswith("rest ") for text in texts):
+            texts = [text for text in texts if not text.startswith("rest ")]
+            texts.append("environment, tools or reward differ")
+        notes += [f"the conditions of {one.id} and {other.id} differ: {', '.join(texts)}"] if texts else []
+    if skipped := max(len(one.outcomes), len(other.outcomes)) - paired:
+        notes.append(f"{skipped} tasks were skipped because only one model has a score for them")
     return notes
 
 
@@ -236,24 +231,26 @@ def share(outcome: TaskOutcome) -> float:
     return sum(outcome.scored) / len(outcome.scored)
 
 
-def _flip(place: int, one: TaskOutcome, other: TaskOutcome) -> Flip:
-    up = share(other) > share(one)
+def _flip(index: int, one: TaskOutcome, other: TaskOutcome) -> Flip:
+    improved = share(other) > share(one)
 
-    def telling(outcome: TaskOutcome, success: bool) -> int:
-        return next((each.member for each in outcome.episodes if each.success is success), 0)
+    def member(outcome: TaskOutcome, success: bool) -> int:
+        return next((episode.member for episode in outcome.episodes if episode.success is success), 0)
 
-    return Flip(place, one.task, (share(one), share(other)), (telling(one, not up), telling(other, up)))
+    members = member(one, not improved), member(other, improved)
+    return Flip(index, one.task, (share(one), share(other)), members)
 
 
 def _episodes(side: Side, flips: Sequence[Flip], which: int) -> dict[tuple[int, str], Trajectory]:
-    """Return the telling episodes of a side, from the files that its records name."""
-    found: dict[tuple[int, str], Trajectory] = {}
-    for place, known in enumerate(side.found):
-        wanted = {(flip.task, flip.members[which]) for flip in flips if flip.place == place}
-        file = None if known is None or known.record.episodes_file is None else known.record.episodes_file
-        path = None if known is None or file is None else known.file.parent / file
-        if wanted and path is not None and path.is_file():
+    """Load the episodes of `flips` from the files that the records of a side name; `which` is 0 or 1."""
+    episodes: dict[tuple[int, str], Trajectory] = {}
+    for index, found in enumerate(side.found):
+        members = {(flip.task, flip.members[which]) for flip in flips if flip.place == index}
+        if not members or found is None or found.record.episodes_file is None:
+            continue
+        path = found.file.parent / found.record.episodes_file
+        if path.is_file():
             for episode in load_trajectories(path):
-                if (episode.task.id, episode.member) in wanted:
-                    found[place, episode.task.id] = episode
-    return found
+                if (episode.task.id, episode.member) in members:
+                    episodes[index, episode.task.id] = episode
+    return episodes

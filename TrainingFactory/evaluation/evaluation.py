@@ -1,4 +1,4 @@
-"""How good a model is on held-out tasks, with the uncertainty of the figure."""
+"""Evaluation of a model on held-out tasks, and the config for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from TrainingFactory.types import Trajectory
 
 
 class Evaluation(Rollouts):
-    """Episodes of a model on tasks it has not been trained on, scored as a run scores its evaluations."""
+    """Episodes of a model on held-out tasks, scored like the evaluations of a run."""
 
     def __init__(
         self,
@@ -43,7 +43,8 @@ class Evaluation(Rollouts):
 
 
 def sections_of(found: Named) -> dict[str, dict[str, Any]]:
-    """Return the sections of a config for a model; for what a run has made, with the environment that it had."""
+    """Return the config sections for evaluating a model; for the checkpoint of a run, with the run's environment,
+    held-out data, sampling and tools."""
     if found.maker is None:
         return {"model": found.section}
     trained = as_then(found.maker.config, found.maker.about)
@@ -65,36 +66,34 @@ def sections_of(found: Named) -> dict[str, dict[str, Any]]:
 
 
 def overrides_of(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the options of sections as `load_config` takes them."""
-    return [
-        key_value(f"{name}.{key}", value) for name, keys in sections.items() for key, value in keys.items()
-    ]
+    """Return the options of sections as overrides for `load_config`."""
+    return [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]
 
 
 def learned_tasks(run: Maker) -> dict[str, Any]:
-    """Return the data options for the tasks that a run learned from, where there are no others: nothing was held out,
-    and its environment makes none. Empty where there are."""
+    """Return data options for the training tasks of a run. They are used only if the run has no held-out tasks and its
+    environment generates none; otherwise the result is empty."""
     config = as_then(run.config, run.about)
-    data, named = config.data, config.environment.environment_id is not None
+    data = config.data
     if data.tasks is None or data.heldout or data.dataset:
         return {}
-    if named and makes_tasks(make_environment(config)):
+    if config.environment.environment_id is not None and makes_tasks(make_environment(config)):
         return {}
     return {"tasks": data.tasks, "dataset_split": data.dataset_split}
 
 
 def reward_of(run: Maker) -> RewardSection | None:
-    """Return the reward of a run as another command can make it, anywhere; None where it was a Python object."""
+    """Return the reward section of a run, valid from any folder; None if its reward was a Python object."""
     if "reward" in run.about.get("objects", []):
         return None
     config = as_started(run.config, run)
 
-    def found(model: Any) -> dict[str, str]:  # the model may be named by its run, in the folder of runs
+    def absolute(model: Any) -> dict[str, str]:  # resolves the name of a run to its folder
         return {"model": str(assemble_rewards.reward_model(model, config).folder)}
 
     reward = config.reward
     if reward.type == "learned" and not reward.parts:
-        return reward.model_copy(update=found(reward.model))
+        return reward.model_copy(update=absolute(reward.model))
     learned = {name: part for name, part in reward.parts.items() if part.get("type") == "learned"}
-    parts = {name: part | found(part.get("model")) for name, part in learned.items()}
+    parts = {name: part | absolute(part.get("model")) for name, part in learned.items()}
     return reward.model_copy(update={"parts": reward.parts | parts})

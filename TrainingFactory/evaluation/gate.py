@@ -1,4 +1,4 @@
-"""What must hold for a model to be promoted, in the section `gate` of a suite; and whether it does."""
+"""Promotion gates: the `gate` section of a suite, and the checks of its guards."""
 
 from __future__ import annotations
 
@@ -14,82 +14,79 @@ from TrainingFactory.config.section import Section
 from TrainingFactory.evaluation.records import TaskOutcome
 
 Metric = Literal["success", "reward", "tool_success", "turns", "tokens"]
-FEWER = ("turns", "tokens")  # less of these is better, more of the others
+FEWER = ("turns", "tokens")  # lower is better for these, higher for the others
 KEYS = "entry, not_worse, alpha, round and guards (docs/REGISTRY.md)"
 
 
 class Guard(Section):
-    """Limits a figure of the challenger: by what the champion has, or as it is."""
+    """Limit for a metric of the challenger, relative to the champion or absolute."""
 
     metric: Metric
-    """success, reward, tool_success (of calls), turns or tokens (of an episode); less is better of the last two."""
+    """success, reward, tool_success (per call), turns or tokens (per episode). Lower is better for the last two."""
     entry: Text | None = None
-    """Of the suite; null: the gate's."""
+    """Suite entry to measure on; null: the gate's entry."""
     worse_by: NotNegative | None = None
-    """How much worse than the champion's it may be."""
+    """Maximum by which the challenger may be worse than the champion."""
     at_least: float | None = None
-    """The least it may be, whatever the champion has."""
+    """Minimum, independent of the champion."""
     at_most: float | None = None
-    """The most it may be, whatever the champion has."""
+    """Maximum, independent of the champion."""
 
     def limits(self) -> str:
-        found = [("worse than the champion's by at most", self.worse_by), ("at least", self.at_least)]
-        return ", ".join(
-            f"{word} {value:g}" for word, value in [*found, ("at most", self.at_most)] if value is not None
-        )
+        """Return the limits as text; empty if none is set."""
+        limits = {
+            "worse than the champion's by at most": self.worse_by,
+            "at least": self.at_least,
+            "at most": self.at_most,
+        }
+        return ", ".join(f"{word} {value:g}" for word, value in limits.items() if value is not None)
 
 
 class Gate(Section):
-    """States what a challenger must prove against the champion."""
+    """What a challenger must prove against the champion."""
 
     entry: Text | None = None
-    """Of the suite, whose success decides; null: the first."""
+    """Suite entry whose success rate decides; null: the first."""
     not_worse: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Not to be worse by so much is enough; null: it must be better."""
+    """Non-inferiority margin: the challenger must not be worse by this much. null: it must be better."""
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
-    """The greatest chance of promoting one for which that is not so."""
+    """Maximum probability of promoting a challenger that does not meet the condition (type I error)."""
     round: Count = 32
-    """Tasks that the challenger plays before it is looked whether that decides."""
+    """Tasks that the challenger plays between two looks of the sequential test."""
     guards: list[Guard] = Field(default_factory=list)
-    """Figures that may not be worse than their limits."""
+    """Limits for further metrics."""
 
     @property
     def level(self) -> float:
-        """Return what the mean difference must be over."""
+        """Return the value that the mean difference in success must exceed."""
         return 0.0 - (self.not_worse or 0.0)
 
     def problems(self, entries: Sequence[str]) -> list[Problem]:
-        """Return what is wrong with a gate that is well formed, for the entries of its suite."""
+        """Return unknown entries and guards without a limit; `entries` are the names in the suite."""
         named = [(("gate", "entry"), self.entry)]
         named += [(("gate", "guards", n, "entry"), guard.entry) for n, guard in enumerate(self.guards)]
-        text = f"is no entry of the suite; there are: {', '.join(entries)}"
+        text = f"is not an entry of the suite. Its entries: {', '.join(entries)}"
         found = [Problem(key, text, name) for key, name in named if name is not None and name not in entries]
-        for number, guard in enumerate(self.guards):
-            if not guard.limits():
-                found.append(
-                    Problem(("gate", "guards", number), "has no limit: worse_by, at_least or at_most")
-                )
-        return found
+        text = "has no limit. Set worse_by, at_least or at_most"
+        unlimited = [n for n, guard in enumerate(self.guards) if not guard.limits()]
+        return found + [Problem(("gate", "guards", n), text) for n in unlimited]
 
     def asked(self, first: bool) -> list[Guard]:
-        """Return the guards that are held; of the first champion those that need no other."""
-        return [each for each in self.guards if not first or (each.at_least, each.at_most) != (None, None)]
+        """Return the guards to check. For the first champion these are the guards with an absolute limit."""
+        return [g for g in self.guards if not first or (g.at_least, g.at_most) != (None, None)]
 
     def stated(self, main: str, first: bool) -> list[str]:
-        """Return the gate in words."""
+        """Return the conditions of the gate as text; `main` is the entry that decides."""
+        guards = [f"{g.metric} on {g.entry or main}: {g.limits()}" for g in self.asked(first)]
+        if first:
+            return guards or ["no condition for the first champion: no guard has at_least or at_most"]
         than = f"not worse by {self.not_worse:g}" if self.not_worse else "better"
-        lines = [f"success on {main}: {than}, with an error of at most {self.alpha:g} (sequential test)"]
-        guards = [f"{each.metric} on {each.entry or main}: {each.limits()}" for each in self.asked(first)]
-        return (
-            (guards or ["nothing of the first: no guard has at_least or at_most"])
-            if first
-            else lines + guards
-        )
+        return [f"success on {main}: {than}, with alpha {self.alpha:g} (sequential test)", *guards]
 
 
 @dataclass(slots=True, frozen=True)
 class Check:
-    """One line of the gate, whether it holds, and what was found."""
+    """Result of one condition of the gate; `found` describes the measured value."""
 
     name: str
     holds: bool
@@ -100,28 +97,29 @@ class Check:
 
 
 def measure(outcomes: Sequence[TaskOutcome], metric: Metric) -> float | None:
-    """Return a figure over all episodes; None where there is nothing to count."""
-    episodes = [each for task in outcomes for each in task.episodes]
+    """Return the mean of a metric over all episodes; None if no episode has it."""
+    episodes = [episode for task in outcomes for episode in task.episodes]
     if metric == "tool_success":
-        calls = sum(each.tool_calls for each in episodes)
-        return sum(each.tool_successes for each in episodes) / calls if calls else None
-    values = [getattr(each, metric) for each in episodes if getattr(each, metric) is not None]
+        calls = sum(episode.tool_calls for episode in episodes)
+        return sum(episode.tool_successes for episode in episodes) / calls if calls else None
+    values = [getattr(episode, metric) for episode in episodes if getattr(episode, metric) is not None]
     return sum(values) / len(values) if values else None
 
 
 def check(
     guard: Guard, main: str, ours: Sequence[TaskOutcome], theirs: Sequence[TaskOutcome] | None
 ) -> Check:
-    """Hold a guard against the challenger's outcomes and the champion's, of the same tasks; None: there is none."""
-    mine, other = measure(ours, guard.metric), None if theirs is None else measure(theirs, guard.metric)
+    """Check a guard on outcomes of the challenger (`ours`) and the champion (`theirs`, or None) on the same tasks."""
+    value = measure(ours, guard.metric)
+    champion = None if theirs is None else measure(theirs, guard.metric)
     name = f"{guard.metric} on {guard.entry or main}"
-    if mine is None and other is None and guard.at_least is None:
-        return Check(name, True, f"there is none; limit: {guard.limits()}")
-    if mine is None:
-        return Check(name, False, f"the challenger has none; limit: {guard.limits()}")
-    worse = 0.0 if other is None else (mine - other) * (1 if guard.metric in FEWER else -1)
-    holds = guard.worse_by is None or worse <= guard.worse_by + 1e-9  # of sums of floats
-    holds = holds and (guard.at_least is None or mine >= guard.at_least)
-    holds = holds and (guard.at_most is None or mine <= guard.at_most)
-    than = "" if other is None else f", the champion's {other:.4g}"
-    return Check(name, holds, f"{mine:.4g}{than}; limit: {guard.limits()}")
+    if value is None and champion is None and guard.at_least is None:
+        return Check(name, True, f"no values; limit: {guard.limits()}")
+    if value is None:
+        return Check(name, False, f"the challenger has no values; limit: {guard.limits()}")
+    worse = 0.0 if champion is None else (value - champion) * (1 if guard.metric in FEWER else -1)
+    holds = guard.worse_by is None or worse <= guard.worse_by + 1e-9  # tolerance for rounding errors
+    holds = holds and (guard.at_least is None or value >= guard.at_least)
+    holds = holds and (guard.at_most is None or value <= guard.at_most)
+    than = "" if champion is None else f", the champion's {champion:.4g}"
+    return Check(name, holds, f"{value:.4g}{than}; limit: {guard.limits()}")

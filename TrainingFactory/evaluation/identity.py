@@ -1,4 +1,4 @@
-"""Which model it was that was evaluated, and under which conditions, in digests that stay the same elsewhere."""
+"""Identity of an evaluated model and of the conditions, as digests that are the same on every machine."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Task
 
 WEIGHTS = (".safetensors", ".bin", ".gguf")
-# Options of a model that change what it says; of sampling those that change only how fast, or the engine's shapes.
-SHAPING = ("family", "tools_format", "dtype", "max_length", "thinking", "quantization")
-FREE = {"slots", "deterministic"}
+SHAPING = ("family", "tools_format", "dtype", "max_length", "thinking", "quantization")  # they change outputs
+FREE = {"slots", "deterministic"}  # sampling options that change only the speed or the shapes of the engine
 
 
 def identity(
     model: ModelSection, name: str, run: RunFolder | None = None, step: int | None = None, saved: bool = True
 ) -> ModelIdentity:
-    """Return which model that is: its weights by digest, where they are `saved`, and the run and step that made it."""
+    """Return the identity of a model: the digest of its weights, if they are `saved`, and its run and step."""
     options = {key: value for key in SHAPING if (value := getattr(model, key)) is not None}
     about = {} if run is None else {"run": run.name, "run_id": run.about.get("id"), "step": step}
     return ModelIdentity(name=name, digest=model_digest(model) if saved else None, options=options, **about)
@@ -35,28 +34,29 @@ def identity(
 def conditions(
     config: TrainingConfig, tasks: Sequence[Task], episodes: int, own: Sequence[str | None] = ()
 ) -> Conditions:
-    """Return what must be the same for another model to be compared; files count by what is in them. `own` tells
-    objects that the config does not name."""
-    named, place = moved(config, _by_content), config.environment.environment_id
-    reward = named.reward.model_dump(exclude={"max_unscored", "max_equal_steps"})
-    tools = [entry.model_dump() for entry in named.tools]
-    if (program := named.environment).command is not None:
+    """Return the conditions that two evaluations must share to be comparable. Files are identified by their contents,
+    Python objects that the config does not name by `own`."""
+    hashed = moved(config, _by_content)
+    environment = config.environment.environment_id
+    if environment is not None and is_file_name(environment):
+        environment = Path(environment).name
+    reward = hashed.reward.model_dump(exclude={"max_unscored", "max_equal_steps"})
+    tools = [entry.model_dump() for entry in hashed.tools]
+    if (program := hashed.environment).command is not None:
         own = [*own, program.command, str(program.options)]
     return Conditions(
-        environment=None if place is None else Path(place).name if is_file_name(place) else place,
+        environment=environment,
         tasks=tasks_digest(tasks),
         count=len(tasks),
         seed=config.training.seed,
         episodes=episodes,
         sampling=config.sampling.model_dump(exclude=FREE) | {"max_turns": config.environment.max_turns},
-        rest=digest_of(
-            [named.environment.system_prompt, reward, named.environment.environment_id, tools, *own]
-        ),
+        rest=digest_of([program.system_prompt, reward, program.environment_id, tools, *own]),
     )
 
 
 def model_digest(model: ModelSection) -> str:
-    """Return a digest of the weights where they are files here, else what tells which they are."""
+    """Return the digest of local weights; for others, the name and revision of the model."""
     base = _base_digest(model)
     if model.adapter is None:
         return base
@@ -65,10 +65,10 @@ def model_digest(model: ModelSection) -> str:
 
 
 def weights_digest(folder: Path) -> str:
-    """Return the digest of the files of weights in a folder; those of a checkpoint are written down there."""
-    known = read_sums(folder)
+    """Return the digest of the weight files in a folder, from its checksum file if it has one."""
+    sums = read_sums(folder)
     files = [path for path in folder.iterdir() if path.suffix in WEIGHTS and path.name not in STATE]
-    return f"sha256:{sums_digest({p.name: known.get(p.name) or file_digest(p) for p in files})}"
+    return f"sha256:{sums_digest({p.name: sums.get(p.name) or file_digest(p) for p in files})}"
 
 
 def _base_digest(model: ModelSection) -> str:

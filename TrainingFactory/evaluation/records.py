@@ -1,5 +1,5 @@
-"""Write and read what an evaluation leaves behind: one JSON object in a line of `evaluations.jsonl`, in the folder of a
-run, or of all runs for a model that is none. Records of the same tasks and seeds can be compared task by task."""
+"""Evaluation records: JSON lines in the `evaluations.jsonl` of a run, or of the folder of runs for other models.
+Records of the same tasks and seeds can be compared task by task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from TrainingFactory.types import Task, Trajectory
 
 try:
     import fcntl
-except ImportError:  # not on Windows: there two processes are not kept apart
+except ImportError:  # Windows: without a lock, two processes can write at the same time
     fcntl = None
 
 VERSION = 1
@@ -33,11 +33,11 @@ class _Plain(BaseModel):
 
 
 class EpisodeOutcome(_Plain):
-    """Holds what came of one episode; its random numbers are a function of seed, task and member."""
+    """Result of one episode. Its sampling seed depends only on seed, task and member."""
 
     member: int
-    reward: float | None  # outcome and steps together; None: it could not be scored
-    success: bool | None  # an outcome over 0
+    reward: float | None  # outcome plus step rewards; None if the episode could not be scored
+    success: bool | None  # whether the outcome is above 0
     turns: int
     tool_calls: int
     tool_successes: int
@@ -45,34 +45,35 @@ class EpisodeOutcome(_Plain):
     status: str
 
     @classmethod
-    def of(cls, played: Trajectory) -> EpisodeOutcome:
-        results = [result.ok for turn in played.turns for result in turn.tool_results]
-        reward = played.reward
+    def of(cls, episode: Trajectory) -> EpisodeOutcome:
+        results = [result.ok for turn in episode.turns for result in turn.tool_results]
+        reward = episode.reward
         return cls(
-            member=played.member,
+            member=episode.member,
             reward=None if reward is None else reward.outcome + sum(reward.steps),
             success=None if reward is None else reward.outcome > 0,
-            turns=len(played.turns),
+            turns=len(episode.turns),
             tool_calls=len(results),
             tool_successes=sum(results),
-            tokens=sum(len(turn.completion.token_ids) for turn in played.turns),
-            status=played.status,
+            tokens=sum(len(turn.completion.token_ids) for turn in episode.turns),
+            status=episode.status,
         )
 
 
 class TaskOutcome(_Plain):
     task: str
-    digest: str  # of all that the task says: the same id may be that of another task
+    digest: str  # of the task's contents, because another task can have the same id
     episodes: list[EpisodeOutcome]
 
     @property
     def scored(self) -> list[bool]:
-        return [each.success for each in self.episodes if each.success is not None]
+        """Return the success of each scored episode."""
+        return [episode.success for episode in self.episodes if episode.success is not None]
 
 
 class ModelIdentity(_Plain):
-    """`digest` is that of the weights, or says which they are; None for a run's model on the way, which `run_id` and
-    `step` tell. `options` are those of its section that change what it samples."""
+    """`digest` identifies the weights; it is None during training, when `run_id` and `step` identify them. `options`
+    are the keys of the model section that change the outputs."""
 
     name: str
     digest: str | None
@@ -83,18 +84,18 @@ class ModelIdentity(_Plain):
 
 
 class Conditions(_Plain):
-    """Holds all that must be the same for two models to be compared; rewards, tools and environments by digest."""
+    """Conditions that two evaluations must share to be comparable."""
 
     environment: str | None
     tasks: str  # digest
     count: int
     seed: int
-    episodes: int  # a task
+    episodes: int  # per task
     sampling: dict[str, Any]
-    rest: str  # digest of environment, tools and reward, and of the files that these name
+    rest: str  # digest of environment, tools, reward and the files that they name
 
     def differences(self, other: Conditions) -> list[str]:
-        """Return what is not the same in the other, in words."""
+        """Return a text for each key that differs."""
         ours, theirs = _flat(self), _flat(other)
         return [
             f"{key} is {ours.get(key)} and {theirs.get(key)}"
@@ -115,37 +116,37 @@ class EvaluationRecord(_Plain):
     entry: str | None = None  # of the suite
     metrics: dict[str, float]
     outcomes: list[TaskOutcome]
-    episodes_file: str | None = None  # JSONL with the episodes, from the folder of the record
+    episodes_file: str | None = None  # JSONL with the episodes, relative to the folder of the record
 
     @property
     def scored(self) -> dict[str, list[bool]]:
-        """Return the tasks of which an episode was scored."""
-        return {each.task: each.scored for each in self.outcomes if each.scored}
+        """Return the success of each scored episode, by task."""
+        return {outcome.task: outcome.scored for outcome in self.outcomes if outcome.scored}
 
 
 def make_record(
-    played: Sequence[Trajectory],
+    episodes: Sequence[Trajectory],
     model: ModelIdentity,
     conditions: Conditions,
     metrics: dict[str, float],
     **more: Any,
 ) -> EvaluationRecord:
-    """Sum the episodes up; `metrics` are what else is known, such as seconds and what judges have spent."""
+    """Summarise episodes in a record. `metrics` are additional ones, such as seconds and the cost of judges."""
     by_task: dict[str, list[Trajectory]] = {}
-    for each in played:
-        by_task.setdefault(each.task.id, []).append(each)
+    for episode in episodes:
+        by_task.setdefault(episode.task.id, []).append(episode)
     outcomes = [
         TaskOutcome(
-            task=name, digest=task_digest(group[0].task), episodes=[EpisodeOutcome.of(e) for e in group]
+            task=name, digest=task_digest(group[0].task), episodes=list(map(EpisodeOutcome.of, group))
         )
         for name, group in by_task.items()
     ]
-    scored = [each.scored for each in outcomes if each.scored]
+    scored = [outcome.scored for outcome in outcomes if outcome.scored]
     record = EvaluationRecord(
         time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         model=model,
         conditions=conditions,
-        metrics=metrics | rollout_metrics(played) | success_metrics(scored, conditions.episodes),
+        metrics=metrics | rollout_metrics(episodes) | success_metrics(scored, conditions.episodes),
         outcomes=outcomes,
         **more,
     )
@@ -153,11 +154,11 @@ def make_record(
 
 
 def success_metrics(scored: Sequence[Sequence[bool]], episodes: int) -> dict[str, float]:
-    """Return the success with its interval, and pass@k and pass^k where there are several episodes a task."""
+    """Return the success rate with its interval; with several episodes per task also pass@k and pass^k."""
     if not scored:
         return {}
-    found = statistics.success(scored)
-    metrics = {"success": found.value, "success_low": found.low, "success_high": found.high}
+    rate = statistics.success(scored)
+    metrics = {"success": rate.value, "success_low": rate.low, "success_high": rate.high}
     for k in statistics.powers(episodes) if episodes > 1 else ():
         for name, value in (
             (f"pass@{k}", statistics.pass_at(k, scored)),
@@ -174,7 +175,7 @@ def task_digest(task: Task) -> str:
 
 
 def tasks_digest(tasks: Iterable[Task]) -> str:
-    """Return a digest of all tasks, in whatever order: seeds go by task and member."""
+    """Return a digest of all tasks, independent of their order, because seeds depend only on task and member."""
     return _digest(sorted(map(task_digest, tasks)), 16)
 
 
@@ -183,47 +184,48 @@ def digest_of(value: Any) -> str:
 
 
 def _digest(value: Any, size: int) -> str:
-    # What is no JSON, such as an answer that is an object of a user's, counts by its kind alone.
+    # A value that is not JSON, such as a user's object as the answer, is represented by its type.
     text = json.dumps(value, sort_keys=True, default=lambda other: type(other).__name__)
     return blake2b(text.encode(errors="surrogatepass"), digest_size=size).hexdigest()
 
 
 def _flat(conditions: Conditions) -> dict[str, Any]:
-    found = conditions.model_dump()
-    return {f"sampling.{key}": value for key, value in found.pop("sampling").items()} | found
+    fields = conditions.model_dump()
+    return {f"sampling.{key}": value for key, value in fields.pop("sampling").items()} | fields
 
 
 # files
 
 
 def append_record(path: Path, record: EvaluationRecord) -> None:
-    """Write the record as one more line, brought to the disk. A line that a killed process left half is ended first."""
+    """Append the record as a line and flush it to disk. An incomplete line of a killed process is terminated first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(record.model_dump()).encode() + b"\n"
     with writing(path), path.open("a+b") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX)
-        end = file.seek(0, os.SEEK_END)
-        if end and (file.seek(end - 1), file.read(1))[1] != b"\n":
-            line = b"\n" + line
+        if end := file.seek(0, os.SEEK_END):
+            file.seek(end - 1)
+            if file.read(1) != b"\n":
+                line = b"\n" + line
         file.write(line)
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_records(path: Path, say: Say = lambda _: None) -> list[EvaluationRecord]:
-    """Return the records of a file, the oldest first. Half a line at its end is being written; of other lines that
-    cannot be read it is said which and why."""
-    found = []
+    """Return the records of a file, oldest first. Invalid lines are reported with `say` and skipped. An incomplete last
+    line is skipped silently, because another process may be writing it."""
+    records = []
     for number, line in enumerate(read_lines(path), 1):
         if not line.strip():
             continue
         try:
-            found.append(_read(line))
+            records.append(_read(line))
         except ValueError as error:
             if line.endswith(b"\n"):
-                say(f"note: {path}, line {number} is left out: {error}")
-    return found
+                say(f"note: skipped {path}, line {number}: {error}")
+    return records
 
 
 def _read(line: bytes) -> EvaluationRecord:
@@ -232,8 +234,7 @@ def _read(line: bytes) -> EvaluationRecord:
         version = row["version"]
         if isinstance(version, int) and version > VERSION:
             raise ValueError(
-                f"a record of version {version}, made by a newer TrainingFactory than this one, which reads up to "
-                f"{VERSION}: update it"
+                f"record version {version} is newer than the supported {VERSION}. Update TrainingFactory"
             )
         return EvaluationRecord.model_validate(row)
     except (
@@ -244,16 +245,16 @@ def _read(line: bytes) -> EvaluationRecord:
         RecursionError,
         ValidationError,
     ) as error:
-        raise ValueError(f"it is no record of an evaluation ({type(error).__name__})") from None
+        raise ValueError(f"not an evaluation record ({type(error).__name__})") from None
 
 
 def all_records(runs: str | Path = "runs", say: Say = lambda _: None) -> list[tuple[Path, EvaluationRecord]]:
-    """Return all records of a folder of runs, each with its file."""
+    """Return all records in a folder of runs, each with its file."""
     files = [run.path / EVALUATIONS for run in list_runs(runs)] + [Path(runs).expanduser() / EVALUATIONS]
-    found: list[tuple[Path, EvaluationRecord]] = []
+    records: list[tuple[Path, EvaluationRecord]] = []
     for file in files:
         try:
-            found += [(file, record) for record in read_records(file, say)]
+            records += [(file, record) for record in read_records(file, say)]
         except ValueError as error:
             say(f"note: {error}")
-    return found
+    return records

@@ -1,4 +1,4 @@
-"""What is to be evaluated, in words of a user, as a config; and an evaluation that leaves a record."""
+"""Evaluation requests: the config for a model that a user names, and an evaluation that saves a record."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ from TrainingFactory.config.names import full_key
 from TrainingFactory.evaluation import evaluation as evaluations
 from TrainingFactory.evaluation.evaluation import Evaluation
 from TrainingFactory.evaluation.identity import conditions, identity
-from TrainingFactory.evaluation.records import (
-    EvaluationRecord,
-    Say,
-    append_record,
-    make_record,
-    tasks_digest,
-)
+from TrainingFactory.evaluation.records import EvaluationRecord, Say, append_record, make_record, tasks_digest
 from TrainingFactory.evaluation.rollouts import Report
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.registry.rows import Version
@@ -31,16 +25,16 @@ from TrainingFactory.runs.folder import EVALUATIONS, RunFolder
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Task, Trajectory
 
-# Keys of the config that belong to the model and not to what it is asked.
+# Prefixes of config keys that belong to the model and not to the conditions of the evaluation.
 OF_THE_MODEL = ("model.", "logging.", "training.seed")
-OTHER_REWARD = ("reward.type", "reward.parts")  # who names one of these wants another reward than the run's
-# kind of Python object -> how a command names what stands for it
+OTHER_REWARD = ("reward.type", "reward.parts")  # an override of these replaces the run's reward
+# kind of Python object -> option that replaces it in a command
 NAMED_BY = {"environment": "--env FILE.py", "tools": "'tools=[\"FILE.py:NAME\"]'", "tasks": "data.tasks=FILE"}
 
 
 @dataclass(slots=True)
 class Asked:
-    """A model by the name that a user gave it, with the config to evaluate it by, and the run that made it, if any."""
+    """A model by the name that a user wrote, the config of its evaluation, and the run that trained it, if any."""
 
     name: str
     config: TrainingConfig
@@ -48,17 +42,17 @@ class Asked:
     step: int | None = None
     suite: str | None = None
     entry: str | None = None
-    version: Version | None = None  # where it is a registered model, with the registry's file
-    registry: Path | None = None
+    version: Version | None = None  # of a registered model
+    registry: Path | None = None  # the registry's file
 
     @property
     def records(self) -> Path:
-        """Return the file that its records go to."""
+        """Return the file for the record."""
         folder = Path(self.config.logging.output_dir).expanduser() if self.run is None else self.run.path
         return folder / EVALUATIONS
 
     def keep(self, record: EvaluationRecord) -> None:
-        """Write the record to its file, and to the registry where the model is registered."""
+        """Append the record to its file, and to the registry if the model is registered."""
         append_record(self.records, record)
         if self.version is not None and self.registry is not None:
             Catalogue(self.registry).add_evaluation(str(self.version), record.model_dump(mode="json"))
@@ -70,8 +64,7 @@ class Asked:
 
 
 class RecordedEvaluation(Evaluation):
-    """Plays the episodes and writes a record of them. One that was broken off, or of which no episode could be scored,
-    leaves none."""
+    """An evaluation that saves a record, unless it was interrupted or no episode could be scored."""
 
     def __init__(
         self,
@@ -89,14 +82,14 @@ class RecordedEvaluation(Evaluation):
         report = await super().run_async(on_episode)
         if report.interrupted or "success" not in report.metrics:
             return report
-        asked, file = self.asked, self.asked.records
-        episodes = os.path.relpath(self.path.resolve(), file.parent.resolve())
-        done = {each.task.id for each in report.trajectories}
-        tasks = [task for task in self.tasks if task.id in done]  # fewer where these were enough
-        under = self.conditions.model_copy(update={"tasks": tasks_digest(tasks), "count": len(tasks)})
+        asked = self.asked
+        episodes_file = os.path.relpath(self.path.resolve(), asked.records.parent.resolve())
+        played = {episode.task.id for episode in report.trajectories}
+        tasks = [task for task in self.tasks if task.id in played]  # not all if a test stopped early
+        actual = self.conditions.model_copy(update={"tasks": tasks_digest(tasks), "count": len(tasks)})
         self.record: EvaluationRecord | None = make_record(
-            report.trajectories, self.model, under, report.metrics, by="eval", scored_by=self.scored_by,
-            suite=asked.suite, entry=asked.entry, episodes_file=episodes,
+            report.trajectories, self.model, actual, report.metrics, by="eval", scored_by=self.scored_by,
+            suite=asked.suite, entry=asked.entry, episodes_file=episodes_file,
         )  # fmt: skip
         report.metrics = self.record.metrics
         await in_thread(asked.keep, self.record)
@@ -107,84 +100,88 @@ def record_of_training(
     config: TrainingConfig, run: RunFolder, tasks: Sequence[Task], scored_by: str, given: Sequence[str],
     step: int, played: Sequence[Trajectory], metrics: dict[str, float],
 ) -> None:  # fmt: skip
-    """Append what a run's model did after so many steps. `given` are the kinds of Python objects in place of what the
-    config names: they have no digest, so that evaluations of other runs are never taken to be under the same
-    conditions."""
+    """Append the record of an evaluation during training, after `step` steps. `given` are the kinds of Python objects
+    that replace parts of the config. They have no digest, so the conditions then include the run's id and match no
+    other run."""
     own = [*given, run.about.get("id")] if given else []
     model = identity(config.model, f"{run.name}@step-{step}", run, step, saved=False)
     scored_by = "a reward from Python" if "reward" in given else scored_by
-    asked = conditions(config, tasks, 1, own)
-    record = make_record(played, model, asked, metrics, by="training", scored_by=scored_by)
+    under = conditions(config, tasks, 1, own)
+    record = make_record(played, model, under, metrics, by="training", scored_by=scored_by)
     append_record(run.path / EVALUATIONS, record)
 
 
 def ask_model(
     model: str, overrides: Sequence[str] = (), runs: str | Path = "runs", registry: str | Path | None = None
 ) -> Asked:
-    """Return a model or what a run has made, under no conditions of its own: for a suite, or those of another."""
-    found = find_model(model, runs, registry)
-    given = evaluations.overrides_of({"model": evaluations.sections_of(found)["model"]})
-    own = [each for each in overrides if full_key(each.partition("=")[0].strip()).startswith(OF_THE_MODEL)]
-    return _asked(found, load_config(None, [*given, *own]), registry_path(runs, registry))
+    """Return a request with only the model's own options, for a suite or the conditions of another request."""
+    resolved = find_model(model, runs, registry)
+    defaults = evaluations.overrides_of({"model": evaluations.sections_of(resolved)["model"]})
+    own = [option for option in overrides if _key(option).startswith(OF_THE_MODEL)]
+    return _request(resolved, load_config(None, [*defaults, *own]), registry_path(runs, registry))
 
 
 def ask(
     model: str, overrides: Sequence[str] = (), env: str | None = None, say: Say = lambda _: None,
     runs: str | Path = "runs", registry: str | Path | None = None,
 ) -> Asked:  # fmt: skip
-    """Return a model, or what a run has made with the environment, held-out tasks, sampling and reward of that run."""
+    """Return a request to evaluate a model on held-out tasks. For the checkpoint of a run, the environment, tasks,
+    sampling and reward are by default the run's."""
     sections: dict[str, dict[str, Any]] = {"data": {"split": "heldout", "count": 64}}
-    found, learned = find_model(model, runs, registry), {}
-    sections |= evaluations.sections_of(found)
-    if found.maker is not None:
-        other = any(full_key(each.partition("=")[0].strip()) in OTHER_REWARD for each in overrides)
-        sections |= _reward(found.maker, other, say)
-        learned = evaluations.learned_tasks(found.maker) if env is None else {}
+    resolved, learned = find_model(model, runs, registry), {}
+    sections |= evaluations.sections_of(resolved)
+    if resolved.maker is not None:
+        other_reward = any(_key(option) in OTHER_REWARD for option in overrides)
+        sections |= _reward(resolved.maker, other_reward, say)
+        learned = evaluations.learned_tasks(resolved.maker) if env is None else {}
         sections["data"] |= learned
-    given = evaluations.overrides_of(sections)
+    defaults = evaluations.overrides_of(sections)
     if env is not None:
-        given.append(key_value("environment.environment_id", env))
-    config = load_config(None, [*given, *overrides])
-    if found.maker is not None:
-        _check_objects(found.maker, config, env is not None)
+        defaults.append(key_value("environment.environment_id", env))
+    config = load_config(None, [*defaults, *overrides])
+    if resolved.maker is not None:
+        _check_objects(resolved.maker, config, env is not None)
     if learned and config.data.tasks == learned["tasks"]:
-        say(
-            "note: the run has no held-out tasks, so these are those it learned from; name others: --tasks FILE"
-        )
-    return _asked(found, config, registry_path(runs, registry))
+        say("note: the run has no held-out tasks, so its training tasks are used. To change: --tasks FILE")
+    return _request(resolved, config, registry_path(runs, registry))
 
 
-def _asked(found: Named, config: TrainingConfig, registry: Path) -> Asked:
-    run, number = found.maker, re.fullmatch(r"step-(\d+)", found.folder.name if found.folder else "")
+def _key(option: str) -> str:
+    """Return the full config key of a key=value option."""
+    return full_key(option.partition("=")[0].strip())
+
+
+def _request(model: Named, config: TrainingConfig, registry: Path) -> Asked:
+    run, number = model.maker, re.fullmatch(r"step-(\d+)", model.folder.name if model.folder else "")
     if not isinstance(run, RunFolder):
-        return Asked(found.written, config, version=found.version, registry=registry)
-    return Asked(found.written, config, run, int(number[1]) if number else None)
+        return Asked(model.written, config, version=model.version, registry=registry)
+    return Asked(model.written, config, run, int(number[1]) if number else None)
 
 
-def _reward(run: Maker, other: bool, say: Say) -> dict[str, dict[str, Any]]:
-    """Return the reward section of the run, if no other reward is asked for."""
+def _reward(run: Maker, other_reward: bool, say: Say) -> dict[str, dict[str, Any]]:
+    """Return the reward section of the run; empty if the user chose another reward."""
     for name in changed_files(run.about):
         say(f"note: {name} has changed since run {run.name} was started")
-    reward = None if other else evaluations.reward_of(run)
-    if reward is None and not other:
+    reward = None if other_reward else evaluations.reward_of(run)
+    if reward is None and not other_reward:
         say(
-            f"note: run {run.name} was started from Python with a reward of its own, which cannot be restored here; "
-            "the environment's own reward scores instead"
+            f"note: the reward of run {run.name} was a Python object, which cannot be restored here. The environment's "
+            "own reward scores instead"
         )
     return {} if reward is None else {"reward": reward.model_dump()}
 
 
 def _check_objects(run: Maker, config: TrainingConfig, other_environment: bool) -> None:
-    """Raise where a run was started with Python objects in whose place the config names nothing."""
-    environment, tasks = config.environment.environment_id, config.data.tasks
-    named = {
+    """Raise ValueError if a run was started with Python objects that the config does not replace."""
+    environment = config.environment.environment_id
+    replaced = {
         "environment": environment,
         "tools": config.tools or other_environment,
-        "tasks": tasks or environment,
+        "tasks": config.data.tasks or environment,
     }
-    given = [kind for kind in run.about.get("objects", []) if kind in named]
-    if missing := [NAMED_BY[kind] for kind in given if not named[kind]]:
+    objects = [kind for kind in run.about.get("objects", []) if kind in replaced]
+    if missing := [NAMED_BY[kind] for kind in objects if not replaced[kind]]:
         raise ValueError(
-            f"run {run.name} was started from Python with its own {' and '.join(given)}, which its folder does not "
-            f"hold; name what is missing: {' '.join(missing)}"
+            f"run {run.name} was started from Python with its own {' and '.join(objects)}, which cannot be restored "
+            f"from its folder. Add to the command: {' '.join(missing)}"
         )

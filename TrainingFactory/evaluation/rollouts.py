@@ -1,4 +1,4 @@
-"""Run episodes without training: save each as it ends, sum them up."""
+"""Episodes without training: each is saved when it ends, and metrics summarise them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from TrainingFactory.types import Task, Trajectory
 
 @dataclass(slots=True)
 class Report:
-    """What came of it; with `interrupted`, the episodes that had ended."""
+    """Episodes and their metrics; if `interrupted`, only the episodes that had ended."""
 
     trajectories: list[Trajectory]
     metrics: dict[str, float]
@@ -41,8 +41,9 @@ class Report:
 
 
 class Rollouts:
-    """`out` is the JSONL file for the episodes, by default a new one; with logging.record_tools set to true the tool
-    calls are in a folder beside it, which `replay` can name. `choose` says what of the config's reward scores them."""
+    """Runs `group_size` episodes per task and saves them to the JSONL file `out`, by default a new one. If
+    logging.record_tools is set to true, tool calls are recorded in a folder beside it; `replay` is such a folder.
+    `choose` selects the part of the config's reward that scores the episodes."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Rollouts:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         config = factories.by_file(config, say)
-        found = factories.with_rows(config, Objects(), say)
+        objects = factories.with_rows(config, Objects(), say)
         self.config = config = with_model(config)
         self.group_size, self._choose, self._say = group_size, choose, say
         self.tools = RunTools(config, tools, replay)
@@ -63,17 +64,18 @@ class Rollouts:
         check_group(choose(checked), group_size)
         self.environment: EnvironmentFactory = make_environment(config, self.tools.wanted, say)
         with factories.told_with_places("datasets"):
-            self.tasks = list(found.tasks or ()) or make_tasks(config, self.environment)
+            self.tasks = list(objects.tasks or ()) or make_tasks(config, self.environment)
         build_rewards.check_tasks(checked, self.tasks)
-        save_trajectories(os.devnull, (Trajectory(task, group="") for task in self.tasks))  # can they be?
-        # Played one after the other until what has been played is enough; together all tasks.
+        # Fail now, not after the episodes, if a task cannot be saved.
+        save_trajectories(os.devnull, (Trajectory(task, group="") for task in self.tasks))
+        # A partition of the tasks. Rounds run one after the other until `enough` returns True.
         self.rounds: Sequence[Sequence[Task]] = [self.tasks]
         self.enough: Callable[[Sequence[Trajectory]], bool] = lambda _: False
         self.total = len(self.tasks) * group_size
         name = short_name(config.environment.environment_id or "tools")
         folder = Path(config.logging.output_dir).expanduser() / "rollouts"
         self.path = out.expanduser() if out is not None else not_taken(folder, name, ".jsonl")
-        self._target = self.path.resolve()  # a link stays, what it leads to is written
+        self._target = self.path.resolve()  # replace the target of a link, not the link
         self._recording = self._new_recording()
         self._part = writable(self._target)
         self._interrupts = Interrupts(lambda _: None)
@@ -81,18 +83,19 @@ class Rollouts:
         self._reward: RewardFunction | None = None
 
     def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
-        """Sample all episodes. Ctrl-C ends it; what had ended by then is saved and reported."""
+        """Sample all episodes. After Ctrl-C, the episodes that have ended are saved and reported."""
         return run_anywhere(lambda: self.run_async(on_episode), self._interrupts.ask)
 
     async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
         """Sample all episodes on the running event loop."""
-        started, interrupted = time.perf_counter(), False
+        started = time.perf_counter()
+        interrupted = False
         try:
-            async with AsyncExitStack() as held:
-                held.push_async_callback(self.tools.close)
-                held.callback(self.tools.commit)
+            async with AsyncExitStack() as stack:
+                stack.push_async_callback(self.tools.close)
+                stack.callback(self.tools.commit)
                 with self._interrupts.watching():
-                    started = await self._interrupts.at_once(self._play(held, on_episode))
+                    started = await self._interrupts.at_once(self._play(stack, on_episode))
         except Stopped:
             interrupted = True
         finally:
@@ -102,8 +105,8 @@ class Rollouts:
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
         return Report(self._ended, metrics, interrupted)
 
-    async def _play(self, held: AsyncExitStack, on_episode: Callable[[Trajectory], None]) -> float:
-        """Make what the episodes need, and run them. Return when they began."""
+    async def _play(self, stack: AsyncExitStack, on_episode: Callable[[Trajectory], None]) -> float:
+        """Create environment, sampler and reward, and run the episodes. Return the start time of the first one."""
 
         def ended(trajectory: Trajectory) -> None:
             self._ended.append(trajectory)
@@ -111,16 +114,15 @@ class Rollouts:
             on_episode(trajectory)
 
         config = self.config
-        await join_cluster(config, held)
+        await join_cluster(config, stack)
         environment = await self.tools.equip(self.environment)
         chat, sampler = await in_thread(make_sampler, config, self.total, self._say)
-        held.push_async_callback(sampler.close)
+        stack.push_async_callback(sampler.close)
         await await_engines(sampler)
-        made = self._reward = make_reward(config)
-        await build_rewards.open_reward(made, held, self._say)
-        reward = self._choose(made)
-        given = config, environment, chat, ended, reward, self.tools.runtime
-        engine = make_rollouts(*given, sampler=sampler)
+        self._reward = make_reward(config)
+        await build_rewards.open_reward(self._reward, stack, self._say)
+        reward = self._choose(self._reward)
+        engine = make_rollouts(config, environment, chat, ended, reward, self.tools.runtime, sampler=sampler)
         self._record()
         await check_tools(environment, self.tasks[0], chat, reward)
         started = time.perf_counter()
@@ -132,30 +134,30 @@ class Rollouts:
         return started
 
     def _new_recording(self) -> Path | None:
-        """Return the folder to record into, if that is asked for."""
-        asked = self.config.logging
-        if not (asked.record_tools and "record_tools" in asked.model_fields_set):
+        """Return the folder for recorded tool calls; None unless logging.record_tools is set to true."""
+        options = self.config.logging
+        if not (options.record_tools and "record_tools" in options.model_fields_set):
             return None
         folder = recording_beside(self._target)
         if self.tools.replayed is not None and folder.resolve() == Path(self.tools.replayed):
             raise ValueError(
-                f"the recording {folder} cannot be replayed and written at the same time; give the episodes another "
-                "name with --out, or leave logging.record_tools=true out"
+                f"cannot replay and record {folder} at the same time. Choose another file with --out, or remove "
+                "logging.record_tools=true"
             )
         return folder
 
     def _record(self) -> None:
         if self._recording is not None:
             self._recording.mkdir(parents=True, exist_ok=True)
-            (self._recording / CALLS).write_bytes(b"")  # of an earlier file of this name
+            (self._recording / CALLS).write_bytes(b"")  # discard an earlier recording with this name
             self.tools.record_to(self._recording)
 
     def discard(self) -> None:
-        """Leave nothing behind of what was never run."""
+        """Remove the temporary file."""
         self._part.unlink(missing_ok=True)
 
     def _finish(self) -> None:
-        """Write the episodes, which end in any order, in that of tasks and members."""
+        """Write the episodes to the target file, sorted by task and member."""
         order = {task.id: number for number, task in enumerate(self.tasks)}
         self._ended.sort(key=lambda trajectory: (order[trajectory.task.id], trajectory.member))
         if self._ended:
@@ -165,13 +167,13 @@ class Rollouts:
 
 
 def writable(path: Path) -> Path:
-    """Return the file beside `path` that grows until all is done; raise ValueError if it cannot be written."""
-    if path.exists() and not path.is_file():  # it would be replaced, and a device or a pipe must not be
-        raise ValueError(f"{path} is not a regular file; name one, such as episodes.jsonl")
+    """Create a temporary file beside `path` and return it; raise ValueError if it cannot be written."""
+    if path.exists() and not path.is_file():  # a device or pipe must not be replaced
+        raise ValueError(f"{path} is not a regular file. Choose a file name, such as episodes.jsonl")
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(b"")
     except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
     return part

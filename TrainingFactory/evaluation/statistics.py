@@ -1,5 +1,5 @@
-"""The arithmetic of evaluations: shares with their intervals, pass@k and pass^k, and the difference of two models on
-the same tasks. Nothing here knows what a model is."""
+"""Statistics of evaluations: success rates with confidence intervals, pass@k and pass^k, and paired differences of two
+models on the same tasks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy as np
 from TrainingFactory.rollout.metrics import wilson
 
 RESAMPLES = 10_000
-Task = Sequence[bool]  # whether each of its scored episodes succeeded
+Task = Sequence[bool]  # success of each scored episode
 
 
 @dataclass(slots=True, frozen=True)
 class Estimate:
-    """Holds a figure and its 95 % interval."""
+    """A value and its 95 % confidence interval."""
 
     value: float
     low: float
@@ -30,35 +30,37 @@ class Estimate:
 
 
 def success(tasks: Sequence[Task]) -> Estimate:
-    """Return the share of episodes that succeeded. Episodes of one task are alike, so that the interval goes by tasks:
-    Wilson's for as many independent episodes as would be as uncertain."""
-    tried, won = sum(map(len, tasks)), sum(map(sum, tasks))
-    share = won / tried
-    return Estimate(share, *wilson(share * (size := effective(tasks)), size))
+    """Return the success rate over all episodes. Because episodes of one task are correlated, the Wilson interval is
+    computed for the effective number of independent episodes."""
+    episodes, successes = sum(map(len, tasks)), sum(map(sum, tasks))
+    rate = successes / episodes
+    size = effective(tasks)
+    return Estimate(rate, *wilson(rate * size, size))
 
 
 def effective(tasks: Sequence[Task]) -> float:
-    """Return how many independent episodes are as uncertain about the share as these, of which those of one task go
-    together: at least one a task, at most one each. Where all ended alike nothing tells, and it is one a task."""
-    tried, won = sum(map(len, tasks)), sum(map(sum, tasks))
-    share, count = won / tried, len(tasks)
-    if count == tried:
-        return float(tried)
-    if won in (0, tried) or count < 2:
+    """Return the effective sample size: the number of independent episodes that would give the same variance of the
+    success rate. It lies between the number of tasks and the number of episodes. If all episodes succeeded or all
+    failed, the variance is unknown, and it is the number of tasks."""
+    episodes, successes = sum(map(len, tasks)), sum(map(sum, tasks))
+    rate, count = successes / episodes, len(tasks)
+    if count == episodes:
+        return float(episodes)
+    if successes in (0, episodes) or count < 2:
         return float(count)
-    spread = sum((sum(task) - share * len(task)) ** 2 for task in tasks)
-    variance = spread / tried**2 * count / (count - 1)
-    return min(float(tried), max(float(count), share * (1 - share) / variance if variance else tried))
+    spread = sum((sum(task) - rate * len(task)) ** 2 for task in tasks)
+    variance = spread / episodes**2 * count / (count - 1)
+    return min(float(episodes), max(float(count), rate * (1 - rate) / variance if variance else episodes))
 
 
 def pass_at(k: int, tasks: Sequence[Task]) -> float | None:
-    """Return the chance that at least one of k episodes of a task succeeds (pass@k), without bias from the episodes
-    there are: of n with c right, 1 - C(n - c, k) / C(n, k). None where no task has k scored episodes."""
+    """Return pass@k, the probability that at least one of k episodes succeeds. The unbiased estimate for c successes in
+    n episodes is 1 - C(n - c, k) / C(n, k). None if no task has k scored episodes."""
     return _mean([1 - math.comb(len(t) - sum(t), k) / math.comb(len(t), k) for t in tasks if len(t) >= k])
 
 
 def pass_all(k: int, tasks: Sequence[Task]) -> float | None:
-    """Return the chance that all of k episodes of a task succeed (pass^k), without bias: C(c, k) / C(n, k)."""
+    """Return pass^k, the probability that all of k episodes succeed. The unbiased estimate is C(c, k) / C(n, k)."""
     return _mean([math.comb(sum(t), k) / math.comb(len(t), k) for t in tasks if len(t) >= k])
 
 
@@ -67,29 +69,28 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def powers(most: int) -> list[int]:
-    """Return the k that are told of so many episodes a task: 1, 2, 4, ... and the number itself."""
+    """Return the values of k to report for `most` episodes per task: powers of two and `most` itself."""
     return sorted({most, *(2**n for n in range(most.bit_length()) if 2**n <= most)})
 
 
 def bootstrap(strata: Sequence[tuple[float, Sequence[float]]], seed: int = 0) -> Estimate:
-    """Return the weighted mean of the means of several sets of tasks. The interval is that of means over tasks drawn
-    anew, with replacement, from each set; the same seed gives the same interval."""
+    """Return the weighted mean of the means of several sets of tasks (weight, values), with a stratified bootstrap
+    interval over tasks."""
     rng, total = np.random.default_rng(seed), sum(weight for weight, _ in strata)
-    value, drawn = 0.0, np.zeros(RESAMPLES)
+    value, means = 0.0, np.zeros(RESAMPLES)
     for weight, values in strata:
         counts = Counter(values)
-        kinds, sizes = np.array(list(counts)), np.array(list(counts.values()))
-        # To draw n values with replacement is to draw how often each kind comes: far fewer numbers.
-        times = rng.multinomial(len(values), sizes / len(values), size=RESAMPLES)
+        distinct, frequencies = np.array(list(counts)), np.array(list(counts.values()))
+        # Drawing n values with replacement equals drawing how often each distinct value occurs: far fewer numbers.
+        times = rng.multinomial(len(values), frequencies / len(values), size=RESAMPLES)
         value += weight / total * fmean(values)
-        drawn += weight / total * (times @ kinds) / len(values)
-    low, high = np.quantile(drawn, [0.025, 0.975])
+        means += weight / total * (times @ distinct) / len(values)
+    low, high = np.quantile(means, [0.025, 0.975])
     return Estimate(value, float(low), float(high))
 
 
 def exact_test(better: int, worse: int) -> float:
-    """Return McNemar's exact p-value, two-sided: how often a fair coin gives so uneven a number of tasks that became
-    better and of those that became worse, where only tasks that changed count."""
+    """Return the two-sided p-value of McNemar's exact test for the numbers of tasks that became better and worse."""
     changed, fewer = better + worse, min(better, worse)
     tail = sum(math.comb(changed, n) for n in range(fewer + 1))
     return min(1.0, 2 * tail / 2**changed)

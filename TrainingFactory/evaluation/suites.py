@@ -1,5 +1,4 @@
-"""A suite: several sets of tasks with their rewards and weights, in a YAML file or built in, for one figure of a
-model."""
+"""Evaluation suites: several sets of tasks with rewards and weights, in a YAML file or built in."""
 
 from __future__ import annotations
 
@@ -24,49 +23,49 @@ from TrainingFactory.evaluation.requests import OF_THE_MODEL, Asked, RecordedEva
 
 
 class SuiteEntry(Section):
-    """Says what a model is asked: an environment, or tasks of a file, and how it is scored."""
+    """One set of tasks: an environment or a file, and how the episodes are scored."""
 
     name: Text | None = None
-    """What it is called in the table; null: its environment or file."""
+    """Name in the results table; null: the environment or file."""
     environment: PathText | None = None
-    """Name of any environment, or a Python file; null with tools and tasks: a conversation with those tools."""
+    """Name of an environment, or a Python file; null with tools and tasks: a conversation with those tools."""
     tasks: PathText | None = None
-    """A file, saved dataset or hub id; null: the environment makes them."""
+    """File, saved dataset or hub id with tasks; null: the environment generates them."""
     split: str | None = None
-    """Of the environment's tasks, heldout if null; of a dataset test."""
+    """Split of the tasks; null: heldout of an environment, test of a dataset."""
     count: Count | None = None
     """Number of tasks; null: all of a file, 64 of an environment."""
     task_seed: ZeroOrMore = 0
-    """Which tasks the environment makes."""
+    """Seed with which the environment generates tasks."""
     episodes: Count = 1
-    """Episodes a task; with several, pass@k and pass^k are told."""
+    """Episodes per task. With more than one, pass@k and pass^k are reported."""
     weight: Positive = 1.0
-    """Of its success in the total."""
+    """Weight of the entry's success rate in the total."""
     max_turns: Count = 8
-    """Turns of the model after which an episode ends."""
+    """Maximum number of model turns in an episode."""
     system_prompt: str | None = None
-    """What the model is told first; null: what the environment says."""
+    """System prompt; null: that of the environment."""
     tools: list[ToolEntry] = Field(default_factory=list)
-    """As in a config."""
+    """Tools, as in a config."""
     reward: RewardSection = Field(default_factory=RewardSection)
-    """As in a config; the environment's own if it is left out."""
+    """Reward, as in a config; default: the environment's own."""
     sampling: SamplingSection = Field(default_factory=SamplingSection)
-    """As in a config."""
+    """Sampling parameters, as in a config."""
 
     @property
     def title(self) -> str:
         return self.name or self.environment or Path(self.tasks or "tools").stem
 
     def config(self, base: TrainingConfig) -> TrainingConfig:
-        """Return the config by which this is asked of the model that `base` names."""
+        """Return `base`, which holds the model, with the sections of this entry."""
         tasks, split = self.tasks, self.split or ("test" if self.tasks else "heldout")
         data = {"tasks": tasks, "count": self.count or (None if tasks else 64), "seed": self.task_seed}
         data["dataset_split" if tasks else "split"] = split
-        place = {"environment_id": self.environment, "max_turns": self.max_turns}
-        place["system_prompt"] = self.system_prompt
+        environment = {"environment_id": self.environment, "max_turns": self.max_turns}
+        environment["system_prompt"] = self.system_prompt
         return base.model_copy(
             update={
-                "environment": base.environment.model_copy(update=place),
+                "environment": base.environment.model_copy(update=environment),
                 "data": base.data.model_copy(update=data),
                 "training": base.training.model_copy(update={"group_size": self.episodes}),
                 "tools": self.tools,
@@ -78,25 +77,25 @@ class SuiteEntry(Section):
 
 class Suite(Section):
     name: Text | None = None
-    """Of the suite; null: that of its file."""
+    """Name of the suite; null: that of its file."""
     entries: Annotated[list[SuiteEntry], Field(min_length=1)]
-    """What a model is asked."""
+    """Sets of tasks."""
     gate: Gate | None = None
-    """What must hold for a model to be promoted."""
+    """Conditions for the promotion of a model."""
 
     def asked(self, model: Asked, folder: Path | None = None) -> list[Asked]:
-        """Return what the suite asks of a model; files are looked for here and in the suite's folder."""
-        found = []
+        """Return one request per entry. Files are searched in the current folder and in the suite's `folder`."""
+        requests = []
         for entry in self.entries:
             config = entry.config(model.config)
             config = config if folder is None else found_beside(config, folder)
-            found.append(model.under(config, self.name, entry.title))
-        return found
+            requests.append(model.under(config, self.name, entry.title))
+        return requests
 
     def total(self, records: Sequence[EvaluationRecord]) -> statistics.Estimate:
-        """Return the weighted mean of the entries' successes; the interval goes by tasks."""
+        """Return the weighted mean of the entries' success rates, with an interval over tasks."""
         strata = [
-            (entry.weight, [sum(won) / len(won) for won in record.scored.values()])
+            (entry.weight, [sum(successes) / len(successes) for successes in record.scored.values()])
             for entry, record in zip(self.entries, records, strict=True)
         ]
         return statistics.bootstrap(strata)
@@ -110,19 +109,19 @@ BUILTIN: dict[str, dict[str, Any]] = {
 
 
 def load_suite(source: str) -> tuple[Suite, Path | None]:
-    """Return a suite by its name or file, and the folder of that; raise ConfigError with all that is wrong."""
+    """Load a suite by name or file; return it and its folder, None if built in. Raise ConfigError if it is invalid."""
     path, known = Path(source).expanduser(), ", ".join(BUILTIN)
     if source in BUILTIN and not path.exists():
         return Suite(**BUILTIN[source]), None
     if not path.exists() and path.suffix not in (".yaml", ".yml"):
         near = did_you_mean(nearest(source, BUILTIN))
-        raise ValueError(f"there is no suite {source!r}{near}; built in are {known}, others are YAML files")
+        raise ValueError(f"there is no suite {source!r}. Use a YAML file or a built-in suite: {known}{near}")
     problems: list[Problem] = []
     places: dict[Key, str] = {}
     data = read_yaml(path, places, problems, "a list `entries:`, each with an environment or tasks")
     try:
         suite = Suite(**{str(key): value for key, value in data.items()})
-        problems += _wrong(suite)
+        problems += _problems(suite)
         if not problems:
             return suite.model_copy(update={"name": suite.name or path.stem}), path.parent
     except ValidationError as error:
@@ -130,41 +129,40 @@ def load_suite(source: str) -> tuple[Suite, Path | None]:
     raise Places(places, str(path)).error(problems) from None
 
 
-def _wrong(suite: Suite) -> list[Problem]:
-    """Return what is wrong with entries that are each well formed."""
-    found, titles = [], set[str]()
+def _problems(suite: Suite) -> list[Problem]:
+    """Return entries without tasks, duplicate names, and the problems of the gate."""
+    problems: list[Problem] = []
+    titles: list[str] = []
     for number, entry in enumerate(suite.entries):
         key = ("entries", number)
         if entry.environment is None and entry.tasks is None:
-            found.append(Problem(key, "names neither an environment nor tasks"))
+            problems.append(Problem(key, "has neither an environment nor tasks. Set one of them"))
         if entry.title in titles:
-            found.append(
-                Problem(key, f"is the second that is called {entry.title}; give it a name of its own")
-            )
-        titles.add(entry.title)
-    return found + ([] if suite.gate is None else suite.gate.problems([each.title for each in suite.entries]))
+            problems.append(Problem(key, f"has the same name as another entry: {entry.title}. Set `name`"))
+        titles.append(entry.title)
+    return problems if suite.gate is None else problems + suite.gate.problems(titles)
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Raise where somebody would change what a suite asks."""
-    keys = [full_key(each.partition("=")[0].strip()) for each in overrides]
-    if wrong := [key for key in keys if not key.startswith(OF_THE_MODEL)]:
+    """Raise ValueError if an override would change the conditions of a suite."""
+    keys = [full_key(option.partition("=")[0].strip()) for option in overrides]
+    if invalid := [key for key in keys if not key.startswith(OF_THE_MODEL)]:
         raise ValueError(
-            f"{', '.join(wrong)}: with --suite this stands in the suite's entries; beside it there are options of "
-            "the model (model.*), of logging (logging.*) and training.seed"
+            f"cannot set {', '.join(invalid)} with --suite: the suite's entries define it. Only model.*, logging.* and "
+            "training.seed can be set"
         )
 
 
 def suite_evaluations(
     suite: Suite, model: Asked, folder: Path | None = None, say: Say = lambda _: None
 ) -> list[RecordedEvaluation]:
-    """Return an evaluation for each entry; what is wrong with one is told with its name, before anything is run."""
-    made: list[RecordedEvaluation] = []
-    for asked in suite.asked(model, folder):
+    """Return an evaluation for each entry; raise ValueError with the name of an invalid entry before anything runs."""
+    evaluations: list[RecordedEvaluation] = []
+    for request in suite.asked(model, folder):
         try:
-            made.append(RecordedEvaluation(asked, say=say))
+            evaluations.append(RecordedEvaluation(request, say=say))
         except ValueError as error:
-            for each in made:
-                each.discard()
-            raise ValueError(f"suite {suite.name}, entry {asked.entry}: {error}") from error
-    return made
+            for evaluation in evaluations:
+                evaluation.discard()
+            raise ValueError(f"suite {suite.name}, entry {request.entry}: {error}") from error
+    return evaluations

@@ -1,4 +1,4 @@
-"""The registry of models: versions with their files, aliases, lineage and evaluations.
+"""The model registry: versions with their files, aliases, lineage and evaluations.
 
 registry = ModelRegistry()                      # runs/registry.sqlite
 version = registry.register("agent", "sft")     # a run, a checkpoint, a folder
@@ -28,7 +28,7 @@ EVALUATIONS = "evaluations.jsonl"  # of a run
 
 
 class ModelRegistry(Catalogue):
-    """Takes models by the names that they have everywhere. `path` is its file, by default beside the runs."""
+    """A registry that accepts any model name or run. `path` is its file, by default registry.sqlite in `runs`."""
 
     def __init__(self, path: str | Path | None = None, runs: str | Path = "runs") -> None:
         super().__init__(registry_path(runs, path))
@@ -37,68 +37,68 @@ class ModelRegistry(Catalogue):
     def register(
         self, name: str, model: str | Path, description: str = "", tags: Mapping[str, str] | None = None
     ) -> Version:
-        """Store a model as the next version of `name`, with its lineage and what its run has measured of it: a run's
-        last checkpoint, `sft@step-40`, a folder, or a version that is registered already."""
-        found = find_model(str(model), self.runs, self.path)
-        if found.folder is None:
+        """Store a model as the next version of `name`, with its lineage and evaluations. `model` is a run (its last
+        checkpoint), a checkpoint such as `sft@step-40`, a folder, or a registered version."""
+        resolved = find_model(str(model), self.runs, self.path)
+        if resolved.folder is None:
             raise ValueError(
-                f"{model} is not a folder on this machine, and only what is can be registered: a run, a checkpoint, or "
-                "a folder with safetensors"
+                f"cannot register {model}: its files are not on this machine. Name a run, a checkpoint, or a folder "
+                "with safetensors"
             )
         base = base_folder = None
-        if found.adapter is not None:
-            under = Path(found.name).expanduser()
-            base_folder = under if under.is_dir() else None
-            revision = None if found.maker is None else as_started_from(found.maker).model.revision
-            base = {"name": str(under.resolve()) if under.exists() else found.name, "revision": revision}
-            if found.version is not None and found.version.base is not None:
-                base = found.version.base
-        lineage = _lineage(found)
-        records = _measured(found, lineage)
-        return self.add(name, found.folder, lineage, base, base_folder, description, tags, records)
+        if resolved.adapter is not None:
+            path = Path(resolved.name).expanduser()
+            base_folder = path if path.is_dir() else None
+            revision = None if resolved.maker is None else as_started_from(resolved.maker).model.revision
+            base = {"name": str(path.resolve()) if path.exists() else resolved.name, "revision": revision}
+            if resolved.version is not None and resolved.version.base is not None:
+                base = resolved.version.base
+        lineage = _lineage(resolved)
+        records = _evaluations(resolved, lineage)
+        return self.add(name, resolved.folder, lineage, base, base_folder, description, tags, records)
 
     def promote(self, name: str, alias: str, suite: str, first: bool = False) -> Decision:
-        """Give a version an alias if it holds the suite's gate against the version that has it; else refuse."""
+        """Point an alias to a version if it passes the suite's gate against the alias's present version."""
         return Promotion(self, name, alias, suite, first, runs=self.runs).run()
 
     def export(
         self, name: str, folder: str | Path, merge: bool = False, dtype: Dtype | None = None
     ) -> Exported:
-        """Write a version in the layout of the Hugging Face hub: its files, lineage.json, and README.md as its card."""
-        version = self._whole(name)
-        done = export(str(version), folder, merge, dtype, self.runs, self.path)
-        page = card(version, self.evaluations(name), done.kind)
-        (done.path / "README.md").write_text(page, encoding="utf-8")
-        (done.path / "lineage.json").write_text(json.dumps(version.lineage, indent=1), encoding="utf-8")
-        return done
+        """Write a version in the layout of the Hugging Face hub: its files, lineage.json, and a model card."""
+        version = self._verified(name)
+        exported = export(str(version), folder, merge, dtype, self.runs, self.path)
+        page = card(version, self.evaluations(name), exported.kind)
+        (exported.path / "README.md").write_text(page, encoding="utf-8")
+        (exported.path / "lineage.json").write_text(json.dumps(version.lineage, indent=1), encoding="utf-8")
+        return exported
 
     def export_to_mlflow(self, name: str, uri: str, merge: bool = False) -> str:
-        """Write a version to the MLflow at an address (sqlite:///mlflow.db, http://...); return its name there."""
+        """Upload a version to MLflow (`uri`: sqlite:///mlflow.db, http://...); return its `models:/` URI."""
         version = self.get(name)
         with TemporaryDirectory(prefix="tfactory-") as folder:
             self.export(name, Path(folder) / "model", merge)
             return to_mlflow(version, Path(folder) / "model", uri, self.evaluations(name))
 
-    def _whole(self, name: str) -> Version:
-        """Return a version whose files are as they were registered; raise ValueError where they are not."""
+    def _verified(self, name: str) -> Version:
+        """Return a version; raise ValueError if its files are damaged."""
         version = self.get(name)
-        if wrong := self.verify(str(version)):
-            raise ValueError(f"{version} is damaged: {'; '.join(wrong[str(version)])}")
+        if problems := self.verify(str(version)):
+            raise ValueError(f"{version} is damaged: {'; '.join(problems[str(version)])}")
         return version
 
 
-def _lineage(found: Named) -> Node:
-    assert found.folder is not None
-    if found.version is not None:
-        return found.version.lineage
-    if isinstance(found.maker, RunFolder):
-        return run_node(found.maker, found.folder)
-    return {"folder": str(found.folder.resolve())}
+def _lineage(model: Named) -> Node:
+    assert model.folder is not None
+    if model.version is not None:
+        return model.version.lineage
+    if isinstance(model.maker, RunFolder):
+        return run_node(model.maker, model.folder)
+    return {"folder": str(model.folder.resolve())}
 
 
-def _measured(found: Named, lineage: Node) -> list[dict[str, Any]]:
-    """Return the records of evaluations of a run's checkpoint that the run has kept."""
-    if not isinstance(found.maker, RunFolder) or not (file := found.maker.path / EVALUATIONS).is_file():
+def _evaluations(model: Named, lineage: Node) -> list[dict[str, Any]]:
+    """Return the evaluation records of a checkpoint from its run."""
+    if not isinstance(model.maker, RunFolder) or not (file := model.maker.path / EVALUATIONS).is_file():
         return []
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     return [row for row in rows if row.get("model", {}).get("step") == lineage["step"]]

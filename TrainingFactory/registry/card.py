@@ -1,4 +1,4 @@
-"""The page that goes with a model: where it comes from, how it was measured, whose licence it carries."""
+"""Model cards: lineage, evaluations and licence of a registered version as README.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNKNOWN = "unknown"
 
 
 def card(version: Version, evaluations: Sequence[dict[str, Any]], kind: str) -> str:
-    """Return the README.md of a model in the layout of the Hugging Face hub."""
+    """Return a model card with Hugging Face metadata. `kind` is "adapter" or the kind of an exported whole model."""
     base = origin(version.lineage).partition(" ")[0]
     licence, source = licence_of(base)
     head: dict[str, Any] = {"library_name": "peft" if kind == "adapter" else "transformers"}
@@ -29,24 +29,24 @@ def card(version: Version, evaluations: Sequence[dict[str, Any]], kind: str) -> 
     lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "", f"# {version}", ""]
     lines += [version.description, ""] if version.description else []
     lines += [f"Registered {version.created} by {version.who}; digest `{version.digest}`.", ""]
-    lines += [f"Licence of the base model: {licence}{source}.", "", "## Where it comes from", "", "```"]
-    lines += [*tree(version.lineage, str(version)), "```", "", "## How it was measured", ""]
+    lines += [f"Licence of the base model: {licence}{source}.", "", "## Lineage", "", "```"]
+    lines += [*tree(version.lineage, str(version)), "```", "", "## Evaluations", ""]
     return "\n".join([*lines, *_table(version, evaluations), ""])
 
 
 def licence_of(base: str) -> tuple[str, str]:
-    """Return the licence of a base model as far as its own page tells, and where it was read."""
+    """Return the licence that the base model's own card states, and a text that names the source."""
     if resolve(base) == BUILTIN:
-        return "apache-2.0", " (made by TrainingFactory itself)"
+        return "apache-2.0", " (built into TrainingFactory)"
     folder = Path(base).expanduser()
     page = folder / "README.md" if folder.is_dir() else _cached_page(resolve(base))
     if page is not None and page.is_file():
         text = page.read_text(encoding="utf-8", errors="replace")
         if head := re.match(r"---\n(.*?)\n---", text, re.DOTALL):
-            found = re.search(r"^license:\s*(\S+)", head[1], re.MULTILINE)
-            if found:
-                return found[1], f" (says {page.name} of {base})"
-    return UNKNOWN, f": look at the page of {base}"
+            stated = re.search(r"^license:\s*(\S+)", head[1], re.MULTILINE)
+            if stated:
+                return stated[1], f" (according to {page.name} of {base})"
+    return UNKNOWN, f": see the model card of {base}"
 
 
 def _cached_page(name: str) -> Path | None:
@@ -54,32 +54,30 @@ def _cached_page(name: str) -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(name, "README.md")
-    return Path(found) if isinstance(found, str) else None
+    path = try_to_load_from_cache(name, "README.md")
+    return Path(path) if isinstance(path, str) else None
 
 
 def _table(version: Version, evaluations: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a table of the evaluations, and before there are any what the run measured on its way."""
+    """Return a table of the evaluations; if there are none, of the run's last evaluation during training."""
     rows = [
-        f"| {what_of(each)} | {_interval(each['metrics'])} | {each.get('time', '')} |"
-        for each in evaluations
-        if "success" in each.get("metrics", {})
+        f"| {what_of(record)} | {_interval(record['metrics'])} | {record.get('time', '')} |"
+        for record in evaluations
+        if "success" in record.get("metrics", {})
     ]
     if not rows:
-        measured = chain(version.lineage)[-1].get("metrics", {})
-        found = {
-            key.removeprefix("eval/"): value for key, value in measured.items() if key.startswith("eval/")
-        }
-        rows = [f"| held-out tasks of the run | {_interval(found)} | |"] if "success" in found else []
-    return ["| tasks | success (95 % interval) | when |", "|---|---|---|", *rows] if rows else ["Not yet."]
+        metrics = chain(version.lineage)[-1].get("metrics", {})
+        heldout = {k.removeprefix("eval/"): value for k, value in metrics.items() if k.startswith("eval/")}
+        rows = [f"| held-out tasks of the run | {_interval(heldout)} | |"] if "success" in heldout else []
+    return ["| tasks | success (95 % interval) | time |", "|---|---|---|", *rows] if rows else ["None yet."]
 
 
 def what_of(record: dict[str, Any]) -> str:
-    """Say in words what an evaluation was on."""
-    asked = record.get("conditions", {})
-    named = [record.get("suite"), record.get("entry") or asked.get("environment")]
-    count = f", {asked['count']} tasks" if "count" in asked else ""
-    return (" ".join(str(each) for each in named if each) or "tasks") + count
+    """Return a title for an evaluation: suite, entry or environment, and number of tasks."""
+    conditions = record.get("conditions", {})
+    names = [record.get("suite"), record.get("entry") or conditions.get("environment")]
+    count = f", {conditions['count']} tasks" if "count" in conditions else ""
+    return (" ".join(str(name) for name in names if name) or "tasks") + count
 
 
 def _interval(metrics: dict[str, float]) -> str:

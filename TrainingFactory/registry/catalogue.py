@@ -1,5 +1,5 @@
-"""Registered models: versions of them, the aliases that name versions, and what was decided about them. In MLflow's
-words, in a SQLite file beside the runs, with the models themselves in a folder beside it."""
+"""The model registry: versions, aliases, evaluations and promotion decisions in a SQLite file, with the model files in
+a folder beside it. The terms are those of MLflow."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from TrainingFactory.registry.rows import (
 from TrainingFactory.registry.store import Store, digest_of, sums_of
 
 FILE = "registry.sqlite"
-MOVES = ("alias", "promote", "rollback")  # decisions that give an alias a version
+MOVES = ("alias", "promote", "rollback")  # kinds of decisions that point an alias to a version
 
 
 def registry_path(runs: str | Path = "runs", path: str | Path | None = None) -> Path:
-    """Return the registry's file: the one that is named, or the one beside the runs."""
+    """Return the registry's file: `path`, or by default registry.sqlite in the folder of runs."""
     return Path(path).expanduser() if path is not None else Path(runs).expanduser() / FILE
 
 
 class Catalogue:
-    """The registry in a file. Each method is one transaction, in one process or many; nothing is made by looking."""
+    """The registry of one SQLite file. Each method is one transaction; reading never creates the file."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._database = Database(self.path)
         self.store = Store(self.path.with_suffix(".files"))
 
-    # looking
+    # reading
 
     def names(self) -> list[str]:
-        """Return the models, with their aliases: agent, agent@champion."""
+        """Return the names of models and aliases, such as agent and agent@champion."""
         if not self.path.is_file():
             return []
         with self._database.reading() as db:
@@ -56,63 +56,63 @@ class Catalogue:
             return sorted([*aliases, *(row["name"] for row in db.execute("SELECT name FROM models"))])
 
     def find(self, name: str) -> Version | None:
-        """Return the version that `agent` (the newest), `agent:3` or `agent@champion` names; None where there is no
-        such model, ValueError where the model has no such version or alias."""
-        if (written := WRITTEN.fullmatch(name)) is None or not self.path.is_file():
+        """Return the version named `agent` (the newest), `agent:3` or `agent@champion`; None if there is no such model.
+        Raise ValueError if the model has no such version or alias."""
+        if (parsed := WRITTEN.fullmatch(name)) is None or not self.path.is_file():
             return None
         with self._database.reading() as db:
-            return find_version(db, written)
+            return find_version(db, parsed)
 
     def get(self, name: str) -> Version:
-        """Return the version of that name; raise ValueError where there is none."""
-        if (found := self.find(name)) is None:
+        """Return the version with this name; raise ValueError if there is none."""
+        if (version := self.find(name)) is None:
             near = nearest(name, self.names(), 0.5)
             raise ValueError(f"there is no registered model {name!r} in {self.path}{did_you_mean(near)}")
-        return found
+        return version
 
     def alias(self, model: str, alias: str) -> int | None:
-        """Return the number of the version that an alias names, by one row; None where there is no such alias."""
+        """Return the version number of an alias, or None if there is no such alias. Reads a single row."""
         if not self.path.is_file():
             return None
         with self._database.reading() as db:
             return alias_of(db, model, alias)
 
     def versions(self, model: str | None = None) -> list[Version]:
-        """Return all versions, of one model or of all, the oldest first."""
+        """Return the versions of one model, or of all models, oldest first."""
         if not self.path.is_file():
             return []
         with self._database.reading() as db:
             return all_versions(db, model)
 
     def evaluations(self, name: str) -> list[dict[str, Any]]:
-        """Return what was measured of a version, the oldest first."""
+        """Return the evaluation records of a version, oldest first."""
         version = self.get(name)
         with self._database.reading() as db:
-            found = db.execute(
+            rows = db.execute(
                 "SELECT record FROM evaluations WHERE model = ? AND number = ? ORDER BY id",
                 (version.model, version.number),
             )
-            return [json.loads(row["record"]) for row in found]
+            return [json.loads(row["record"]) for row in rows]
 
     def decisions(self, model: str) -> list[dict[str, Any]]:
-        """Return what was decided about a model's versions and aliases, the oldest first."""
+        """Return the history of a model's versions and aliases, oldest first."""
         if not self.path.is_file():
             return []
         with self._database.reading() as db:
-            found = db.execute("SELECT * FROM decisions WHERE model = ? ORDER BY id", (model,))
-            return [dict(row) | {"evidence": json.loads(row["evidence"])} for row in found]
+            rows = db.execute("SELECT * FROM decisions WHERE model = ? ORDER BY id", (model,))
+            return [dict(row) | {"evidence": json.loads(row["evidence"])} for row in rows]
 
     def folder(self, version: Version) -> Path:
-        """Return the folder with a version's files: a model, or an adapter."""
+        """Return the folder with a version's files: a whole model or an adapter."""
         return self.store.folder(version.digest)
 
     def base_name(self, version: Version) -> str:
-        """Return the model under a version's adapter, as `load_model` takes it."""
+        """Return the base model of a version that is an adapter, as an argument for `load_model`."""
         base = version.base
         assert base is not None
         return str(self.store.folder(base["digest"])) if base["digest"] else base["name"]
 
-    # changing
+    # writing
 
     def add(
         self,
@@ -125,33 +125,34 @@ class Catalogue:
         tags: Mapping[str, str] | None = None,
         evaluations: Sequence[Mapping[str, Any]] = (),
     ) -> Version:
-        """Register the model in a folder as the next version, with what was measured of it. Where it is an adapter,
-        `base` names the model under it, which is stored as well where it is in `base_folder`."""
+        """Register the model in a folder as the next version, with its evaluation records. For an adapter, `base`
+        describes the base model; the files in `base_folder`, if any, are stored too."""
         check_name(model)
-        needed = [(place, sums_of(place)) for place in (folder, base_folder) if place is not None]
-        digest, *under = [digest_of(sums) for _, sums in needed]
+        sources = [(source, sums_of(source)) for source in (folder, base_folder) if source is not None]
+        digest, *base_digests = [digest_of(sums) for _, sums in sources]
         if base is not None:
-            base = base | {"digest": under[0] if under else None}
+            base = base | {"digest": base_digests[0] if base_digests else None}
         version = None
-        while version is None:  # what is stored already may be deleted before this version needs it
-            with ExitStack() as held:
+        while version is None:  # another process may delete a stored model before this version refers to it
+            with ExitStack() as stack:
                 parts = []
-                for place, sums in needed:
+                for source, sums in sources:
                     if self.store.damage(digest_of(sums)):
                         with self._database.writing() as db:
-                            self._sweep(db)  # what killed processes left may be the room that is missing
-                            part = held.enter_context(self.store.part())
-                        self.store.copy(place, part, sums)
+                            self._sweep(db)  # free the disk space of files that killed processes left
+                            part = stack.enter_context(self.store.part())
+                        self.store.copy(source, part, sums)
                         parts.append((part, digest_of(sums)))
                 row = (base and json.dumps(base), json.dumps(lineage), description, who(), now())
-                version = self._name(model, parts, [digest, *under], row, tags or {}, evaluations)
+                version = self._commit(model, parts, [digest, *base_digests], row, tags or {}, evaluations)
         return version
 
-    def _name(
+    def _commit(
         self, model: str, parts: list[tuple[Path, str]], digests: list[str], row: tuple[Any, ...],
         tags: Mapping[str, str], evaluations: Sequence[Mapping[str, Any]],
     ) -> Version | None:  # fmt: skip
-        """Give the files their names and the model its next version, together; None where stored files are gone."""
+        """Rename the copied files to their digests and insert the next version in one transaction. Return None if
+        files stored earlier are gone."""
         with self._database.writing() as db:
             for part, digest in parts:
                 self.store.name(part, digest)
@@ -164,7 +165,7 @@ class Catalogue:
                 "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (model, number, digests[0], *row)
             )
             db.executemany(
-                "INSERT INTO tags VALUES (?, ?, ?, ?)", [(model, number, *each) for each in tags.items()]
+                "INSERT INTO tags VALUES (?, ?, ?, ?)", [(model, number, *tag) for tag in tags.items()]
             )
             write_evaluations(db, model, number, evaluations)
             return found_version(db, f"{model}:{number}", self.path)
@@ -172,40 +173,40 @@ class Catalogue:
     def set_alias(
         self, name: str, alias: str, kind: str = "alias", evidence: Any = None, expected: int | None = -1
     ) -> tuple[Version, int | None]:
-        """Let an alias name a version; return that version and the number that the alias had. `expected` is what it
-        must have had (None: nothing), where that matters."""
+        """Point an alias to a version; return the version and the previous number of the alias. Raise ValueError if
+        that is not `expected` (None: the alias must be new; -1: any)."""
         check_name(alias, "alias")
         with self._database.writing() as db:
             version = found_version(db, name, self.path)
             was = alias_of(db, version.model, alias)
             if expected != -1 and was != expected:
                 raise ValueError(
-                    f"{version.model}@{alias} is version {was or 'none'} by now, and was {expected or 'none'} when "
-                    "this began; look again"
+                    f"{version.model}@{alias} was moved from version {expected or 'none'} to {was or 'none'} by "
+                    "another process in the meantime. Check the registry, then try again"
                 )
             return self._move(db, version, alias, was, kind, evidence), was
 
     def rollback(self, model: str, alias: str) -> tuple[Version, int | None]:
-        """Give an alias the version back that it had before; return that version and the number it has now lost."""
+        """Roll an alias back to its previous version; return that version and the number that it replaces."""
         with self._database.writing() as db:
             was = alias_of(db, model, alias)
             history: list[int] = []
             marks = ", ".join("?" * len(MOVES))
-            found = db.execute(
+            moves = db.execute(
                 f"SELECT kind, number FROM decisions WHERE model = ? AND alias = ? AND kind IN ({marks}) ORDER BY id",
                 (model, alias, *MOVES),
             )
-            for kind, number in found:
-                if kind == "rollback":  # what stood above it has been taken back
+            for kind, number in moves:
+                if kind == "rollback":  # forget the later versions that it rolled back
                     while history and history[-1] != number:
                         history.pop()
                 else:
                     history.append(number)
-            there = {version.number: version for version in all_versions(db, model)}
-            before = next((number for number in reversed(history) if number != was and number in there), None)
-            if before is None:
-                raise ValueError(f"{model}@{alias} has named no other version that is still there")
-            return self._move(db, there[before], alias, was, "rollback", None), was
+            versions = {version.number: version for version in all_versions(db, model)}
+            previous = [number for number in history if number != was and number in versions]
+            if not previous:
+                raise ValueError(f"cannot roll back {model}@{alias}: no earlier version of it exists")
+            return self._move(db, versions[previous[-1]], alias, was, "rollback", None), was
 
     def _move(
         self, db: sqlite3.Connection, version: Version, alias: str, was: int | None, kind: str, evidence: Any
@@ -215,7 +216,7 @@ class Catalogue:
         return found_version(db, str(version), self.path)
 
     def remove_alias(self, model: str, alias: str) -> int:
-        """Take an alias away; return the version that it named."""
+        """Remove an alias; return the number of its version."""
         with self._database.writing() as db:
             if (was := alias_of(db, model, alias)) is None:
                 raise ValueError(f"there is no {model}@{alias} in {self.path}")
@@ -224,37 +225,35 @@ class Catalogue:
             return was
 
     def decide(self, name: str, alias: str, kind: str, evidence: Any) -> None:
-        """Write down a decision that changes nothing, such as a promotion that was refused."""
+        """Record a decision that changes no alias, such as a refused promotion."""
         with self._database.writing() as db:
             version = found_version(db, name, self.path)
             was = alias_of(db, version.model, alias)
             write_decision(db, version.model, alias, version.number, was, kind, evidence)
 
     def add_evaluation(self, name: str, record: Mapping[str, Any]) -> None:
-        """Write down what was measured of a version."""
+        """Add an evaluation record to a version."""
         with self._database.writing() as db:
             version = found_version(db, name, self.path)
             write_evaluations(db, version.model, version.number, [record])
 
     def delete(self, name: str) -> tuple[Version, int]:
-        """Delete a version that no alias names, and the files that no other version needs; return it and the bytes
-        that are free again."""
+        """Delete a version without aliases, and the files that no other version uses; return the version and the
+        number of bytes freed."""
         with self._database.writing() as db:
             version = found_version(db, name, self.path)
             if version.aliases:
-                named = " and ".join(f"{version.model}@{alias}" for alias in version.aliases)
-                raise ValueError(
-                    f"{version} is {named}: let that name another version first, or take it away"
-                )
+                aliases = " and ".join(f"{version.model}@{alias}" for alias in version.aliases)
+                raise ValueError(f"cannot delete {version}: it is {aliases}. Move or remove the alias first")
             db.execute("DELETE FROM versions WHERE model = ? AND number = ?", (version.model, version.number))
             write_decision(
                 db, version.model, None, version.number, None, "delete", {"digest": version.digest}
             )
-        # Only what is committed can be cleared away: whoever is killed here leaves files too many, never too few.
+        # Sweep after the commit: a process killed in between leaves unused files, never a version without files.
         return version, self.sweep()
 
     def sweep(self) -> int:
-        """Remove files that no version needs; return the bytes that are free again."""
+        """Remove files that no version uses; return the number of bytes freed."""
         with self._database.writing() as db:
             return self._sweep(db)
 
@@ -262,13 +261,12 @@ class Catalogue:
         return self.store.sweep(set().union(*(version.digests for version in all_versions(db, None))))
 
     def verify(self, name: str | None = None) -> dict[str, list[str]]:
-        """Read every byte of the stored models, of one version or of all; return what is wrong, by version."""
+        """Check every byte of the stored files of one version, or of all; return the problems by version."""
         versions = self.versions() if name is None else [self.get(name)]
-        wrong = {
-            digest: self.store.damage(digest) for digest in set().union(*(each.digests for each in versions))
+        digests = set().union(*(version.digests for version in versions))
+        damage = {digest: self.store.damage(digest) for digest in digests}
+        problems = {
+            str(version): [text for digest in sorted(version.digests) for text in damage[digest]]
+            for version in versions
         }
-        found = {
-            str(each): [text for digest in sorted(each.digests) for text in wrong[digest]]
-            for each in versions
-        }
-        return {version: texts for version, texts in found.items() if texts}
+        return {version: texts for version, texts in problems.items() if texts}

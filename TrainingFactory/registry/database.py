@@ -1,5 +1,5 @@
-"""The registry's SQLite file: its tables, and transactions that many processes may make at the same time. What a
-process had not committed when it was killed never was."""
+"""The registry's SQLite file: its schema, and transactions that are safe across processes. SQLite rolls back the
+transaction of a killed process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SCHEMA = 1
-OURS = 0x54466163  # marks the file as ours: "TFac"
-WAIT = 60.0  # seconds for others that write
+OURS = 0x54466163  # SQLite application_id of a registry: "TFac"
+WAIT = 60.0  # seconds to wait for a lock
 TABLES = """
 CREATE TABLE models (name TEXT PRIMARY KEY, description TEXT NOT NULL, newest INTEGER NOT NULL, created TEXT NOT NULL);
 CREATE TABLE versions (
@@ -37,14 +37,14 @@ CREATE TABLE decisions (
 
 
 class Database:
-    """One file; every operation opens it, makes one transaction and closes it."""
+    """One SQLite file; every operation opens it, runs one transaction and closes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Yield a connection that sees one state of the registry; it must exist."""
+        """Yield a connection with a consistent snapshot of the registry; the file must exist."""
         with self._open() as connection:
             connection.execute("BEGIN")
             yield connection
@@ -52,7 +52,7 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Yield a connection that alone may write; all is kept at the end, or nothing where something is raised."""
+        """Yield the only writing connection; commit at the end, or roll back if an exception is raised."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._open() as connection:
             connection.execute("BEGIN IMMEDIATE")
@@ -66,7 +66,7 @@ class Database:
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        """Open the file, with tables; raise ValueError for one that is not ours or of a newer version."""
+        """Open the file and create missing tables; raise ValueError for another program's file or a newer schema."""
         connection: sqlite3.Connection | None = None
         try:
             connection = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
@@ -76,26 +76,26 @@ class Database:
             self._prepare(connection)
             yield connection
         except sqlite3.OperationalError as error:
-            raise OSError(f"the registry {self.path} cannot be read or written: {error}") from error
+            raise OSError(f"cannot read or write the registry {self.path}: {error}") from error
         except sqlite3.DatabaseError as error:
-            raise ValueError(f"{self.path} is no registry, or it is damaged: {error}") from error
+            raise ValueError(f"{self.path} is not a registry, or is damaged: {error}") from error
         finally:
             if connection is not None:
                 connection.close()
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        found = _pragma(connection, "user_version")
-        if found == SCHEMA and _pragma(connection, "application_id") == OURS:
+        schema = _pragma(connection, "user_version")
+        if schema == SCHEMA and _pragma(connection, "application_id") == OURS:
             return
-        if found > SCHEMA:
+        if schema > SCHEMA:
             raise ValueError(
-                f"the registry {self.path} is of schema {found}, and this version of TrainingFactory knows {SCHEMA}: "
-                "nothing was changed; use the version that wrote it, or a newer one"
+                f"the registry {self.path} has schema {schema}, but this version of TrainingFactory supports only "
+                f"{SCHEMA}. Nothing was changed. Update TrainingFactory"
             )
-        if found or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        if schema or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             if _pragma(connection, "application_id") == OURS:
-                return  # made by another process between two of these lines
-            raise ValueError(f"{self.path} is a database of another program, no registry; name another file")
+                return  # another process has just created it
+            raise ValueError(f"{self.path} is the database of another program. Choose another file")
         _to_wal(connection)
         connection.execute("BEGIN IMMEDIATE")
         if _pragma(connection, "user_version") == 0:
@@ -111,7 +111,8 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
 
 
 def _to_wal(connection: sqlite3.Connection) -> None:
-    """Let readers and a writer go on beside each other. SQLite does not wait for others here, so we do."""
+    """Switch to write-ahead logging, so that readers do not block the writer. Retry while the file is locked, because
+    SQLite's own timeout does not apply to this statement."""
     deadline = time.monotonic() + WAIT
     while True:
         try:

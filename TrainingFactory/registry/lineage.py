@@ -1,4 +1,4 @@
-"""Where a model comes from: a node for each run on the way, the newest first, as plain data that outlives the runs."""
+"""Lineage of a model: one node per training run, newest first, as plain data that remains when the runs are deleted."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ OF_RUN = {"run", "step", "config", "about", "tools", "metrics"}
 
 
 def run_node(run: RunFolder, checkpoint: Path) -> Node:
-    """Return what made a checkpoint: its run, with all options, what the run depended on, and its own origin."""
+    """Return the lineage of a checkpoint: its run with config, environment, tools and metrics. `about` holds the
+    lineage of the model that the run started from."""
     state = checkpoint / "state.json"
     step = json.loads(state.read_text(encoding="utf-8"))["step"] if state.is_file() else run.status.step
-    measured = [row for row in run.metrics() if row.get("step") == step]
+    metrics = [row for row in run.metrics() if row.get("step") == step]
     return {
         "run": run.name,
         "path": str(run.path.resolve()),
@@ -27,24 +28,23 @@ def run_node(run: RunFolder, checkpoint: Path) -> Node:
         "config": run.config.model_dump(),
         "about": run.about,
         "tools": tools_of(run),
-        "metrics": measured[-1] if measured else {},
+        "metrics": metrics[-1] if metrics else {},
     }
 
 
 def tools_of(run: RunFolder) -> dict[str, Any]:
-    """Return the tools that a run's model had, by name, and the digest of what it was told of them."""
+    """Return the names of a run's tools, and a digest of the tool schemas that the model saw."""
     specs, episodes = [], run.path / TRAJECTORIES
     if (run.path / SPECS).is_file():
         specs += json.loads((run.path / SPECS).read_text(encoding="utf-8"))
     if episodes.is_file():
         with episodes.open(encoding="utf-8") as file:
             specs += json.loads(file.readline() or "{}").get("tools", [])
-    told = [json.dumps(spec, sort_keys=True) for spec in specs]
-    called = re.findall(
-        r"^tools/([^/\n]+)/calls$", "\n".join(key for row in run.metrics() for key in row), re.M
-    )
+    schemas = [json.dumps(spec, sort_keys=True) for spec in specs]
+    metrics = "\n".join(key for row in run.metrics() for key in row)
+    called = re.findall(r"^tools/([^/\n]+)/calls$", metrics, re.M)
     names = {spec.get("function", spec).get("name") for spec in specs} - {None}
-    digest = hashlib.sha256("\n".join(sorted(told)).encode()).hexdigest() if told else None
+    digest = hashlib.sha256("\n".join(sorted(schemas)).encode()).hexdigest() if schemas else None
     return {"names": sorted(names | set(called)), "digest": digest}
 
 
@@ -54,14 +54,14 @@ def parent_of(node: Node) -> Node | None:
 
 def chain(node: Node) -> list[Node]:
     """Return the nodes from the base model to this one."""
-    found = [node]
-    while (parent := parent_of(found[-1])) is not None:
-        found.append(parent)
-    return found[::-1]
+    nodes = [node]
+    while (parent := parent_of(nodes[-1])) is not None:
+        nodes.append(parent)
+    return nodes[::-1]
 
 
 def origin(node: Node) -> str:
-    """Return the model that the first run began with, or the folder that was registered."""
+    """Return the base model of the first run, or the registered folder."""
     first = chain(node)[0]
     if "config" not in first:
         return str(first["folder"])
@@ -70,7 +70,7 @@ def origin(node: Node) -> str:
 
 
 def told(node: Node) -> tuple[str, list[tuple[str, str]]]:
-    """Return what a node says in words: a title, and what it depended on."""
+    """Return a node as text: a title, and (label, value) rows."""
     if "config" not in node:
         return f"the folder {node['folder']}", []
     config, about = node["config"], node["about"]
@@ -91,10 +91,10 @@ def told(node: Node) -> tuple[str, list[tuple[str, str]]]:
     if names := node["tools"]["names"]:
         digest = node["tools"]["digest"]
         rows.append(("tools", ", ".join(names) + (f", digest {digest[:32]}" if digest else "")))
-    measured = [
-        f"{key} {value:.4g}" for key, value in node["metrics"].items() if key.startswith("eval/success")
+    metrics = [
+        f"{name} {value:.4g}" for name, value in node["metrics"].items() if name.startswith("eval/success")
     ]
-    return title, rows + ([("measured", ", ".join(measured))] if measured else [])
+    return title, rows + ([("measured", ", ".join(metrics))] if metrics else [])
 
 
 def _reward(section: dict[str, Any]) -> str:
@@ -103,11 +103,11 @@ def _reward(section: dict[str, Any]) -> str:
 
 
 def tree(node: Node, name: str) -> list[str]:
-    """Return the lines of the tree from the base model to this one, which is called `name`."""
-    lines, depth = [origin(node)], 0
-    for each in chain(node):
-        title, rows = told(each)
+    """Return the lines of the tree from the base model to this model, which is shown as `name`."""
+    lines = [origin(node)]
+    nodes = chain(node)
+    for depth, ancestor in enumerate(nodes):
+        title, rows = told(ancestor)
         lines.append(f"{'   ' * depth}└─ {title}")
-        depth += 1
-        lines += [f"{'   ' * depth}   {key}: {value}" for key, value in rows]
-    return [*lines, f"{'   ' * depth}└─ {name}"]
+        lines += [f"{'   ' * (depth + 1)}   {key}: {value}" for key, value in rows]
+    return [*lines, f"{'   ' * len(nodes)}└─ {name}"]

@@ -1,4 +1,4 @@
-"""What is in the registry's tables as objects: versions by name, and the rows that are written with them."""
+"""Reading and writing rows of the registry's tables."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from TrainingFactory.registry.lineage import OF_RUN, Node, chain
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 WRITTEN = re.compile(rf"(?P<model>{NAME.pattern})(:(?P<number>\d+)|@(?P<alias>{NAME.pattern}))?")
 DIGEST = re.compile(r"[0-9a-f]{64}")
-OF_RUNS = re.compile(r"step-\d+|best|last|latest|\d+")  # names of checkpoints and versions, no aliases
+OF_RUNS = re.compile(
+    r"step-\d+|best|last|latest|\d+"
+)  # names of checkpoints and versions, invalid as aliases
 
 
 @dataclass(slots=True, frozen=True)
 class Version:
-    """One version of a registered model; as text `agent:3`."""
+    """One version of a registered model; `str` gives `agent:3`."""
 
     model: str
     number: int
     digest: str
-    base: dict[str, Any] | None  # under an adapter: its name, revision, and where it is stored, its digest
+    base: dict[str, Any] | None  # base model of an adapter: name, revision, and digest if it is stored too
     lineage: Node
     description: str
     who: str
@@ -44,55 +46,57 @@ class Version:
 
     @property
     def digests(self) -> set[str]:
-        """Return the stored models that it needs."""
+        """Return the digests of the stored models that this version uses."""
         return {self.digest} | ({self.base["digest"]} if self.base and self.base["digest"] else set())
 
 
 def check_name(name: str, what: str = "model") -> None:
-    """Raise ValueError for what cannot name a registered model or an alias."""
+    """Raise ValueError if `name` is not valid for a registered model or an alias; `what` is "model" or "alias"."""
     if not NAME.fullmatch(name):
-        raise ValueError(
-            f"{name!r} cannot name a{'n' * (what == 'alias')} {what}: letters, digits and . _ - only"
-        )
+        raise ValueError(f"invalid {what} name {name!r}: it must match {NAME.pattern}")
     if what == "alias" and OF_RUNS.fullmatch(name):
-        raise ValueError(f"{name!r} cannot be an alias: versions and checkpoints of runs have such names")
+        raise ValueError(f"invalid alias {name!r}: reserved for versions and checkpoints. Choose another")
     if what == "model" and name.lower() in SUPPORTED_MODELS:
-        raise ValueError(f"{name!r} is the short name of a model already; choose another")
+        raise ValueError(f"invalid model name {name!r}: it is a supported model. Choose another")
 
 
 def find_version(db: sqlite3.Connection, written: re.Match[str]) -> Version | None:
+    """Return the version that a match of WRITTEN names; None if there is no such model. Raise ValueError if the model
+    has no such version or alias."""
     model, number, alias = written["model"], written["number"], written["alias"]
-    known = db.execute("SELECT newest FROM models WHERE name = ?", (model,)).fetchone()
-    if known is None:
+    row = db.execute("SELECT newest FROM models WHERE name = ?", (model,)).fetchone()
+    if row is None:
         return None
     versions = {version.number: version for version in all_versions(db, model)}
-    aliases = {each: version for version in versions.values() for each in version.aliases}
-    there = ", ".join([*(f":{number}" for number in versions), *(f"@{alias}" for alias in aliases)]) or "none"
+    aliases = {alias: version for version in versions.values() for alias in version.aliases}
+    known = ", ".join([*(f":{number}" for number in versions), *(f"@{alias}" for alias in aliases)]) or "none"
     if number is not None and int(number) not in versions:
-        gone = "was deleted" if 0 < int(number) <= known["newest"] else "is not there"
-        raise ValueError(f"version {number} of {model} {gone}; there are: {there}")
+        problem = "was deleted" if 0 < int(number) <= row["newest"] else "does not exist"
+        raise ValueError(f"version {number} of {model} {problem}. Existing versions: {known}")
     if alias is not None and alias != "latest" and alias not in aliases:
         near = did_you_mean(nearest(alias, aliases))
-        raise ValueError(f"{model} has no alias {alias!r}{near or f'; there are: {there}'}")
+        raise ValueError(f"{model} has no alias {alias!r}{near or f'. Existing versions: {known}'}")
     if not versions:
         raise ValueError(f"all versions of {model} were deleted")
     return versions[int(number)] if number else aliases.get(alias or "") or versions[max(versions)]
 
 
 def found_version(db: sqlite3.Connection, name: str, path: Path) -> Version:
-    written = WRITTEN.fullmatch(name)
-    if written is None or (found := find_version(db, written)) is None:
+    """Return the version with this name; raise ValueError if there is none in the registry at `path`."""
+    parsed = WRITTEN.fullmatch(name)
+    if parsed is None or (version := find_version(db, parsed)) is None:
         raise ValueError(f"there is no registered model {name!r} in {path}")
-    return found
+    return version
 
 
 def all_versions(db: sqlite3.Connection, model: str | None) -> list[Version]:
-    where, given = ("", ()) if model is None else ("WHERE model = ?", (model,))
+    """Return the versions of a model, or of all models, with their aliases and tags."""
+    where, params = ("", ()) if model is None else ("WHERE model = ?", (model,))
     aliases: dict[tuple[str, int], list[str]] = {}
     tags: dict[tuple[str, int], dict[str, str]] = {}
-    for row in db.execute(f"SELECT * FROM aliases {where} ORDER BY alias", given):
+    for row in db.execute(f"SELECT * FROM aliases {where} ORDER BY alias", params):
         aliases.setdefault((row["model"], row["number"]), []).append(row["alias"])
-    for row in db.execute(f"SELECT * FROM tags {where} ORDER BY key", given):
+    for row in db.execute(f"SELECT * FROM tags {where} ORDER BY key", params):
         tags.setdefault((row["model"], row["number"]), {})[row["key"]] = row["value"]
     return [
         Version(
@@ -100,12 +104,12 @@ def all_versions(db: sqlite3.Connection, model: str | None) -> list[Version]:
             aliases=tuple(aliases.get((row["model"], row["number"]), ())),
             tags=tags.get((row["model"], row["number"]), {}),
         )
-        for row in db.execute(f"SELECT * FROM versions {where} ORDER BY model, number", given)
+        for row in db.execute(f"SELECT * FROM versions {where} ORDER BY model, number", params)
     ]
 
 
 def _read_json(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
-    """Return `base` and `lineage`; raise ValueError that names the version where they or its digests are invalid."""
+    """Return `base` and `lineage` of a row of `versions`; raise ValueError if they or the digests are invalid."""
     try:
         base, lineage = row["base"] and json.loads(row["base"]), json.loads(row["lineage"])
         for digest in (row["digest"], base and base["digest"]):
@@ -114,7 +118,7 @@ def _read_json(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
         if not all("folder" in node or node.keys() >= OF_RUN for node in chain(lineage)):
             raise ValueError("incomplete lineage")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        [path] = [each["file"] for each in db.execute("PRAGMA database_list") if each["name"] == "main"]
+        [path] = [file["file"] for file in db.execute("PRAGMA database_list") if file["name"] == "main"]
         raise ValueError(
             f"version {row['number']} of {row['model']!r} in {path} is damaged: {message_of(error)}. Restore the file "
             "from a backup, or delete this row from its table `versions`"
@@ -154,5 +158,5 @@ def now() -> str:
 def who() -> str:
     try:
         return f"{getpass.getuser()}@{socket.gethostname()}"
-    except (OSError, KeyError):  # a user without a name, as containers have
+    except (OSError, KeyError):  # in containers, the user may have no name
         return socket.gethostname()

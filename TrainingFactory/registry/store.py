@@ -1,9 +1,8 @@
-"""Models by content: `DIGEST/` in the store holds the files of one model, whole or not there.
+"""Content-addressed store of model files: the folder `DIGEST/` holds one complete model. Equal models are stored once.
 
-Files are copied (shared blocks where the file system has them), not hard-linked: a link has the bytes of the run's own
-checkpoint, so that whatever damages one damages the other, and a model that was released must not change. Equal models
-are stored once. Folders get their names inside a transaction of the database, and one that no version names is
-cleared away the next time something is stored or deleted."""
+Files are copied (as copy-on-write clones if the file system supports them), not hard-linked: a hard link shares its
+bytes with the run's checkpoint, so that damage to one would damage the other. Folders are renamed to their digest in a
+transaction of the database; folders that no version uses are removed with the next registration or deletion."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ from TrainingFactory.data.disk import STATE, SUMS, changed, file_digest, read_su
 
 try:
     import fcntl
-except ImportError:  # not on Windows: there what a killed process left is removed with the next one
+except ImportError:  # Windows: without a lock, folders being written look like leftovers
     fcntl = None
 
-# What a checkpoint holds beside the model; the last is PEFT's empty page.
+# Files of a checkpoint that do not belong to the model; PEFT writes an empty README.md.
 TRAINING = (*STATE, "learner.json", "state.json", SUMS, "README.md")
 WEIGHTS = ".safetensors"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -31,25 +30,25 @@ SUFFIXES = (WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the files of a model: its weights as safetensors, its config, its tokenizer."""
-    found = (path for path in folder.iterdir() if path.suffix in SUFFIXES and path.name not in TRAINING)
-    return sorted(path for path in found if path.is_file())
+    """Return the files of a model: safetensors weights, config and tokenizer."""
+    files = (path for path in folder.iterdir() if path.suffix in SUFFIXES and path.name not in TRAINING)
+    return sorted(path for path in files if path.is_file())
 
 
 def digest_of(sums: dict[str, str]) -> str:
-    """Return the digest of a model, from those of its files by name."""
+    """Return the digest of a model from the digests of its files by name."""
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def stated_digest(folder: Path) -> str | None:
-    """Return the digest of the model in a folder, as the digests of its files were written down; None without any."""
+    """Return the digest of a model from its checksum file, without reading weights; None if a checksum is missing."""
     sums, names = read_sums(folder), {path.name for path in model_files(folder)}
     return digest_of({name: sums[name] for name in names}) if names and names <= sums.keys() else None
 
 
 class Store:
-    """A folder of models by digest."""
+    """A folder of models named by digest."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,38 +58,38 @@ class Store:
 
     @contextlib.contextmanager
     def part(self) -> Iterator[Path]:
-        """Yield a new folder to write into, which is marked as in use while it is there; call it in a transaction."""
+        """Yield a new temporary folder, locked until it is renamed or removed. Enter it in a transaction."""
         self.path.mkdir(parents=True, exist_ok=True)
         part = self.path / f".part-{uuid4().hex}"
         part.mkdir()
-        held = os.open(part, os.O_RDONLY) if fcntl is not None else None
+        lock = os.open(part, os.O_RDONLY) if fcntl is not None else None
         try:
-            if held is not None:
-                fcntl.flock(held, fcntl.LOCK_EX)  # pyright: ignore[reportOptionalMemberAccess]
+            if lock is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # pyright: ignore[reportOptionalMemberAccess]
             yield part
         finally:
             shutil.rmtree(part, ignore_errors=True)
-            if held is not None:
-                os.close(held)
+            if lock is not None:
+                os.close(lock)
 
     def copy(self, source: Path, part: Path, sums: dict[str, str]) -> None:
-        """Write the files aside, on the disk and compared with their digests; raise OSError where there is no room."""
+        """Copy the files to the temporary folder, verify their digests and flush them; raise OSError on failure."""
         try:
             for name, digest in sums.items():
                 _copy(source / name, part / name)
                 if file_digest(part / name) != digest:
-                    raise ValueError(f"{source / name} changed while it was copied; register it again")
+                    raise ValueError(f"{source / name} changed during the copy. Register the model again")
                 os.chmod(part / name, 0o444)
             write_sums(part)
             sync(*part.iterdir(), part)
         except OSError as error:
             raise OSError(
-                f"{source} could not be copied to {self.path}: {error.strerror}; nothing was registered"
+                f"cannot copy {source} to {self.path}: {error.strerror}. Nothing registered"
             ) from error
 
     def name(self, part: Path, digest: str) -> None:
-        """Give what was written aside its name, unless an equal model has it; a damaged one goes. Call it in a
-        transaction."""
+        """Rename the temporary folder to its digest unless an intact copy exists; a damaged copy is replaced. Call it
+        in a transaction."""
         if not self.damage(digest):
             return
         if os.path.lexists(self.folder(digest)):
@@ -99,8 +98,8 @@ class Store:
         sync(self.path)
 
     def sweep(self, used: set[str]) -> int:
-        """Remove the models that nothing names, and what killed processes left; call it in a transaction, so that none
-        is about to be named. Return the bytes that are free again."""
+        """Remove models that are not in `used` and folders that killed processes left; return the number of bytes
+        freed. Call it in a transaction, so that no other process is about to use one of them."""
         freed = 0
         for path in self.path.iterdir() if self.path.is_dir() else ():
             if path.name in used:
@@ -108,47 +107,45 @@ class Store:
             if path.is_symlink():
                 path.unlink()
             elif path.is_dir() and not _in_use(path):
-                gone = path.with_name(f".gone-{uuid4().hex}")
-                os.rename(path, gone)
-                freed += sum(file.lstat().st_size for file in gone.iterdir())
-                shutil.rmtree(gone, ignore_errors=True)
+                removed = path.with_name(f".gone-{uuid4().hex}")
+                os.rename(path, removed)
+                freed += sum(file.lstat().st_size for file in removed.iterdir())
+                shutil.rmtree(removed, ignore_errors=True)
         return freed
 
     def damage(self, digest: str) -> list[str]:
-        """Return what is wrong with a stored model: files that are missing or changed, or not named by it."""
+        """Return the problems of a stored model: missing, changed and unexpected files. Empty: it is intact."""
         folder = self.folder(digest)
         try:
-            wrong = [f"{folder / name} is missing or changed" for name in changed(folder)]
+            problems = [f"{folder / name} is missing or changed" for name in changed(folder)]
             paths = sorted(folder.iterdir())
             extra = {path.name for path in paths} - read_sums(folder).keys() - {SUMS}
             stated = stated_digest(folder)
-        except (FileNotFoundError, NotADirectoryError):  # another process may sweep it away meanwhile
+        except (FileNotFoundError, NotADirectoryError):  # another process may remove it at the same time
             return [f"{folder} is missing"]
-        wrong += [f"{path} is a link, not a copy" for path in paths if path.is_symlink()]
-        wrong += [f"{folder / name} does not belong there" for name in sorted(extra)]
-        if not wrong and stated != digest:
-            wrong = [f"{folder / SUMS} is not that of model {digest[:12]}"]
-        return wrong
+        problems += [f"{path} is a link, not a copy" for path in paths if path.is_symlink()]
+        problems += [f"{folder / name} does not belong to the model" for name in sorted(extra)]
+        if not problems and stated != digest:
+            problems = [f"{folder / SUMS} does not match the digest {digest[:12]}"]
+        return problems
 
 
 def sums_of(folder: Path) -> dict[str, str]:
-    """Return the digests of a model's files as they are now; raise ValueError where it is not whole, has no weights as
-    safetensors, or has links to files elsewhere, which need not be the model's. Links of a hub cache, from
-    `snapshots/REVISION` to `blobs` beside it, are the model's own."""
-    if files := changed(folder, but=STATE):
-        raise ValueError(f"{folder} is damaged: {', '.join(files)}: missing or not as {SUMS} says")
+    """Return the digests of a model's files. Raise ValueError if a file is damaged or missing, there are no safetensors
+    weights, or a file is a link out of the folder, which may expose an unrelated file. Links of a hub cache, from
+    `snapshots/REVISION` to the `blobs` beside it, are allowed."""
+    if damaged := changed(folder, but=STATE):
+        raise ValueError(f"{folder} is damaged: {', '.join(damaged)}: missing or different from {SUMS}")
     files = model_files(folder)
     if not any(path.suffix == WEIGHTS for path in files):
-        raise ValueError(
-            f"{folder} has no weights as {WEIGHTS} files; others may run code when they are read"
-        )
+        raise ValueError(f"{folder} has no {WEIGHTS} weights. Convert the model: other formats can run code")
     root = folder.resolve()
-    inside = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
+    allowed = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
     for path in files:
-        if not any((target := path.resolve()).is_relative_to(place) for place in inside):
+        if not any((target := path.resolve()).is_relative_to(parent) for parent in allowed):
             raise ValueError(
                 f"{path} is a link to {target}, outside of the model's folder. If that file belongs to the model, "
-                "register a copy of the folder that has the file itself: cp -rL"
+                "copy the folder with cp -rL and register the copy"
             )
     stated = read_sums(folder)
     return {path.name: stated.get(path.name) or file_digest(path) for path in files}
@@ -168,19 +165,19 @@ def _in_use(path: Path) -> bool:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file, sharing its blocks where the file system can."""
+    """Copy a file, as a copy-on-write clone if the file system supports it."""
     with source.open("rb") as read, target.open("wb") as write:
-        left = os.fstat(read.fileno()).st_size
-        while left and hasattr(os, "copy_file_range"):
+        remaining = os.fstat(read.fileno()).st_size
+        while remaining and hasattr(os, "copy_file_range"):
             try:
-                done = os.copy_file_range(read.fileno(), write.fileno(), left)
+                copied = os.copy_file_range(read.fileno(), write.fileno(), remaining)
             except OSError as error:
                 if error.errno in NO_ROOM:
                     raise
-                break  # not between these two file systems
-            if not done:
+                break  # not supported between these two file systems
+            if not copied:
                 break
-            left -= done
-        if left:
+            remaining -= copied
+        if remaining:
             read.seek(write.seek(0, os.SEEK_END))
             shutil.copyfileobj(read, write, 1 << 20)

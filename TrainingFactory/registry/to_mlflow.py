@@ -1,4 +1,4 @@
-"""A registered model in MLflow: a run with the files and metrics, and a model version with tags and aliases."""
+"""Export of a registered version to MLflow: a run with files and metrics, and a model version with tags and aliases."""
 
 from __future__ import annotations
 
@@ -13,44 +13,43 @@ EXPERIMENT = "training-factory"
 
 
 def to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[dict[str, Any]]) -> str:
-    """Write a version whose files are in a folder to the MLflow at an address, and return what it is called there."""
+    """Upload a version, whose files are in `folder`, to the MLflow at `uri`; return its `models:/` URI."""
     try:
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
         from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError(
-            f"an export to MLflow needs its package: pip install 'training-factory[mlflow]' ({error})"
+            f"the export needs the MLflow package: pip install 'training-factory[mlflow]' ({error})"
         ) from error
     try:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        found = client.get_experiment_by_name(EXPERIMENT)
-        experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT, _artifacts(uri))
-        run = client.create_run(experiment, run_name=str(version), tags=_tags(version))
-        number = run.info.run_id
-        for each in evaluations:
-            for name, value in each.get("metrics", {}).items():
-                key = f"{what_of(each)}/{name}".replace("@", "_at_").replace("^", "_all_").replace(",", "")
-                client.log_metric(number, key, value)
-        client.log_artifacts(number, str(folder), "model")
+        existing = client.get_experiment_by_name(EXPERIMENT)
+        experiment_id = (
+            existing.experiment_id if existing else client.create_experiment(EXPERIMENT, _artifacts(uri))
+        )
+        run = client.create_run(experiment_id, run_name=str(version), tags=_tags(version))
+        run_id = run.info.run_id
+        for record in evaluations:
+            for name, value in record.get("metrics", {}).items():
+                key = f"{what_of(record)}/{name}".replace("@", "_at_").replace("^", "_all_").replace(",", "")
+                client.log_metric(run_id, key, value)
+        client.log_artifacts(run_id, str(folder), "model")
         if not client.search_registered_models(f"name = '{version.model}'"):
             client.create_registered_model(version.model)
-        made = client.create_model_version(
-            version.model,
-            f"{run.info.artifact_uri}/model",
-            number,
-            _tags(version),
-            description=version.description,
+        source, tags = f"{run.info.artifact_uri}/model", _tags(version)
+        created = client.create_model_version(
+            version.model, source, run_id, tags, description=version.description
         )
         for alias in version.aliases:
-            client.set_registered_model_alias(version.model, alias, made.version)
-        client.set_terminated(number)
+            client.set_registered_model_alias(version.model, alias, created.version)
+        client.set_terminated(run_id)
     except MlflowException as error:
-        raise OSError(f"MLflow at {uri} did not take {version}: {error}") from error
-    return f"models:/{version.model}/{made.version}"
+        raise OSError(f"cannot export {version} to MLflow at {uri}: {error}") from error
+    return f"models:/{version.model}/{created.version}"
 
 
 def _artifacts(uri: str) -> str | None:
-    """Return where the files go: beside the database where it is one on this machine; else the server says."""
+    """Return the folder for artifacts, beside a local SQLite database; None lets the MLflow server decide."""
     if not uri.startswith("sqlite:///"):
         return None
     return (Path(uri.removeprefix("sqlite:///")).expanduser().resolve().parent / "mlartifacts").as_uri()

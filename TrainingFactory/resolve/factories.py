@@ -1,4 +1,4 @@
-"""Find what ids mean that only a project knows: in its `factories.yaml`, then in the factories beside this one."""
+"""Resolving the ids of a project: with its `factories.yaml`, then with the installed sibling factories."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from TrainingFactory.resolve.siblings import COMPUTE, DATA, SIBLINGS, Allocation
 from TrainingFactory.training.dataset import Objects, read_objects
 
 FILE = "factories.yaml"
-# kind of id -> the keys of a config that take one; an entry without sections is a value or the section of the first
+# kind of id -> config keys that accept it; the value or keys of an entry without sections belong to the first one
 KINDS = {
-    "environments": ("environment.environment_id",),  # first: one may bring ids of the other kinds
+    "environments": ("environment.environment_id",),  # first, because an entry can contain other kinds of ids
     "models": ("model.name",),
     "datasets": ("data.dataset", "data.tasks", "data.heldout"),
     "compute": ("compute.allocation_id",),
@@ -36,47 +36,47 @@ Say = Callable[[str], None]
 
 
 def entries() -> Entries:
-    """Read the current folder's file: of each kind the ids, each with the part of a config that it stands for."""
+    """Read factories.yaml in the current folder; return the config fragment of each id, by kind."""
     path = Path(FILE)
-    found: Entries = {kind: {} for kind in KINDS}
+    configs: Entries = {kind: {} for kind in KINDS}
     if not path.is_file():
-        return found
+        return configs
     places: dict[tuple[str | int, ...], str] = {}
     problems: list[Problem] = []
     for kind, ids in read_yaml(path, places, problems).items():
         if kind not in KINDS:
             problems.append(Problem((str(kind),), one_of(kind, KINDS)))
         elif not isinstance(ids, Mapping | None):
-            problems.append(Problem((kind,), "must hold ids, each with what it leads to", ids))
+            problems.append(Problem((kind,), "must be a mapping from ids to their targets", ids))
         else:
             for name, value in (ids or {}).items():
                 try:
-                    found[kind][str(name)] = as_config(kind, value)
+                    configs[kind][str(name)] = as_config(kind, value)
                 except ConfigError as error:
-                    for each in error.problems:
-                        inner = each.key if isinstance(value, Mapping) else ()
-                        problems.append(dataclasses.replace(each, key=(kind, str(name), *inner)))
-    text = "leads to {!r}, which is an id here itself; write what that one leads to"
-    for kind, ids in found.items():
+                    for problem in error.problems:
+                        inner = problem.key if isinstance(value, Mapping) else ()
+                        problems.append(dataclasses.replace(problem, key=(kind, str(name), *inner)))
+    text = "refers to {!r}, which is itself an id in this file. Write the target of that id"
+    for kind, ids in configs.items():
         targets = {name: leads_to(kind, config) for name, config in ids.items()}
-        twice = {name: target for name, target in targets.items() if target != name and target in ids}
-        problems += [Problem((kind, name), text.format(target)) for name, target in twice.items()]
+        chained = {name: target for name, target in targets.items() if target != name and target in ids}
+        problems += [Problem((kind, name), text.format(target)) for name, target in chained.items()]
     if problems:
         raise Places(places, FILE).error(problems)
-    return found
+    return configs
 
 
 def add(kind: str, name: str, target: Sequence[str]) -> None:
-    """Write an entry into the file, whose comments stay: `target` is what the id leads to, or key=value for several."""
+    """Add an entry to factories.yaml and keep its comments. `target` is one value, or several key=value options."""
     section, _ = _split(KINDS[kind][0])
     value: Any = target[0]
-    if all("=" in each for each in target):
-        keys = [each if "." in each.partition("=")[0] else f"{section}.{each}" for each in target]
-        value = load_config(None, keys).model_dump(exclude_unset=True)
+    if all("=" in option for option in target):
+        options = [opt if "." in opt.partition("=")[0] else f"{section}.{opt}" for opt in target]
+        value = load_config(None, options).model_dump(exclude_unset=True)
     elif len(target) > 1:
-        raise ValueError(f"{' '.join(target)}: give one target, or several as key=value")
+        raise ValueError(f"invalid target {' '.join(target)!r}: give one value, or options as key=value")
     if name in entries()[kind]:
-        raise ValueError(f"{FILE} has {kind}.{name} already; edit it there")
+        raise ValueError(f"{FILE} already has {kind}.{name}. Edit the file to change it")
     path = Path(FILE)
     before = path.read_text(encoding="utf-8").rstrip() + "\n" if path.is_file() else ""
     entry = f"{json.dumps(name)}: {json.dumps(value)}\n"
@@ -93,7 +93,7 @@ def add(kind: str, name: str, target: Sequence[str]) -> None:
 
 
 def as_config(kind: str, value: Any) -> TrainingConfig:
-    """Return the part of a config that an entry stands for: a text, the keys of one section, or several sections."""
+    """Return the config fragment of an entry, which is a text, the keys of one section, or several sections."""
     section, key = _split(KINDS[kind][0])
     if not isinstance(value, Mapping):
         value = {key: value}
@@ -101,13 +101,13 @@ def as_config(kind: str, value: Any) -> TrainingConfig:
         value = {section: dict(value)}
     config = TrainingConfig(**value)
     if leads_to(kind, config) is None and not (kind == "environments" and config.tools):
-        example = "be a mapping such as {num_gpus: 8}" if kind == "compute" else f"say the {section}'s {key}"
+        example = "be a mapping such as {num_gpus: 8}" if kind == "compute" else f"set {section}.{key}"
         raise ConfigError([Problem((), f"must {example}")])
     return config
 
 
 def leads_to(kind: str, config: TrainingConfig) -> str | None:
-    """Return what an entry means in one line; None for an environment that is nothing but its tools."""
+    """Return the target of an entry in one line; None for an environment that consists only of tools."""
     if kind == "compute":
         section = config.compute
         gpus = "all GPUs" if section.num_gpus is None else f"{section.num_gpus} GPUs"
@@ -122,39 +122,40 @@ def _split(key: str) -> tuple[str, str]:
 
 
 def model(name: str) -> str | None:
-    """Return the model that a name leads to in the project's file; None where it is not in it."""
+    """Return the target of a model id in factories.yaml; None if the file does not contain it."""
     entry = entries()["models"].get(name)
     return None if entry is None else entry.model.name
 
 
 def by_file(config: TrainingConfig, say: Say = lambda _: None) -> TrainingConfig:
-    """Return the config with what the project's file says for its ids; other keys of an entry fill what is not set."""
+    """Return the config with its ids replaced by their targets in factories.yaml. Further keys of an entry apply where
+    the config does not set them."""
     known = entries()
-    for kind, keys in KINDS.items():
-        for full in keys:
-            section, key = _split(full)
+    for kind, id_keys in KINDS.items():
+        for id_key in id_keys:
+            section, key = _split(id_key)
             name = getattr(getattr(config, section), key)
             if name not in known[kind]:
                 continue
             entry = known[kind][name]
             target = leads_to(kind, entry)
-            config = _filled(config, entry, keys)
-            if kind != "compute":  # a run that goes on asks for its machines again
+            config = _fill(config, entry, id_keys)
+            if kind != "compute":  # a resumed run looks its allocation up again
                 config = _with(config, section, {key: target})
-            say(f"{full} {name} is {target or 'a conversation with tools'} ({FILE})")
+            say(f"{id_key} {name} is {target or 'a conversation with tools'} ({FILE})")
     return config
 
 
-def _filled(config: TrainingConfig, entry: TrainingConfig, ids: Sequence[str]) -> TrainingConfig:
-    """Return the config with those keys of an entry that it does not set itself, without the ids."""
+def _fill(config: TrainingConfig, entry: TrainingConfig, id_keys: Sequence[str]) -> TrainingConfig:
+    """Return the config with the keys of an entry that it does not set itself, except `id_keys`."""
     for name in entry.model_fields_set:
-        mine, theirs = getattr(config, name), getattr(entry, name)
-        if isinstance(theirs, BaseModel):
-            missing = theirs.model_fields_set - mine.model_fields_set
-            given = {key: getattr(theirs, key) for key in missing if f"{name}.{key}" not in ids}
-            config = _with(config, name, given)
+        section, defaults = getattr(config, name), getattr(entry, name)
+        if isinstance(defaults, BaseModel):
+            missing = defaults.model_fields_set - section.model_fields_set
+            options = {key: getattr(defaults, key) for key in missing if f"{name}.{key}" not in id_keys}
+            config = _with(config, name, options)
         elif name not in config.model_fields_set:
-            config = config.model_copy(update={name: theirs})
+            config = config.model_copy(update={name: defaults})
     return config
 
 
@@ -163,64 +164,66 @@ def _with(config: TrainingConfig, section: str, keys: Mapping[str, Any]) -> Trai
 
 
 def with_rows(config: TrainingConfig, given: Objects, say: Say = lambda _: None) -> Objects:
-    """Return the objects with the rows of datasets that a DataFactory knows; files and what is handed in as objects
-    are left alone. `say` is called with what each id is."""
-    data, found = config.data, dataclasses.replace(given)
-    measured = (
-        given.heldout is None and given.heldout_tasks is None and config.training.eval_every is not None
-    )
-    wanted = {"tasks": given.tasks is None, "dataset": given.examples is None, "heldout": measured}
-    rows = {key: _rows(key, getattr(data, key), say) if read else None for key, read in wanted.items()}
-    read_objects(config, found, **rows)
-    return found
+    """Return a copy of `given` with the rows of datasets that DataFactory resolves. Files, and data that is given as
+    Python objects, stay as they are. Report each resolved id with `say`."""
+    objects = dataclasses.replace(given)
+    no_heldout = given.heldout is None and given.heldout_tasks is None
+    evaluates = no_heldout and config.training.eval_every is not None
+    needed = {"tasks": given.tasks is None, "dataset": given.examples is None, "heldout": evaluates}
+    data = config.data
+    rows = {key: _rows(key, getattr(data, key), say) if read else None for key, read in needed.items()}
+    read_objects(config, objects, **rows)
+    return objects
 
 
 def _rows(key: str, name: str | None, say: Say) -> Any:
     if name is None or is_path(name) or Path(name).exists():
         return None
-    if (known := DATA.ask(name)) is not None:
+    if (dataset := DATA.ask(name)) is not None:
         say(f"data.{key} {name} is a dataset of {DATA.package}")
-        return rows_of(known)
+        return rows_of(dataset)
     if builtin_dataset(name) is not None:
         say(f"data.{key} {name} is a small dataset that comes with TrainingFactory")
     return None
 
 
 def allocated(config: TrainingConfig, say: Say) -> Allocation | None:
-    """Return the machines that a run names by the id of a ComputeFactory's allocation; None where it names none."""
+    """Return the ComputeFactory allocation that the config names; None if it names none or factories.yaml has it."""
     name = config.compute.allocation_id
     if name is None or name in entries()["compute"]:
         return None
-    given = COMPUTE.ask(name)
-    if given is not None:
-        return Allocation.of(given)
+    allocation = COMPUTE.ask(name)
+    if allocation is not None:
+        return Allocation.of(allocation)
     if not COMPUTE.installed or COMPUTE.method(COMPUTE.find) is not None:
-        raise nowhere("compute", name, f"there is no allocation {name!r}; compute.num_gpus=N needs none")
+        error = f"there is no allocation {name!r}. To use this machine without one, set compute.num_gpus=N"
+        raise nowhere("compute", name, error)
     say(
-        f"note: allocation {name}: ComputeFactory's {COMPUTE.manager} has no {COMPUTE.find}, so that nobody knows what "
-        "it holds, and this machine is used as it is; hand in the allocation itself: allocation_id=allocation"
+        f"note: cannot look up the GPUs of allocation {name}, because ComputeFactory's {COMPUTE.manager} has no method "
+        f"{COMPUTE.find}. The run uses this machine. Pass the allocation object instead: allocation_id=allocation"
     )
     return Allocation.of(SimpleNamespace(allocation_id=name))
 
 
 def with_machines(config: TrainingConfig, allocation: Allocation | None, say: Say) -> TrainingConfig:
-    """Return the config with the compute section that an allocation makes; what is set there must fit into it."""
+    """Return the config with the allocation's GPUs and backend where its compute section does not set them. Raise
+    ValueError if the config asks for more GPUs than the allocation has."""
     if allocation is None:
         return config
-    asked, most = config.compute.num_gpus, allocation.num_gpus
-    if asked is not None and most is not None and asked > most:
-        raise ValueError(f"compute.num_gpus is {asked}, but allocation {allocation.id} has {most} GPUs")
-    given = {"num_gpus": most, "backend": allocation.backend}
-    entry = TrainingConfig(compute={key: value for key, value in given.items() if value is not None})
-    filled = _filled(config, entry, ())
-    if most is not None:
-        say(f"allocation {allocation.id} has {most} GPUs: compute.num_gpus={filled.compute.num_gpus}")
+    requested, available = config.compute.num_gpus, allocation.num_gpus
+    if requested is not None and available is not None and requested > available:
+        raise ValueError(f"compute.num_gpus={requested}, but allocation {allocation.id} has {available} GPUs")
+    options = {"num_gpus": available, "backend": allocation.backend}
+    entry = TrainingConfig(compute={key: value for key, value in options.items() if value is not None})
+    filled = _fill(config, entry, ())
+    if available is not None:
+        say(f"allocation {allocation.id} has {available} GPUs: compute.num_gpus={filled.compute.num_gpus}")
     return filled
 
 
 @contextmanager
 def told_with_places(kind: str) -> Iterator[None]:
-    """Add to the error for a name that leads nowhere where else it was looked for."""
+    """Extend the error for an unknown name with the other places that were searched."""
     try:
         yield
     except Unknown as error:
@@ -228,11 +231,11 @@ def told_with_places(kind: str) -> Iterator[None]:
 
 
 def nowhere(kind: str, name: str, last: object) -> ValueError:
-    """Return the error for an id that leads nowhere, with all places that were looked at; `last` tells of the last."""
+    """Return the error for an unknown id: `last`, the error of the last lookup, and the other places searched."""
     near = did_you_mean(nearest(name, entries()[kind], cutoff=0.5))
-    there = f"not under {kind}{near}" if Path(FILE).is_file() else "there is none in this folder"
-    places = f"in {FILE} ({there})"
+    result = f"not under {kind}{near}" if Path(FILE).is_file() else "no such file in this folder"
+    places = f"in {FILE} ({result})"
     if sibling := SIBLINGS.get(kind):
-        there = "which does not know it" if sibling.installed else "not installed"
-        places += f" and in {sibling.package} ({there})"
-    return ValueError(f"{last}\n{name!r} was also looked for {places}; see docs/FACTORIES.md")
+        result = "unknown id" if sibling.installed else "not installed"
+        places += f" and in {sibling.package} ({result})"
+    return ValueError(f"{last}\nAlso searched for {name!r} {places}. See docs/FACTORIES.md")

@@ -1,13 +1,13 @@
-"""Models by name, wherever one is named: what a name means, and the bytes that a run was started with.
+"""Resolving model names, and checking that a resumed run starts from the same files.
 
-    qwen3-4b, builtin:tiny              a short name
-    Qwen/Qwen3-4B                       a hub id
-    ./folder, model.gguf                a model or an adapter on this machine
-    sft, runs/sft, sft@step-40          what a run has made; @best and @last too
-    agent, agent:3, agent@champion      a registered model: its newest version, another one, the one of an alias
+    qwen3-4b, builtin:tiny              short name of a supported model
+    Qwen/Qwen3-4B                       Hugging Face id
+    ./folder, model.gguf                local model or adapter
+    sft, runs/sft, sft@step-40          checkpoint of a run, by default the last; also @best and @last
+    agent, agent:3, agent@champion      registered model: newest version, version number, alias
 
-A short name is that model whatever else is called so; where a run and a registered model share a name, it is the
-run's: `runs/tiny`, `agent:3` and `agent@champion` say which."""
+Short names take precedence, then runs, then registered models. `runs/tiny`, `agent:3` and `agent@champion` are
+unambiguous."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ from TrainingFactory.runs.folder import RunFolder, is_run, list_runs
 
 ADAPTER = "adapter_config.json"
 OF_A_RUN = re.compile(r"(?P<run>.+)@(?P<which>step-\d+|best|last)")
-ABOUT = "model"  # where a run remembers what it was started from
-INHERITED = ("family", "thinking")  # from the run whose model is named, where the config does not say
+ABOUT = "model"  # key of environment.json: the model that the run was started from
+INHERITED = (
+    "family",
+    "thinking",
+)  # options inherited from the run that trained the model, unless the config sets them
 
 
 class Maker(Protocol):
-    """What has made a model: a run, or what the registry remembers of one."""
+    """The run that trained a model: a `RunFolder`, or its copy in the registry."""
 
     @property
     def name(self) -> str: ...
@@ -50,7 +53,7 @@ class Maker(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Made:
-    """A run as the registry remembers it."""
+    """Copy of a run in the registry; the run itself may be deleted."""
 
     name: str
     config: TrainingConfig
@@ -59,18 +62,18 @@ class Made:
 
 @dataclass(slots=True, frozen=True)
 class Named:
-    """What a name means. `name` is what `load_model` takes: the model, or the one under `adapter`."""
+    """A resolved model name. `name` is the argument for `load_model`: the model, or the base model of `adapter`."""
 
     written: str
     name: str
     adapter: str | None = None
-    folder: Path | None = None  # with the files of the model or adapter, where they are on this machine
+    folder: Path | None = None  # files of the model or adapter; None if they are not on this machine
     maker: Maker | None = None
-    version: Version | None = None  # where it is a registered model
+    version: Version | None = None  # None if it is not a registered model
 
     @property
     def section(self) -> dict[str, Any]:
-        """Return the keys of the config's section `model` that the name stands for."""
+        """Return the keys of the config section `model` that load this model."""
         if self.maker is None:
             return {"name": self.name} | ({"adapter": self.adapter} if self.adapter else {})
         revision = as_started_from(self.maker).model.revision if self.adapter else None
@@ -78,12 +81,13 @@ class Named:
 
 
 def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None = None) -> Named:
-    """Return what a name means; raise ValueError, with the nearest name, where it means nothing. `registry` is the
-    registry's file, where it is not in the folder of runs."""
-    runs, catalogue = Path(runs).expanduser(), Catalogue(registry_path(runs, registry))
+    """Resolve a model name; raise ValueError with the closest match if it is unknown. `registry` is the registry's
+    file, by default in the folder of runs."""
+    runs = Path(runs).expanduser()
+    catalogue = Catalogue(registry_path(runs, registry))
     name = factories.model(name) or name
-    path, target = Path(name).expanduser(), resolve(name)
-    if target == BUILTIN or name.lower() in SUPPORTED_MODELS:
+    path = Path(name).expanduser()
+    if resolve(name) == BUILTIN or name.lower() in SUPPORTED_MODELS:
         return Named(name, name)
     if (run := _run(name, runs)) is not None:
         return run
@@ -104,32 +108,32 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
 
 
 def with_model(config: TrainingConfig) -> TrainingConfig:
-    """Return the config with its model as it is loaded; raise ConfigError where the name means nothing."""
+    """Return the config with its model section resolved for loading; raise ConfigError if a name is unknown."""
     model, changes = config.model, dict[str, Any]()
     runs, registry = config.logging.output_dir, config.registry.path
     key = "name"
     try:
-        found = find_model(model.name, runs, registry)
-        changes |= found.section
-        if found.maker is not None:
-            then = as_started_from(found.maker).model
-            said = model.model_fields_set
-            inherited = (*INHERITED, "quantization") if found.adapter else INHERITED
-            changes |= {name: getattr(then, name) for name in inherited if name not in said}
+        resolved = find_model(model.name, runs, registry)
+        changes |= resolved.section
+        if resolved.maker is not None:
+            trained = as_started_from(resolved.maker).model
+            inherited = (*INHERITED, "quantization") if resolved.adapter else INHERITED
+            unset = [name for name in inherited if name not in model.model_fields_set]
+            changes |= {name: getattr(trained, name) for name in unset}
             if model.revision is not None:
                 key = "revision"
-                raise ValueError(f"is for models of the hub, and {model.name} was trained here; leave it out")
+                raise ValueError(f"is only for hub models, but {model.name} was trained here. Remove it")
         if model.adapter is not None:
             key = "adapter"
-            if found.adapter is not None:
+            if resolved.adapter is not None:
                 raise ValueError(
-                    f"model.name is {model.name}, which is an adapter itself; leave this out, or merge that one first: "
-                    f"tfactory export {model.name} --out FOLDER --merge"
+                    f"model.name={model.name} is already an adapter. Remove model.adapter, or merge {model.name} "
+                    f"first: tfactory export {model.name} --out FOLDER --merge"
                 )
-            over = find_model(model.adapter, runs, registry)
-            if over.adapter is None:
-                raise ValueError(f"{model.adapter} is a whole model, no adapter; name it as model.name")
-            changes["adapter"] = over.adapter
+            adapter = find_model(model.adapter, runs, registry).adapter
+            if adapter is None:
+                raise ValueError(f"{model.adapter} is a whole model, not an adapter. Set model.name to it")
+            changes["adapter"] = adapter
     except ValueError as error:
         raise config.wrong([Problem(("model", key), str(error))]) from error
     return _with_section(config, changes)
@@ -142,40 +146,37 @@ def _with_section(config: TrainingConfig, changes: Mapping[str, Any]) -> Trainin
 
 
 def about_model(config: TrainingConfig) -> dict[str, Any]:
-    """Return what a run remembers of the model that it is started from: as written, the section that was meant, the
-    digest of the files, and what made them."""
-    meant, found = with_model(config).model, find_model(*_places(config))
-    section = {name: value for name, value in meant if value != getattr(config.model, name)}
-    for name in ("name", "adapter"):  # found from anywhere
-        path = Path(getattr(meant, name) or "").expanduser()
-        if getattr(meant, name) and path.exists():
+    """Return the entry of environment.json about the model that a run starts from: its name, the resolved keys of the
+    model section, the digest of its files and its lineage."""
+    model = with_model(config).model
+    resolved = find_model(config.model.name, config.logging.output_dir, config.registry.path)
+    section = {name: value for name, value in model if value != getattr(config.model, name)}
+    for name in ("name", "adapter"):  # absolute paths, valid from any folder
+        path = Path(getattr(model, name) or "").expanduser()
+        if getattr(model, name) and path.exists():
             section[name] = str(path.resolve())
-    folder = _started_in(section)
+    folder = _model_folder(section)
     return {
         "written": config.model.name,
         "meant": section,
-        "version": None if found.version is None else str(found.version),
+        "version": None if resolved.version is None else str(resolved.version),
         "digest": None if folder is None or not folder.is_dir() else stated_digest(folder),
-        "drawn_by": "integers" if resolve(meant.name) == BUILTIN else None,
-        "parent": _node(found),
+        "drawn_by": "integers" if resolve(model.name) == BUILTIN else None,
+        "parent": _node(resolved),
     }
 
 
-def _places(config: TrainingConfig) -> tuple[str, str, str | None]:
-    return config.model.name, config.logging.output_dir, config.registry.path
-
-
-def _node(found: Named) -> dict[str, Any] | None:
-    """Return the lineage of a model that a run is started from; None for models of others."""
-    if found.version is not None:
-        return found.version.lineage | {"version": str(found.version)}
-    if isinstance(found.maker, RunFolder) and found.folder is not None:
-        return run_node(found.maker, found.folder)
+def _node(model: Named) -> dict[str, Any] | None:
+    """Return the lineage of a model that was trained here; None for other models."""
+    if model.version is not None:
+        return model.version.lineage | {"version": str(model.version)}
+    if isinstance(model.maker, RunFolder) and model.folder is not None:
+        return run_node(model.maker, model.folder)
     return None
 
 
 def as_started_from(maker: Maker, config: TrainingConfig | None = None) -> TrainingConfig:
-    """Return the config of a run (as it is, or as it was read) with the model section that it was started with."""
+    """Return `config`, by default the run's own, with the model section that the run was started with."""
     about = maker.about.get(ABOUT) or {}
     started = _with_section(config or maker.config, about.get("meant", {}))
     model = started.model
@@ -187,45 +188,44 @@ def as_started_from(maker: Maker, config: TrainingConfig | None = None) -> Train
 
 
 def check_started_from(maker: Maker) -> None:
-    """Raise where the model that a run was started from is gone, or is not what it was."""
+    """Raise ValueError if the files of the model that a run was started from are missing or changed."""
     about = maker.about.get(ABOUT) or {}
-    folder, digest, wrong = _started_in(about.get("meant", {})), about.get("digest"), ""
+    folder, digest, problem = _model_folder(about.get("meant", {})), about.get("digest"), ""
     if folder is not None and not folder.exists():
-        wrong = "which is not there any more"
+        problem = "is missing"
     elif folder is not None and digest is not None and stated_digest(folder) != digest:
-        wrong = "which is not any more what it was then"
-    if wrong:
+        problem = "has changed since"
+    if problem:
         raise ValueError(
-            f"run {maker.name} was started from {about['written']}, in {folder}, {wrong}; put it back, or start a new "
+            f"run {maker.name} was started from {about['written']}, but {folder} {problem}. Restore it, or start a new "
             "run"
         )
 
 
-def _started_in(section: Mapping[str, Any]) -> Path | None:
-    """Return the folder whose files a run was started from, by the section that was meant."""
+def _model_folder(section: Mapping[str, Any]) -> Path | None:
+    """Return the folder of the adapter or model that a model section names."""
     name = section.get("adapter") or section.get("name")
     return Path(name) if name else None
 
 
 def _run(name: str, runs: Path) -> Named | None:
-    """Return what a run has made, by its name or folder or by one of its checkpoints; None for what is no run."""
-    path, at = Path(name).expanduser(), OF_A_RUN.fullmatch(name)
+    """Resolve the name or folder of a run, or one of its checkpoints; return None if it is not a run."""
+    path, match = Path(name).expanduser(), OF_A_RUN.fullmatch(name)
     if path.parent.name == "checkpoints" and path.is_dir() and is_run(path.parent.parent):
         return _checkpoint(name, RunFolder(path.parent.parent), path)
-    stem = Path(at["run"] if at else name).expanduser()
-    found = next((folder for folder in (runs / stem, stem) if is_run(folder)), None)
-    if found is None:
+    stem = Path(match["run"] if match else name).expanduser()
+    folder = next((folder for folder in (runs / stem, stem) if is_run(folder)), None)
+    if folder is None:
         return None
-    run = RunFolder(found)
-    return _checkpoint(name, run, chosen_checkpoint(run, at["which"] if at else "last"))
+    run = RunFolder(folder)
+    return _checkpoint(name, run, chosen_checkpoint(run, match["which"] if match else "last"))
 
 
 def chosen_checkpoint(run: RunFolder, which: str) -> Path:
-    """Return the checkpoint of a run that is asked for: last, step-40, or best, which is the last one where nothing was
-    evaluated."""
+    """Return a checkpoint of a run: "last", "step-40" or "best". Without evaluations, "best" is the last one."""
     checkpoints = run.checkpoints()
     if not checkpoints:
-        raise ValueError(f"run {run.name} has no checkpoint yet")
+        raise ValueError(f"run {run.name} has no checkpoint yet. Wait for the first one, or use another run")
     if which == "best" and (best := run.best()) is not None:
         return best
     if which in ("best", "last"):
@@ -234,23 +234,21 @@ def chosen_checkpoint(run: RunFolder, which: str) -> Path:
     for path in checkpoints:
         if path == run.checkpoint_folder(number):
             return path
-    there = ", ".join(path.name for path in checkpoints)
-    raise ValueError(f"run {run.name} has no checkpoint of step {number}; there are: {there}")
+    existing = ", ".join(path.name for path in checkpoints)
+    raise ValueError(f"run {run.name} has no checkpoint of step {number}. Existing checkpoints: {existing}")
 
 
 def _checkpoint(written: str, run: RunFolder, folder: Path) -> Named:
-    if wrong := _damaged(folder):
+    if files := _damaged(folder):
         others = ", ".join(str(path) for path in run.checkpoints() if path != folder)
-        raise ValueError(
-            f"{folder} is damaged: {', '.join(wrong)}; name another: {others or 'there is none'}"
-        )
+        raise ValueError(f"{folder} is damaged: {', '.join(files)}. Other checkpoints: {others or 'none'}")
     if (folder / ADAPTER).is_file():
         return Named(written, as_started_from(run).model.name, str(folder), folder, run)
     return Named(written, str(folder), None, folder, run)
 
 
 def _damaged(folder: Path) -> list[str]:
-    """Return the files of a model that are not as they were written; they are read again only where one changed."""
+    """Return the files of a model that differ from their checksums. The result is cached until a file changes."""
     files = sorted((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir())
     return _read_damage(folder, tuple(files))
 
@@ -262,9 +260,9 @@ def _read_damage(folder: Path, state: tuple[Any, ...]) -> list[str]:
 
 def _registered(written: str, version: Version, catalogue: Catalogue) -> Named:
     folder, node = catalogue.folder(version), version.lineage
-    for place in map(catalogue.store.folder, sorted(version.digests)):
-        if not place.is_dir() or _damaged(place):
-            raise ValueError(f"{version} is damaged: look at it with tfactory registry verify {version}")
+    for stored in map(catalogue.store.folder, sorted(version.digests)):
+        if not stored.is_dir() or _damaged(stored):
+            raise ValueError(f"{version} is damaged. For details run: tfactory registry verify {version}")
     maker = None
     if "config" in node:
         maker = Made(str(version), TrainingConfig(**node["config"]), node["about"])
@@ -274,15 +272,15 @@ def _registered(written: str, version: Version, catalogue: Catalogue) -> Named:
 
 
 def _folder(written: str, path: Path, runs: Path) -> Named:
-    """Return the model or adapter in a folder; the latter names its base itself."""
+    """Return the model or adapter in a folder. The base of an adapter is the one in its adapter_config.json."""
     if (path / "config.json").is_file():
         return Named(written, written, None, path)
     if not (path / ADAPTER).is_file():
         if path.parent == runs:
-            RunFolder.find(written, runs)  # raises: a run that lacks a file
+            RunFolder.find(written, runs)  # raises the error for an incomplete run
         raise ValueError(
-            f"model {written!r}: the folder {path} has no config.json, so it holds no model (nor {ADAPTER}, as an "
-            "adapter has)"
+            f"model {written!r}: the folder {path} has no config.json, as a model has, and no {ADAPTER}, as an adapter "
+            "has"
         )
     base = json.loads((path / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
     return Named(written, str(base), written, path)

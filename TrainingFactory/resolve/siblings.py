@@ -1,8 +1,9 @@
-"""Ask the factories beside this one, where they are installed, what an id means. docs/FACTORIES.md says what their
-objects have to carry besides their id."""
+"""Looking up ids in DataFactory, EnvironmentFactory and ComputeFactory, if they are installed. docs/FACTORIES.md lists
+the attributes that their objects need."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,35 +19,35 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class Sibling:
-    """Names a package, the class in its `services` that knows ids, and the methods of that class."""
+    """A sibling factory: its package, the class in its `services` that resolves ids, and the methods of that class."""
 
     package: str
     manager: str
     find: str
-    needed: str  # the method that every version of it has
+    needed: str  # method that every version of the class has
 
     @property
     def installed(self) -> bool:
         return find_spec(self.package) is not None
 
     def method(self, name: str) -> Callable[..., Any] | None:
-        """Return a method of a new manager; None where it has none of that name."""
+        """Create a manager and return its method `name`; None if it has no such method."""
         where = f"{self.package}.services.{self.manager}"
         try:
             manager = getattr(import_module(f"{self.package}.services"), self.manager)()
         except Exception as error:  # foreign code
             raise ValueError(
-                f"{self.package} is installed, but {where}() cannot be made: {describe(error)}"
+                f"{self.package} is installed, but {where}() fails: {describe(error)}"
             ) from error
         if not hasattr(manager, self.needed):
             raise ValueError(
-                f"{self.package} is installed, but {where} has no method {self.needed}; update {self.package}, or name "
-                "the id in factories.yaml, which is looked at first"
+                f"{self.package} is installed, but {where} has no method {self.needed}. Update {self.package}, or add "
+                "the id to factories.yaml, which is searched first"
             )
         return getattr(manager, name, None)
 
     def ask(self, name: str) -> Any:
-        """Return the object that an id leads to; None where there is no such package, or it does not know the id."""
+        """Return the object with this id; None if the package is not installed or does not know the id."""
         find = self.method(self.find) if self.installed else None
         if find is None:
             return None
@@ -55,9 +56,7 @@ class Sibling:
         except LookupError:
             return None
         except Exception as error:  # foreign code
-            log.warning(
-                "%s did not give %r (%s); it is looked for elsewhere", self.package, name, describe(error)
-            )
+            log.warning("%s failed to look up %r; trying elsewhere: %s", self.package, name, describe(error))
             return None
 
 
@@ -68,21 +67,21 @@ SIBLINGS = {"datasets": DATA, "environments": ENVIRONMENTS, "compute": COMPUTE}
 
 
 def rows_of(dataset: Any) -> Any:
-    """Return what a dataset of a DataFactory holds: the `path` of a file, its `rows`, or itself where it is rows."""
+    """Return the data of a DataFactory dataset: its `path` to a file, its `rows`, or the dataset itself."""
     path, rows = getattr(dataset, "path", None), getattr(dataset, "rows", dataset)
     if isinstance(path, str | Path):
         return path
     if not isinstance(rows, Iterable):
         raise ValueError(
-            f"dataset {getattr(dataset, 'dataset_id', '')!r} is a {type(dataset).__name__} with neither a `path` (a "
-            "file) nor `rows` (dicts), and it cannot be iterated over; see docs/FACTORIES.md"
+            f"dataset {getattr(dataset, 'dataset_id', '')!r} is a {type(dataset).__name__}, which has no `path` (a "
+            "file), no `rows` (dicts) and is not iterable. See docs/FACTORIES.md"
         )
     return rows
 
 
 @dataclass(slots=True)
 class Allocation:
-    """Holds machines for one run; `num_gpus` and `backend` are None where nobody says."""
+    """Machines allocated to one run; `num_gpus` and `backend` are None if unknown."""
 
     id: str
     num_gpus: int | None = None
@@ -90,24 +89,24 @@ class Allocation:
     give_back: Callable[[], Any] | None = None
 
     @classmethod
-    def of(cls, given: Any) -> Allocation:
-        """Read an allocation of a ComputeFactory: its GPUs are `num_gpus`, or the `count` of its `resource_spec`."""
-        spec, gpus = getattr(given, "resource_spec", given), getattr(given, "num_gpus", None)
+    def of(cls, source: Any) -> Allocation:
+        """Convert a ComputeFactory allocation: its GPUs are `num_gpus`, or the `count` of its `resource_spec`."""
+        spec, gpus = getattr(source, "resource_spec", source), getattr(source, "num_gpus", None)
         if gpus is None and getattr(spec, "resource_type", None) == "gpu":
             gpus = getattr(spec, "count", None)
-        name = str(given.allocation_id)
+        name = str(source.allocation_id)
         if gpus is not None and (not isinstance(gpus, int) or gpus < 1):
-            raise ValueError(f"allocation {name!r} has {gpus!r} GPUs; it must be a number from 1 on")
-        release = getattr(given, "release", None)
+            raise ValueError(f"allocation {name!r} has {gpus!r} GPUs; the number must be an integer from 1")
+        release = getattr(source, "release", None)
         if release is None and COMPUTE.installed and (by_id := COMPUTE.method("release_resource")):
-            release = lambda: by_id(name)  # noqa: E731  # one of two ways
-        return cls(name, gpus, getattr(given, "backend", None), release)
+            release = functools.partial(by_id, name)
+        return cls(name, gpus, getattr(source, "backend", None), release)
 
     def release(self) -> None:
-        """Give the machines back, once; what goes wrong there is told, and hides nothing of the run."""
+        """Release the machines, once. Failures are logged and never mask the run's own error."""
         give_back, self.give_back = self.give_back, None
         if give_back is not None:
             try:
                 give_back()
             except Exception as error:  # foreign code
-                log.warning("allocation %s could not be released: %s", self.id, describe(error))
+                log.warning("cannot release allocation %s: %s", self.id, describe(error))

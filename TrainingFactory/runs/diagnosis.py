@@ -1,4 +1,4 @@
-"""Hold what the doctor has found before a run, and what it has measured on the way."""
+"""Findings and measurements of `tfactory doctor`, which examines a config before a run."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from TrainingFactory.runs.findings import Finding, Severity
 
 T = TypeVar("T")
 ORDER: list[Severity] = ["error", "warning", "note"]
-# finding of an examination -> what to do; those of the table bring their own
+# name of a finding -> remedy; the findings of `runs/finding_rules.py` have their own remedies
 REMEDIES = {
-    "config": "Correct what is named, and examine again.",
-    "ignored": "Leave the option out, or change what makes it count.",
-    "model": "Correct the model section, or take another model.",
-    "calls_not_read": "Take the model's own chat family (leave model.family out), or register one: "
+    "config": "Fix the config as described, then run tfactory doctor again.",
+    "ignored": "Remove the option, or change the option that makes it ineffective.",
+    "model": "Fix the model section, or choose another model.",
+    "calls_not_read": "Remove model.family so that the model's own chat format is used, or register a format: "
     "TrainingFactory.models.register_family.",
-    "family_differs": "Leave model.family out, unless the model was trained to write calls in that form.",
-    "stop_unreachable": "Take a tokenizer that goes with the model, or a chat template whose turns end with a token.",
+    "family_differs": "Remove model.family, unless the model was trained to write calls in that format.",
+    "stop_unreachable": "Use the model's own tokenizer, or a chat template that ends turns with a token.",
     "no_stop": "Raise sampling.max_tokens, or train on demonstrations first, so that turns end.",
     "prompt_too_long": "Raise model.max_length, lower sampling.max_tokens, or shorten prompts and tool lists.",
-    "tool_schema": "Correct the schema; say in the description (the docstring) what the tool does and when to call it.",
-    "mask": "This is a fault of the algorithm or of the data, not of the config: look at the rows of that step.",
-    "episodes_fail": "Play it by hand, with its errors: tfactory rollout CONFIG.",
-    "unscored": "Look at the reason; try the reward by itself, and the judge by tfactory judge audit.",
-    "memory": "Take a smaller model, or a device with more memory.",  # where no option is left
+    "tool_schema": "Fix the schema. Describe in the tool's docstring what it does and when to call it.",
+    "mask": "The algorithm or the data is wrong, not the config: inspect the rows of that step.",
+    "episodes_fail": "Run the episodes with all errors: tfactory rollout CONFIG.",
+    "unscored": "Read the reason. Test the reward function alone, and a judge with tfactory judge audit.",
+    "memory": "Use a smaller model, or a device with more memory.",  # no option would save enough
 }
 
 
@@ -36,11 +36,11 @@ class Diagnosis:
 
     def add(self, name: str, sentence: str, severity: Severity = "error", remedy: str = "") -> None:
         finding = Finding(name, sentence.rstrip("."), remedy or REMEDIES[name], severity)
-        if finding not in self.findings:  # a part may be tried alone and again with the whole
+        if finding not in self.findings:  # one check may run twice: alone, and as part of a larger one
             self.findings.append(finding)
 
     def tried(self, name: str, do: Callable[[], T]) -> T | None:
-        """Return what the function returns; where it refuses, keep its words as a finding."""
+        """Return the result of the function; if it raises ValueError or OSError, add a finding and return None."""
         try:
             return do()
         except (ValueError, OSError) as error:
@@ -53,7 +53,7 @@ class Diagnosis:
 
     @property
     def failed(self) -> bool:
-        """Tell whether training cannot go well."""
+        """Return whether a finding is an error, which means that a run would fail."""
         return any(finding.severity == "error" for finding in self.findings)
 
     @property

@@ -1,4 +1,4 @@
-"""Messages, episodes and rewards in words."""
+"""Messages, episodes and rewards as text for terminals and pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from TrainingFactory.types import Message, Reward, Trajectory
 
 
 def said(message: Message) -> list[tuple[str, str]]:
-    """Return (who, what) for a message: its text, then its calls."""
+    """Return a message as (speaker, text) lines: its content, then its tool calls."""
     lines = [(str(message.role), message.content)] if message.content or not message.tool_calls else []
     for call in message.tool_calls:
         arguments = json.dumps(call.arguments, ensure_ascii=False)
@@ -18,7 +18,7 @@ def said(message: Message) -> list[tuple[str, str]]:
 
 
 def conversation(episode: Trajectory) -> list[tuple[str, str]]:
-    """Return (who, what) for each message after the system's."""
+    """Return (speaker, text) lines for all messages except the system prompt."""
     messages = [message for message in episode.prompt if message.role != "system"]
     for turn in episode.turns:
         messages += [turn.message, *turn.replies]
@@ -26,7 +26,7 @@ def conversation(episode: Trajectory) -> list[tuple[str, str]]:
 
 
 def reward_text(reward: Reward | None) -> str:
-    """Say what an episode earned: in all, for its steps in order where they earned any, and the parts."""
+    """Return the total reward as text, with the reward of each step (if any is not 0) and each part."""
     if reward is None:
         return "not scored"
     text = f"reward {reward.outcome + sum(reward.steps):g}"
@@ -37,11 +37,11 @@ def reward_text(reward: Reward | None) -> str:
 
 
 def best_and_worst(episodes: Sequence[Trajectory]) -> dict[str, Trajectory]:
-    """Return one or two episodes by what they are; one alone where all earned the same."""
-    scored = [(each.reward.outcome + sum(each.reward.steps), each) for each in episodes if each.reward]
-    if not scored:
+    """Return the episodes with the highest and lowest reward, by label; a single one if all rewards are equal."""
+    totals = [(e.reward.outcome + sum(e.reward.steps), e) for e in episodes if e.reward]
+    if not totals:
         return {"not scored": episodes[0]} if episodes else {}
-    ranked = sorted(scored, key=lambda pair: -pair[0])
+    ranked = sorted(totals, key=lambda pair: -pair[0])
     same = ranked[0][0] == ranked[-1][0]
     return {"all alike": ranked[0][1]} if same else {"best": ranked[0][1], "worst": ranked[-1][1]}
 

@@ -1,4 +1,4 @@
-"""What is wrong with a run, in words: a name, a sentence and a remedy."""
+"""Findings: problems of a run with a name, a description and a remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(slots=True, frozen=True)
 class Finding:
-    """Holds one thing that is wrong; docs/DOCTOR.md lists all of them by name."""
+    """One problem of a run. docs/DOCTOR.md lists all names."""
 
     name: str
     sentence: str
@@ -27,7 +27,7 @@ class Finding:
 
 @dataclass(slots=True, frozen=True)
 class Change:
-    """Says at which step of a run a finding was first seen; or, where it has none, that the name is gone."""
+    """A finding that appeared at a step, or, if `finding` is None, one that disappeared."""
 
     step: int
     name: str
@@ -35,12 +35,12 @@ class Change:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Return the line of the run's file."""
-        given = asdict(self.finding) if self.finding is not None else {"name": self.name, "gone": True}
-        return {"step": self.step} | given
+        """Return the line for findings.jsonl."""
+        fields = asdict(self.finding) if self.finding is not None else {"name": self.name, "gone": True}
+        return {"step": self.step} | fields
 
 
 class RunDoctor(Protocol):
-    """Looks at the steps of a run: `runs/finding_rules.py`."""
+    """Detects problems from the metrics of each step; implemented in `runs/finding_rules.py`."""
 
     def look(self, step: int, metrics: dict[str, float], episodes: Sequence[Trajectory]) -> list[Change]: ...

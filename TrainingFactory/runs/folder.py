@@ -1,19 +1,19 @@
-"""A run is a folder; everything in it can be read without us.
+"""The folder of a run. All its files are plain JSON, YAML or safetensors.
 
     config.yaml         every option of the run
-    environment.json    what it ran on: versions, device, commit; and what its ids were found to be
-    status.json         how far it is, and how it ended
-    metrics.jsonl       a line per step
-    consumed.jsonl      which tasks each step took, with number, attempt and place of their groups
-    trajectories.jsonl  every episode of training
-    kept.jsonl          rft: the episodes that were learned from
-    findings.jsonl      what was seen going wrong, and when it was gone
-    evaluations.jsonl   what its models did on held-out tasks, on the way and by `tfactory eval`
-    tool_calls.jsonl    every tool call, as `--replay` serves it again; tools.json: what the model was told of them
-    checkpoints/        step-000025/: the model, its optimiser, and in state.json how long the files above were
+    environment.json    where it ran: versions, device, commit; and what the ids of its config resolved to
+    status.json         progress, and how the run ended
+    metrics.jsonl       one line per step
+    consumed.jsonl      the tasks of each step, with number, attempt and place of their groups
+    trajectories.jsonl  every training episode
+    kept.jsonl          rft: the episodes selected for training
+    findings.jsonl      problems detected during training, and when each was gone
+    evaluations.jsonl   held-out evaluations, during training and by `tfactory eval`
+    tool_calls.jsonl    every tool call, for `--replay`; tools.json: the tool schemas that the model saw
+    checkpoints/        step-000025/: model, optimizer, and state.json with the sizes of the .jsonl files above
 
-The files of lines only grow. After `kill -9` at any moment a run goes on from its last checkpoint: the files are cut
-back to what they were then, and all that follows is a function of the config and the step.
+The .jsonl files are append-only. After `kill -9` at any moment a run resumes from its last checkpoint: the files are
+truncated to their size at that checkpoint, and everything after it depends only on the config and the step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from TrainingFactory.types import Trajectory
 
 try:
     import fcntl
-except ImportError:  # not on Windows: there two processes are not kept apart
+except ImportError:  # Windows: without a lock, two processes can write the same run
     fcntl = None
 
 METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl", "kept.jsonl"
@@ -68,19 +68,19 @@ FINDINGS, EVALUATIONS = "findings.jsonl", "evaluations.jsonl"
 GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, FINDINGS, EVALUATIONS, CALLS)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 CONFIG, ABOUT, STATUS = "config.yaml", "environment.json", "status.json"
-RESOLVED = "resolved"  # key of environment.json: what the ids of the config were found to be, a line each
+RESOLVED = "resolved"  # key of environment.json: what the ids of the config resolved to, a line each
 SECRET = (
-    "holds a secret, and the config is kept with the run; put it into an environment variable, and its name into the "
-    "option that ends in _env, or write ${NAME} where options of tools take it"
+    "contains a secret, which would be saved in the run's config. Put the secret into an environment variable and set "
+    "the option that ends in _env to its name, or write ${NAME} in options of tools"
 )
-# Metrics by the names that older versions gave them.
+# old name of a metric -> present name
 OLD_METRICS = {"clipped": "clip_fraction", "sampler_gap": "logprob_diff", "explained": "explained_variance"}
 State = Literal["running", "finished", "interrupted", "failed", "killed"]
 
 
 @dataclass(slots=True)
 class Status:
-    """`status` running means that a process said so; whether it still lives, `RunFolder.state` tells."""
+    """Contents of status.json. `status` stays "running" if the process is killed; `RunFolder.state` detects that."""
 
     status: State
     step: int = 0
@@ -89,7 +89,7 @@ class Status:
     seconds: float = 0.0
 
 
-_STATUS = TypeAdapter(Status)  # making it takes longer than reading a file
+_STATUS = TypeAdapter(Status)  # built once, because building it takes longer than reading a file
 
 
 class RunFolder:
@@ -103,7 +103,7 @@ class RunFolder:
 
     @property
     def shown(self) -> str:
-        """Return what commands find it by: its name alone only in the usual folder."""
+        """Return the run as an argument of a shell command: its name if it is in `runs`, else its path."""
         return shlex.quote(self.name if self.path.parent == Path("runs") else str(self.path))
 
     @property
@@ -112,26 +112,25 @@ class RunFolder:
 
     @property
     def mend(self) -> str:
-        """Say what to do about a run that has stopped."""
-        return f"Mend it (options are in {self.path / CONFIG}), then go on with: {self.resume_command}"
+        """Return the instruction for a run that stopped with an error."""
+        return f"Fix the problem (options are in {self.path / CONFIG}), then run: {self.resume_command}"
 
-    # making and opening
+    # creating and opening
 
     @classmethod
     def create(cls, config: TrainingConfig, name: str, about: dict[str, Any], steps: int = 0) -> RunFolder:
-        """Make a new run, locked; `about` goes to environment.json beside what we find out ourselves. The folder is
-        made aside and renamed when it is whole; what a killed process left aside is used up."""
+        """Create and lock a new run. `about` is added to the `fingerprint` in environment.json. The folder has a
+        temporary name until it is complete; a temporary folder that a killed process left is reused."""
         if not re.fullmatch(r"[^\s./\\][^/\\\n]*", name):
-            raise ValueError(f"{name!r} cannot name a run: it is the name of a folder, such as search-1")
-        path, options = Path(config.logging.output_dir).expanduser() / name, config.model_dump()
+            raise ValueError(f"invalid run name {name!r}: use a folder name, such as search-1")
+        path = Path(config.logging.output_dir).expanduser() / name
+        options = config.model_dump()
         if path.is_dir() and any(path.iterdir()):
-            go_on = f"go on with it: {cls(path).resume_command}"
-            there = go_on if is_run(path) else "remove it: it is no run"
-            raise ValueError(
-                f"run {name} exists already in {path}; choose another name with --name, or {there}"
-            )
-        if found := [Problem(key, SECRET) for key, _ in secrets_in(options)]:
-            raise config.wrong(found)
+            resume = f"resume it: {cls(path).resume_command}"
+            remedy = resume if is_run(path) else "remove the folder, which is not a run"
+            raise ValueError(f"run {name} already exists in {path}. Choose another --name, or {remedy}")
+        if problems := [Problem(key, SECRET) for key, _ in secrets_in(options)]:
+            raise config.wrong(problems)
         run = cls(path.with_name(f".{name}.part"))
         try:
             run.path.mkdir(parents=True, exist_ok=True)
@@ -143,38 +142,36 @@ class RunFolder:
             sync(path.parent)
         except OSError as error:
             run.discard()
-            raise ValueError(f"run folder {path} cannot be written: {error.strerror or error}") from error
+            raise ValueError(f"cannot write run folder {path}: {error.strerror or error}") from error
         run.path = path
         return run
 
     @classmethod
     def find(cls, name: str, runs: str | Path = "runs") -> RunFolder:
-        """Return the run of that name in the folder of runs, or of that path."""
+        """Return the run with this name in the folder `runs`, or at this path; raise ValueError if there is none."""
         for path in (Path(runs).expanduser() / name, Path(name).expanduser()):
             if is_run(path):
                 return cls(path)
         if (path := Path(runs).expanduser() / name).is_dir():
             raise ValueError(
-                f"{path} is no run: {CONFIG} or {ABOUT} is missing; put it back, or remove the folder"
+                f"{path} is not a complete run: {CONFIG} or {ABOUT} is missing. Restore or remove it"
             )
         known = ", ".join(run.name for run in list_runs(runs)) or "none"
-        raise ValueError(f"there is no run {name!r} in {runs}; the runs are: {known}")
+        raise ValueError(f"there is no run {name!r} in {runs}. Existing runs: {known}")
 
     def lock(self) -> None:
-        """Keep other processes from writing the run; the system gives the lock back however this one ends."""
+        """Lock the run against other writers; the operating system releases the lock when this process exits."""
         if fcntl is None or self._lock is not None:
             return
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        for _ in range(3):  # somebody may just be looking whether it is held
+        for _ in range(3):  # `_is_locked` of another process may hold it for a moment
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._lock = descriptor
                 return
             time.sleep(0.1)
         os.close(descriptor)
-        raise ValueError(
-            f"run {self.name} is being written by another process; wait for it to end or stop it"
-        )
+        raise ValueError(f"run {self.name} is in use by another process. Stop that process, or wait for it")
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -182,69 +179,69 @@ class RunFolder:
             self._lock = None
 
     def discard(self) -> None:
-        """Remove a run that came to nothing before its first step."""
+        """Remove a run that failed before its first step."""
         self.unlock()
         with contextlib.suppress(OSError):
             remove(self.path)
 
-    # what is in it
+    # reading
 
     @property
     def config(self) -> TrainingConfig:
-        with contextlib.suppress(OSError):  # which load_config explains better
+        with contextlib.suppress(OSError):  # load_config raises a clearer error
             read_whole(self.path / CONFIG)
         return load_config(self.path / CONFIG)
 
     @property
     def about(self) -> dict[str, Any]:
-        """Return what environment.json says; raise ValueError where it is damaged."""
+        """Return the contents of environment.json; raise ValueError if the file is damaged."""
         try:
-            found = json.loads(read_whole(self.path / ABOUT))
-            date.fromisoformat(itemgetter("day", "versions", "commit", "started")(found)[0])
+            about = json.loads(read_whole(self.path / ABOUT))
+            date.fromisoformat(itemgetter("day", "versions", "commit", "started")(about)[0])
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
-                f"{self.path / ABOUT} cannot be read ({error!r}), so run {self.name} cannot go on as it began; "
-                f"begin a new one: tfactory train {self.path / CONFIG} --name NAME"
+                f"cannot read {self.path / ABOUT} ({error!r}), so run {self.name} cannot be resumed. Start a new run: "
+                f"tfactory train {self.path / CONFIG} --name NAME"
             ) from error
-        return found
+        return about
 
     @property
     def status(self) -> Status:
-        """Return what status.json says; where it is damaged, what the other files tell."""
+        """Return the contents of status.json; if it is damaged, a status derived from the metrics and the config."""
         with contextlib.suppress(OSError, ValueError):
             return _STATUS.validate_json(read_whole(self.path / STATUS))
-        rows, steps = self._rows(METRICS), self.config.training.max_steps or 0
-        step = max((row.get("step", 0) for row in rows), default=0)
-        return Status("running", step, steps, f"{STATUS} cannot be read; this is what {METRICS} tells")
+        step = max((row.get("step", 0) for row in self._rows(METRICS)), default=0)
+        steps = self.config.training.max_steps or 0
+        return Status("running", step, steps, f"cannot read {STATUS}; the step is taken from {METRICS}")
 
     @property
     def state(self) -> State:
         status = self.status.status
-        return "killed" if status == "running" and not self._held() else status
+        return "killed" if status == "running" and not self._is_locked() else status
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return one row per step; metrics that older versions wrote under another name have today's."""
+        """Return one row per step. Metric names of older versions are replaced by the present ones."""
         rows = self._rows(METRICS)
         return [{OLD_METRICS.get(name, name): value for name, value in row.items()} for row in rows]
 
     def findings(self) -> list[dict[str, Any]]:
-        """Return a row for each thing that was seen going wrong, and one where it was gone."""
+        """Return a row for each finding, and a row with `gone` where it disappeared."""
         return self._rows(FINDINGS)
 
     def consumed(self) -> dict[int, list[str]]:
-        """Return the ids of the tasks that each step took."""
+        """Return the task ids of each step."""
         return {row["step"]: row["tasks"] for row in self._rows(CONSUMED)}
 
     def ledger(self) -> list[dict[str, Any]]:
-        """Return a row per step: its `tasks`, and number, attempt and place of each in `groups`."""
+        """Return one row per step: its `tasks`, and in `groups` the number, attempt and place of each."""
         return self._rows(CONSUMED)
 
     def episodes(self, step: int) -> list[Trajectory]:
-        """Return the episodes of a step; groups are named by their step, counted from 0."""
+        """Return the episodes of a step. The names of their groups count steps from 0."""
         return list(load_trajectories(self.path / TRAJECTORIES, f"{step - 1}/", growing=True))
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of a file, without half a line at the end, from a process that was killed."""
+        """Return the rows of a .jsonl file. Invalid lines are skipped, such as the last line of a killed process."""
         rows = []
         for line in read_lines(self.path / name):
             with contextlib.suppress(ValueError, RecursionError):
@@ -252,16 +249,15 @@ class RunFolder:
         return [row for row in rows if isinstance(row, dict)]
 
     def checkpoints(self) -> list[Path]:
-        """Return the checkpoints, the oldest first; only those written to the end have such a name."""
-        found = (self.path / "checkpoints").glob("step-*")
-        return sorted((path for path in found if re.fullmatch(r"step-\d+", path.name)), key=_step_of)
+        """Return the complete checkpoints, oldest first. An incomplete checkpoint has a name with a leading dot."""
+        paths = (self.path / "checkpoints").glob("step-*")
+        return sorted((path for path in paths if re.fullmatch(r"step-\d+", path.name)), key=_step_of)
 
     def best(self) -> Path | None:
-        """Return the checkpoint that did best on held-out tasks or rows, of those that are there; None where nothing
-        was evaluated when one was made."""
+        """Return the existing checkpoint with the best held-out score; None if no checkpoint has one."""
         folders = {_step_of(path): path for path in self.checkpoints()}
-        found = Scores.of(row for row in self.metrics() if row.get("step") in folders).best
-        return None if found is None else folders[found[0]]
+        best = Scores.of(row for row in self.metrics() if row.get("step") in folders).best
+        return None if best is None else folders[best[0]]
 
     # writing
 
@@ -279,46 +275,51 @@ class RunFolder:
         return self.path / "checkpoints" / f"step-{step:06d}"
 
     def offsets(self) -> dict[str, int]:
-        """Return how long the growing files are, when all of it is on the disk."""
-        found: dict[str, int] = dict.fromkeys(GROWING, 0)
+        """Flush the append-only files to disk and return their sizes in bytes, 0 for a missing one."""
+        sizes: dict[str, int] = dict.fromkeys(GROWING, 0)
         for name in GROWING:
             if (path := self.path / name).exists():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-                found[name] = path.stat().st_size
-        return found
+                sizes[name] = path.stat().st_size
+        return sizes
 
     def prune(self, last: int, every: int | None, best: bool = False, states: str = "all") -> None:
-        """Keep the last `last` checkpoints, those at multiples of `every` steps, and if asked to the best. Where
-        `states` is newest, the newest alone keeps its optimizer state."""
+        """Remove all checkpoints but the last `last`, those at multiples of `every` steps, and, with `best`, the best.
+        If `states` is "newest", remove the optimizer state of all but the newest."""
         kept = self.best() if best else None
         for old in self.checkpoints()[:-last]:
             if old != kept and (every is None or _step_of(old) % every):
                 remove(old)
-        for old in self.checkpoints()[:-1] if states == "newest" else ():
-            drop_state(old)
+        if states == "newest":
+            for old in self.checkpoints()[:-1]:
+                drop_state(old)
 
     def rewind(self, offsets: dict[str, int]) -> None:
-        """Cut the growing files back to a checkpoint (none: to nothing) and clear away what was half done."""
+        """Truncate the append-only files to the `offsets` of a checkpoint (files not in it: to 0 bytes) and remove
+        incomplete checkpoints."""
         for name in GROWING:
-            path, wanted = self.path / name, offsets.get(name, 0)
+            path, offset = self.path / name, offsets.get(name, 0)
             size = path.stat().st_size if path.exists() else 0
-            if size < wanted:
-                raise ValueError(f"{path} has {size} bytes, its checkpoint knows of {wanted}: it was changed")
-            if size > wanted:
-                kept = self._asked_for(wanted) if name == EVALUATIONS else b""
-                os.truncate(path, wanted)
+            if size < offset:
+                raise ValueError(
+                    f"{path} has {size} bytes, but {offset} when the checkpoint was saved. Restore the file, or start "
+                    "a new run"
+                )
+            if size > offset:
+                kept = self._requested_evaluations(offset) if name == EVALUATIONS else b""
+                os.truncate(path, offset)
                 with path.open("ab") as file:
                     file.write(kept)
         for leftover in (self.path / "checkpoints").glob(".*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _asked_for(self, start: int) -> bytes:
-        """Return the lines of evaluations that somebody asked for; those of steps to be done again come again."""
+    def _requested_evaluations(self, start: int) -> bytes:
+        """Return the lines from `start` that `tfactory eval` wrote; those of training are repeated with its steps."""
         lines = (self.path / EVALUATIONS).read_bytes()[start:].splitlines(keepends=True)
         return b"".join(line for line in lines if b'"by": "eval"' in line and line.endswith(b"\n"))
 
-    def _held(self) -> bool:
+    def _is_locked(self) -> bool:
         if fcntl is None or self._lock is not None:
             return True
         try:
@@ -326,15 +327,15 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except (OSError, ValueError):  # no lock file, or none that a run has made
+        except (OSError, ValueError):  # no lock file, or not a regular file
             pass
         return False
 
 
 @dataclass(slots=True)
 class TrainingReport:
-    """`metrics` are those of the last step; `rows` has those of all; `tools` has those of all tool calls together,
-    since the start or the last resume."""
+    """Result of a training run. `metrics` are those of the last step, `rows` those of all steps. `tools` are the
+    metrics over all tool calls since the start or the last resume."""
 
     run: Path
     steps: int
@@ -342,12 +343,12 @@ class TrainingReport:
     metrics: dict[str, float] = field(default_factory=dict)
     rows: list[dict[str, float]] = field(default_factory=list)
     tools: dict[str, float] = field(default_factory=dict)
-    version: str | None = None  # where the run was registered, such as agent:3
+    version: str | None = None  # registered version, such as agent:3; None if the run was not registered
 
     @property
     def checkpoint(self) -> Path | None:
-        found = RunFolder(self.run).checkpoints()
-        return found[-1] if found else None
+        checkpoints = RunFolder(self.run).checkpoints()
+        return checkpoints[-1] if checkpoints else None
 
     @property
     def best(self) -> Path | None:
@@ -355,19 +356,20 @@ class TrainingReport:
 
 
 def is_run(path: Path) -> bool:
-    return all(os.path.isfile(path / name) for name in (CONFIG, ABOUT))  # one that is closed to us is none
+    return all(os.path.isfile(path / name) for name in (CONFIG, ABOUT))  # False without permission, no error
 
 
 def list_runs(runs: str | Path = "runs") -> list[RunFolder]:
-    """Return the runs of a folder, the oldest first."""
-    found = [path for path in Path(runs).expanduser().glob("[!.]*/") if is_run(path)]
-    return [RunFolder(path) for path in sorted(found, key=lambda path: (path / CONFIG).stat().st_mtime)]
+    """Return the runs of a folder, oldest first."""
+    paths = [path for path in Path(runs).expanduser().glob("[!.]*/") if is_run(path)]
+    return [RunFolder(path) for path in sorted(paths, key=lambda path: (path / CONFIG).stat().st_mtime)]
 
 
 def new_name(config: TrainingConfig) -> str:
     """Return a name such as grpo-search-20260131-120000."""
-    folder, environment = Path(config.logging.output_dir).expanduser(), config.environment.environment_id
-    return not_taken(folder, f"{config.training.algorithm}-{short_name(environment or 'custom')}").name
+    folder = Path(config.logging.output_dir).expanduser()
+    environment = config.environment.environment_id or "custom"
+    return not_taken(folder, f"{config.training.algorithm}-{short_name(environment)}").name
 
 
 def short_name(environment: str) -> str:
@@ -375,9 +377,10 @@ def short_name(environment: str) -> str:
 
 
 def not_taken(folder: Path, stem: str, suffix: str = "") -> Path:
-    """Return a path in the folder that does not exist yet, with the time in its name."""
+    """Return an unused path in the folder, with the present time in its name."""
     stem = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, number = folder / f"{stem}{suffix}", 1
+    path = folder / f"{stem}{suffix}"
+    number = 1
     while path.exists() or path.with_name(path.name + ".part").exists():
         number += 1
         path = folder / f"{stem}-{number}{suffix}"
@@ -385,30 +388,30 @@ def not_taken(folder: Path, stem: str, suffix: str = "") -> Path:
 
 
 def fingerprint() -> dict[str, Any]:
-    """Return what a run depends on besides its config."""
+    """Return what a run depends on besides its config: software versions, platform, commit and date."""
     versions = {"python": platform.python_version(), "training-factory": __version__}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     return {
-        "id": uuid4().hex,  # a name may be used again
+        "id": uuid4().hex,  # because the name of a deleted run can be reused
         "versions": versions,
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "commit": _commit(),
-        "day": date.today().isoformat(),  # some templates print it; a run keeps the one it started with
+        "day": date.today().isoformat(),  # some chat templates print the date; a resumed run keeps the first one
         "started": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
 
 def _commit() -> str | None:
-    """Return the commit of the folder in which the run was started, if it is a git repository."""
+    """Return the git commit of the current folder; None outside of a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return result.stdout.strip() or None if result.returncode == 0 else None
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -1,4 +1,4 @@
-"""How a run's models did on held-out tasks or rows, step by step: which was the best, and whether to go on."""
+"""Held-out scores of a run by step: the best checkpoint and early stopping."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# What a run is measured by, the first of these that it has -> its sign: higher is better, or lower
+# metric -> 1 if higher is better, -1 if lower is better; a run is scored by the first of these that it reports
 MEASURES = {"eval/success": 1, "eval/accuracy": 1, "eval/loss": -1}
 
 
 @dataclass(slots=True)
 class Scores:
-    """A function of the rows of metrics.jsonl alone, so that a resumed run decides as one that was never stopped."""
+    """Evaluation scores, which depend only on metrics.jsonl, so that a resumed run makes the same decisions."""
 
     stop_when: Mapping[Any, float] = field(default_factory=dict)
     measure: str | None = None
-    found: list[tuple[int, float]] = field(default_factory=list)  # step, value
+    found: list[tuple[int, float]] = field(default_factory=list)  # (step, value)
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]], stop_when: Mapping[Any, float] | None = None) -> Scores:
@@ -26,7 +26,7 @@ class Scores:
         return scores
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take the metrics of a step, if it was evaluated and something could be measured."""
+        """Add the metrics of a step; ignore steps without an evaluation."""
         if self.measure is None:
             self.measure = next((name for name in MEASURES if name in row), None)
         if self.measure is not None and self.measure in row:
@@ -34,27 +34,27 @@ class Scores:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Return the step and value of the best; of equal ones the first."""
+        """Return step and value of the best evaluation; of equal ones the first."""
         sign = MEASURES.get(self.measure or "", 1)
-        return max(self.found, key=lambda each: sign * each[1], default=None)
+        return max(self.found, key=lambda score: sign * score[1], default=None)
 
     def verdict(self) -> str | None:
-        """Return why the run should stop here, if it should."""
+        """Return the reason to stop the run now, or None to continue."""
         if self.best is None or not self.stop_when:
             return None
         step, value = self.best
         if (target := self.stop_when.get("target")) is not None:
             if MEASURES[self.measure or ""] < 0:
                 raise ValueError(
-                    "training.stop_when.target is a share of held-out tasks done, or of rows that are right, and this "
-                    f"run measures {self.measure}; take training.stop_when.patience"
+                    "training.stop_when.target is a success rate or an accuracy, but this run reports only "
+                    f"{self.measure}. Use training.stop_when.patience instead"
                 )
             if value >= target:
-                return f"{self.measure} has reached {value:.3f} at step {step}; training.stop_when.target is {target:g}"
+                return f"{self.measure} reached {value:.3f} at step {step} (training.stop_when.target={target:g})"
         waited = len(self.found) - 1 - self.found.index((step, value))
         if (patience := self.stop_when.get("patience")) is not None and waited >= patience:
             return (
-                f"{self.measure} has not been better than {value:.3f} of step {step} for {waited} evaluations; "
-                f"training.stop_when.patience is {patience:g}"
+                f"{self.measure} has not improved on {value:.3f} (step {step}) for {waited} evaluations "
+                f"(training.stop_when.patience={patience:g})"
             )
         return None

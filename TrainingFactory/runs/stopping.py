@@ -1,4 +1,4 @@
-"""Stop a run from another process, as by Ctrl-C in its own."""
+"""Stopping a run that another process trains."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import psutil
 from TrainingFactory.runs.folder import RunFolder
 
 
-def stop(run: RunFolder, asked: set[psutil.Process] | None = None) -> int:
-    """Ask the process that writes a run to save a checkpoint and end; return its number. One of those that were `asked`
-    is left alone: it would end at once."""
-    asked = set() if asked is None else asked
+def stop(run: RunFolder, signalled: set[psutil.Process] | None = None) -> int:
+    """Send SIGINT to the process that trains the run, so that it saves a checkpoint and exits; return its process id.
+    Add the process to `signalled`; send nothing if it is already there, because a second SIGINT aborts the run."""
+    signalled = set() if signalled is None else signalled
     if run.state != "running":
         raise ValueError(f"run {run.name} is {run.state}, not running")
     lock = str((run.path / "lock").resolve())
-    # Whoever only looks whether the lock is held has closed it again.
+    # Only the training process keeps the lock file open; a process that checks the lock closes the file at once.
     for process in psutil.process_iter():
-        if process.pid != os.getpid() and _has(process, lock):
-            if process not in asked:
-                process.send_signal(signal.SIGINT)  # never to another process that has its number
-            asked.add(process)
+        if process.pid != os.getpid() and _has_open(process, lock):
+            if process not in signalled:
+                process.send_signal(signal.SIGINT)  # psutil checks that the process id was not reused
+            signalled.add(process)
             return process.pid
-    raise ValueError(f"run {run.name} is written by a process that this user cannot see")
+    raise ValueError(f"cannot see the process that trains run {run.name}. Stop it as the user who started it")
 
 
-def _has(process: psutil.Process, path: str) -> bool:
+def _has_open(process: psutil.Process, path: str) -> bool:
     try:
-        return any(each.path == path for each in process.open_files())
+        return any(file.path == path for file in process.open_files())
     except (psutil.Error, OSError):
         return False

@@ -1,4 +1,4 @@
-"""Who is told how a run is going."""
+"""Progress reports of a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from TrainingFactory.types import Trajectory
 
 
 class Watcher(Protocol):
-    """Who looks on while a run goes. Nothing of the run depends on it."""
+    """Receives the progress of a run. It cannot influence the run."""
 
     def phase(self, name: str) -> None:
-        """Note that load, generate, update, evaluate or checkpoint begins."""
+        """Called when a phase begins: load, generate, update, evaluate or checkpoint."""
         ...
 
     def episode(self, trajectory: Trajectory) -> None: ...
@@ -22,7 +22,7 @@ class Watcher(Protocol):
 
 
 class PlainLines:
-    """A line per step on stderr, for logs and scripts."""
+    """Prints one line per step to stderr, for logs and scripts."""
 
     def phase(self, name: str) -> None: ...
     def episode(self, trajectory: Trajectory) -> None: ...
@@ -34,7 +34,7 @@ class PlainLines:
         print(clean(text), file=sys.stderr, flush=True)
 
 
-# metric -> how it is told in a line
+# metric -> its format in a progress line
 SHORT = {
     "loss": "loss {:.4f}", "reward": "reward {:.3f}", "accuracy": "accuracy {:.2f}", "tool_success": "tools {:.0%}",
     "eval/success": "held-out {:.3f}", "eval/loss": "held-out loss {:.4f}",
@@ -43,15 +43,15 @@ SHORT = {
 
 
 def in_short(metrics: dict[str, float]) -> str:
-    told = [text.format(metrics[name]) for name, text in SHORT.items() if name in metrics]
+    parts = [text.format(metrics[name]) for name, text in SHORT.items() if name in metrics]
     if "episodes/unscored" in metrics and "reward" not in metrics:
-        told.insert(0, "no episode could be scored")
+        parts.insert(0, "no episode could be scored")
     elif "episodes/unscored" in metrics:
         if unscored := int(metrics["episodes/unscored"]):
-            told.append(f"{unscored} of {int(metrics['episodes'])} unscored")
+            parts.append(f"{unscored} of {int(metrics['episodes'])} unscored")
         if not metrics.get("rows"):
-            equal = "no two scored ones of a task differ" if unscored else "all groups equal"
-            told.append(f"{equal}, nothing to learn")
+            groups = "all groups of scored episodes" if unscored else "all groups"
+            parts.append(f"equal rewards in {groups}, nothing to learn")
     if lost := int(metrics.get("episodes/tool_failure", 0)):
-        told.append(f"{lost} episodes lost to tools that are down")
-    return "  ".join(told)
+        parts.append(f"{lost} episodes lost to unavailable tools")
+    return "  ".join(parts)

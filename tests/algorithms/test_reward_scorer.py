@@ -286,7 +286,7 @@ def test_a_run_trains_a_reward_model_and_another_uses_it(tmp_path: Path) -> None
     ("section", "wrong"),
     [({"type": "learned"}, "reward.model: is missing; a reward of the type learned is what a run"),
      ({"type": "learned", "model": "nowhere"}, "reward.model: must be what a run.*no such run or model: 'nowhere'"),
-     ({"type": "learned", "model": "."}, "holds no model"),
+     ({"type": "learned", "model": "."}, "no config.json"),
      ({"model": "nowhere"}, "reward.model: is for reward.type=learned")],
 )  # fmt: skip
 def test_a_wrong_reward_model_is_told_before_anything_is_loaded(

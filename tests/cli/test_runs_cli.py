@@ -101,7 +101,7 @@ def test_a_status_is_told_from_the_other_files(before: Path, tfactory: Run, text
     status, out, err = tfactory("runs", "list")
     assert status == 0 and "before  killed  3/4" in out, out + err
     status, out, err = tfactory("runs", "show", "before")
-    assert status == 0 and "killed: status.json cannot be read" in out and "runs resume before" in err, err
+    assert status == 0 and "killed: cannot read status.json" in out and "runs resume before" in err, err
 
 
 @pytest.mark.parametrize("command", ["resume", "show"])

@@ -318,13 +318,13 @@ def test_groups_of_the_wrong_size_are_refused_at_the_start(tmp_path: Path):
     }
     for section in (ranking, {"parts": {"a": ranking, "b": {"type": "environment"}}}):
         config = small(tmp_path, training={"algorithm": "ppo", "group_size": 1}, reward=section)
-        with pytest.raises(ValueError, match=r"group_size is 1, but the reward compares.*2 or more"):
+        with pytest.raises(ValueError, match=r"group_size=1 is too small: the reward compares.*2 or more"):
             train(config, "run")
         plain = TrainingConfig(environment_id="calculator", output_dir=str(tmp_path), reward=section)
-        with pytest.raises(ValueError, match="group_size is 1"):
+        with pytest.raises(ValueError, match="group_size=1"):
             Rollouts(plain)
         assert Evaluation(plain).scored_by == ("the parts b" if "parts" in section else OWN)
-    with pytest.raises(ValueError, match="group_size is 1, but the reward compares"):
+    with pytest.raises(ValueError, match="group_size=1 is too small: the reward"):
         PPOTrainer(environment=Parity, reward_function=by_rank, group_size=1)
     PPOTrainer(environment=Parity, reward_function=in_trl, group_size=1)
     check_group(check_reward(TrainingConfig(reward=ranking)), 2)

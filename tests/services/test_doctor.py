@@ -263,7 +263,7 @@ def test_mistakes_are_told_all_at_once(tfactory: Run, tmp_path: Path) -> None:
     assert status == 1 and "training.group_size=1" in " ".join(out.split())
     (tmp_path / "empty").mkdir()
     status, _, err = tfactory("doctor", "empty")
-    assert status == 2 and "holds no model" in err
+    assert status == 2 and "no config.json" in err
     status, out, err = tfactory("doctor", "builtin:tiny")
     assert status == 0 and "No problems found." in out and not err and "the model alone" in out
 

@@ -111,9 +111,9 @@ def test_a_run_keeps_what_its_ids_were_found_to_be(project: Path, install: Insta
             "models:\n  a: {nam: b}\n",
             "factories.yaml:2: models.a.model.nam: unknown key; did you mean model.name?",
         ),
-        ("models:\n  a: {family: b}\n", "factories.yaml:2: models.a: must say the model's name"),
-        ("models: [a]\n", "factories.yaml:1: models: must hold ids"),
-        ("datasets:\n  a: b\n  b: c.jsonl\n", "factories.yaml:2: datasets.a: leads to 'b', which is an id"),
+        ("models:\n  a: {family: b}\n", "factories.yaml:2: models.a: must set model.name"),
+        ("models: [a]\n", "factories.yaml:1: models: must be a mapping"),
+        ("datasets:\n  a: b\n  b: c.jsonl\n", "factories.yaml:2: datasets.a: refers to 'b'"),
         ("compute:\n  a: 8\n", "factories.yaml:2: compute.a: must be a valid string"),
         ("compute:\n  a: eight\n", "factories.yaml:2: compute.a: must be a mapping such as {num_gpus: 8}"),
         ("models:\n  a: b\n  a: c\n", "factories.yaml:3: models.a: is written twice"),
@@ -151,9 +151,9 @@ def test_ids_that_lead_nowhere(project: Path, install: Install, monkeypatch: pyt
     text = told(GRPOTrainer, environment_id="env_small", model="Qwen3-4")
     assert "there is no such run or model" in text and "did you mean Qwen3-4B?" in text
     install(DataFactory=DATA)
-    assert "DataFactory (which does not know it)" in told(SFTTrainer, dataset_id="ds_question")
+    assert "DataFactory (unknown id)" in told(SFTTrainer, dataset_id="ds_question")
     (project / "factories.yaml").unlink()
-    assert "there is none in this folder" in told(SFTTrainer, dataset_id="ds_question")
+    assert "factories.yaml (no such file" in told(SFTTrainer, dataset_id="ds_question")
 
 
 def test_a_sibling_without_the_method(project: Path, install: Install) -> None:
@@ -162,7 +162,7 @@ def test_a_sibling_without_the_method(project: Path, install: Install) -> None:
     install(DataFactory=empty, EnvironmentFactory=broken)
     with pytest.raises(ValueError, match=r"services\.DatasetManager has no method get_dataset"):
         SFTTrainer(dataset_id="ds_x", **small()).train()
-    with pytest.raises(ValueError, match=r"ScenarioBuilder\(\) cannot be made: OSError: no server"):
+    with pytest.raises(ValueError, match=r"ScenarioBuilder\(\) fails: OSError: no server"):
         GRPOTrainer(environment_id="env_x", **small()).train()
     (project / "factories.yaml").write_text("environments: {env_x: calculator}\ndatasets: {ds_x: x.jsonl}\n")
     with pytest.raises(ValueError, match=r"no file of data at x\.jsonl"):  # the file goes first
@@ -176,7 +176,7 @@ def test_objects_without_what_is_needed() -> None:
 
     trainer: Any
     for trainer, key, told in (
-        (SFTTrainer, "dataset_id", "neither a `path`"),
+        (SFTTrainer, "dataset_id", "no `path`"),
         (GRPOTrainer, "environment_id", "neither an `environment`"),
         (GRPOTrainer, "allocation_id", "'eight' GPUs"),
     ):
@@ -253,7 +253,7 @@ def test_machines_that_are_handed_in(install: Install, monkeypatch: pytest.Monke
     services = import_module("ComputeFactory.services")
     mine = services.Held(services.ResourceSpec("gpu", 2, 80))
     options = small(environment="calculator", allocation_id=mine)
-    with pytest.raises(ValueError, match="num_gpus is 4, but allocation alloc-1 has 2"):
+    with pytest.raises(ValueError, match="num_gpus=4, but allocation alloc-1 has 2"):
         GRPOTrainer(**options, compute={"num_gpus": 4}).train()
     assert services.released == ["alloc-1"]
     monkeypatch.setattr(services.Held, "release", lambda self: 1 / 0)
@@ -282,10 +282,10 @@ def test_the_command(tfactory: Run, project: Path) -> None:
     assert found["ids"]["datasets"] == {"b": "b.jsonl", "a": "a.jsonl"}
     before = (project / "factories.yaml").read_text()
     for words, told in (
-        (["dataset", "a", "c.jsonl"], "datasets.a already"),
-        (["dataset", "c", "a"], "which is an id here itself"),
+        (["dataset", "a", "c.jsonl"], "already has datasets.a"),
+        (["dataset", "c", "a"], "refers to 'a'"),
         (["compute", "c", "num_gpu=1"], "did you mean compute.num_gpus?"),
-        (["model", "c", "x", "y"], "give one target"),
+        (["model", "c", "x", "y"], "invalid target 'x y'"),
     ):
         status, _, err = tfactory("factories", "add", *words)
         assert status == 2 and told in err.replace("\n", " ")

@@ -148,7 +148,7 @@ def test_a_run_says_what_it_sees_and_goes_on_saying_it(tmp_path: Path) -> None:
     report = train(brief(tmp_path), "a", watcher, environment=Same)
     names = [f"FINDING step 3: {name}: " for name in ("no_tool_called", "most_truncated", "tied_groups")]
     heard = [text for text in watcher.said if text.startswith("FINDING")]
-    assert len(heard) == 3 and all(map(str.startswith, heard, names)) and "all episodes" in heard[2]
+    assert len(heard) == 3 and all(map(str.startswith, heard, names)) and "same reward (0)" in heard[2]
     lines = rows(report.run / FINDINGS)
     assert [(line["step"], line["severity"]) for line in lines] == [(3, "warning")] * 3
     told = [(found.when, found.name) for found in findings(RunFolder(report.run))]

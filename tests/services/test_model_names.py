@@ -56,7 +56,7 @@ def test_a_name_means_the_same_wherever_it_is_written(runs: Path) -> None:
         ("qwen3-4bb", "did you mean qwen3-4b?"),
         ("./nothing", "there is no such run or model: './nothing'"),
         ("nothing.gguf", "no such run or model"),
-        ("sft@step-7", "run sft has no checkpoint of step 7; there are: step-000001, step-000002"),
+        ("sft@step-7", "step-000001, step-000002"),
         ("sft:3", "no such run or model: 'sft:3'; did you mean sft?"),
         ("sft@champion", "no such run or model: 'sft@champion'; did you mean sft?"),
     ],
@@ -71,7 +71,7 @@ def test_folders_with_nothing_in_them_are_told(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"has no config\.json"):
         find_model(str(tmp_path / "empty"), tmp_path / "runs")
-    with pytest.raises(ValueError, match=r"is no run: config\.yaml or environment\.json is missing"):
+    with pytest.raises(ValueError, match=r"config\.yaml or environment\.json is missing"):
         find_model(str(tmp_path / "empty"), tmp_path)
 
 
@@ -84,10 +84,10 @@ def test_a_config_takes_what_the_run_was_trained_with(runs: Path) -> None:
     for section, text in [
         (
             {"name": "lora", "adapter": "lora"},
-            "model.adapter: model.name is lora, which is an adapter itself",
+            "model.adapter: model.name=lora is already an adapter",
         ),
         ({"adapter": "sft"}, "model.adapter: sft is a whole model"),
-        ({"name": "sft", "revision": "main"}, "model.revision: is for models of the hub"),
+        ({"name": "sft", "revision": "main"}, "model.revision: .*hub"),
         ({"name": "sftt"}, "model.name: there is no such run or model: 'sftt'; did you mean sft"),
     ]:
         with pytest.raises(ValueError, match=text):
@@ -115,10 +115,10 @@ def test_a_run_goes_on_from_the_bytes_it_was_started_from(tmp_path: Path, tfacto
     assert find_model("next", tmp_path).name == find_model("agent", tmp_path).name == "builtin:tiny"
     sums = adapter / "SHA256SUMS"
     sums.write_text(sums.read_text().replace("a", "b"))
-    with pytest.raises(ValueError, match=r"was started from lora, in .*not any more what it was"):
+    with pytest.raises(ValueError, match=r"was started from lora, .* changed"):
         go_on(run.path)
     shutil.rmtree(adapter)
-    with pytest.raises(ValueError, match="not there any more; put it back"):
+    with pytest.raises(ValueError, match="step-000001 is missing"):
         go_on(run.path)
 
 

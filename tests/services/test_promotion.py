@@ -101,7 +101,7 @@ def test_a_better_one_is_promoted_early_and_a_worse_one_refused(registry: ModelR
     assert not refused.promoted and refused.comparison is None
     # The champion does everything: nothing can be better, so the challenger is not even asked.
     assert played == [("agent:2", "calculator", 64)]
-    assert "agent:2 does 64 of 64 tasks" in refused.text and "not_worse" in refused.text
+    assert "agent:2 already solves 64 of 64 tasks" in refused.text and "not_worse" in refused.text
     registry.rollback("agent", "champion")
     assert str(registry.get("agent@champion")) == "agent:1"
     refused = Promotion(registry, "agent:3", "champion", suite()).run(scripted(third, played))
@@ -141,7 +141,7 @@ def test_guards(registry: ModelRegistry) -> None:
     played: list[tuple[str, str | None, int]] = []
     made = Promotion(registry, "agent:4", "champion", suite(guards))
     assert made.stated == [
-        "success on calculator: better, with an error of at most 0.05 (sequential test)",
+        "success on calculator: better, with alpha 0.05 (sequential test)",
         "tool_success on calculator: worse than the champion's by at most 0.05",
         "success on second: worse than the champion's by at most 0.1",
         "tokens on calculator: at most 3",
@@ -176,12 +176,12 @@ def test_guards_have_a_direction(registry: ModelRegistry) -> None:
 
 
 def test_the_first_one(registry: ModelRegistry) -> None:
-    with pytest.raises(ValueError, match="there is no agent@staging to compare agent:3 with; --first"):
+    with pytest.raises(ValueError, match=r"there is no agent@staging to compare agent:3 with.*--first"):
         Promotion(registry, "agent:3", "staging", suite())
     made = Promotion(
         registry, "agent:3", "staging", suite("  guards: [{metric: turns, worse_by: 0}]\n"), first=True
     )
-    assert made.stated == ["nothing of the first: no guard has at_least or at_most"]
+    assert len(made.stated) == 1 and "at_least or at_most" in made.stated[0]
     guards = "  guards: [{metric: success, at_least: 0.3, worse_by: 0}]\n"
     decision = Promotion(registry, "agent:3", "staging", suite(guards), first=True).run(scripted(third))
     assert not decision.promoted and decision.text.startswith("success on calculator: 0.125; limit:")
@@ -193,19 +193,19 @@ def test_the_champion_changes_meanwhile(registry: ModelRegistry) -> None:
     made = Promotion(registry, "agent:2", "champion", suite())
     registry.set_alias("agent:4", "champion")
     decision = made.run(scripted(third))
-    assert not decision.promoted and "is version 4 by now, and was 1" in decision.text
+    assert not decision.promoted and "from version 1 to 4" in decision.text
     assert last(registry)["kind"] == "refuse" and str(registry.get("agent@champion")) == "agent:4"
 
 
 MISTAKES: list[tuple[Sequence[str], str]] = [
-    (["agent:9"], "version 9 of agent is not there; there are: :1, :2, :4, @champion"),
+    (["agent:9"], ":1, :2, :4, @champion"),
     (["agent:3"], "version 3 of agent was deleted"),
-    (["agent:2"], "agent:2 is damaged: look at it with tfactory registry verify agent:2"),
+    (["agent:2"], "tfactory registry verify agent:2"),
     (["agnt:2"], "there is no registered model 'agnt:2'"),
-    (["agent:1"], "agent@champion is agent:1 already"),
-    (["agent:4", "--first"], "agent@champion is agent:1 already; leave --first out"),
-    (["agent:4", "--to", "a b"], "'a b' cannot name an alias"),
-    (["agent:4", "sampling.temperature=0"], "with --suite this stands in the suite's entries"),
+    (["agent:1"], "agent@champion is already agent:1"),
+    (["agent:4", "--first"], "Remove --first"),
+    (["agent:4", "--to", "a b"], "alias name 'a b'"),
+    (["agent:4", "sampling.temperature=0"], "cannot set sampling.temperature with --suite"),
 ]
 
 
@@ -223,9 +223,9 @@ def test_mistakes(registry: ModelRegistry, tfactory: Run) -> None:
     [
         (
             "  entry: sumary\n",
-            'gate.entry: is no entry of the suite; there are: calculator, second (got "sumary")',
+            'calculator, second (got "sumary")',
         ),
-        ("  guards: [{metric: turns}]\n", "gate.guards.0: has no limit: worse_by, at_least or at_most"),
+        ("  guards: [{metric: turns}]\n", "gate.guards.0: has no limit"),
         ("  margin: 0.1\n", "release.yaml:7: gate.margin"),
         ("  not_worse: -1\n", "release.yaml:7: gate.not_worse"),
     ],
@@ -239,9 +239,7 @@ def test_mistakes_of_a_gate_are_told_with_file_and_line(tmp_path: Path, gate: st
 
 
 def test_a_suite_without_a_gate(registry: ModelRegistry) -> None:
-    with pytest.raises(
-        ValueError, match="suite quick has no gate; add a section `gate:` with entry, not_worse"
-    ):
+    with pytest.raises(ValueError, match=r"suite quick has no gate.*`gate:` with entry, not_worse"):
         Promotion(registry, "agent:2", "champion", "quick")
 
 
@@ -263,7 +261,7 @@ def test_on_the_command_line(tfactory: Run) -> None:
     arguments = ("registry", "promote", "agent:2", "--suite", suite(lenient, entries))
     status, out, err = tfactory(*arguments, "--html", "page.html")
     assert status == 0 and "agent:2 is agent@champion now: the gate holds" in out, err
-    stated = "success on parity.py: not worse by 0.8, with an error of at most 0.05 (sequential test)"
+    stated = "success on parity.py: not worse by 0.8"
     assert err.index(stated) < err.index("loading the model") and "after 8 of 24 tasks" in out
     assert "<b>Promoted</b>" in Path("page.html").read_text()
     first, second = read_records(Path("runs/evaluations.jsonl"))
@@ -278,7 +276,7 @@ def test_on_the_command_line(tfactory: Run) -> None:
     status, out, err = tfactory(*arguments)
     assert status == 1 and "agent:2 is refused as agent@champion: success on parity.py: better" in out, err
     assert not ModelRegistry().promote("agent:2", "champion", "release.yaml").promoted  # by the same records
-    assert "needed: over" in tfactory("registry", "show", "agent")[1]
+    assert "needed: above" in tfactory("registry", "show", "agent")[1]
     assert find_model("agent@champion").version == ModelRegistry().get("agent:1")
 
 

@@ -323,7 +323,7 @@ def test_a_run_trains_evaluates_and_samples_ahead_by_a_command(tmp_path: Path) -
     [
         (
             ["environment.command=no-such-program x"],
-            "environment.command names the program 'no-such-program'",
+            "the program 'no-such-program' of environment.command",
         ),
         (["environment.command=python", "tools=[{name: calculator}]"], "goes without tools"),
         (["environment.command=python", "environment_id=search"], "goes without environment_id"),

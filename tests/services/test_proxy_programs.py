@@ -19,10 +19,10 @@ from TrainingFactory.agent_api.agent_program import AgentProgram
 from TrainingFactory.types import Reward
 
 FAILURES = {
-    "": ("error", "ended without an answered call"),
-    TALK: ("done", 'printed no line of JSON with "reward"'),
-    TALK + line(reward="much"): ("done", "reward is of no use"),
-    TALK + "print('{\"reward\": NaN}')": ("done", "reward is of no use"),
+    "": ("error", "no successful request"),
+    TALK: ("done", 'printed a line of JSON with "reward" nor posted'),
+    TALK + line(reward="much"): ("done", "reward is invalid"),
+    TALK + "print('{\"reward\": NaN}')": ("done", "reward is invalid"),
     TALK + line(reward=1) + "sys.exit('no ' + os.environ['MY_SECRET'])": ("error", "status 1: no ***"),
     TALK + "os.kill(os.getpid(), 9)": ("error", "ended with SIGKILL"),
     "os.kill(os.getpid(), 40)": ("error", "ended with signal 40"),

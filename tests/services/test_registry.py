@@ -81,11 +81,11 @@ def test_aliases_move_and_are_taken_back(registry: ModelRegistry) -> None:
         registry.set_alias(f"agent:{number}", "champion")
     assert registry.get("agent@champion").number == 3
     assert [registry.rollback("agent", "champion")[0].number for _ in range(2)] == [2, 1]
-    with pytest.raises(ValueError, match="has named no other version"):
+    with pytest.raises(ValueError, match="cannot roll back"):
         registry.rollback("agent", "champion")
     registry.set_alias("agent:3", "champion")
     assert registry.rollback("agent", "champion") == (registry.get("agent:1"), 3)
-    with pytest.raises(ValueError, match="is version 1 by now, and was 2 when this began"):
+    with pytest.raises(ValueError, match="from version 2 to 1"):
         registry.set_alias("agent:3", "champion", expected=2)
     kinds = [row["kind"] for row in registry.decisions("agent")]
     assert kinds == ["alias"] * 3 + ["rollback"] * 2 + ["alias", "rollback"]
@@ -96,7 +96,7 @@ def test_aliases_move_and_are_taken_back(registry: ModelRegistry) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("agent:9", "version 9 of agent is not there; there are: :1, @champion"),
+        ("agent:9", ":1, @champion"),
         ("agent:2", "version 2 of agent was deleted"),
         ("agent@chmpion", "agent has no alias 'chmpion'; did you mean champion?"),
         ("agnt", "there is no such run or model: 'agnt'; did you mean agent?"),
@@ -122,14 +122,14 @@ def test_what_cannot_be_done_changes_nothing(registry: ModelRegistry, tmp_path: 
     damaged = RunFolder(tmp_path / "sft").checkpoint_folder(1)
     (damaged / "model.safetensors").write_text("changed")
     for text, attempt in {
-        "agent:1 is agent@champion: let that name another": lambda: registry.delete("agent:1"),
-        "version 7 of agent is not there": lambda: registry.set_alias("agent:7", "champion"),
-        "'step-3' cannot be an alias": lambda: registry.set_alias("agent:1", "step-3"),
-        "'a/b' cannot name a model": lambda: registry.register("a/b", "sft"),
-        "'tiny' is the short name": lambda: registry.register("tiny", "sft"),
+        "agent:1: it is agent@champion": lambda: registry.delete("agent:1"),
+        "version 7 of agent": lambda: registry.set_alias("agent:7", "champion"),
+        "alias 'step-3'": lambda: registry.set_alias("agent:1", "step-3"),
+        "model name 'a/b'": lambda: registry.register("a/b", "sft"),
+        "model name 'tiny'": lambda: registry.register("tiny", "sft"),
         "is damaged: model.safetensors": lambda: registry.register("agent", "sft@step-1"),
-        "no weights as .safetensors": lambda: registry.register("agent", str(tmp_path / "pickled")),
-        "only what is can be registered": lambda: registry.register("agent", "qwen3-4b"),
+        "no .safetensors": lambda: registry.register("agent", str(tmp_path / "pickled")),
+        "cannot register qwen3-4b": lambda: registry.register("agent", "qwen3-4b"),
         "there is no such run or model: 'gone'": lambda: registry.register("agent", "gone"),
     }.items():
         with pytest.raises(ValueError) as told:
@@ -237,14 +237,14 @@ def test_registries_of_others_are_left_alone(registry: ModelRegistry, tmp_path: 
     with sqlite3.connect(registry.path) as db:
         db.execute("PRAGMA user_version = 9")
     db.close()
-    with pytest.raises(ValueError, match=r"is of schema 9, and this version .* knows 1: nothing was changed"):
+    with pytest.raises(ValueError, match=r"schema 9, .* only 1\. Nothing was changed"):
         registry.register("agent", "sft")
     with sqlite3.connect(tmp_path / "other.sqlite") as db:
         db.execute("CREATE TABLE mine (x)")
     db.close()
     (tmp_path / "text.sqlite").write_text("no database at all, but long enough to be read as one " * 20)
     for file in ("other", "text"):
-        with pytest.raises(ValueError, match="no registry"):
+        with pytest.raises(ValueError, match=r"another program|not a registry"):
             ModelRegistry(tmp_path / f"{file}.sqlite", tmp_path).register("agent", "sft")
     assert ModelRegistry(tmp_path / "new.sqlite").versions() == []
     assert not (tmp_path / "new.sqlite").exists()  # nothing is made by looking
@@ -258,9 +258,7 @@ def test_a_full_disk_leaves_what_was_there(registry: ModelRegistry, monkeypatch:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store, "_copy", full)
-    with pytest.raises(
-        OSError, match=r"could not be copied to .*: No space left on device; nothing was registered"
-    ):
+    with pytest.raises(OSError, match=r"cannot copy .*: No space left on device. Nothing registered"):
         registry.register("agent", "sft@step-1")
     monkeypatch.undo()
     assert [str(version) for version in registry.versions()] == ["agent:1"]
@@ -299,9 +297,7 @@ def test_a_run_goes_on_from_the_version_that_an_alias_named_then(registry: Model
     check_started_from(run)
     assert as_started_from(run).model.name == str(registry.folder(version).resolve())
     registry.delete("agent:1")
-    with pytest.raises(
-        ValueError, match=r"run rl was started from agent@champion, in .*, which is not there any more"
-    ):
+    with pytest.raises(ValueError, match=r"run rl was started from agent@champion, .* missing"):
         check_started_from(run)
 
 
@@ -314,7 +310,7 @@ def test_a_reward_model_can_be_a_registered_one(registry: ModelRegistry) -> None
     version = registry.register("scorer", "sft")
     config = TrainingConfig(logging={"output_dir": str(registry.runs)})
     assert reward_model("scorer:1", config).folder == registry.folder(version)
-    with pytest.raises(ValueError, match="version 2 of scorer is not there"):
+    with pytest.raises(ValueError, match="version 2 of scorer"):
         reward_model("scorer:2", config)
 
 

@@ -123,7 +123,7 @@ def test_files_and_options_that_were_changed(whole: Path, tmp_path: Path) -> Non
         go_on(run.path)
     config.write_text(config.read_text().replace("batch_size: 2", "batch_size: 3"))
     (run.path / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"metrics.jsonl has 0 bytes, its checkpoint knows of \d+"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl has 0 bytes, but \d+"):
         go_on(run.path)
 
 
@@ -170,7 +170,7 @@ def test_a_damaged_model_is_not_taken(whole: Path, tmp_path: Path) -> None:
     [first, last] = run.checkpoints()
     (last / "config.json").write_text("{}")
     for name in ("a", str(last)):
-        with pytest.raises(ValueError, match=rf"{last} is damaged: config.json; name another: {first}"):
+        with pytest.raises(ValueError, match=rf"{last} is damaged: config.json.*{first}"):
             find_model(name, tmp_path)
     found = find_model(str(first))
     assert found.folder == first

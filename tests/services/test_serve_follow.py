@@ -148,7 +148,7 @@ def test_a_version_that_cannot_be_loaded_changes_nothing(
         weights.chmod(0o644)
         weights.write_bytes(whole[:-1] + b"\x01")
         registry.set_alias("agent:2", "champion")
-        told("agent:2 is damaged: look at it with tfactory registry verify agent:2")
+        told("tfactory registry verify agent:2")
         registry.remove_alias("agent", "champion")
         told("agent has no alias 'champion'")
         registry.set_alias("agent:2", "champion")

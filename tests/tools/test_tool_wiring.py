@@ -182,7 +182,7 @@ def test_tools_and_tasks_alone_make_a_run(folder: Path, tfactory: Run) -> None:
     status, _, err = tfactory(
         "rollout", "plain.yaml", "--replay", "e.jsonl", "--out", "e.jsonl", "logging.record_tools=true"
     )
-    assert status == 2 and "cannot be replayed and written at the same time" in " ".join(err.split())
+    assert status == 2 and "cannot replay and record" in " ".join(err.split())
     assert Path("e.tools/tool_calls.jsonl").read_text() == RECORDED
     status, out, err = tfactory("train", "plain.yaml", "--name", "a")
     assert status == 0, err
@@ -241,7 +241,7 @@ def test_a_run_of_python_objects_is_evaluated_with_files_in_their_place(folder: 
     named = ['tools=["mytools.py:double"]', "data.tasks=tasks.jsonl"]
     assert named[1].replace("tasks.jsonl", "FILE") in said and 'tools=["FILE.py:NAME"]' in said
     status, _, err = tfactory("eval", "weather", *named)
-    assert status == 0 and "reward of its own, which cannot be restored" in err, err
+    assert status == 0 and "cannot be restored here" in err, err
     assert "no such run or model: 'wether'; did you mean weather?" in " ".join(
         tfactory("eval", "wether")[2].split()
     )
