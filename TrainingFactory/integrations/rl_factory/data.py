@@ -46,8 +46,8 @@ class DataItem:
         )
         # Copied because user code may modify it, and all episodes of a group share the task.
         columns, answer = copy.deepcopy((trajectory.task.metadata, trajectory.task.answer))
-        given = columns.get("reward_model")
-        reward_model = {"ground_truth": answer} | (given if isinstance(given, dict) else {})
+        column = columns.get("reward_model")
+        reward_model = {"ground_truth": answer} | (column if isinstance(column, dict) else {})
         replies = [message for turn in trajectory.turns for message in (turn.message, *turn.replies)]
         messages = [message_to_dict(message) for message in (*trajectory.prompt, *replies)]
         self.non_tensor_batch = Columns({"data_source": "", "extra_info": {}} | columns)
