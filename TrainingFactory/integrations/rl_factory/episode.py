@@ -122,9 +122,8 @@ class EnvEpisode(ToolEnvironment):
     async def _step_rewards(self) -> list[float]:
         """Return the reward of each turn; NaN: none. Turns are scored one by one, so that later turns cannot change the
         reward of an earlier one."""
-        results = [await called(self.env.get_step_reward, [text]) for text in self._texts]
-        values = [_single_item(result, STEPS)[0] for result in results]
-        return [value if value != value else as_float(value, STEPS) for value in values]
+        items = [_single_item(await called(self.env.get_step_reward, [text]), STEPS) for text in self._texts]
+        return [value if value != value else as_float(value, STEPS) for [value] in items]
 
     def _outcome_and_steps(self, result: Any, method: str) -> tuple[float, list[float]]:
         """Split the result of a method for one item into outcome and step rewards. One number is the outcome; one per
