@@ -186,7 +186,7 @@ def promote(
     """Move an alias to a version if the version passes a gate against the alias's present holder.
 
     Both versions are evaluated on the same tasks with the same random seeds; section `gate:` of the suite defines the
-    checks. The registry records the decision with its evidence. Exit status: 0 if promoted, 1 if rejected.
+    checks. The registry records the decision with its evidence. Exit status: 0 if promoted, 1 if refused.
 
     ```
     tfactory registry promote agent:7 --suite release.yaml
@@ -226,7 +226,7 @@ def promote(
         counts = f"{len(comparison.better)} better, {len(comparison.worse)} worse"
         interval = f"{change.value:+.3f} (95 % interval {change.low:+.3f} to {change.high:+.3f})"
         print(f"all evaluated tasks: {interval}, {counts}, exact McNemar p = {comparison.p:.3g}")
-    verdict = f"is {promotion.target} now" if decision.promoted else f"is rejected as {promotion.target}"
+    verdict = f"is {promotion.target} now" if decision.promoted else f"is refused as {promotion.target}"
     print(f"{promotion.version} {verdict}: {decision.text}")
     return status
 
