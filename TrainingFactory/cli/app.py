@@ -58,29 +58,9 @@ new.command(env)
 app.command(evaluate, name="eval")
 app.command(compare)
 for command in (
-    demo,
-    train,
-    doctor,
-    plan,
-    recipe,
-    runs,
-    registry,
-    export,
-    rollout,
-    data,
-    serve,
-    ui,
-    proxy,
-    cluster,
-    new,
-    tools,
-    judge,
-    envs,
-    models,
-    import_,
-    factories,
-    hello,
-):
+    demo, train, doctor, plan, recipe, runs, registry, export, rollout, data, serve, ui, proxy, cluster, new, tools,
+    judge, envs, models, import_, factories, hello,
+):  # fmt: skip
     app.command(command)
 
 
@@ -114,9 +94,7 @@ def run(
 
 
 def _should_run(tokens: Sequence[str]) -> bool:
-    """Return whether this process runs the command.
-
-    Every process of a distributed launch trains; only rank 0 runs the other commands."""
+    """Return whether this process runs the command: all processes of a launch train, rank 0 alone does the rest."""
     launch = launched()
     if launch is None or tokens[0:1] == ("train",) or tokens[0:2] == ("runs", "resume"):
         return True

@@ -25,17 +25,11 @@ if TYPE_CHECKING:
 
 
 def compare(
-    *arguments: Annotated[str, Parameter(name="model-or-run")],
-    env: str | None = None,
-    suite: str | None = None,
-    episodes: Count | None = None,
-    flags: Flags | None = None,
-    show_tasks: Annotated[int, Parameter(name="--show")] = 1,
-    html: Path | None = None,
-    again: bool = False,
-    as_json: Json = False,
-    where: Where = "runs",
-) -> int:
+    *arguments: Annotated[str, Parameter(name="model-or-run")], env: str | None = None, suite: str | None = None,
+    episodes: Count | None = None, flags: Flags | None = None,
+    show_tasks: Annotated[int, Parameter(name="--show")] = 1, html: Path | None = None, again: bool = False,
+    as_json: Json = False, where: Where = "runs",
+) -> int:  # fmt: skip
     """Compare models with the first one, on the same tasks and with the same random seeds. Recorded evaluations with
     the same conditions are reused.
 

@@ -26,15 +26,9 @@ SAMPLE = 500  # rows read to find the algorithms that a dataset fits
 
 @data.command
 def convert(
-    source: str,
-    *,
-    to: Form,
-    out: Path,
-    layout: Annotated[Layout, Parameter(name="--format")] = "trl",
-    filters: Annotated[Filters | None, Parameter(name="*")] = None,
-    force: bool = False,
-    where: Where = "runs",
-) -> int:
+    source: str, *, to: Form, out: Path, layout: Annotated[Layout, Parameter(name="--format")] = "trl",
+    filters: Annotated[Filters | None, Parameter(name="*")] = None, force: bool = False, where: Where = "runs",
+) -> int:  # fmt: skip
     """Convert the recorded episodes of a run to training rows for SFT, DPO, KTO or a reward model.
 
     ```
@@ -72,12 +66,9 @@ def convert(
 
 @data.command(name="show")
 def show_(
-    source: Dataset,
-    *,
-    rows: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 3,
-    split: Split = "train",
-    where: Where = "runs",
-) -> None:
+    source: Dataset, *, rows: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 3,
+    split: Split = "train", where: Where = "runs",
+) -> None:  # fmt: skip
     """Print rows of a dataset as conversations, and list the algorithms that it fits.
 
     ```
@@ -110,12 +101,9 @@ def show_(
 
 @data.command
 def check(
-    source: Dataset,
-    *,
-    algorithm: Annotated[Algorithm, Parameter(name="--for")],
-    split: Split = "train",
+    source: Dataset, *, algorithm: Annotated[Algorithm, Parameter(name="--for")], split: Split = "train",
     where: Where = "runs",
-) -> int:
+) -> int:  # fmt: skip
     """Check every row of a dataset for an algorithm and report all invalid rows. Exit status 1: some are invalid.
 
     ```

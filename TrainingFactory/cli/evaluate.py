@@ -24,17 +24,10 @@ UNSCORED = 1  # exit status
 
 
 def evaluate(
-    model: Annotated[str, Parameter(name="model-or-run")],
-    /,
-    *overrides: Overrides,
-    env: str | None = None,
-    suite: str | None = None,
-    episodes: Count | None = None,
-    flags: Flags | None = None,
-    out: Path | None = None,
-    as_json: Json = False,
-    replay: str | None = None,
-) -> int:
+    model: Annotated[str, Parameter(name="model-or-run")], /, *overrides: Overrides, env: str | None = None,
+    suite: str | None = None, episodes: Count | None = None, flags: Flags | None = None, out: Path | None = None,
+    as_json: Json = False, replay: str | None = None,
+) -> int:  # fmt: skip
     """Evaluate a model or a run on held-out tasks.
 
     A run is scored by its own reward, as in the evaluations during training; reward.type=environment uses the

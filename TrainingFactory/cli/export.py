@@ -11,13 +11,9 @@ from TrainingFactory.cli import show
 
 
 def export(
-    run: Annotated[str, Parameter(name="run-or-checkpoint")],
-    /,
-    *,
-    out: Path,
-    merge: bool = False,
+    run: Annotated[str, Parameter(name="run-or-checkpoint")], /, *, out: Path, merge: bool = False,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Export a trained model or adapter to a folder that transformers, vLLM and other programs can load.
 
     ```

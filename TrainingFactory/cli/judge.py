@@ -22,14 +22,9 @@ judge = App(name="judge", help="Audit model judges before you train on their ver
 
 @judge.command(name="audit")
 async def audit_judge(
-    *options: str,
-    gold: Path,
-    judge: Path | None = None,
-    repeats: Count = 2,
-    out: Path = Path("judge-audit.html"),
-    as_json: Json = False,
-    where: Where = "runs",
-) -> int:
+    *options: str, gold: Path, judge: Path | None = None, repeats: Count = 2, out: Path = Path("judge-audit.html"),
+    as_json: Json = False, where: Where = "runs",
+) -> int:  # fmt: skip
     """Compare a judge with gold labels: agreement, biases, consistency, resistance to injection, and cost.
 
     ```

@@ -46,11 +46,9 @@ def envs() -> None:
     """
     from TrainingFactory.common import catalog
 
-    registered = catalog.names("environment")
+    known = catalog.names("environment")
     notes = {"reasoning_gym/": "NAME: a dataset of reasoning-gym", "bfcl/": "CATEGORY: multi_turn_base, ..."}
-    table(
-        [(name, f"alias of {alias}" if alias else notes.get(name, "")) for name, alias in registered.items()]
-    )
+    table([(name, f"alias of {alias}" if alias else notes.get(name, "")) for name, alias in known.items()])
 
 
 def models() -> None:
@@ -63,6 +61,4 @@ def models() -> None:
     """
     from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
 
-    table(
-        [(BUILTIN, "built in, randomly initialised")] + [(name, resolve(name)) for name in SUPPORTED_MODELS]
-    )
+    table([(BUILTIN, "built in, untrained")] + [(name, resolve(name)) for name in SUPPORTED_MODELS])

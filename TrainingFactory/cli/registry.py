@@ -22,6 +22,9 @@ DAMAGED = REFUSED = 1  # exit status
 VersionName = Annotated[
     str, Parameter(name="version", help="Version: agent:3, agent@champion, or agent for the newest.")
 ]
+ModelOverrides = Annotated[
+    str, Parameter(help="Config overrides of the model as key=value, such as model.dtype=bfloat16.")
+]
 RegistryFile = Annotated[
     Path | None, Parameter(name="--registry", help="Registry file. Default: the one in the runs folder.")
 ]
@@ -50,17 +53,10 @@ def list_(*, as_json: Json = False, file: RegistryFile = None, where: Where = "r
     if as_json:
         print(models(model_registry).model_dump_json())
     elif versions:
-        rows = [
-            (
-                str(version),
-                ", ".join(version.aliases),
-                _source(version),
-                version.created,
-                version.digest[:12],
-                version.description,
-            )
-            for version in versions
-        ]
+        rows = []
+        for version in versions:
+            row = (str(version), ", ".join(version.aliases), _source(version), version.created)
+            rows.append((*row, version.digest[:12], version.description))
         show.columns(["version", "aliases", "source", "registered", "digest", "description"], rows)
     else:
         show.note(f"no registered models in {model_registry.path}")
@@ -112,16 +108,9 @@ def show_(
 
 @registry.command
 def register(
-    name: str,
-    model: Annotated[str, Parameter(name="model-or-run")],
-    /,
-    *,
-    alias: str | None = None,
-    description: str = "",
-    tag: Sequence[str] = (),
-    file: RegistryFile = None,
-    where: Where = "runs",
-) -> None:
+    name: str, model: Annotated[str, Parameter(name="model-or-run")], /, *, alias: str | None = None,
+    description: str = "", tag: Sequence[str] = (), file: RegistryFile = None, where: Where = "runs",
+) -> None:  # fmt: skip
     """Register a run's model or adapter as the next version of a model. Files are copied, so the run can be deleted.
 
     ```
@@ -171,18 +160,9 @@ def alias(
 
 @registry.command
 def promote(
-    version: VersionName,
-    *overrides: Annotated[
-        str, Parameter(help="Config overrides of the model as key=value, such as model.dtype=bfloat16.")
-    ],
-    suite: str,
-    to: str = "champion",
-    first: bool = False,
-    html: Path | None = None,
-    as_json: Json = False,
-    file: RegistryFile = None,
-    where: Where = "runs",
-) -> int:
+    version: VersionName, *overrides: ModelOverrides, suite: str, to: str = "champion", first: bool = False,
+    html: Path | None = None, as_json: Json = False, file: RegistryFile = None, where: Where = "runs",
+) -> int:  # fmt: skip
     """Move an alias to a version if the version passes a gate against the alias's present holder.
 
     Both versions are evaluated on the same tasks with the same random seeds; section `gate:` of the suite defines the
@@ -278,15 +258,9 @@ def delete(version: VersionName, *, file: RegistryFile = None, where: Where = "r
 
 @registry.command
 def export(
-    version: VersionName,
-    target: str,
-    *,
-    to: Literal["hub", "mlflow"] = "hub",
-    merge: bool = False,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-    file: RegistryFile = None,
-    where: Where = "runs",
-) -> None:
+    version: VersionName, target: str, *, to: Literal["hub", "mlflow"] = "hub", merge: bool = False,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None, file: RegistryFile = None, where: Where = "runs",
+) -> None:  # fmt: skip
     """Export a version as a Hugging Face model folder with a model card, or to an MLflow model registry.
 
     ```

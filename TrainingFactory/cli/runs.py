@@ -143,17 +143,10 @@ def compare(*names: Run, as_json: Json = False, where: Where = "runs") -> None:
 
 @runs.command
 def episodes(
-    name: Run,
-    *,
-    step: int | None = None,
-    task: str | None = None,
-    best: Count | None = None,
-    worst: Count | None = None,
-    show_tasks: Annotated[Count | None, Parameter(name="--show")] = None,
-    html: Path | None = None,
-    as_json: Json = False,
-    where: Where = "runs",
-) -> None:
+    name: Run, *, step: int | None = None, task: str | None = None, best: Count | None = None,
+    worst: Count | None = None, show_tasks: Annotated[Count | None, Parameter(name="--show")] = None,
+    html: Path | None = None, as_json: Json = False, where: Where = "runs",
+) -> None:  # fmt: skip
     """Show the episodes of a step with every token coloured by its advantage: green is reinforced, red discouraged.
 
     ```

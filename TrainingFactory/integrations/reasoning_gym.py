@@ -38,7 +38,7 @@ EVALUATORS = {
     "parse_expr",
     "parse_latex",
     "sympify",
-}  # the last three are sympy's and call eval
+}  # the last three: sympy's, they call eval
 
 
 class ReasoningGymEnvironment(ToolEnvironment):
@@ -101,9 +101,7 @@ def _tasks(name: str, split: str, seed: int) -> Iterator[Task]:
             misses = 0
             yield Task(f"{name}-{number}", entry["question"], entry["answer"], {"number": number})
         elif (misses := misses + 1) == MAX_MISSES:
-            raise ValueError(
-                f"reasoning_gym/{name} has too few different questions for split {split!r}. Use fewer tasks."
-            )
+            raise ValueError(f"reasoning_gym/{name} has too few questions for {split!r}. Use fewer tasks.")
 
 
 def _score(name: str, text: str, number: int, exact: bool) -> float:
@@ -145,8 +143,7 @@ def _scorer_fault(name: str, partial: bool) -> str | None:
 
 
 def _probe_scores(name: str, texts: Sequence[str | None]) -> list[float]:
-    """Score a text for each of the first entries. Skip None and texts on which the scorer raises, because an unscored
-    episode earns nothing."""
+    """Score one text per entry. Skip None and texts on which the scorer raises: an unscored episode earns nothing."""
     scores = []
     for number, text in enumerate(texts):
         if text is not None:

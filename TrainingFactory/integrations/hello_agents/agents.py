@@ -81,10 +81,8 @@ class ToolRegistry:
 
 @dataclass
 class LLMConfig:
-    """A model behind an OpenAI-compatible endpoint: `base_url`, or LLM_BASE_URL, or OpenAI's.
-
-    The key is read from LLM_API_KEY, or from OPENAI_API_KEY for OpenAI's own address. `api_key` is moved to LLM_API_KEY
-    of this process."""
+    """A model behind an OpenAI-compatible endpoint: `base_url`, or LLM_BASE_URL, or OpenAI's. Its key is in LLM_API_KEY,
+    or in OPENAI_API_KEY for OpenAI's own address; `api_key` is moved to LLM_API_KEY of this process."""
 
     model: str | None = None
     api_key: str | None = None
@@ -99,19 +97,16 @@ class LLMConfig:
         if self.api_key:
             os.environ[KEY] = self.api_key
             self.api_key = None  # keeps the key out of repr()
-        self._key_variable = KEY if use_key and KEY in os.environ else BY_HOST
+        self._key_env = KEY if use_key and KEY in os.environ else BY_HOST
 
     def endpoint(self) -> Endpoint:
         model, address = self.model or os.environ.get(MODEL), self.base_url or os.environ.get(ADDRESS)
         if not model:
-            raise ValueError(
-                f"no model is named. Use LLMConfig(model=...) or set the environment variable {MODEL}."
-            )
+            raise ValueError(f"no model is named. Pass LLMConfig(model=...) or set the variable {MODEL}.")
         fields = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         options = {key: value for key, value in fields.items() if value is not None}
         timeout = float(self.timeout or 60)
-        variable = self._key_variable
-        return Endpoint(address or OPENAI, model, api_key_env=variable, timeout=timeout, options=options)
+        return Endpoint(address or OPENAI, model, api_key_env=self._key_env, timeout=timeout, options=options)
 
 
 HelloAgentsLLM = LLMConfig  # the textbook's other name for a model

@@ -35,11 +35,9 @@ NOT_KEYS = {"model_name", "output_dir", "top_p", "use_fp16", "use_bf16"}
 
 @dataclass
 class TrainingConfig:
-    """Options of a trainer wrapper.
-
-    `use_fp16` selects bfloat16 if the device supports it; without `use_fp16` and `use_bf16` weights are float32.
-    `top_p` does not affect training, which samples from the full distribution. `eval_steps` needs an `eval_dataset`.
-    The default of `warmup_steps` means a tenth of all steps."""
+    """Options of a trainer wrapper. `use_fp16` selects bfloat16 if the device supports it; without `use_fp16` and
+    `use_bf16` weights are float32. `top_p` does not affect training, which samples from the full distribution.
+    `eval_steps` needs an `eval_dataset`. The default of `warmup_steps` means a tenth of all steps."""
 
     model_name: str = "Qwen/Qwen3-0.6B"
     model_revision: str | None = None
@@ -157,22 +155,13 @@ class BaseTrainerWrapper:
         if self.dataset is None:
             raise ValueError(f"{type(self).__name__} has no dataset. Pass dataset=.")
         if (self.reward_fn is not None) != KINDS[self.algorithm].samples:
-            problem = (
-                "has no reward. Pass reward_fn=."
-                if self.reward_fn is None
-                else "takes no reward_fn. Remove it."
-            )
-            raise ValueError(f"{type(self).__name__} {problem}")
-        config, rows = self.config, training.reader(self.algorithm)(self.dataset)
-        keys = config.keys_for(self.algorithm, self.eval_dataset is not None)
+            problem = "has no reward. Pass" if self.reward_fn is None else "takes no reward. Remove"
+            raise ValueError(f"{type(self).__name__} {problem} reward_fn=.")
+        rows = training.reader(self.algorithm)(self.dataset)
+        keys = self.config.keys_for(self.algorithm, self.eval_dataset is not None)
+        model, folder = self.config.model_name, self.config.output_dir
         self.trainer, self._result = training.train(
-            self.algorithm,
-            config.model_name,
-            rows,
-            config.output_dir,
-            keys,
-            self.reward_fn,
-            self.eval_dataset,
+            self.algorithm, model, rows, folder, keys, self.reward_fn, self.eval_dataset
         )
         return Result(self._result)
 

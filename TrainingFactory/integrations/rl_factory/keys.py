@@ -52,8 +52,7 @@ MEMORY = "it configures multi-GPU memory or another inference engine"
 SERVER = 'set it per server, in the mcpServers file: {"tfactory": {"timeout": S, "concurrency": N, "instances": N}}'
 LIMITS = ("env.tool_timeout", "env.max_concurrency", "env.parallel_sse_tool_call", "env.enable_limiter")
 BUDGET = "training.token_budget sets the number of tokens per forward pass"
-# Reasons why an override is not translated. The first entry wins whose prefix matches the key, or the key without its
-# first section.
+# Reasons not to translate an override. The first prefix wins that matches the key, or the key without its section.
 REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
     ("actor.state_masking", ALWAYS, "only sampled tokens are trained, never tool output"),
     ("actor.kl_loss", NOT_NEEDED, "use_kl_loss is off, so the loss has no KL term"),
@@ -64,11 +63,7 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
     ("rollout.name", NOT_NEEDED, "the native engine samples; select another with sampling.engine"),
     ("rollout.stop", NOT_NEEDED, "the chat template defines the end of a turn"),
     ("env.mcp_mode", NOT_NEEDED, "the mcpServers file defines each server's transport"),
-    (
-        ("env.tool_manager", "env.model_type"),
-        NOT_NEEDED,
-        "detected from the chat template, or set by model.family",
-    ),
+    (("env.tool_manager", "env.model_type"), NOT_NEEDED, "detected from the chat template, or model.family"),
     ("env.max_prompt_length", NOT_NEEDED, "the judge's own limit applies"),
     (LIMITS, BY_HAND, SERVER),
     ("env.tool_name_selected", BY_HAND, "list the selected tools in `tools`"),
@@ -76,11 +71,7 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
     ("env.mmtool", NONE, "images are not supported"),
     ("env.load_custom_chat_template", BY_HAND, "put the template into the model's folder"),
     ("env.", BY_HAND, "the cache is optimization.tool_cache=true, for tools that are marked pure"),
-    (
-        "reward_rollout.",
-        BY_HAND,
-        "put further options of the judge's engine into reward.judge.engine_options",
-    ),
+    ("reward_rollout.", BY_HAND, "put other options of the judge's engine into reward.judge.engine_options"),
     ("reward_model.reward_manager", NOT_NEEDED, "rewards of all episodes are computed concurrently"),
     ("reward_model.", BY_HAND, "use a trained reward model with reward.type=learned"),
     ("custom_reward_function", BY_HAND, "use your own function with reward.type=function"),

@@ -20,8 +20,7 @@ PREFIX = "actor_rollout_ref."
 
 
 class Translation:
-    """A translated script: `sections` is the config, `notes` has a line for each override that is not translated or
-    needs manual work."""
+    """A translated script: `sections` is the config, `notes` has a line for each override that needs a comment."""
 
     def __init__(self, script: LaunchScript) -> None:
         self.script, self.folder = script, Path(script.path).parent
@@ -49,8 +48,7 @@ class Translation:
         return f"{top}{yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)}{end}"
 
     def _take(self, key: str, default: Any = None) -> Any:
-        """Return a value and mark it as translated. A value that disables its feature is noted; `default` is returned
-        instead."""
+        """Remove an override and return its value, or `default` with a note if the value disables its feature."""
         value = self._remaining.get(key, default)
         if key in self._remaining and (not value or value == -1):
             self._skip_disabled(key)
@@ -73,11 +71,9 @@ class Translation:
         self.sections.setdefault(section, {})[name] = value
 
     def _note(self, key: str, value: Any, kind: str, reason: str) -> None:
-        full_key = f"{PREFIX}{key}"
         value = "***" if holds_secret(key.rsplit(".", 1)[-1].lower(), str(value)) else value
-        self.notes.append(
-            f"{full_key if full_key in self.script.overrides else key}={value}: {kind}: {reason}"
-        )
+        prefix = PREFIX if f"{PREFIX}{key}" in self.script.overrides else ""
+        self.notes.append(f"{prefix}{key}={value}: {kind}: {reason}")
 
     def _algorithm(self) -> None:
         estimator = str(self._take("algorithm.adv_estimator", "gae"))  # verl's default
@@ -162,9 +158,7 @@ class Translation:
         try:
             servers, names = read_config(path if Path(path).is_file() else self.folder / path)
         except ValueError:
-            self._note(
-                "env.config_path", path, BY_HAND, "the file cannot be read; list its servers in `tools`"
-            )
+            self._note("env.config_path", path, BY_HAND, "the file cannot be read; list servers in `tools`")
             return [{"name": "tools", "config": path}]
         return [{"name": name, "config": path} for name in (*(server.name for server in servers), *names)]
 
