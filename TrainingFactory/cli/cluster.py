@@ -52,10 +52,10 @@ def status(*, address: str = "auto", as_json: Json = False) -> None:
         for node in status["nodes"]
     ]
     show.columns(["machine", "node", *(f"free {key}" for key in RESOURCES)], machines)
-    actors = [
-        (actor["what"], actor["node"], actor["node_id"][:ID_LENGTH], str(actor["pid"]), _time(actor["since"]))
-        for actor in status["actors"]
-    ]
+    actors = []
+    for actor in status["actors"]:
+        node, pid, started = actor["node_id"][:ID_LENGTH], str(actor["pid"]), _time(actor["since"])
+        actors.append((actor["what"], actor["node"], node, pid, started))
     if actors:
         show.columns(["actor", "machine", "node", "process", "since"], actors)
     else:

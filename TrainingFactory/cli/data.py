@@ -16,9 +16,7 @@ from TrainingFactory.data.convert import convert as converted
 from TrainingFactory.data.examples import Form
 
 data = App(name="data", help="Convert recorded episodes to datasets; show and check datasets.")
-Dataset = Annotated[
-    str, Parameter(help="Dataset: a file (JSONL, JSON, Parquet, CSV), a saved dataset, a hub id, or a run.")
-]
+Dataset = Annotated[str, Parameter(help="File (JSONL, JSON, Parquet, CSV), saved dataset, hub id, or run.")]
 Split = Annotated[str, Parameter(help="Split to read, if the dataset has several.")]
 Algorithm = Literal["sft", "dpo", "kto", "reward_model", "rm", "prm"]
 SAMPLE = 500  # rows read to find the algorithms that a dataset fits

@@ -137,16 +137,14 @@ class Display:
             self._live.start()
 
     def _draw(self) -> Group:
-        details = [
-            text.format(self._metrics[name]) for name, text in DETAILS.items() if name in self._metrics
-        ]
-        lines = [in_short(self._metrics), *(["  ".join(details)] if details else [])]
+        metrics = self._metrics
+        details = [text.format(metrics[name]) for name, text in DETAILS.items() if name in metrics]
+        lines = [in_short(metrics), *(["  ".join(details)] if details else [])]
         if self._curve:
             lines.insert(0, curve(list(self._curve.values())))
         if self._phase and self._expected is None:
-            lines.append(
-                self._phase + (f", {show.count(self._ended, 'episode')} ended" if self._ended else "")
-            )
+            ended = f", {show.count(self._ended, 'episode')} ended" if self._ended else ""
+            lines.append(self._phase + ended)
         return Group(self._bars, Text("\n".join(lines)))
 
 

@@ -54,6 +54,4 @@ def rl_factory(
         print(text, end="")
         return
     write_aside(output, text)
-    note(
-        f"wrote {output}; {len(translation.notes)} comments at its end list what was not translated, and why"
-    )
+    note(f"wrote {output}; {len(translation.notes)} comments at its end list what was not translated")

@@ -48,9 +48,7 @@ def proxy(
     token = listen.key_from(api_key_env)
     local = listen.is_loopback(host)
     if not local and token is None:
-        raise ValueError(
-            f"--host {host} lets other machines connect. Set an API key with --api-key-env NAME."
-        )
+        raise ValueError(f"--host {host} lets other machines connect. Require a key: --api-key-env NAME")
     if options.environment.command is not None:
         show.note("note: environment.command is ignored; only train, eval and rollout start it")
     with listen.bind(host, port) as bound:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 registry = App(name="registry", help="Register, show, promote, verify and export model versions.")
 DAMAGED = REFUSED = 1  # exit status
 VersionName = Annotated[
-    str, Parameter(name="version", help="Version: agent:3, agent@champion, or agent for the newest.")
+    str, Parameter(name="version", help="agent:3, agent@champion, or agent for the newest.")
 ]
 ModelOverrides = Annotated[
-    str, Parameter(help="Config overrides of the model as key=value, such as model.dtype=bfloat16.")
+    str, Parameter(help="Config overrides as key=value, such as model.dtype=bfloat16.")
 ]
 RegistryFile = Annotated[
     Path | None, Parameter(name="--registry", help="Registry file. Default: the one in the runs folder.")
@@ -334,8 +334,8 @@ def _decision_text(row: dict[str, Any]) -> str:
         candidate = f"{row['model']}:{row['number']} as {row['alias']}"
         return f"{candidate}, {row['created']} by {row['who']}: {evidence['reason']}"
     alias = f"{row['model']}@{row['alias']} " if row["alias"] else ""
-    versions = (
-        f"{row['was'] or 'none'} -> {row['number'] or 'none'}" if row["alias"] else f"version {row['number']}"
-    )
+    versions = f"version {row['number']}"
+    if row["alias"]:
+        versions = f"{row['was'] or 'none'} -> {row['number'] or 'none'}"
     first_check = "".join(f"; {check['name']}: {check['found']}" for check in evidence.get("checks", [])[:1])
     return f"{alias}{versions}, {row['created']} by {row['who']}{first_check}"

@@ -101,9 +101,8 @@ def episode(trajectory: Trajectory, title: str) -> None:
     for turn, span in zip(trajectory.turns, turn_spans(trajectory), strict=True):
         if span.row > row:  # an external agent may hold several conversations in one episode
             row = span.row
-            rows.add_row(
-                Text(f"row {row + 1}", style="dim"), Text(f"({len(turn.prompt_ids)} tokens)", style="dim")
-            )
+            length = f"({len(turn.prompt_ids)} tokens)"
+            rows.add_row(Text(f"row {row + 1}", style="dim"), Text(length, style="dim"))
         _add_message(rows, turn.message)
         # User replies have no result; tool replies are in the order of their results.
         results = iter(turn.tool_results)
@@ -125,10 +124,8 @@ def _opening(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
     if tools:
         # Schemas that API clients sent are not validated: `properties` may be anything.
         schemas = [(tool.name, tool.parameters.get("properties")) for tool in tools]
-        signatures = [
-            f"{name}({', '.join(keys) if isinstance(keys, dict) else ''})" for name, keys in schemas
-        ]
-        rows.add_row(Text("tools", style="dim"), Text(clean(", ".join(signatures))))
+        names = [f"{name}({', '.join(keys) if isinstance(keys, dict) else ''})" for name, keys in schemas]
+        rows.add_row(Text("tools", style="dim"), Text(clean(", ".join(names))))
     return rows
 
 

@@ -63,9 +63,7 @@ class BfclEnvironment(ToolEnvironment):
     def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = (), **options: Any) -> None:
         rows = _rows(self.category)
         if task.id not in rows:
-            raise ValueError(
-                f"BFCL's {self.category} has no task {task.id!r}. Remove data.tasks to use its own."
-            )
+            raise ValueError(f"BFCL's {self.category} has no task {task.id!r}. Remove data.tasks.")
         self.row = rows[task.id]
         missed: dict[str, list[str]] = self.row.get("missed_function", {})
         self._release_turn = {name: int(turn) for turn, names in missed.items() for name in names}

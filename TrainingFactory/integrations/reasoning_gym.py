@@ -32,13 +32,7 @@ MAX_MISSES = 1000  # consecutive questions of the other split before a task iter
 PROBES = 8  # entries that a scorer is tested on
 MAX_JUNK_REWARD = 0.2  # mean reward; not 0, because the answer of another task may be right by chance
 RANDOM_WORDS = "river stone lamp Tuesday quickly seven"
-EVALUATORS = {
-    "eval",
-    "exec",
-    "parse_expr",
-    "parse_latex",
-    "sympify",
-}  # the last three: sympy's, they call eval
+EVALUATORS = {"eval", "exec", "parse_expr", "parse_latex", "sympify"}  # the last three: sympy, calls eval
 
 
 class ReasoningGymEnvironment(ToolEnvironment):
@@ -69,9 +63,8 @@ def environment(name: str) -> type[ReasoningGymEnvironment]:
     datasets = _datasets()
     if dataset not in datasets:
         hint = did_you_mean(nearest(dataset, datasets))
-        raise ValueError(
-            f"reasoning-gym has no dataset {dataset!r}{hint} (known: {', '.join(sorted(datasets))})"
-        )
+        known = ", ".join(sorted(datasets))
+        raise ValueError(f"reasoning-gym has no dataset {dataset!r}{hint} (known: {known})")
     if slash and variant != "partial":
         raise ValueError(f"there is no environment reasoning_gym/{name}; did you mean {dataset}/partial?")
     fault = _scorer_fault(dataset, partial=bool(variant))

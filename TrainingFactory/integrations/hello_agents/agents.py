@@ -81,8 +81,8 @@ class ToolRegistry:
 
 @dataclass
 class LLMConfig:
-    """A model behind an OpenAI-compatible endpoint: `base_url`, or LLM_BASE_URL, or OpenAI's. Its key is in LLM_API_KEY,
-    or in OPENAI_API_KEY for OpenAI's own address; `api_key` is moved to LLM_API_KEY of this process."""
+    """A model behind an OpenAI-compatible endpoint: `base_url`, or LLM_BASE_URL, or OpenAI's. Its key is in
+    LLM_API_KEY, or in OPENAI_API_KEY for OpenAI's own address; `api_key` is moved to LLM_API_KEY of this process."""
 
     model: str | None = None
     api_key: str | None = None

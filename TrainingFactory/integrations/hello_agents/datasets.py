@@ -167,9 +167,7 @@ def create_math_dataset(
 ) -> Any:  # fmt: skip
     """Return GSM8K as a `datasets.Dataset`. Raise ValueError for any other name."""
     if dataset_name not in NAMES:
-        raise ValueError(
-            f"there is no dataset {dataset_name!r}. Use gsm8k, or your own with format_math_dataset."
-        )
+        raise ValueError(f"there is no dataset {dataset_name!r}. Use gsm8k, or format_math_dataset.")
     return GSM8KDataset(split, max_samples, format_type, tokenizer).get_dataset()
 
 

@@ -29,17 +29,11 @@ def evaluate(
     if unknown := [name for name in metrics if name not in METRICS]:
         raise ValueError(f"there is no metric {unknown[0]!r}. Available: {', '.join(METRICS)}")
     if k > 1 and not options.get("sampling.temperature"):
-        raise ValueError(
-            f"k is {k}, but at temperature 0 all attempts are the same. Set temperature, such as 0.7."
-        )
+        raise ValueError(f"k is {k}, but at temperature 0 all attempts are the same. Set temperature.")
     if not all("ground_truth" in task for task in tasks):
-        raise ValueError(
-            "tasks have no ground_truth. Provide rows with question and answer, or with ground_truth."
-        )
+        raise ValueError("tasks have no ground_truth. Provide rows with question and answer.")
     record, episodes, adapter = _run(model_path, tasks, {"training.group_size": k, **options})
-    texts = [
-        episode.answer for episode in episodes
-    ]  # "" unless the episode is done, such as at the length limit
+    texts = [episode.answer for episode in episodes]  # "" if the episode was truncated
     rewards = reward(**as_reward(reward).columns(episodes) | {"completions": texts})
     measured = record.metrics
     values = {

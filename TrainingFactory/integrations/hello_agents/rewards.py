@@ -90,9 +90,7 @@ def create_step_reward(
 def create_combined_reward(components: Sequence[Mapping[str, Any]]) -> RewardFn:
     """Return the weighted sum of rewards, each `{"type": ..., "weight": ..., and the options of its type}`."""
     if not components:
-        raise ValueError(
-            'reward combined has no components. Set reward_config: {"components": [{"type": "accuracy", "weight": 1}]}'
-        )
+        raise ValueError("reward combined has no components. Set reward_config.components.")
     parts = []
     for component in components:
         options = {key: value for key, value in component.items() if key not in ("type", "weight")}

@@ -37,9 +37,7 @@ def install() -> None:
         try:
             tools = [import_module(f"hello_agents.{name}") for name in ("core", "tools")][-1]
         except ImportError as error:
-            raise ValueError(
-                f"hello_agents is installed but cannot be imported: {error}. Install its dependencies, or uninstall it."
-            ) from error
+            raise ValueError(f"hello_agents cannot be imported: {error}. Repair or uninstall it.") from error
         _add_ours(tool_for(tools))
 
 

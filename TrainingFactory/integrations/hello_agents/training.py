@@ -39,11 +39,8 @@ SPECIAL = ("optimizer", "warmup_ratio", "gradient_accumulation_steps", "kl_coef"
 OPTIMIZERS = VALUES["optim"][1]
 BATCH_SIZE = 4  # the textbook's default
 # Key of our section `lora` -> key of PEFT's adapter config
-ADAPTER_KEYS = {
-    "r": "r",
-    "alpha": "lora_alpha",
-    "dropout": "lora_dropout",
-    "target_modules": "target_modules",
+ADAPTER_KEYS = {"alpha": "lora_alpha", "dropout": "lora_dropout"} | {
+    key: key for key in ("r", "target_modules")
 }
 
 
@@ -112,9 +109,7 @@ def sections_of(algorithm: str, keys: Mapping[str, Any], size: int) -> dict[str,
         section, _, name = full_key.partition(".")
         present = sections.setdefault(section, {}).setdefault(name, value)
         if present != value:
-            raise ValueError(
-                f"{key} is {value!r}, but {full_key} is already {present!r}. Remove one of them."
-            )
+            raise ValueError(f"{key} is {value!r}, but {full_key} is already {present!r}. Remove one.")
     return sections
 
 

@@ -117,9 +117,7 @@ class Env(ForeignEnvironment):
     def tool_manager(self) -> EpisodeTools:
         """The tools of the present episode."""
         if self._tools is None:
-            raise ValueError(
-                "self.tool_manager is not available in __init__. Use it in methods, during an episode."
-            )
+            raise ValueError("self.tool_manager exists only during an episode. Use it in methods.")
         return self._tools
 
     @tool_manager.setter
@@ -143,9 +141,7 @@ class Env(ForeignEnvironment):
             if self.uses(switch) and not self.writes(method):
                 raise ValueError(f"{name}.{switch} is on, but {name} does not define {method}. Define it.")
         if self.writes(READ) and not self._asks_judge:
-            raise ValueError(
-                f"{name}.{READ} reads judge replies, but no prompt is sent. Define {ONE_PROMPT}."
-            )
+            raise ValueError(f"{name}.{READ} reads judge replies, but no judge is asked. Define {ONE_PROMPT}")
         if not (any(map(self.writes, (RULES, STEPS, SCORE))) or self._asks_judge):
             raise ValueError(f"{name} computes no reward. Define {RULES}, {STEPS} or {ONE_PROMPT}.")
 
@@ -247,6 +243,4 @@ class MMEnv(Env):
     """RL-Factory's environment with images, which is not supported."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        raise ValueError(
-            f"{cls.__name__} inherits from MMEnv, but images are not supported. Inherit from Env."
-        )
+        raise ValueError(f"{cls.__name__} inherits from MMEnv: images are not supported. Inherit from Env.")

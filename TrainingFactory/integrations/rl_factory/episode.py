@@ -48,9 +48,8 @@ class EnvEpisode(ToolEnvironment):
         tools = env._tools = EpisodeTools(self, {text: message})
         result = await called(env.step, [text], MessageTokenizer())
         if not isinstance(result, tuple) or len(result) != 4:
-            raise ValueError(
-                f"step returned {shown(result)}. Return four lists: next_obs, dones, valid_action, is_tool."
-            )
+            expected = "four lists: next_obs, dones, valid_action, is_tool"
+            raise ValueError(f"step returned {shown(result)}. Return {expected}.")
         [observation], [done], [valid], [is_tool] = (_single_item(values, STEP) for values in result)
         replies = [] if done else _replies(observation, message)
         signals = {"valid_action": float(valid), "is_tool": float(is_tool)}
@@ -63,9 +62,7 @@ class EnvEpisode(ToolEnvironment):
             return await self._compute_score(data, None, None)
         if not (env.writes(RULES) or env.uses("use_process_reward")):
             name = type(env).__name__
-            raise Unscored(
-                f"{name} is scored by a judge alone. Remove {{type: environment}} from the reward."
-            )
+            raise Unscored(f"{name} is scored by a judge. Remove {{type: environment}} from the reward.")
         options = {"if_val": heldout} if env.fits(RULES, if_val=heldout) else {}
         result = await called(env._compute_score_with_rules, data, self._tokenizer, **options)
         outcome, steps = self._outcome_and_steps(result, RULES)

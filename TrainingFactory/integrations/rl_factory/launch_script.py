@@ -103,9 +103,7 @@ def _training_command(path: str, commands: Sequence[tuple[int, list[str]]]) -> L
     """Parse the words of the only training command."""
     trainings = [(number, words) for number, words in commands if any(map(_is_training, words))]
     if len(trainings) != 1:
-        problem = (
-            "no command `python3 -m verl.trainer.main_ppo key=value ...`. Is it one of RL-Factory's scripts?"
-        )
+        problem = "no command `python3 -m verl.trainer.main_ppo key=value ...`. Use a script of RL-Factory."
         if trainings:
             lines = ", ".join(str(number) for number, _ in trainings)
             problem = f"starts {len(trainings)} trainings (lines {lines}). Keep only one of them in a copy."

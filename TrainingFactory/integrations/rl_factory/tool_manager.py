@@ -74,7 +74,7 @@ class EpisodeTools:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
         coroutine.close()
         raise ValueError(
-            "call_tool blocks. In async code, await self.tool_manager.acall_tool(name, arguments)."
+            "call_tool blocks. In async code: await self.tool_manager.acall_tool(name, arguments)"
         )
 
     def parse_response(self, response_content: str) -> tuple[str, list[dict[str, Any]]]:
