@@ -46,9 +46,9 @@ def envs() -> None:
     """
     from TrainingFactory.common import catalog
 
-    known = catalog.names("environment")
+    names = catalog.names("environment")
     notes = {"reasoning_gym/": "NAME: a dataset of reasoning-gym", "bfcl/": "CATEGORY: multi_turn_base, ..."}
-    table([(name, f"alias of {alias}" if alias else notes.get(name, "")) for name, alias in known.items()])
+    table([(name, f"alias of {alias}" if alias else notes.get(name, "")) for name, alias in names.items()])
 
 
 def models() -> None:

@@ -13,14 +13,10 @@ from TrainingFactory.cli.options import Overrides
 
 
 def proxy(
-    config: str,
-    /,
-    *overrides: Overrides,
-    host: str = "127.0.0.1",
+    config: str, /, *overrides: Overrides, host: str = "127.0.0.1",
     port: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=65535))] = 8000,
-    out: Path = Path("episodes.jsonl"),
-    api_key_env: str | None = None,
-) -> int:
+    out: Path = Path("episodes.jsonl"), api_key_env: str | None = None,
+) -> int:  # fmt: skip
     """Serve a config's model through an OpenAI-compatible endpoint that records every token your agent samples.
 
     Use it for agents that you start yourself; with environment.command set, train, eval and rollout start the agent.

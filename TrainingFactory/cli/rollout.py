@@ -18,14 +18,11 @@ from TrainingFactory.types import Trajectory
 
 
 def rollout(
-    source: Annotated[str | None, Parameter(name="env-or-config")] = None,
-    /,
-    *overrides: Overrides,
-    flags: Flags | None = None,
-    out: Path | None = None,
+    source: Annotated[str | None, Parameter(name="env-or-config")] = None, /, *overrides: Overrides,
+    flags: Flags | None = None, out: Path | None = None,
     show_episodes: Annotated[int, Parameter(name="--show", validator=validators.Number(gte=0))] = 2,
     replay: str | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Run episodes without training; print the first ones and save all.
 
     ```

@@ -15,15 +15,10 @@ from TrainingFactory.protocols import Sampler
 
 
 def serve(
-    model: Annotated[str, Parameter(name="model-or-run")],
-    /,
-    *overrides: str,
-    host: str = "127.0.0.1",
-    port: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=65535))] = 8000,
-    name: str | None = None,
-    queue: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 256,
-    api_key_env: str | None = None,
-) -> int:
+    model: Annotated[str, Parameter(name="model-or-run")], /, *overrides: str, host: str = "127.0.0.1",
+    port: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=65535))] = 8000, name: str | None = None,
+    queue: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 256, api_key_env: str | None = None,
+) -> int:  # fmt: skip
     """Serve a model or a run through an OpenAI-compatible API: chat completions with tools and streaming.
 
     A registry alias such as agent@champion is followed: when it moves to another version, the server swaps the weights

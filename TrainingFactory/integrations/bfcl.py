@@ -208,8 +208,8 @@ def parse_call(text: str, classes: Iterable[str]) -> tuple[str, dict[str, Any]]:
     if owner is None:
         raise ValueError(f"{text!r} calls {name}, which is not a documented function of {', '.join(classes)}")
     positional = [ast.literal_eval(value) for value in call.args]
-    named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    bound = inspect.signature(getattr(_class(owner), name)).bind(None, *positional, **named)
+    keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    bound = inspect.signature(getattr(_class(owner), name)).bind(None, *positional, **keywords)
     return name, dict(list(bound.arguments.items())[1:])
 
 

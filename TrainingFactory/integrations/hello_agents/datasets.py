@@ -43,8 +43,8 @@ def read_gsm8k(split: str = "train", count: int | None = None, folder: str | Pat
 
 def _split_file(folder: Path, split: str) -> Path:
     """Return the file of a split in a folder, or `folder` if it is a file itself."""
-    named = (folder / f"{split}{ending}" for ending in FILES)
-    candidates = [folder, *named, *folder.glob(f"main/{split}-*.parquet")]
+    files = (folder / f"{split}{ending}" for ending in FILES)
+    candidates = [folder, *files, *folder.glob(f"main/{split}-*.parquet")]
     return next((path for path in candidates if path.is_file()), folder / f"{split}.jsonl")
 
 

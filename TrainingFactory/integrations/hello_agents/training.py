@@ -39,9 +39,7 @@ SPECIAL = ("optimizer", "warmup_ratio", "gradient_accumulation_steps", "kl_coef"
 OPTIMIZERS = VALUES["optim"][1]
 BATCH_SIZE = 4  # the textbook's default
 # Key of our section `lora` -> key of PEFT's adapter config
-ADAPTER_KEYS = {"alpha": "lora_alpha", "dropout": "lora_dropout"} | {
-    key: key for key in ("r", "target_modules")
-}
+PEFT_KEYS = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}
 
 
 class DetailedLoggingCallback(PlainLines):
@@ -141,22 +139,22 @@ def _special(algorithm: str, options: Mapping[str, Any], size: int) -> Iterator[
 def model_section(name: str, lora: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the config section of the model to load. An adapter keeps its own settings: keys of `lora` with the same
     values are removed, and the trainer rejects others."""
-    found = find_model(name)
-    if found.adapter is None or found.folder is None:
-        if resolve(found.name) == BUILTIN and lora.get("enabled"):
+    resolved = find_model(name)
+    if resolved.adapter is None or resolved.folder is None:
+        if resolve(resolved.name) == BUILTIN and lora.get("enabled"):
             return {"name": str(_save_builtin(folder / "base"))}
         # Further keys that factories.yaml has for a name are resolved later, from the name.
-        return found.section if found.written == name else {"name": name}
+        return resolved.section if resolved.written == name else {"name": name}
     if not lora.get("enabled", True):
         raise ValueError(
             f"use_lora is false, but {name} is an adapter. Remove use_lora, or merge the adapter first: "
             f"tfactory export {name} --out NEW --merge"
         )
-    adapter_config = json.loads((found.folder / ADAPTER).read_text(encoding="utf-8"))
-    for key, peft_key in ADAPTER_KEYS.items():
+    adapter_config = json.loads((resolved.folder / ADAPTER).read_text(encoding="utf-8"))
+    for key, peft_key in PEFT_KEYS.items():
         if key in lora and _sorted_list(lora[key]) == _sorted_list(adapter_config.get(peft_key)):
             del lora[key]
-    return found.section | {"adapter": str(found.folder.resolve())}
+    return resolved.section | {"adapter": str(resolved.folder.resolve())}
 
 
 def _sorted_list(value: Any) -> Any:
