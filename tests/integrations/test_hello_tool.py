@@ -31,7 +31,7 @@ def config_of(result: Result) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "english", "chinese"),
     [
-        (None, "as a mapping or as JSON text", "参数必须是对象或 JSON 文本"),
+        (None, "JSON text, such as", "参数必须是对象或 JSON 文本"),
         ('{"action": ', "not valid JSON (line 1, column 12)", "第 1 行第 12 列"),
         ({"algorithm": "sft", "reward": "step"}, "algorithms that sample", "只用于会采样的算法"),
     ],
@@ -240,7 +240,7 @@ def test_evaluation_is_numeric_and_says_its_interval(tool: RLTrainingTool, start
     )
     assert many["num_samples"] == 2 and many["accuracy_at_k"] >= many["accuracy"]
     assert (many["reward"], many["average_reward"]) == ("length", 2.0)
-    assert "all the same" in tool.run(call | {"k": 4})["message"]
+    assert "k is 4" in tool.run(call | {"k": 4})["message"]
     assert "there is no metric 'speed'" in tool.run(call | {"metrics": ["speed"]})["message"]
 
 

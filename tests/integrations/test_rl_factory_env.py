@@ -142,7 +142,7 @@ def test_verified_results_steps_and_rules_make_one_reward() -> None:
         ([0.5], (0.5, []), ""),
         (np.array([0.5]), (0.5, []), ""),
         ([[0.1, 0.9]], (0.9, [0.1, 0.0]), ""),
-        (0.5, None, "gave 0.5 .float.; it must give a list with one entry for each item"),
+        (0.5, None, "0.5 .float.*one entry for each item"),
         ([[0.1, 0.2, 0.3]], (0.3, [0.1, 0.2]), ""),
         ([[0.1, 0.2, 0.3, 0.4]], None, "4 numbers for an episode of 2 turns"),
         ([[math.nan]], None, "must be finite"),
@@ -170,8 +170,8 @@ def test_what_rules_give(gives: Any, reward: Any, error: str) -> None:
             r"verify_tool took longer than 0.05 s \(environment.options.verify_timeout\)",
         ),
         (lambda *_: 1 / 0, r"ZeroDivisionError"),
-        (lambda self, *_: self.tool_manager.get_tool("gone"), "no tool 'gone'; the tools are: lookup"),
-        (lambda self, *_: self.tool_manager.functions, "no 'functions' here: the run itself writes prompts"),
+        (lambda self, *_: self.tool_manager.get_tool("gone"), "no tool 'gone'.*: lookup"),
+        (lambda self, *_: self.tool_manager.functions, "no 'functions'.*call_tool, acall_tool"),
     ],
 )
 def test_a_failed_verification_costs_its_own_episode(verify: Callable[..., Any], error: str) -> None:
@@ -261,7 +261,7 @@ def test_an_own_step_answers_the_turns() -> None:
         def step(self, responses: Any, tokenizer: Any = None) -> Any:
             return ""
 
-    assert "must give four lists: next_obs, dones" in (played(Wrong).error or "")
+    assert "four lists: next_obs, dones" in (played(Wrong).error or "")
 
 
 def test_an_own_step_may_rewrite_what_the_model_wrote() -> None:
