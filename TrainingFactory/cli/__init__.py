@@ -1,4 +1,4 @@
-"""The command line: `tfactory`. Nothing heavy is imported before a command needs it."""
+"""The command line `tfactory`. Commands import heavy packages such as torch only when they run."""
 
 from TrainingFactory.cli.app import main
 

@@ -1,4 +1,4 @@
-"""The `tfactory` command: its commands, and what users see when something goes wrong."""
+"""The `tfactory` command line: registration of the commands, error output and exit statuses."""
 
 from __future__ import annotations
 
@@ -51,105 +51,87 @@ app = App(
     version=__version__,
     help_format="markdown",
     result_action="return_value",
-    default_parameter=Parameter(negative=""),  # a flag is given or not; there is no --no-flag
+    default_parameter=Parameter(negative=""),  # flags have no --no-FLAG counterpart
 )
-new = App(name="new", help="Write a file to start from.")
+new = App(name="new", help="Create a starter file.")
 new.command(env)
 app.command(evaluate, name="eval")
 app.command(compare)
 for command in (
-    demo,
-    train,
-    doctor,
-    plan,
-    recipe,
-    runs,
-    registry,
-    export,
-    rollout,
-    data,
-    serve,
-    ui,
-    proxy,
-    cluster,
-    new,
-    tools,
-    judge,
-    envs,
-    models,
-    import_,
-    factories,
-    hello,
-):
+    demo, train, doctor, plan, recipe, runs, registry, export, rollout, data, serve, ui, proxy, cluster, new, tools,
+    judge, envs, models, import_, factories, hello,
+):  # fmt: skip
     app.command(command)
 
 
 @app.meta.default
 def run(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-    debug: Annotated[bool, Parameter(negative="", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, Parameter(negative="", help="Print the traceback of an error.")] = False,
 ) -> Any:
     try:
-        if not _runs_here(tokens):
+        if not _should_run(tokens):
             return 0
         status = app(tokens)
         sys.stdout.flush()
         return status
-    except Exception as error:  # a user's mistake, told in the text; a full disk; a device that failed
-        told = device_failure(error)
-        if told is None and not isinstance(error, ValueError | OSError):
+    except Exception as error:
+        # Expected errors: invalid input (ValueError), files and disks (OSError), failed devices.
+        device_error = device_failure(error)
+        if device_error is None and not isinstance(error, ValueError | OSError):
             raise
-        if isinstance(error, BrokenPipeError) and _unread():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
+            # The flush at interpreter exit needs an open file.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return FAILED
         if debug:
             traceback.print_exc()
-        fail(told or str(error))
+        fail(device_error or str(error))
         return FAILED if isinstance(error, OSError) else USER_ERROR
     except KeyboardInterrupt:
         fail("interrupted")
         return INTERRUPTED
 
 
-def _runs_here(tokens: Sequence[str]) -> bool:
-    """Tell whether this process runs the command: of those that a launcher has started all train, one does the rest."""
-    there = launched()
-    if there is None or tokens[0:1] == ("train",) or tokens[0:2] == ("runs", "resume"):
+def _should_run(tokens: Sequence[str]) -> bool:
+    """Return whether this process runs the command: all processes of a launch train, rank 0 alone does the rest."""
+    launch = launched()
+    if launch is None or tokens[0:1] == ("train",) or tokens[0:2] == ("runs", "resume"):
         return True
     for name in LAUNCHER:
         os.environ.pop(name, None)
-    if there.rank == 0:
-        note(f"one of {there.count} processes runs this: only train and runs resume use all of them")
-    return there.rank == 0
+    if launch.rank == 0:
+        note(f"1 of {launch.count} processes runs this command; only train and runs resume use all of them")
+    return launch.rank == 0
 
 
-class _Cleaned(logging.Formatter):
-    """Keeps what a terminal would obey out of what is logged."""
+class _EscapingFormatter(logging.Formatter):
+    """Escapes terminal control characters in log records."""
 
     def format(self, record: logging.LogRecord) -> str:
         return clean(super().format(record))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    atexit.register(_end_stderr)  # first: it is called after all others
+    atexit.register(_silence_stderr)  # registered first, therefore called last
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character gets its number instead of a crash.
+        # Characters that the terminal cannot encode are escaped instead of raising.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    if logging.lastResort is not None:  # what prints warnings where nobody has set up anything else
-        logging.lastResort.setFormatter(_Cleaned())
+    if logging.lastResort is not None:  # prints warnings when logging is not configured
+        logging.lastResort.setFormatter(_EscapingFormatter())
     with sigterm_as_ctrl_c():
         sys.exit(app.meta(arguments, result_action="return_value"))
 
 
-def _end_stderr() -> None:
-    """Discard what libraries write while the interpreter ends, such as a list of leaked objects: the run's own error
-    stays the last thing on the screen."""
+def _silence_stderr() -> None:
+    """Discard what libraries print during interpreter shutdown (such as leaked objects), so that the command's own
+    error stays the last line on the screen."""
     sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def _unread() -> bool:
-    """Tell whether nobody reads our output any more: `head` has seen enough."""
-    output = select.poll()
-    output.register(sys.stdout, 0)
-    return bool(output.poll(0))
+def _stdout_is_closed() -> bool:
+    """Return whether the reader of stdout, such as `head`, has closed the pipe."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return bool(poll.poll(0))

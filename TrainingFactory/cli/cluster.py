@@ -1,4 +1,4 @@
-"""`tfactory cluster`: what runs where on a Ray cluster."""
+"""`tfactory cluster`: machines, free resources and TrainingFactory's actors of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cyclopts import App
 from TrainingFactory.cli import show
 from TrainingFactory.cli.options import Json
 
-KINDS = ("CPU", "GPU")
-SHOWN = 12  # characters of a node's id: enough to tell nodes of one machine apart
-cluster = App(name="cluster", help="Look at a Ray cluster.")
+RESOURCES = ("CPU", "GPU")
+ID_LENGTH = 12  # printed characters of a node id, enough to distinguish nodes of one machine
+cluster = App(name="cluster", help="Inspect a Ray cluster.")
 
 
 @cluster.command
 def status(*, address: str = "auto", as_json: Json = False) -> None:
-    """Show the machines of a cluster, what is free on them, and what runs of TrainingFactory have there.
+    """Show the machines of a cluster, their free CPUs and GPUs, and the actors that TrainingFactory runs on them.
 
     ```
     tfactory cluster status
@@ -27,39 +27,39 @@ def status(*, address: str = "auto", as_json: Json = False) -> None:
     ```
 
     Args:
-        address: Its head, as HOST:PORT; auto is the cluster that this machine is part of.
+        address: Head node as HOST:PORT; auto is the cluster that this machine belongs to.
     """
     from TrainingFactory.cluster.ray_session import RaySession
     from TrainingFactory.common.event_loop import run
 
-    async def look() -> dict[str, Any]:
-        async with AsyncExitStack() as held:
+    async def fetch_status() -> dict[str, Any]:
+        async with AsyncExitStack() as stack:
             session = RaySession(address)
-            held.push_async_callback(session.close)
+            stack.push_async_callback(session.close)
             await session.open()
             return await session.status()
 
-    found = run(look)
+    status = run(fetch_status)
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(status))
         return
     machines = [
         (
             node["name"],
-            node["id"][:SHOWN],
-            *(f"{node['free'].get(key, 0):g} of {node['resources'].get(key, 0):g}" for key in KINDS),
+            node["id"][:ID_LENGTH],
+            *(f"{node['free'].get(key, 0):g} of {node['resources'].get(key, 0):g}" for key in RESOURCES),
         )
-        for node in found["nodes"]
+        for node in status["nodes"]
     ]
-    show.columns(["machine", "node", *(f"free {key}" for key in KINDS)], machines)
-    actors = [
-        (each["what"], each["node"], each["node_id"][:SHOWN], str(each["pid"]), _time(each["since"]))
-        for each in found["actors"]
-    ]
+    show.columns(["machine", "node", *(f"free {key}" for key in RESOURCES)], machines)
+    actors = []
+    for actor in status["actors"]:
+        node_id, pid, started = actor["node_id"][:ID_LENGTH], str(actor["pid"]), _time(actor["since"])
+        actors.append((actor["what"], actor["node"], node_id, pid, started))
     if actors:
-        show.columns(["what", "machine", "node", "process", "since"], actors)
+        show.columns(["actor", "machine", "node", "process", "since"], actors)
     else:
-        show.note("nothing of TrainingFactory runs there")
+        show.note("no TrainingFactory actors on this cluster")
 
 
 def _time(seconds: float) -> str:

@@ -1,5 +1,5 @@
-"""The credit of episodes on a terminal: the model's tokens on a ground that is green where they are made likelier and
-red where they are made rarer, with numbers for every turn where there is no colour."""
+"""Credit assignment on a terminal: tokens with positive advantage on a green background, negative on red, and the
+numbers of every turn for terminals without colour."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from TrainingFactory.runs.episode_texts import reward_text
 GREEN, RED, PALE = (64, 190, 100), (245, 95, 95), (238, 238, 238)
 
 
-def groups(credit: Credit, shown: Sequence[GroupCredit], found: Sequence[GroupCredit] = ()) -> None:
-    """Print those that are `shown` in full, and where more were `found` all of them in a table."""
+def groups(credit: Credit, shown: Sequence[GroupCredit], every: Sequence[GroupCredit] = ()) -> None:
+    """Print the `shown` groups in full and, if there are more, an overview table of `every` group."""
     for group in shown:
         _group(credit, group)
-    if len(found) > len(shown):
-        show.columns(credit.columns, [group.overview for group in found])
-        show.note(f"shown: {len(shown)} of {len(found)} tasks; --show N shows more, --task ID another one")
+    if len(every) > len(shown):
+        show.columns(credit.columns, [group.overview for group in every])
+        show.note(f"shown: {len(shown)} of {len(every)} tasks; --show N shows more, --task ID another one")
 
 
 def _group(credit: Credit, group: GroupCredit) -> None:
@@ -69,9 +69,10 @@ def _coloured(turn: TurnCredit, credit: Credit) -> Text:
 
 
 def _style(level: int) -> Style | None:
-    """Put dark letters on a pale or a strong ground: to be read on a dark terminal and on a light one."""
+    """Return black text on a background between pale and full colour, readable on dark and light terminals."""
     if not level:
         return None
-    strong, share = GREEN if level > 0 else RED, abs(level) / LEVELS
-    red, green, blue = (round(p + (s - p) * share) for p, s in zip(PALE, strong, strict=True))
+    colour = GREEN if level > 0 else RED
+    strength = abs(level) / LEVELS
+    red, green, blue = (round(p + (c - p) * strength) for p, c in zip(PALE, colour, strict=True))
     return Style.parse(f"rgb(0,0,0) on rgb({red},{green},{blue})")

@@ -1,4 +1,4 @@
-"""How far work is: bars and metrics drawn live on a terminal, plain lines elsewhere."""
+"""Progress display: live bars and metrics on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from TrainingFactory.types import Trajectory
 
 T = TypeVar("T")
 SPARKS = "▁▂▃▄▅▆▇█"
-CURVE = 40  # columns
-# metric -> how the panel tells it, below what lines of a log have too
+SPARKLINE_COLUMNS = 40
+# Metric -> format in the live panel. Plain log lines leave these metrics out.
 DETAILS = {
-    "reward_std": "deviation {:.3f}", "length": "length {:.0f}", "entropy": "entropy {:.3f}", "kl": "KL {:.4f}",
-    "grad_norm": "gradient {:.3g}", "learning_rate": "rate {:.2g}",
+    "reward_std": "reward std {:.3f}", "length": "length {:.0f}", "entropy": "entropy {:.3f}", "kl": "KL {:.4f}",
+    "grad_norm": "grad norm {:.3g}", "learning_rate": "learning rate {:.2g}",
 }  # fmt: skip
-LINE_EVERY = 5.0  # seconds between lines of one bar
+LINE_INTERVAL = 5.0  # seconds between plain lines of one progress bar
 
 
 class Display:
-    """Watches a run, a rollout or an evaluation, or counts things. With `episodes`, so many are expected, and each
-    that ends moves a bar. Steps are shown under the name `task`."""
+    """Shows the progress of a run, a rollout, an evaluation or any counted work.
+
+    `episodes` is the expected number of episodes, each of which advances a bar; None: training steps are shown instead,
+    in a bar named `task`."""
 
     def __init__(self, episodes: int | None = None, console: Console | None = None) -> None:
         self.task = "steps"
@@ -49,9 +51,11 @@ class Display:
         self._rows: dict[str, progress.TaskID] = {}
         self._last_line = time.monotonic()
         self._phase = ""
-        self._expected, self._ended, self._rewards = episodes, 0, list[float]()
+        self._expected = episodes
+        self._ended = 0
+        self._rewards: list[float] = []
         self._metrics: dict[str, float] = {}
-        self._curve: dict[int, float] = {}  # step -> what is plotted
+        self._curve: dict[int, float] = {}  # step -> plotted reward or loss
         self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._draw)
 
     def __enter__(self) -> Display:
@@ -85,17 +89,17 @@ class Display:
         row = self._row(self.task, total)
         self._bars.update(row, completed=step, total=total)
         self._metrics |= metrics
-        # Steps of a run that goes on may have been cut back.
+        # A resumed run repeats the steps after its last checkpoint; replace them in the plot.
         self._curve = {number: value for number, value in self._curve.items() if number < step}
         self.earlier([{"step": step} | metrics])
         if not self._console.is_terminal:
-            left = self._bars.tasks[row].time_remaining
-            told = f"{duration(left)} left" if left else ""
+            seconds = self._bars.tasks[row].time_remaining
+            remaining = f"{duration(seconds)} left" if seconds else ""
             name = "step" if self.task == "steps" else f"{self.task}: step"
-            self.say(f"{name} {step}/{total}  {in_short(metrics)}  {told}".rstrip())
+            self.say(f"{name} {step}/{total}  {in_short(metrics)}  {remaining}".rstrip())
 
     def earlier(self, rows: list[dict[str, Any]]) -> None:
-        """Plot steps that were made before."""
+        """Add completed steps, as rows of metrics.jsonl, to the plot."""
         for row in rows:
             if (value := row.get("reward", row.get("loss"))) is not None:
                 self._curve[row["step"]] = value
@@ -104,22 +108,23 @@ class Display:
         show.note(text, self._console)
 
     def counted(self, items: Iterable[T], name: str, total: int | None = None) -> Iterator[T]:
-        """Yield the items, each counted when it was dealt with."""
+        """Yield the items and advance the bar `name` after each is processed."""
         for item in items:
             yield item
             self.advance(name, total)
 
     def advance(self, name: str, total: int | None, note: str = "") -> None:
-        """Count one more of `total` things (None: nobody knows how many) under `name`."""
+        """Advance the bar `name` by one. `total` is its length; None: unknown."""
         row = self._row(name, total)
         self._bars.update(row, advance=1, note=note)
-        done, now = int(self._bars.tasks[row].completed), time.monotonic()
+        done = int(self._bars.tasks[row].completed)
+        now = time.monotonic()
         if self._console.is_terminal:
             self._start()
-        elif done == total or now - self._last_line > LINE_EVERY:
+        elif done == total or now - self._last_line > LINE_INTERVAL:
             self._last_line = now
-            told = f"{name}: {done}" if total is None else f"{name}: {done} of {total}"
-            self.say(f"{told}, {note}" if note else told)
+            progress_text = f"{name}: {done}" if total is None else f"{name}: {done} of {total}"
+            self.say(f"{progress_text}, {note}" if note else progress_text)
 
     def _row(self, name: str, total: int | None) -> progress.TaskID:
         if name not in self._rows:
@@ -127,21 +132,19 @@ class Display:
         return self._rows[name]
 
     def _start(self) -> None:
-        """Begin to draw: only after loading, which has bars of its own."""
+        """Start the live display. Called after the model is loaded, because loading draws its own bars."""
         if self._console.is_terminal and not self._live.is_started:
             self._live.start()
 
     def _draw(self) -> Group:
-        details = [
-            text.format(self._metrics[name]) for name, text in DETAILS.items() if name in self._metrics
-        ]
-        lines = [in_short(self._metrics), *(["  ".join(details)] if details else [])]
+        metrics = self._metrics
+        details = [text.format(metrics[name]) for name, text in DETAILS.items() if name in metrics]
+        lines = [in_short(metrics), *(["  ".join(details)] if details else [])]
         if self._curve:
             lines.insert(0, curve(list(self._curve.values())))
         if self._phase and self._expected is None:
-            lines.append(
-                self._phase + (f", {show.count(self._ended, 'episode')} ended" if self._ended else "")
-            )
+            ended = f", {show.count(self._ended, 'episode')} ended" if self._ended else ""
+            lines.append(self._phase + ended)
         return Group(self._bars, Text("\n".join(lines)))
 
 
@@ -150,12 +153,12 @@ def duration(seconds: float) -> str:
 
 
 def curve(values: list[float]) -> str:
-    """Plot all values in one line."""
-    return plot(values, CURVE, 1)[0]
+    """Return a one-line plot of the values."""
+    return plot(values, SPARKLINE_COLUMNS, 1)[0]
 
 
 def plot(values: list[float], columns: int = 72, height: int = 6) -> list[str]:
-    """Plot all values in so many lines, the highest first, in means of neighbours where there are more than columns."""
+    """Return a plot of the values as `height` lines, top first. More values than `columns` are averaged per column."""
     width = min(len(values), columns)
     starts = [len(values) * column // width for column in range(width + 1)]
     means = [fmean(values[start:end]) for start, end in pairwise(starts)]
@@ -165,5 +168,5 @@ def plot(values: list[float], columns: int = 72, height: int = 6) -> list[str]:
     lines = []
     for line in reversed(range(height)):
         floor = line * len(SPARKS)
-        lines.append("".join(" " if each < floor else SPARKS[min(each - floor, 7)] for each in levels))
+        lines.append("".join(" " if level < floor else SPARKS[min(level - floor, 7)] for level in levels))
     return lines

@@ -1,4 +1,4 @@
-"""`tfactory doctor`: what would go wrong in a run, before it is started."""
+"""`tfactory doctor`: pre-flight checks of a config or a model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.options import Json, Overrides
 from TrainingFactory.config import load_config
 
-FOUND = 1  # exit status
+PROBLEMS_FOUND = 1  # exit status
 
 
 def doctor(
     config_or_model: str, /, *overrides: Overrides, gpu: str | None = None, model_size: str | None = None,
     as_json: Json = False,
 ) -> int:  # fmt: skip
-    """Examine a config, or a model, before a run: every check that a run makes, then two groups of episodes and one
-    update with the real model, tools and reward, in a folder of their own. Status 1: something would go wrong.
+    """Check a config or a model before a run.
+
+    Makes all checks of a run, then two groups of episodes and one update with the real model, tools and reward, in a
+    temporary folder. Exit status 1: the run would fail.
 
     ```
     tfactory doctor configs/tiny_grpo.yaml
@@ -26,9 +28,9 @@ def doctor(
     ```
 
     Args:
-        config_or_model: A config (a YAML file); or a model: a short name, a hub id, a folder, a run.
-        gpu: Only say how much memory, and time, it takes on one of these, which need not be there: h200, h100 or a100.
-        model_size: The same for a model of this size (135M, 0.6B, 1.7B, 4B, 8B, ...) instead of the config's.
+        config_or_model: Config file (YAML), or a model: short name, hub id, folder or run.
+        gpu: Only estimate memory and time on this GPU, which need not be present: h200, h100 or a100.
+        model_size: Only estimate, for a model of this size (135M, 0.6B, 1.7B, 4B, 8B, ...) instead of the config's.
     """
     if config_or_model.endswith((".yaml", ".yml")):
         from TrainingFactory.assembly.named_files import read_config
@@ -40,19 +42,19 @@ def doctor(
 
         model = {"model": sections_of(find_model(config_or_model))["model"]}
         config = load_config(None, [*overrides_of(model), *overrides])
-    # Imported here, so that help and a wrong config do not wait for it.
+    # Imported here because it is slow: --help and config errors should appear at once.
     from TrainingFactory.apps.doctor.examination import examine, forecast
     from TrainingFactory.runs.tracking import PlainLines
 
-    asked = gpu is not None or model_size is not None
-    found = forecast(config, model_size, gpu or "h200") if asked else examine(config, PlainLines())
+    estimate_only = gpu is not None or model_size is not None
+    report = forecast(config, model_size, gpu or "h200") if estimate_only else examine(config, PlainLines())
     if as_json:
-        print(json.dumps(found.as_json, indent=1, ensure_ascii=False))
+        print(json.dumps(report.as_json, indent=1, ensure_ascii=False))
     else:
-        show.table([*found.facts.items()])
-        rows = [(each.severity, each.name, f"{each.sentence}. {each.remedy}") for each in found.sorted]
+        show.table([*report.facts.items()])
+        rows = [(f.severity, f.name, f"{f.sentence}. {f.remedy}") for f in report.sorted]
         if rows:
-            show.columns(["", "finding", "what, and what to do"], rows)
+            show.columns(["", "finding", "description and remedy"], rows)
         else:
             print("No problems found.")
-    return FOUND if found.failed else 0
+    return PROBLEMS_FOUND if report.failed else 0

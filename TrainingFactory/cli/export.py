@@ -1,4 +1,4 @@
-"""`tfactory export`: what a run has made, for other programs."""
+"""`tfactory export`: write a trained model or adapter for other programs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from TrainingFactory.cli import show
 
 
 def export(
-    run: Annotated[str, Parameter(name="run-or-checkpoint")],
-    /,
-    *,
-    out: Path,
-    merge: bool = False,
+    run: Annotated[str, Parameter(name="run-or-checkpoint")], /, *, out: Path, merge: bool = False,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-) -> int:
-    """Write a trained model or adapter as a folder that transformers, vLLM and others load.
+) -> int:  # fmt: skip
+    """Export a trained model or adapter to a folder that transformers, vLLM and other programs can load.
 
     ```
     tfactory export runs/grpo-search-1 --out my-model
@@ -26,26 +22,26 @@ def export(
     ```
 
     Args:
-        run: A run (its name or folder; its last checkpoint is taken, or sft@step-40), a checkpoint, or a
-            registered model (agent, agent:3, agent@champion).
-        out: The new folder.
-        merge: Fold the adapter into the model under it.
-        dtype: Number format of the weights; that of the model if none is named.
+        run: Run name or folder (its last checkpoint; sft@step-40 selects another), checkpoint, or registered model
+            (agent, agent:3, agent@champion).
+        out: New folder to write.
+        merge: Merge the adapter into its base model.
+        dtype: Data type of the exported weights. Default: that of the model.
     """
     from TrainingFactory.assembly.export import export as write
 
     done = write(run, out, merge, dtype)
-    what = {"model": "the model", "adapter": "the adapter", "merged": "the model with its adapter merged"}
-    print(f"wrote {what[done.kind]} of {done.source} to {done.path}")
+    content = {"model": "the model", "adapter": "the adapter", "merged": "the model with its adapter merged"}
+    print(f"wrote {content[done.kind]} of {done.source} to {done.path}")
     for text in done.notes:
         show.note(f"note: {text}")
-    trial = str(done.path)
+    model = str(done.path)
     if done.kind == "adapter":
-        print(f"it needs {done.base}, which is loaded with it; --merge makes a model that stands alone")
-        trial = f"{done.base} model.adapter={done.path}"
+        print(f"loading it also loads its base model {done.base}; --merge exports a standalone model")
+        model = f"{done.base} model.adapter={done.path}"
     if done.reward_model:
-        print(f"as a reward: reward.type=learned reward.model={done.path}")
+        print(f"use it as a reward: reward.type=learned reward.model={done.path}")
     else:
-        print(f'in Python: AutoModelForCausalLM.from_pretrained("{done.path}")')
-        print(f"to try it: tfactory eval {trial} --env NAME")
+        print(f'load it in Python: AutoModelForCausalLM.from_pretrained("{done.path}")')
+        print(f"evaluate it: tfactory eval {model} --env NAME")
     return 0

@@ -1,4 +1,4 @@
-"""`tfactory factories`: what the ids of a project lead to."""
+"""`tfactory factories`: the project's ids for datasets, environments, models and machines."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from cyclopts import App
 from TrainingFactory.cli import show
 from TrainingFactory.cli.options import Json
 
-factories = App(name="factories", help="Say what ids of datasets, environments, models and machines lead to.")
+factories = App(name="factories", help="List and add ids for datasets, environments, models and machines.")
 
 
 @factories.command(name="list")
 def list_ids(*, as_json: Json = False) -> None:
-    """Show the ids in factories.yaml of this folder, and which other factories are installed.
+    """List the ids in factories.yaml of the current folder, and which sibling factory packages are installed.
 
     ```
     tfactory factories list
     ```
     """
-    from TrainingFactory.resolve import factories as known
+    from TrainingFactory.resolve import factories as project
     from TrainingFactory.resolve.siblings import SIBLINGS
 
-    found = {
+    targets = {
         kind: {
-            name: known.leads_to(kind, entry) or "a conversation with tools" for name, entry in ids.items()
+            name: project.leads_to(kind, entry) or "a conversation with tools" for name, entry in ids.items()
         }
-        for kind, ids in known.entries().items()
+        for kind, ids in project.entries().items()
     }
-    installed = {each.package: each.installed for each in SIBLINGS.values()}
+    installed = {sibling.package: sibling.installed for sibling in SIBLINGS.values()}
     if as_json:
-        print(json.dumps({"ids": found, "installed": installed}, indent=2, ensure_ascii=False))
+        print(json.dumps({"ids": targets, "installed": installed}, indent=2, ensure_ascii=False))
         return
-    if rows := [(kind, name, target) for kind, ids in found.items() for name, target in ids.items()]:
-        show.columns(("kind", "id", "leads to"), rows)
+    if rows := [(kind, name, target) for kind, ids in targets.items() for name, target in ids.items()]:
+        show.columns(("kind", "id", "target"), rows)
     else:
-        show.note(f"no ids in {known.FILE} of this folder; tfactory factories add writes one")
-    for package, there in installed.items():
-        show.note(f"{package} is {'installed' if there else 'not installed'}")
+        show.note(f"no ids in {project.FILE} of this folder; add one with: tfactory factories add")
+    for package, is_installed in installed.items():
+        show.note(f"{package} is {'installed' if is_installed else 'not installed'}")
 
 
 @factories.command
 def add(
     kind: Literal["model", "dataset", "environment", "compute"], name: str, target: str, /, *more: str
 ) -> None:
-    """Write an id into factories.yaml of this folder, which is made if there is none.
+    """Add an id to factories.yaml of the current folder; the file is created if it does not exist.
 
     ```
     tfactory factories add dataset ds_tool_calling_v1 data/calls.jsonl
@@ -55,14 +55,13 @@ def add(
     ```
 
     Args:
-        kind: What the id stands for.
+        kind: Kind of resource that the id names.
         name: The id.
-        target: What it leads to, as a config names it: a file, a name, a hub id; or key=value, with keys of
-            its section or of others.
-        more: More key=value.
+        target: File, name or hub id, as in a config; or config keys as key=value, of the id's own section or any other.
+        more: Further config keys as key=value.
     """
-    from TrainingFactory.resolve import factories as known
+    from TrainingFactory.resolve import factories as project
 
-    kinds = kind if kind == "compute" else f"{kind}s"
-    known.add(kinds, name, [target, *more])
-    print(f"{known.FILE}: {name} is {known.leads_to(kinds, known.entries()[kinds][name])}")
+    section = kind if kind == "compute" else f"{kind}s"
+    project.add(section, name, [target, *more])
+    print(f"{project.FILE}: {name} is {project.leads_to(section, project.entries()[section][name])}")

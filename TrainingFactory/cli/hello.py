@@ -1,4 +1,4 @@
-"""`tfactory hello`: a program of the HelloAgents text, on our trainers."""
+"""`tfactory hello`: run a program of the HelloAgents textbook on TrainingFactory's trainers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Annotated
 from cyclopts import Parameter
 
 TASKS = "data.tasks="
-# The text's own blocks use these without importing them.
+# Code blocks of the textbook use these names without importing them.
 NAMES = ("Any", "Callable", "Dict", "List", "Optional", "Tuple", "Union")
 
 
 def hello(
     script: Path, /, *arguments: Annotated[str, Parameter(allow_leading_hyphen=True, name="arguments")]
 ) -> int:
-    """Run a program that imports hello_agents, as python SCRIPT.py would.
+    """Run a program that imports hello_agents, as python SCRIPT.py does.
 
-    Its RLTrainingTool and hello_agents.rl are those of TrainingFactory. Everything else comes from the HelloAgents
-    package where one is installed, and from a small stand-in where none is.
+    TrainingFactory provides RLTrainingTool and hello_agents.rl. Everything else comes from the HelloAgents package if
+    it is installed, otherwise from a small substitute.
 
     ```
     tfactory hello train_math.py
@@ -31,29 +31,30 @@ def hello(
     ```
 
     Args:
-        script: The program.
-        arguments: What it finds in sys.argv; data.tasks=FOLDER names a folder with GSM8K (train.jsonl, test.jsonl).
+        script: Python file to run.
+        arguments: Arguments for the program (sys.argv). data.tasks=FOLDER sets the folder with GSM8K (train.jsonl,
+            test.jsonl) and is not passed on.
     """
     from TrainingFactory.integrations.hello_agents import datasets, shim
 
     path = script.expanduser()
     if not path.is_file():
-        raise ValueError(f"there is no file {path}")
-    for each in arguments:
-        if each.startswith(TASKS):
-            os.environ[datasets.GSM8K] = each.removeprefix(TASKS)
+        raise ValueError(f"no such file: {path}")
+    for argument in arguments:
+        if argument.startswith(TASKS):
+            os.environ[datasets.GSM8K] = argument.removeprefix(TASKS)
     shim.install()
-    argv, places = sys.argv, list(sys.path)
-    sys.argv = [str(path), *(each for each in arguments if not each.startswith(TASKS))]
+    old_argv, old_path = sys.argv, list(sys.path)
+    sys.argv = [str(path), *(argument for argument in arguments if not argument.startswith(TASKS))]
     sys.path.insert(0, str(path.resolve().parent))
     try:
         runpy.run_path(str(path), {name: getattr(typing, name) for name in NAMES}, "__main__")
-    except Exception as error:  # foreign code; told as python tells it, from the program's own first line on
+    except Exception as error:  # the user's code: print the traceback as python does, without our own frames
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != str(path):
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace or error.__traceback__)
         return 1
     finally:
-        sys.argv, sys.path[:] = argv, places
+        sys.argv, sys.path[:] = old_argv, old_path
     return 0

@@ -1,4 +1,4 @@
-"""`tfactory import`: configs of other programs as ours."""
+"""`tfactory import`: translation of other frameworks' configs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from cyclopts import App, Parameter
 
 from TrainingFactory.cli.show import note
 
-import_ = App(name="import", help="Translate what was written for another program.")
+import_ = App(name="import", help="Translate configs of other frameworks.")
 
 
 @import_.command(name="rl-factory")
 def rl_factory(
     script: Path,
-    *variables: Annotated[str, Parameter(help="Variables that are set outside the script, as NAME=VALUE.")],
+    *variables: Annotated[str, Parameter(help="Shell variables set outside the script, as NAME=VALUE.")],
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     force: bool = False,
 ) -> None:
-    """Translate a launch script of RL-Factory to a config. The script is read, never run.
+    """Translate a launch script of RL-Factory to a config. The script is parsed, never executed.
 
     ```
     tfactory import rl-factory main_grpo.sh -o config.yaml
@@ -27,9 +27,9 @@ def rl_factory(
     ```
 
     Args:
-        script: The shell script with `python3 -m verl.trainer.main_ppo key=value ...`.
-        output: YAML file to write; without it the config is printed. What is not taken over stands at its end.
-        force: Write over the file if it is there.
+        script: Shell script that runs `python3 -m verl.trainer.main_ppo key=value ...`.
+        output: YAML file to write. Default: print the config. Comments at its end list what was not translated.
+        force: Overwrite an existing file.
     """
     import yaml
 
@@ -40,20 +40,18 @@ def rl_factory(
     from TrainingFactory.integrations.rl_factory.translate import Translation
 
     if output is not None and output.exists() and not force:
-        raise ValueError(f"{output} is there already; choose another file, or write over it with --force")
-    if wrong := [each for each in variables if "=" not in each]:
-        raise ValueError(f"{wrong[0]!r} is no variable; write NAME=VALUE")
-    given = dict(each.split("=", 1) for each in variables)
-    translation = Translation(read_script(script, given))
+        raise ValueError(f"{output} exists already. Choose another file, or overwrite it with --force.")
+    if invalid := [text for text in variables if "=" not in text]:
+        raise ValueError(f"{invalid[0]!r} is not a variable. Write NAME=VALUE.")
+    values = dict(text.split("=", 1) for text in variables)
+    translation = Translation(read_script(script, values))
     text = translation.text()
     try:
         TrainingConfig(**yaml.load(text, ConfigLoader))
-    except ValueError as error:  # the script says what no config can
+    except ValueError as error:  # a value of the script is not valid in a config
         raise ValueError(f"{script}: {error}") from None
     if output is None:
         print(text, end="")
         return
     write_aside(output, text)
-    note(
-        f"wrote {output}; {len(translation.notes)} lines at its end say what is left to do, or left out and why"
-    )
+    note(f"wrote {output}; {len(translation.notes)} comments at its end list what was not translated")

@@ -1,4 +1,4 @@
-"""`tfactory judge`: how far a judge can be trusted."""
+"""`tfactory judge`: audit of model judges against gold labels."""
 
 from __future__ import annotations
 
@@ -15,22 +15,17 @@ from TrainingFactory.cli.options import Count, Json, Where
 from TrainingFactory.config.loading import ConfigLoader
 
 NO_VERDICT = 1
-TEXTS = ("base_url", "model", "rubric", "template")  # taken as they are; other values are read as YAML
+TEXTS = ("base_url", "model", "rubric", "template")  # plain strings; all other values are parsed as YAML
 
-judge = App(name="judge", help="Look at model judges before their verdicts are trained on.")
+judge = App(name="judge", help="Audit model judges before you train on their verdicts.")
 
 
 @judge.command(name="audit")
 async def audit_judge(
-    *options: str,
-    gold: Path,
-    judge: Path | None = None,
-    repeats: Count = 2,
-    out: Path = Path("judge-audit.html"),
-    as_json: Json = False,
-    where: Where = "runs",
-) -> int:
-    """Compare a judge with gold labels: agreement, biases, consistency, injections, cost.
+    *options: str, gold: Path, judge: Path | None = None, repeats: Count = 2, out: Path = Path("judge-audit.html"),
+    as_json: Json = False, where: Where = "runs",
+) -> int:  # fmt: skip
+    """Compare a judge with gold labels: agreement, biases, consistency, resistance to injection, and cost.
 
     ```
     tfactory judge audit --gold gold.jsonl base_url=http://localhost:8000/v1 model=QwQ-32B api_key_env=null
@@ -38,48 +33,50 @@ async def audit_judge(
     ```
 
     Args:
-        options: Options of the judge as key=value; nested ones as budget.input_price=0.2
-        gold: JSONL: prompt and response (or conversation), with label, score, or pair and better.
-        judge: YAML file with options of the judge: base_url, model, api, rubric, template, samples, ...
-        repeats: How often every item is judged, to see whether the judge agrees with itself.
-        out: The page with the picture. An audit without a single verdict leaves it as it was.
+        options: Judge options as key=value; nested ones as budget.input_price=0.2.
+        gold: JSONL file: prompt and response (or conversation), with label, score, or pair and better.
+        judge: YAML file with judge options: base_url, model, api, rubric, template, samples, ...
+        repeats: Number of times each item is judged, to measure self-consistency.
+        out: HTML report to write; left unchanged if the judge gave no verdict at all.
     """
-    # Imported here, so that help and a wrong flag do not wait for it.
+    # Imported here because it is slow: --help and invalid options should be answered at once.
     from TrainingFactory.apps.judge_audit.audit import audit
     from TrainingFactory.apps.judge_audit.gold import load_gold
     from TrainingFactory.apps.judge_audit.report import keep_audit, verdict_of
     from TrainingFactory.common.options import make_from
     from TrainingFactory.rewards.judge.model_judge import ModelJudge, model_judge
 
-    made = make_from(model_judge, settings := _settings(judge, options), "a model judge")
-    if not isinstance(made, ModelJudge):
-        raise ValueError(f"verdict is {settings['verdict']}; an audit needs score, yes_no or json")
-    items = load_gold(gold, made)
-    out.parent.mkdir(parents=True, exist_ok=True)  # before anything is spent
+    settings = _settings(judge, options)
+    audited = make_from(model_judge, settings, "a model judge")
+    if not isinstance(audited, ModelJudge):
+        raise ValueError(f"verdict={settings['verdict']} cannot be audited. Use score, yes_no or json.")
+    items = load_gold(gold, audited)
+    out.parent.mkdir(parents=True, exist_ok=True)  # fail before any request is paid for
     if out.is_dir():
-        raise ValueError(f"--out {out} is a folder; name a file, such as {out / 'audit.html'}")
-    usage = made.client.usage
+        raise ValueError(f"--out {out} is a folder. Name a file, such as {out / 'audit.html'}.")
+    usage = audited.client.usage
     with Display() as display:
 
-        def judged(total: int) -> None:
-            asked = show.count(usage.requests, "request")
-            display.advance("judgements", total, f"{asked}, {usage.retries} of them repeated")
+        def on_judged(total: int) -> None:
+            requests = show.count(usage.requests, "request")
+            display.advance("judgements", total, f"{requests}, {usage.retries} of them retries")
 
         try:
-            found = await audit(made, items, repeats=repeats, on_judged=judged)
+            result = await audit(audited, items, repeats=repeats, on_judged=on_judged)
         finally:
-            await made.close()
+            await audited.close()
     if as_json:
-        print(json.dumps(found.as_json(), indent=2))
+        print(json.dumps(result.as_json(), indent=2))
     else:
-        show.columns(("metric", "value", "what it means"), found.rows)
-        show.table([("verdict", verdict_of(found))])
-    if not (found.judged or found.pairs):  # nothing could be held against a gold label
-        kept = f"; {out} is that of an earlier audit" if out.exists() else ""
-        show.note(f"no page was written, because there is nothing to show{kept}")
+        show.columns(("metric", "value", "meaning"), result.rows)
+        show.table([("verdict", verdict_of(result))])
+    if not (result.judged or result.pairs):  # no verdict can be compared with a gold label
+        earlier = f"; {out} is from an earlier audit" if out.exists() else ""
+        show.note(f"no report written, because the judge gave no verdict{earlier}")
         return NO_VERDICT
-    show.write_page(out, found.page(name := f"{settings['model']} at {settings['base_url']}"))
-    keep_audit(Path(where).expanduser(), found, name, str(gold))
+    name = f"{settings['model']} at {settings['base_url']}"
+    show.write_page(out, result.page(name))
+    keep_audit(Path(where).expanduser(), result, name, str(gold))
     return 0
 
 
@@ -88,10 +85,10 @@ def _settings(path: Path | None, options: tuple[str, ...]) -> dict[str, Any]:
     for text in options:
         key, equals, value = text.partition("=")
         section, _, last = key.rpartition(".")
-        place = settings.setdefault(section, {}) if section else settings
-        if not equals or not isinstance(place, dict):
+        values = settings.setdefault(section, {}) if section else settings
+        if not equals or not isinstance(values, dict):
             raise ValueError(f"{text!r} is not key=value, such as model=QwQ-32B or budget.input_price=0.2")
-        place[last] = value if key in TEXTS else _yaml(value, key)
+        values[last] = value if key in TEXTS else _yaml(value, key)
     return settings
 
 
@@ -99,4 +96,4 @@ def _yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, ConfigLoader)  # a SafeLoader
     except yaml.YAMLError as error:
-        raise ValueError(f"{where} is not YAML: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{where} is not valid YAML: {str(error).splitlines()[0]}") from None

@@ -1,4 +1,4 @@
-"""`tfactory new`, `tfactory envs` and `tfactory models`: files to start from, and what can be named."""
+"""`tfactory new`, `tfactory envs` and `tfactory models`: starter files and lists of known names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from TrainingFactory.cli.show import note, table
 
 
 def env(name: str) -> None:
-    """Write NAME.py, an environment with one tool and one reward that runs at once.
+    """Create NAME.py, a complete example environment with one tool and one reward.
 
     ```
     tfactory new env cities
@@ -17,13 +17,13 @@ def env(name: str) -> None:
     ```
 
     Args:
-        name: Name of the environment, a Python identifier. An existing file is never overwritten.
+        name: Name of the environment (a Python identifier). Existing files are never overwritten.
     """
     from jinja2 import Template
 
     name = name.removesuffix(".py")
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(f"{name!r} cannot name a Python file: use letters, digits and _, such as my_env")
+        raise ValueError(f"{name!r} cannot name a Python file. Use letters, digits and _, such as my_env.")
     path = Path(f"{name}.py")
     title = "".join(part.title() for part in name.split("_")) + "Env"
     template = Path(__file__).parent / "templates" / "environment.py.jinja"
@@ -32,12 +32,12 @@ def env(name: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(code + "\n")
     except FileExistsError:
-        raise ValueError(f"{path} exists already; choose another name") from None
+        raise ValueError(f"{path} exists already. Choose another name.") from None
     note(f"wrote {path}; try it: tfactory rollout {path}")
 
 
 def envs() -> None:
-    """List the environments that can be named in a config or on the command line.
+    """List the environments that configs and commands can name.
 
     ```
     tfactory envs
@@ -46,13 +46,13 @@ def envs() -> None:
     """
     from TrainingFactory.common import catalog
 
-    known = catalog.names("environment")
+    names = catalog.names("environment")
     notes = {"reasoning_gym/": "NAME: a dataset of reasoning-gym", "bfcl/": "CATEGORY: multi_turn_base, ..."}
-    table([(name, f"same as {alias}" if alias else notes.get(name, "")) for name, alias in known.items()])
+    table([(name, f"alias of {alias}" if alias else notes.get(name, "")) for name, alias in names.items()])
 
 
 def models() -> None:
-    """List the short names of models; any hub id, local folder or GGUF file works as well.
+    """List the short names of models. Hub ids, local folders and GGUF files work as well.
 
     ```
     tfactory models
@@ -61,4 +61,4 @@ def models() -> None:
     """
     from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
 
-    table([(BUILTIN, "made on the spot, untrained")] + [(name, resolve(name)) for name in SUPPORTED_MODELS])
+    table([(BUILTIN, "built in, untrained")] + [(name, resolve(name)) for name in SUPPORTED_MODELS])

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ from TrainingFactory.config import load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.names import full_key
 
-Run = Annotated[str, Parameter(help="The run's name or folder.")]
-Where = Annotated[str, Parameter(name="--runs", help="The folder of runs.")]
+Run = Annotated[str, Parameter(help="Run name or folder.")]
+Where = Annotated[str, Parameter(name="--runs", help="Folder that contains the runs.")]
 Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
-Json = Annotated[bool, Parameter(name="--json", help="Print one JSON object.")]
-Overrides = Annotated[str, Parameter(help="Options of the config, as key=value: sampling.top_p=0.9")]
+Json = Annotated[bool, Parameter(name="--json", help="Print the result as one JSON object.")]
+Overrides = Annotated[str, Parameter(help="Config overrides as key=value, such as sampling.top_p=0.9.")]
 
 
 @Parameter(name="*")
 @dataclass(slots=True)
 class Flags:
-    """Holds the options that are set most often; each stands for a key of the config."""
+    """Short command-line options for the most frequently set config keys."""
 
     model: str | None = None
-    """Short name, hub id, local folder, GGUF file, run, registered model, or builtin:tiny."""
+    """Model: short name, hub id, local folder, GGUF file, run, registered model, or builtin:tiny."""
     tasks: str | None = None
-    """A file or hub id of tasks, or a number: so many of the environment's own."""
+    """Tasks: a file, a hub id, or a number N for N of the environment's own tasks."""
     split: str | None = None
-    """Which of the environment's tasks: train or heldout."""
+    """Split of the environment's own tasks: train or heldout."""
     group_size: int | None = None
-    """Episodes per task; 1 if the config does not say."""
+    """Episodes per task. Default: the config's value, else 1."""
     max_turns: int | None = None
-    """Turns after which an episode ends."""
+    """Maximum number of turns per episode."""
     temperature: float | None = None
-    """0 is greedy."""
+    """Sampling temperature. 0: greedy decoding."""
     max_tokens: int | None = None
-    """Longest turn, in tokens."""
+    """Maximum number of tokens per turn."""
     seed: int | None = None
-    """For the random numbers of sampling; data.seed=N makes other tasks."""
+    """Random seed for sampling. To get other tasks, set data.seed=N."""
 
     def overrides(self) -> list[str]:
-        count = self.tasks is not None and self.tasks.removeprefix("-").isdecimal()
+        """Return the options that are set as config overrides (key=value)."""
+        is_count = self.tasks is not None and self.tasks.removeprefix("-").isdecimal()
         values = {
             "model.name": self.model,
-            "data.count": int(self.tasks) if self.tasks and count else None,
-            "data.tasks": None if count else self.tasks,
+            "data.count": int(self.tasks) if self.tasks and is_count else None,
+            "data.tasks": None if is_count else self.tasks,
             "data.split": self.split,
             "training.group_size": self.group_size,
             "environment.max_turns": self.max_turns,
@@ -58,9 +59,10 @@ class Flags:
 
 
 def places(overrides: Sequence[str]) -> tuple[str, str | None]:
-    """Return the folder of runs and the registry's file that overrides name, for models that are named beside them."""
+    """Return the runs folder and the registry file (None: the default) for resolving model names.
+
+    Both come from the `overrides` of the command, or from the config's defaults."""
     keys = ("logging.output_dir", "registry.path")
-    config = load_config(
-        None, [each for each in overrides if full_key(each.partition("=")[0].strip()) in keys]
-    )
+    relevant = [text for text in overrides if full_key(text.partition("=")[0].strip()) in keys]
+    config = load_config(None, relevant)
     return config.logging.output_dir, config.registry.path

@@ -1,4 +1,4 @@
-"""`tfactory plan`: forecast step time, split, memory and cost of a run on GPUs."""
+"""`tfactory plan`: forecast step time, GPU split, memory and cost of a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def plan(
     learners: Count | None = None, from_run: str | None = None, rate: tuple[str, ...] = (),
     rates: Path | None = None, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Forecast a config on N GPUs: step time, bottleneck, samplers and learners, memory, GPU-hours. A second table
-    lists the figures behind the forecast: measured, given or assumed.
+    """Forecast step time, bottleneck, sampler/learner split, memory and GPU-hours of a config on N GPUs.
+
+    A second table lists the input values of the forecast and whether each is measured, user-provided or assumed.
 
     ```
     tfactory plan configs/qwen3_grpo_ray.yaml --gpus 64 --model-size 32B training.gradient_checkpointing=true
@@ -25,71 +26,69 @@ def plan(
     ```
 
     Args:
-        config: A config (a YAML file).
-        gpus: How many GPUs there are.
-        gpu: Their kind: h200, h100 or a100.
-        model_size: Take a model of this size (4B, 8B, 14B, 32B, 70B, ...) instead of the config's.
-        learners: GPUs of the learner; by default the number with the shortest step.
-        from_run: A run whose lengths, turns, tool and reward seconds are taken.
-        rate: A figure of the table as NAME=VALUE, such as tool_seconds=lognormal:2:1.2; may be given several times.
-        rates: A YAML file of such figures.
+        config: Config file (YAML).
+        gpus: Total number of GPUs.
+        gpu: GPU type: h200, h100 or a100.
+        model_size: Forecast a model of this size (4B, 8B, 14B, 32B, 70B, ...) instead of the config's.
+        learners: Number of learner GPUs. Default: the number with the shortest step.
+        from_run: Run whose measured lengths, turns, tool seconds and reward seconds are used.
+        rate: Input value as NAME=VALUE, such as tool_seconds=lognormal:2:1.2; repeatable.
+        rates: YAML file with such values.
     """
-    # Imported here, so that help does not wait for it.
+    # Imported here because it is slow: --help should appear at once.
     from TrainingFactory.apps.plan.planning import Planner
     from TrainingFactory.assembly.named_files import read_config
 
     planner = Planner(read_config(config, overrides), gpus, gpu, model_size, from_run, rates, rate)
-    found = planner.plan(learners)
+    forecast = planner.plan(learners)
     if as_json:
-        print(json.dumps(found, indent=1, ensure_ascii=False))
+        print(json.dumps(forecast, indent=1, ensure_ascii=False))
         return
-    show.table(_answer(found))
+    show.table(_summary(forecast))
     print()
-    figures = [(name, *map(str, figure.values())) for name, figure in found["figures"].items()]
-    show.columns(["figure", "value", "", "where it comes from"], figures)
-    assumed = sum("assumed" in source for *_, source in figures)
-    show.note(f"{assumed} of {len(figures)} figures are assumed: give your own by --rate or --from-run")
+    inputs = [(name, *map(str, figure.values())) for name, figure in forecast["figures"].items()]
+    show.columns(["input", "value", "", "source"], inputs)
+    assumed = sum("assumed" in source for *_, source in inputs)
+    show.note(f"{assumed} of {len(inputs)} inputs are assumed. Provide your own with --rate or --from-run.")
 
 
-def _answer(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the plan in the order that a reader asks for it."""
-    whole, best, step = found["gpu_memory_gib"], found["learners"], found["step_seconds"]
-    shorter = {part: less for part, less in found["step_seconds_without"].items() if less < 0.99 * step}
+def _summary(forecast: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the forecast as table rows, most important first."""
+    gpu_memory, best, step = forecast["gpu_memory_gib"], forecast["learners"], forecast["step_seconds"]
+    without = forecast["step_seconds_without"]
+    faster = {part: seconds for part, seconds in without.items() if seconds < 0.99 * step}
     modes = {
         f"max_staleness {n}" if n else "synchronous": seconds
-        for n, seconds in found["step_seconds_by_bound"].items()
+        for n, seconds in forecast["step_seconds_by_bound"].items()
     }
     splits = {
         n: seconds
-        for n, seconds in found["step_seconds_by_learners"].items()
+        for n, seconds in forecast["step_seconds_by_learners"].items()
         if n == best or n.bit_count() == 1
     }
-    split = f"{found['samplers']} x {show.count(found['gpus_per_sampler'], 'GPU')} for sampling, "
+    split = f"{forecast['samplers']} x {show.count(forecast['gpus_per_sampler'], 'GPU')} for sampling, "
     split += f"{show.count(best, 'GPU')} for learning"
-    steps = show.count(found["figures"]["steps"]["value"], "step")
-    if found["gpus"] == 1:
+    steps = show.count(forecast["figures"]["steps"]["value"], "step")
+    if forecast["gpus"] == 1:
         split = "one GPU for both sampling and learning"
     return [
-        ("step", f"{_number(step)} s, {_number(found['tokens_per_second'])} sampled tokens/s"),
-        ("bottleneck", found["bottleneck"]),
-        ("split", f"{split}; {found['episodes_per_sampler']} episodes at a time in each sampler"),
-        ("memory of a learner", _memory(found["learner_gib"], whole)),
-        ("memory of a sampler", _memory(found["sampler_gib"], whole)),
-        (
-            "cost",
-            f"{_number(found['gpu_hours'])} GPU-hours for {steps}",
-        ),
-        *((f"try {key}", why) for key, why in found["advice"].items()),
-        ("step without", _seconds(shorter)),
+        ("step", f"{_number(step)} s, {_number(forecast['tokens_per_second'])} sampled tokens/s"),
+        ("bottleneck", forecast["bottleneck"]),
+        ("split", f"{split}; {forecast['episodes_per_sampler']} concurrent episodes per sampler"),
+        ("learner memory", _memory(forecast["learner_gib"], gpu_memory)),
+        ("sampler memory", _memory(forecast["sampler_gib"], gpu_memory)),
+        ("cost", f"{_number(forecast['gpu_hours'])} GPU-hours for {steps}"),
+        *((f"try {key}", reason) for key, reason in forecast["advice"].items()),
+        ("step without", _seconds(faster)),
         ("step by mode", _seconds(modes)),
         ("step by learners", _seconds(splits)),
-        ("model", f"{found['model']}, {found['parameters']:,} weights"),
+        ("model", f"{forecast['model']}, {forecast['parameters']:,} weights"),
     ]
 
 
-def _memory(parts: dict[str, float], whole: float) -> str:
-    listed = ", ".join(f"{name} {count:.1f}" for name, count in parts.items() if count)
-    return f"{sum(parts.values()):.1f} of {whole} GiB on each GPU: {listed}"
+def _memory(parts: dict[str, float], gpu_memory: float) -> str:
+    listed = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib)
+    return f"{sum(parts.values()):.1f} of {gpu_memory} GiB per GPU: {listed}"
 
 
 def _seconds(values: Mapping[Any, float]) -> str:

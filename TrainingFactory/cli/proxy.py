@@ -1,4 +1,4 @@
-"""`tfactory proxy`: the endpoint that keeps an agent's tokens, for agents that you start yourself."""
+"""`tfactory proxy`: an OpenAI-compatible endpoint that records the episodes of agents that you start yourself."""
 
 from __future__ import annotations
 
@@ -13,43 +13,42 @@ from TrainingFactory.cli.options import Overrides
 
 
 def proxy(
-    config: str,
-    /,
-    *overrides: Overrides,
-    host: str = "127.0.0.1",
+    config: str, /, *overrides: Overrides, host: str = "127.0.0.1",
     port: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=65535))] = 8000,
-    out: Path = Path("episodes.jsonl"),
-    api_key_env: str | None = None,
-) -> int:
-    """Put an OpenAI-compatible endpoint in front of the model of a config that keeps what your own agent samples.
+    out: Path = Path("episodes.jsonl"), api_key_env: str | None = None,
+) -> int:  # fmt: skip
+    """Serve a config's model through an OpenAI-compatible endpoint that records every token your agent samples.
 
-    With environment.command, train, eval and rollout start your agent; this is for agents that you start. POST
-    /v1/episodes begins an episode and gives its key, which the agent sends as its API key; POST /v1/reward with
-    {"reward": 1.0} and that key ends it. See docs/OWN_AGENT.md.
+    Use it for agents that you start yourself; with environment.command set, train, eval and rollout start the agent.
+    POST /v1/episodes starts an episode and returns its key, which the agent sends as its API key. POST /v1/reward with
+    {"reward": 1.0} and that key ends the episode. See docs/OWN_AGENT.md.
 
     ```
     tfactory proxy config.yaml --port 9000 model.name=qwen3-4b
     ```
 
     Args:
-        config: A YAML file with a model, and as wanted sampling, reward, environment.max_turns and episode_timeout.
-        host: The address to serve at; another than this machine's own needs --api-key-env.
-        port: 0 picks a free one.
-        out: JSONL file to which each episode is added when it has ended.
-        api_key_env: Environment variable with a token that is wanted to begin episodes.
+        config: Config file (YAML) with a model and optionally sampling, reward, environment.max_turns and
+            environment.episode_timeout.
+        host: Address to bind. Addresses that other machines can reach require --api-key-env.
+        port: Port; 0 picks a free one.
+        out: JSONL file to which every finished episode is appended.
+        api_key_env: Environment variable that holds the API key required to start episodes.
     """
     from TrainingFactory.assembly.named_files import read_config
 
-    given = read_config(config, list(overrides))
+    options = read_config(config, list(overrides))
     from TrainingFactory.apps.proxy.proxy import serve_alone
     from TrainingFactory.common.http import listen
 
-    token, local = listen.key_from(api_key_env), listen.is_loopback(host)
+    token = listen.key_from(api_key_env)
+    local = listen.is_loopback(host)
     if not local and token is None:
-        raise ValueError(f"--host {host} lets other machines in: name a token with --api-key-env NAME")
-    if given.environment.command is not None:
-        show.note("note: environment.command is not started here; train, eval and rollout start it")
+        raise ValueError(f"--host {host} lets other machines connect. Require a key: --api-key-env NAME")
+    if options.environment.command is not None:
+        show.note("note: environment.command is ignored; only train, eval and rollout start it")
     with listen.bind(host, port) as bound:
-        done = asyncio.run(serve_alone(given, bound, out, token, local, lambda text: print(text, flush=True)))
+        serving = serve_alone(options, bound, out, token, local, lambda text: print(text, flush=True))
+        done = asyncio.run(serving)
     show.note(f"stopped: {done.ended} episodes, {done.scored} of them scored")
     return 0

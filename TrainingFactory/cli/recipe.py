@@ -1,4 +1,4 @@
-"""`tfactory recipe`: real models learn real tasks, from the data to the figures, by one command."""
+"""`tfactory recipe`: end-to-end training of real models on real tasks, from data to results."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Json
 
-Options = Annotated[
-    tuple[str, ...], Parameter(help="Options of that run, as key=value; may be given several times.")
-]
+Options = Annotated[tuple[str, ...], Parameter(help="Config override of that run as key=value; repeatable.")]
 
 
 def recipe(
@@ -22,8 +20,9 @@ def recipe(
     out: Path | None = None, seed: int = 0, scale: Literal["full", "small"] = "full", final: bool = False,
     plain: bool = False, sft: Options = (), grpo: Options = (), as_json: Json = False,
 ) -> int:  # fmt: skip
-    """Train a real model on a real task, from its data to the figures: SmolLM2 on GSM8K with a calculator, or on
-    WordNet's nouns with three tools; by SFT and GRPO, both evaluated on held-out tasks. What is done is not done again.
+    """Train SmolLM2 end to end with SFT, then GRPO, and evaluate both on held-out tasks.
+
+    The task is GSM8K with a calculator, or WordNet's nouns with three tools. Completed stages are skipped.
 
     ```
     tfactory recipe gsm8k --data data/gsm8k --seed 1 --out runs/gsm8k-1 --final
@@ -32,40 +31,43 @@ def recipe(
     ```
 
     Args:
-        data: gsm8k: a folder with train.jsonl and test.jsonl, or a hub id, openai/gsm8k:main unless named; wordnet: a
-            folder with data.noun and index.noun, /usr/share/wordnet unless named (Debian's wordnet-base).
-        model: Another model than smollm2-135m.
-        out: Folder for the rows, both runs, and results.json; if none is named runs/TASK, of the small scale
-            runs/TASK-small.
-        seed: For the order of rows and tasks, and for sampling.
-        scale: small takes a few steps, to see on a CPU that everything goes together.
-        final: Evaluate both on the test set as well, once: when nothing is to be chosen any more.
-        plain: Without tools.
+        task: Task to train on.
+        data: gsm8k: folder with train.jsonl and test.jsonl, or a hub id; default openai/gsm8k:main. wordnet: folder
+            with data.noun and index.noun; default /usr/share/wordnet (Debian package wordnet-base).
+        model: Model to train instead of smollm2-135m.
+        out: Folder for the datasets, both runs and results.json. Default: runs/TASK, or runs/TASK-small.
+        seed: Random seed for the order of rows and tasks, and for sampling.
+        scale: small runs only a few steps, to test the whole recipe on a CPU.
+        final: Also evaluate both on the test set. Do it once, after all choices are made.
+        plain: Train without tools.
     """
     from TrainingFactory.apps.recipes.recipe import RUNS, Recipe
 
-    made = Recipe(data, model, out, seed, scale, plain, sft, grpo, task)
+    stages = Recipe(data, model, out, seed, scale, plain, sft, grpo, task)
     with Display() as display:
-        made.prepare(display)
+        stages.prepare(display)
         for name in RUNS:
             display.task = name
-            made.train(name, display)
-        for part in made.parts(final):
-            made.measure(part, display)
-    found = made.results()
-    print(json.dumps(found, indent=1, ensure_ascii=False)) if as_json else _show(found, made.out)
+            stages.train(name, display)
+        for split in stages.parts(final):
+            stages.measure(split, display)
+    results = stages.results()
+    if as_json:
+        print(json.dumps(results, indent=1, ensure_ascii=False))
+    else:
+        _show(results, stages.out)
     return 0
 
 
-def _show(found: dict[str, Any], out: Path) -> None:
-    def share(side: dict[str, float]) -> str:
+def _show(results: dict[str, Any], out: Path) -> None:
+    def success(side: dict[str, float]) -> str:
         return f"{side['success']:.3f} ({side['success_low']:.3f} to {side['success_high']:.3f})"
 
     rows = [
-        (part, how, str(each["tasks"]), share(each["sft"]), share(each["grpo"]),
-         f"{each['difference']:+.3f} ({each['difference_low']:+.3f} to {each['difference_high']:+.3f})")
-        for part, by_how in found["evaluations"].items() for how, each in by_how.items()
+        (split, sampling, str(result["tasks"]), success(result["sft"]), success(result["grpo"]),
+         f"{result['difference']:+.3f} ({result['difference_low']:+.3f} to {result['difference_high']:+.3f})")
+        for split, by_sampling in results["evaluations"].items() for sampling, result in by_sampling.items()
     ]  # fmt: skip
-    show.columns(["tasks of", "", "", "sft (95 %)", "grpo (95 %)", "difference"], rows)
-    took = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in found["seconds"].items())
-    show.note(f"{took}; all figures: {out / 'results.json'}")
+    show.columns(["split", "", "tasks", "sft (95 %)", "grpo (95 %)", "difference"], rows)
+    times = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in results["seconds"].items())
+    show.note(f"{times}; all results: {out / 'results.json'}")

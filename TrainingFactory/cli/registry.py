@@ -1,4 +1,4 @@
-"""`tfactory registry`: models with versions and aliases, where they come from, and the way out to other programs."""
+"""`tfactory registry`: versions, aliases and lineage of registered models, promotion and export."""
 
 from __future__ import annotations
 
@@ -17,26 +17,29 @@ if TYPE_CHECKING:
     from TrainingFactory.promotion.model_registry import ModelRegistry
     from TrainingFactory.registry.rows import Version
 
-registry = App(
-    name="registry", help="Register models: versions, aliases, lineage; promote, verify and export them."
-)
+registry = App(name="registry", help="Register, show, promote, verify and export model versions.")
 DAMAGED = REFUSED = 1  # exit status
-Of = Annotated[str, Parameter(name="version", help="As agent:3, agent@champion, or agent for the newest.")]
-At = Annotated[
-    Path | None, Parameter(name="--registry", help="The registry's file; beside the runs if not given.")
+VersionName = Annotated[
+    str, Parameter(name="version", help="agent:3, agent@champion, or agent for the newest.")
+]
+ModelOverrides = Annotated[
+    str, Parameter(help="Config overrides as key=value, such as model.dtype=bfloat16.")
+]
+RegistryFile = Annotated[
+    Path | None, Parameter(name="--registry", help="Registry file. Default: the one in the runs folder.")
 ]
 
 
 def _open(path: Path | None, runs: str) -> ModelRegistry:
-    # Imported here, so that help does not wait for it.
+    # Imported here because it is slow: --help should appear at once.
     from TrainingFactory.promotion.model_registry import ModelRegistry
 
     return ModelRegistry(path, runs)
 
 
 @registry.command(name="list")
-def list_(*, as_json: Json = False, at: At = None, where: Where = "runs") -> None:
-    """List the registered models with all their versions.
+def list_(*, as_json: Json = False, file: RegistryFile = None, where: Where = "runs") -> None:
+    """List all versions of all registered models.
 
     ```
     tfactory registry list
@@ -45,33 +48,27 @@ def list_(*, as_json: Json = False, at: At = None, where: Where = "runs") -> Non
     """
     from TrainingFactory.apps.views.registry import models
 
-    opened = _open(at, where)
-    versions = opened.versions()
+    model_registry = _open(file, where)
+    versions = model_registry.versions()
     if as_json:
-        print(models(opened).model_dump_json())
+        print(models(model_registry).model_dump_json())
     elif versions:
-        rows = [
-            (
-                str(each),
-                ", ".join(each.aliases),
-                _origin(each),
-                each.created,
-                each.digest[:12],
-                each.description,
-            )
-            for each in versions
-        ]
-        show.columns(["version", "aliases", "made by", "registered", "digest", "description"], rows)
+        rows = []
+        for version in versions:
+            row = (str(version), ", ".join(version.aliases), _source(version), version.created)
+            rows.append((*row, version.digest[:12], version.description))
+        show.columns(["version", "aliases", "source", "registered", "digest", "description"], rows)
     else:
-        show.note(f"there is no registered model in {opened.path}")
+        show.note(f"no registered models in {model_registry.path}")
 
 
 @registry.command(name="show")
 def show_(
-    version: Of, *, lineage: bool = False, as_json: Json = False, at: At = None, where: Where = "runs"
-) -> None:
-    """Show a version: its files, what was measured and decided (of all versions where the model alone is named); with
-    --lineage the way from the base model to it.
+    version: VersionName, *, lineage: bool = False, as_json: Json = False, file: RegistryFile = None,
+    where: Where = "runs",
+) -> None:  # fmt: skip
+    """Show a version: files, evaluations and promotion decisions. A model name without a version shows the newest
+    version and the decisions of all versions.
 
     ```
     tfactory registry show agent@champion
@@ -79,48 +76,42 @@ def show_(
     ```
 
     Args:
-        lineage: Print the tree from the base model through every run.
+        lineage: Also print the lineage: a tree from the base model through every training run.
     """
     from TrainingFactory.apps.views.registry import version_view
     from TrainingFactory.registry.card import what_of
     from TrainingFactory.registry.lineage import tree
 
-    opened = _open(at, where)
-    found = opened.get(version)
-    evaluations, decisions = opened.evaluations(str(found)), opened.decisions(found.model)
+    model_registry = _open(file, where)
+    shown = model_registry.get(version)
+    evaluations, decisions = model_registry.evaluations(str(shown)), model_registry.decisions(shown.model)
     if as_json:
-        print(version_view(opened, version).model_dump_json())
+        print(version_view(model_registry, version).model_dump_json())
         return
-    rows = [("version", str(found)), ("aliases", ", ".join(found.aliases)), ("made by", _origin(found))]
-    rows += [("registered", f"{found.created} by {found.who}"), ("digest", found.digest)]
-    rows += [("files", str(opened.folder(found)))]
-    rows += [("over", opened.base_name(found))] if found.base else []
-    rows += [("description", found.description)] if found.description else []
-    rows += [("tag", f"{key}={value}") for key, value in found.tags.items()]
-    for each in evaluations:
-        if "success" in each.get("metrics", {}):
-            rows.append(("measured", f"{what_of(each)}: success {each['metrics']['success']:.3f}"))
-    for each in decisions:
-        if version == found.model or found.number in (each["number"], each["was"]):
-            rows.append((each["kind"], _decision(each)))
+    rows = [("version", str(shown)), ("aliases", ", ".join(shown.aliases)), ("source", _source(shown))]
+    rows += [("registered", f"{shown.created} by {shown.who}"), ("digest", shown.digest)]
+    rows += [("files", str(model_registry.folder(shown)))]
+    rows += [("base model", model_registry.base_name(shown))] if shown.base else []
+    rows += [("description", shown.description)] if shown.description else []
+    rows += [("tag", f"{key}={value}") for key, value in shown.tags.items()]
+    for evaluation in evaluations:
+        if "success" in evaluation.get("metrics", {}):
+            result = f"{what_of(evaluation)}: success {evaluation['metrics']['success']:.3f}"
+            rows.append(("evaluation", result))
+    for decision in decisions:
+        if version == shown.model or shown.number in (decision["number"], decision["was"]):
+            rows.append((decision["kind"], _decision_text(decision)))
     show.table([row for row in rows if row[1]])
     if lineage:
-        print("\n".join(["", *tree(found.lineage, str(found))]))
+        print("\n".join(["", *tree(shown.lineage, str(shown))]))
 
 
 @registry.command
 def register(
-    name: str,
-    model: Annotated[str, Parameter(name="model-or-run")],
-    /,
-    *,
-    alias: str | None = None,
-    description: str = "",
-    tag: Sequence[str] = (),
-    at: At = None,
-    where: Where = "runs",
-) -> None:
-    """Store what a run has made as the next version of a model. Its files are copied: the run may go.
+    name: str, model: Annotated[str, Parameter(name="model-or-run")], /, *, alias: str | None = None,
+    description: str = "", tag: Sequence[str] = (), file: RegistryFile = None, where: Where = "runs",
+) -> None:  # fmt: skip
+    """Register a run's model or adapter as the next version of a model. Files are copied, so the run can be deleted.
 
     ```
     tfactory registry register agent sft
@@ -128,24 +119,26 @@ def register(
     ```
 
     Args:
-        name: The registered model, which is made if it is new.
-        model: A run (its last checkpoint is taken, or sft@step-40), a checkpoint, a folder with safetensors,
-            or a registered version.
-        alias: An alias to give to the new version.
-        description: What to know about it.
-        tag: KEY=VALUE; may be given several times.
+        name: Name of the registered model; created if it is new.
+        model: Run (its last checkpoint; sft@step-40 selects another), checkpoint, folder with safetensors, or
+            registered version.
+        alias: Alias to point at the new version.
+        description: Free-text description of the version.
+        tag: Tag as KEY=VALUE; repeatable.
     """
-    opened = _open(at, where)
-    version = opened.register(name, model, description, _tags(tag))
+    model_registry = _open(file, where)
+    version = model_registry.register(name, model, description, _tags(tag))
     if alias is not None:
-        opened.set_alias(str(version), alias)
-    print(f"registered {version}" + (f", which is {name}@{alias}" if alias else ""))
-    show.note(f"look at it: tfactory registry show {version} --lineage; use it: tfactory eval {version}")
+        model_registry.set_alias(str(version), alias)
+    print(f"registered {version}" + (f" as {name}@{alias}" if alias else ""))
+    show.note(f"show it: tfactory registry show {version} --lineage; evaluate it: tfactory eval {version}")
 
 
 @registry.command
-def alias(version: Of, name: str, *, remove: bool = False, at: At = None, where: Where = "runs") -> None:
-    """Let an alias name a version; --remove takes it away from whichever version it names.
+def alias(
+    version: VersionName, name: str, *, remove: bool = False, file: RegistryFile = None, where: Where = "runs"
+) -> None:
+    """Point an alias at a version, or remove an alias.
 
     ```
     tfactory registry alias agent:3 champion
@@ -153,33 +146,27 @@ def alias(version: Of, name: str, *, remove: bool = False, at: At = None, where:
     ```
 
     Args:
-        name: The alias, such as champion.
-        remove: Take the alias away.
+        name: Alias, such as champion.
+        remove: Remove the alias, whichever version of the model it points at.
     """
-    opened = _open(at, where)
+    model_registry = _open(file, where)
     if remove:
-        model = opened.get(version).model
-        print(f"{model}@{name} is gone; it was {model}:{opened.remove_alias(model, name)}")
+        model = model_registry.get(version).model
+        print(f"removed {model}@{name}; it was {model}:{model_registry.remove_alias(model, name)}")
         return
-    found, was = opened.set_alias(version, name)
-    print(f"{found.model}@{name} is {found}" + (f"; it was {found.model}:{was}" if was else ""))
+    target, previous = model_registry.set_alias(version, name)
+    print(f"{target.model}@{name} is {target}" + (f"; it was {target.model}:{previous}" if previous else ""))
 
 
 @registry.command
 def promote(
-    version: Of,
-    *overrides: Annotated[str, Parameter(help="Options of the model, as key=value: model.dtype=bfloat16")],
-    suite: str,
-    to: str = "champion",
-    first: bool = False,
-    html: Path | None = None,
-    as_json: Json = False,
-    at: At = None,
-    where: Where = "runs",
-) -> int:
-    """Give a version an alias if it proves itself against the version that has it: both are asked the same tasks with
-    the same random numbers, and the suite's section `gate:` says what must hold. The decision is kept with its
-    evidence. The exit status is 0 if it was promoted, and 1 if it was refused.
+    version: VersionName, *overrides: ModelOverrides, suite: str, to: str = "champion", first: bool = False,
+    html: Path | None = None, as_json: Json = False, file: RegistryFile = None, where: Where = "runs",
+) -> int:  # fmt: skip
+    """Move an alias to a version if the version passes a gate against the alias's present holder.
+
+    Both versions are evaluated on the same tasks with the same random seeds; section `gate:` of the suite defines the
+    checks. The registry records the decision with its evidence. Exit status: 0 if promoted, 1 if refused.
 
     ```
     tfactory registry promote agent:7 --suite release.yaml
@@ -188,36 +175,39 @@ def promote(
     ```
 
     Args:
-        suite: A YAML file with entries and a gate.
-        to: The alias.
-        first: There is no such alias yet: promote if the guards hold that need no other version.
-        html: Write a page with the decision and every task that flipped to this file.
+        suite: YAML file with the suite's entries and its gate.
+        to: Alias to move.
+        first: Promote although nothing holds the alias yet; only checks that need no other version apply.
+        html: Write an HTML page with the decision and every flipped task to this file.
     """
     from TrainingFactory.promotion.promotion import Promotion
 
-    made = Promotion(_open(at, where), version, to, suite, first, overrides, where, show.note)
-    against = f" against {made.champion}" if made.champion else ", the first"
-    show.note(f"{made.version} for {made.target}{against}; the gate of suite {made.suite.name}:")
-    for line in made.stated:
+    promotion = Promotion(_open(file, where), version, to, suite, first, overrides, where, show.note)
+    against = f" against {promotion.champion}" if promotion.champion else ", the first"
+    show.note(f"{promotion.version} for {promotion.target}{against}; gate of suite {promotion.suite.name}:")
+    for line in promotion.stated:
         show.note(f"  {line}")
-    decision = made.run(_play)
+    decision = promotion.run(_play)
     status = 0 if decision.promoted else REFUSED
+    comparison = decision.comparison
     if html is not None:
         from TrainingFactory.apps.reports.comparison_page import comparison_page
 
-        found = [decision.comparison] if decision.comparison else []
-        show.write_page(html, comparison_page(decision.sides, found, decision))
+        comparisons = [comparison] if comparison else []
+        show.write_page(html, comparison_page(decision.sides, comparisons, decision))
     if as_json:
-        print(json.dumps({"promoted": decision.promoted} | made.registry.decisions(made.version.model)[-1]))
+        recorded = promotion.registry.decisions(promotion.version.model)[-1]
+        print(json.dumps({"promoted": decision.promoted} | recorded))
         return status
-    rows = [("yes" if each.holds else "no", each.name, each.found) for each in decision.checks]
-    show.columns(["holds", "gate", "found"], rows)
-    if (found := decision.comparison) is not None:
-        change, counts = found.difference, f"{len(found.better)} better, {len(found.worse)} worse"
+    rows = [("yes" if check.holds else "no", check.name, check.found) for check in decision.checks]
+    show.columns(["passed", "check", "result"], rows)
+    if comparison is not None:
+        change = comparison.difference
+        counts = f"{len(comparison.better)} better, {len(comparison.worse)} worse"
         interval = f"{change.value:+.3f} (95 % interval {change.low:+.3f} to {change.high:+.3f})"
-        print(f"all tasks played: {interval}, {counts}, exact McNemar p = {found.p:.3g}")
-    verdict = f"is {made.target} now" if decision.promoted else f"is refused as {made.target}"
-    print(f"{made.version} {verdict}: {decision.text}")
+        print(f"all evaluated tasks: {interval}, {counts}, exact McNemar p = {comparison.p:.3g}")
+    verdict = f"is {promotion.target} now" if decision.promoted else f"is refused as {promotion.target}"
+    print(f"{promotion.version} {verdict}: {decision.text}")
     return status
 
 
@@ -231,8 +221,10 @@ def _play(name: str, evaluation: RecordedEvaluation) -> None:
 
 
 @registry.command
-def rollback(model: str, *, alias: str = "champion", at: At = None, where: Where = "runs") -> None:
-    """Give an alias the version back that it had before.
+def rollback(
+    model: str, *, alias: str = "champion", file: RegistryFile = None, where: Where = "runs"
+) -> None:
+    """Roll an alias back to its previous version.
 
     ```
     tfactory registry rollback agent
@@ -240,42 +232,36 @@ def rollback(model: str, *, alias: str = "champion", at: At = None, where: Where
     ```
 
     Args:
-        model: The registered model; agent@champion names the alias with it.
-        alias: The alias to take back.
+        model: Name of the registered model, or MODEL@ALIAS such as agent@champion.
+        alias: Alias to roll back, unless `model` includes one.
     """
-    name, _, named = model.partition("@")
-    found, was = _open(at, where).rollback(name, named or alias)
-    print(f"{name}@{named or alias} is {found} again" + (f"; it was {name}:{was}" if was else ""))
+    name, _, inline_alias = model.partition("@")
+    alias = inline_alias or alias
+    restored, previous = _open(file, where).rollback(name, alias)
+    print(f"{name}@{alias} is {restored} again" + (f"; it was {name}:{previous}" if previous else ""))
 
 
 @registry.command
-def delete(version: Of, *, at: At = None, where: Where = "runs") -> None:
-    """Delete a version that no alias names, with the files that no other version needs. Its number is not used again.
+def delete(version: VersionName, *, file: RegistryFile = None, where: Where = "runs") -> None:
+    """Delete a version that has no alias, with the files that no other version shares. Its number is never reused.
 
     ```
     tfactory registry delete agent:2
     ```
     """
     if ":" not in version:
-        raise ValueError(
-            f"say which version of {version.partition('@')[0]} to delete, by its number: agent:2"
-        )
-    found, freed = _open(at, where).delete(version)
-    print(f"deleted {found}; {freed / 1e6:.1f} MB are free again")
+        model = version.partition("@")[0]
+        raise ValueError(f"{version!r} has no version number. Name the version to delete, such as {model}:2")
+    deleted, freed = _open(file, where).delete(version)
+    print(f"deleted {deleted}; freed {freed / 1e6:.1f} MB")
 
 
 @registry.command
 def export(
-    version: Of,
-    target: str,
-    *,
-    to: Literal["hub", "mlflow"] = "hub",
-    merge: bool = False,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-    at: At = None,
-    where: Where = "runs",
-) -> None:
-    """Write a version for others: a folder as on the Hugging Face hub with a model card, or an entry in MLflow.
+    version: VersionName, target: str, *, to: Literal["hub", "mlflow"] = "hub", merge: bool = False,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None, file: RegistryFile = None, where: Where = "runs",
+) -> None:  # fmt: skip
+    """Export a version as a Hugging Face model folder with a model card, or to an MLflow model registry.
 
     ```
     tfactory registry export agent:3 my-model
@@ -283,70 +269,73 @@ def export(
     ```
 
     Args:
-        target: A new folder; with --to mlflow the address of MLflow.
-        to: What to write.
-        merge: Fold an adapter into the model under it.
-        dtype: Number format of the weights, with --to hub; that of the model if none is named.
+        target: New folder; with --to mlflow the MLflow tracking URI.
+        to: Export format.
+        merge: Merge the adapter into its base model.
+        dtype: Data type of the exported weights, with --to hub. Default: that of the model.
     """
-    opened = _open(at, where)
+    model_registry = _open(file, where)
     if to == "mlflow":
-        print(f"wrote {version} to {opened.export_to_mlflow(version, target, merge)}")
+        print(f"wrote {version} to {model_registry.export_to_mlflow(version, target, merge)}")
     else:
-        done = opened.export(version, target, merge, dtype)
-        print(f"wrote {version} with its card to {done.path}")
+        done = model_registry.export(version, target, merge, dtype)
+        print(f"wrote {version} with its model card to {done.path}")
         for text in done.notes:
             show.note(f"note: {text}")
-        show.note(f"to publish it: hf upload OWNER/NAME {done.path}")
+        show.note(f"publish it: hf upload OWNER/NAME {done.path}")
 
 
 @registry.command
 def verify(
-    version: Annotated[str | None, Parameter(help="One version; all if none is named.")] = None,
+    version: Annotated[str | None, Parameter(help="Version to verify. Default: all.")] = None,
     *,
     as_json: Json = False,
-    at: At = None,
+    file: RegistryFile = None,
     where: Where = "runs",
 ) -> int:
-    """Read every byte of the registered models, and tell what is missing or changed.
+    """Verify the checksums of all registered files and report missing or modified ones. Exit status 1: damaged.
 
     ```
     tfactory registry verify
     tfactory registry verify agent@champion
     ```
     """
-    opened = _open(at, where)
-    wrong = opened.verify(version)
-    count = 1 if version is not None else len(opened.versions())
+    model_registry = _open(file, where)
+    damaged = model_registry.verify(version)
+    count = 1 if version is not None else len(model_registry.versions())
     if as_json:
-        print(json.dumps({"versions": count, "damaged": wrong}))
-    elif not wrong:
-        print(f"{show.count(count, 'version')}: every byte is as it was registered")
-    for name, texts in {} if as_json else wrong.items():
+        print(json.dumps({"versions": count, "damaged": damaged}))
+        return DAMAGED if damaged else 0
+    if not damaged:
+        print(f"{show.count(count, 'version')}: all checksums match")
+    for name, texts in damaged.items():
         for text in texts:
             show.fail(f"{name}: {text}")
-    return DAMAGED if wrong else 0
+    return DAMAGED if damaged else 0
 
 
-def _tags(given: Sequence[str]) -> dict[str, str]:
-    pairs = [each.partition("=") for each in given]
-    if wrong := [key for key, sign, _ in pairs if not sign or not key]:
-        raise ValueError(f"--tag is KEY=VALUE (got {wrong[0]!r})")
+def _tags(options: Sequence[str]) -> dict[str, str]:
+    pairs = [option.partition("=") for option in options]
+    if invalid := [key for key, sign, _ in pairs if not sign or not key]:
+        raise ValueError(f"--tag {invalid[0]!r} is not KEY=VALUE")
     return {key: value for key, _, value in pairs}
 
 
-def _origin(version: Version) -> str:
-    made = version.lineage
-    return f"run {made['run']}, step {made['step']}" if "run" in made else f"folder {made['folder']}"
+def _source(version: Version) -> str:
+    lineage = version.lineage
+    if "run" in lineage:
+        return f"run {lineage['run']}, step {lineage['step']}"
+    return f"folder {lineage['folder']}"
 
 
-def _decision(row: dict[str, Any]) -> str:
+def _decision_text(row: dict[str, Any]) -> str:
     evidence = row["evidence"] or {}
     if row["kind"] == "refuse":
-        what = f"{row['model']}:{row['number']} as {row['alias']}"
-        return f"{what}, {row['created']} by {row['who']}: {evidence['reason']}"
+        candidate = f"{row['model']}:{row['number']} as {row['alias']}"
+        return f"{candidate}, {row['created']} by {row['who']}: {evidence['reason']}"
     alias = f"{row['model']}@{row['alias']} " if row["alias"] else ""
-    versions = (
-        f"{row['was'] or 'none'} -> {row['number'] or 'none'}" if row["alias"] else f"version {row['number']}"
-    )
-    proof = "".join(f"; {each['name']}: {each['found']}" for each in evidence.get("checks", [])[:1])
-    return f"{alias}{versions}, {row['created']} by {row['who']}{proof}"
+    versions = f"version {row['number']}"
+    if row["alias"]:
+        versions = f"{row['was'] or 'none'} -> {row['number'] or 'none'}"
+    first_check = "".join(f"; {check['name']}: {check['found']}" for check in evidence.get("checks", [])[:1])
+    return f"{alias}{versions}, {row['created']} by {row['who']}{first_check}"

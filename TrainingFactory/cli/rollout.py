@@ -1,4 +1,4 @@
-"""`tfactory rollout`: run episodes with no training, show them, save them."""
+"""`tfactory rollout`: run, print and save episodes without training."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ from TrainingFactory.types import Trajectory
 
 
 def rollout(
-    source: Annotated[str | None, Parameter(name="env-or-config")] = None,
-    /,
-    *overrides: Overrides,
-    flags: Flags | None = None,
-    out: Path | None = None,
+    source: Annotated[str | None, Parameter(name="env-or-config")] = None, /, *overrides: Overrides,
+    flags: Flags | None = None, out: Path | None = None,
     show_episodes: Annotated[int, Parameter(name="--show", validator=validators.Number(gte=0))] = 2,
     replay: str | None = None,
-) -> int:
-    """Run episodes with no training, show them and save them.
+) -> int:  # fmt: skip
+    """Run episodes without training; print the first ones and save all.
 
     ```
     tfactory rollout search
@@ -35,24 +32,23 @@ def rollout(
     ```
 
     Args:
-        source: An environment (a name, or a Python file such as weather.py or weather.py:Weather), or a
-            config that names one (a YAML file).
-        out: JSONL file for the episodes; one in the runs folder if none is named.
-        show_episodes: How many episodes to print.
-        replay: A recording whose tool calls are served again: a run, or a file of episodes that was made
-            with logging.record_tools=true.
+        source: Environment (a name, or a Python file such as weather.py or weather.py:Weather), or a config file
+            (YAML) that names one.
+        out: JSONL file for the episodes. Default: a new file in the runs folder.
+        show_episodes: Number of episodes to print.
+        replay: Recorded tool results to replay: a run, or a file of episodes written with logging.record_tools=true.
     """
     from TrainingFactory.assembly.named_files import read_config
 
-    given = [*overrides, *(flags or Flags()).overrides()]
+    options = [*overrides, *(flags or Flags()).overrides()]
     path = None
     if source is not None and source.endswith((".yaml", ".yml")):
         path = source
     elif source is not None:
-        named = "=" in source and not Path(source).exists()  # an override, with nothing before it
-        given.insert(0, source if named else key_value("environment.environment_id", source))
-    config = read_config(path, given)
-    # Imported here, so that help and a wrong config do not wait for it.
+        is_override = "=" in source and not Path(source).exists()
+        options.insert(0, source if is_override else key_value("environment.environment_id", source))
+    config = read_config(path, options)
+    # Imported here because it is slow: --help and config errors should appear at once.
     from TrainingFactory.evaluation.rollouts import Rollouts
 
     for text in notices(config):
@@ -66,7 +62,7 @@ def rollout(
         title = f"episode {number} of {count}: task {trajectory.task.id}, member {trajectory.member}"
         show.episode(trajectory, title)
     if report.interrupted:
-        show.note(f"interrupted: {count} of {rollouts.total} episodes had ended")
+        show.note(f"interrupted: {count} of {rollouts.total} episodes finished")
     if count:
         show.table(summary(report.metrics, report.trajectories))
         show.note(f"saved {show.count(count, 'episode')} to {rollouts.path}")
@@ -74,28 +70,28 @@ def rollout(
 
 
 def why_unscored(trajectories: Sequence[Trajectory]) -> str:
-    """Return the most frequent reason."""
+    """Return the most frequent reason why episodes have no reward."""
     reasons = Counter(trajectory.error for trajectory in trajectories if trajectory.reward is None)
     return str(reasons.most_common(1)[0][0])
 
 
 def summary(metrics: dict[str, float], trajectories: Sequence[Trajectory]) -> list[tuple[str, str]]:
-    """Sum up episodes, one thing a row."""
+    """Return table rows that summarise the episodes."""
     rewards = [trajectory.reward.outcome for trajectory in trajectories if trajectory.reward]
     statuses = Counter(trajectory.status for trajectory in trajectories).most_common()
     ended = ", ".join(f"{count} {name}" for name, count in statuses)
     rows = [("episodes", f"{len(trajectories)}: {ended}")]
     if rewards:
-        above = sum(reward > 0 for reward in rewards)
-        rows.append(("reward", f"{metrics['reward']:.3f} on average, over 0 in {above} of {len(rewards)}"))
+        positive = sum(reward > 0 for reward in rewards)
+        rows.append(("reward", f"mean {metrics['reward']:.3f}, positive in {positive} of {len(rewards)}"))
     for name, value in sorted(metrics.items()):
         if name.startswith("reward/") or (name.startswith("proxy/") and value):
             rows.append((name, f"{value:.3f}" if value % 1 else f"{value:g}"))
     if unscored := int(metrics["episodes/unscored"]):
-        rows.append(("not scored", f"{unscored}, mostly: {why_unscored(trajectories)}"))
+        rows.append(("unscored", f"{unscored}, most frequent reason: {why_unscored(trajectories)}"))
     rows += show.tool_rows(metrics)
     if "turns" in metrics:
-        rows.append(("turns", f"{metrics['turns']:.1f} an episode"))
+        rows.append(("turns", f"{metrics['turns']:.1f} per episode"))
     tokens, speed = int(metrics["sampled_tokens"]), metrics["tokens_per_second"]
-    rows.append(("tokens", f"{tokens} sampled in {metrics['seconds']:.1f} s, {speed:.0f} a second"))
+    rows.append(("tokens", f"{tokens} sampled in {metrics['seconds']:.1f} s, {speed:.0f} tokens/s"))
     return rows

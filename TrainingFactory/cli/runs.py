@@ -1,4 +1,4 @@
-"""`tfactory runs`: what has been trained, how it went, and going on with it."""
+"""`tfactory runs`: list, show, compare, stop and resume training runs."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ runs = App(name="runs", help="List, show, compare, stop and resume training runs
 
 @runs.command(name="list")
 def list_(*, as_json: Json = False, where: Where = "runs") -> None:
-    """List the runs, the oldest first.
+    """List the runs, oldest first.
 
     ```
     tfactory runs list
     tfactory runs list --runs /data/runs
     ```
     """
-    found = views.Runs(where).rows()
+    rows = views.Runs(where).rows()
     if as_json:
-        print(RunList(runs=found).model_dump_json())
-    elif found:
-        show.columns(("run", "state", "steps", "last", "what"), [_listed(row) for row in found])
+        print(RunList(runs=rows).model_dump_json())
+    elif rows:
+        show.columns(("run", "state", "steps", "last", "description"), [_columns(row) for row in rows])
     else:
-        show.note(f"there are no runs in {where}")
+        show.note(f"no runs in {where}")
 
 
-def _listed(row: RunRow) -> tuple[str, ...]:
+def _columns(row: RunRow) -> tuple[str, ...]:
     if row.state == "unreadable":
         return row.name, row.state, "", "", row.problem or ""
     values = {"eval/success": row.heldout and row.heldout.value, "reward": row.reward, "loss": row.loss}
     last = next((f"{key} {value:.3f}" for key, value in values.items() if value is not None), "")
-    what = row.problem or f"{row.algorithm} {row.environment or ''} {row.model}"
-    return row.name, row.state, f"{row.step}/{row.steps or '?'}", last, what
+    description = row.problem or f"{row.algorithm} {row.environment or ''} {row.model}"
+    return row.name, row.state, f"{row.step}/{row.steps or '?'}", last, description
 
 
 @runs.command(name="show")
 def show_(name: Run, *, as_json: Json = False, where: Where = "runs") -> None:
-    """Show how a run went: its state, its checkpoints, its metrics over time: steps per second, reward, tool-call
-    success and accuracy (the success on held-out tasks) first.
+    """Show a run's state, checkpoints, findings and metrics over time. Throughput, reward, tool-call success and
+    accuracy (success on held-out tasks) come first.
 
     ```
     tfactory runs show grpo-search-1
@@ -72,32 +72,31 @@ def show_(name: Run, *, as_json: Json = False, where: Where = "runs") -> None:
         values = [row[key] for row in metrics if key in row]
         ends = [form.format(value) for value in (values[0], values[-1], min(values), max(values))]
         table.append((label, *ends, curve(values)))
-    show.columns(["metric", "first", "last", "least", "most", "curve"], table)
+    show.columns(["metric", "first", "last", "min", "max", "curve"], table)
     _plot(metrics)
     show.table(list(run_tables.asked_in_words(metrics)))
-    for found in views.findings(run):
-        show.note(f"{found.severity}, {found.when}: {found.name}: {found.sentence}. {found.remedy}")
+    for finding in views.findings(run):
+        show.note(f"{finding.severity}, {finding.when}: {finding.name}: {finding.sentence}. {finding.remedy}")
     if run.state in ("interrupted", "failed", "killed"):
-        show.note(f"go on with: {run.resume_command}")
+        show.note(f"resume with: {run.resume_command}")
 
 
 def _plot(metrics: run_tables.Rows) -> None:
-    """Draw the whole run: what it is judged by, over all its steps."""
+    """Print a plot of the reward, or of the loss if there is none, over all steps."""
     name = next((name for name in ("reward", "loss") if any(name in row for row in metrics)), None)
     if name is None:
         return
     rows = [row for row in metrics if name in row]
     values, form = [row[name] for row in rows], run_tables.FORMATS[name]
     lines = plot(values)
-    sides = [form.format(max(values)), *[""] * (len(lines) - 2), form.format(min(values))]
-    steps = f"{name}, steps {rows[0]['step']} to {rows[-1]['step']}"
-    show.columns(["", steps], list(zip(sides, lines, strict=True)))
+    axis_labels = [form.format(max(values)), *[""] * (len(lines) - 2), form.format(min(values))]
+    title = f"{name}, steps {rows[0]['step']} to {rows[-1]['step']}"
+    show.columns(["", title], list(zip(axis_labels, lines, strict=True)))
 
 
 @runs.command
 def report(name: Run, *, out: Path | None = None, where: Where = "runs") -> None:
-    """Write a page about a run: its curves, what was seen going wrong, some episodes, its config. It needs nothing
-    beside it.
+    """Write a self-contained HTML report of a run: curves, findings, sample episodes and the config.
 
     ```
     tfactory runs report grpo-search-1
@@ -105,7 +104,7 @@ def report(name: Run, *, out: Path | None = None, where: Where = "runs") -> None
     ```
 
     Args:
-        out: The HTML file; run.html in the run's folder if none is named.
+        out: HTML file to write. Default: run.html in the run's folder.
     """
     from TrainingFactory.apps.views.run_report import run_page
 
@@ -115,46 +114,40 @@ def report(name: Run, *, out: Path | None = None, where: Where = "runs") -> None
 
 @runs.command
 def compare(*names: Run, as_json: Json = False, where: Where = "runs") -> None:
-    """Compare runs: the options in which they differ, their last metrics, and what judges have been asked in all.
+    """Compare runs: differing options, last metrics, and total judge requests and cost.
 
     ```
     tfactory runs compare grpo-search-1 grpo-search-2
     ```
 
     Args:
-        names: Names or folders of two runs or more.
+        names: Names or folders of at least two runs.
     """
     if len(names) < 2:
-        raise ValueError("name two runs or more to compare")
-    found = [RunFolder.find(name, where) for name in names]
-    differ = views.diff(found)
+        raise ValueError("nothing to compare. Name at least two runs: tfactory runs compare A B")
+    folders = [RunFolder.find(name, where) for name in names]
+    diff = views.diff(folders)
     if as_json:
-        print(differ.model_dump_json())
+        print(diff.model_dump_json())
         return
-    metrics = [run.metrics() for run in found]
-    last = [run_tables.latest(each) | run_tables.asked(each) for each in metrics]
-    forms = run_tables.shown([row for each in metrics for row in each])
-    forms |= dict.fromkeys((key for each in metrics for key in run_tables.asked(each)), "{:.6g}")
-    rows = [(row["key"], *map(str, row["values"])) for row in differ.rows]
-    rows.append(("steps", *(str(run.status.step) for run in found)))
-    rows += [(key, *(form.format(f[key]) if key in f else "" for f in last)) for key, form in forms.items()]
-    show.columns(["", *(run.name for run in found)], rows)
+    histories = [run.metrics() for run in folders]
+    last = [run_tables.latest(history) | run_tables.asked(history) for history in histories]
+    forms = run_tables.shown([row for history in histories for row in history])
+    forms |= dict.fromkeys((key for history in histories for key in run_tables.asked(history)), "{:.6g}")
+    rows = [(row["key"], *map(str, row["values"])) for row in diff.rows]
+    rows.append(("steps", *(str(run.status.step) for run in folders)))
+    for key, form in forms.items():
+        rows.append((key, *(form.format(values[key]) if key in values else "" for values in last)))
+    show.columns(["", *(run.name for run in folders)], rows)
 
 
 @runs.command
 def episodes(
-    name: Run,
-    *,
-    step: int | None = None,
-    task: str | None = None,
-    best: Count | None = None,
-    worst: Count | None = None,
-    show_tasks: Annotated[Count | None, Parameter(name="--show")] = None,
-    html: Path | None = None,
-    as_json: Json = False,
-    where: Where = "runs",
-) -> None:
-    """Show the episodes of a step with every token coloured by its advantage: what was rewarded, and what was blamed.
+    name: Run, *, step: int | None = None, task: str | None = None, best: Count | None = None,
+    worst: Count | None = None, show_tasks: Annotated[Count | None, Parameter(name="--show")] = None,
+    html: Path | None = None, as_json: Json = False, where: Where = "runs",
+) -> None:  # fmt: skip
+    """Show the episodes of a step with every token coloured by its advantage: green is reinforced, red discouraged.
 
     ```
     tfactory runs episodes search
@@ -163,16 +156,15 @@ def episodes(
     tfactory runs episodes search --step 12 --json
     ```
 
-    With --json and a task, its episodes in full; with --json alone a row for each, up to 1000, of the step or of all.
+    --json with --task prints the task's episodes in full; --json alone prints one row per episode, at most 1000.
 
     Args:
-        step: Which step, from 1; the last if none is named, or the last that took the task.
-        task: Only the episodes of this task.
-        best: Of each task only so many episodes with the highest rewards.
-        worst: Of each task only so many with the lowest rewards; with --best both.
-        show_tasks: How many tasks, those with the largest advantages first; one on a terminal, all on a
-            page.
-        html: Write a page with everything to this file, instead of printing it.
+        step: Step number, from 1. Default: the last step, or the last one that sampled the task.
+        task: Show only the episodes of this task.
+        best: Show only the N episodes with the highest reward of each task.
+        worst: Show only the N episodes with the lowest reward of each task; combines with --best.
+        show_tasks: Number of tasks, largest advantages first. Default: 1 on a terminal, all in an HTML page.
+        html: Write an HTML page to this file instead of printing.
     """
     from TrainingFactory.apps.reports.run_credit import choose, credit_title, run_credit
     from TrainingFactory.apps.views.credit import group_credit
@@ -182,29 +174,27 @@ def episodes(
     run = RunFolder.find(name, where)
     if as_json:
         index = EpisodeIndex(run)
-        found = (
-            group_credit(run, step, task, index)
-            if task
-            else index.page(Query(step=step, limit=MOST), whole=True)
-        )
-        print(found.model_dump_json())
+        if task:
+            print(group_credit(run, step, task, index).model_dump_json())
+        else:
+            print(index.page(Query(step=step, limit=MOST), whole=True).model_dump_json())
         return
     step, credit = run_credit(run, step, task)
-    found = [group for group in credit.groups if task is None or group.task == task]
-    limit = show_tasks or (1 if html is None and task is None else len(found))
-    shown = choose(credit, found[:limit], best, worst)
+    groups = [group for group in credit.groups if task is None or group.task == task]
+    limit = show_tasks or (1 if html is None and task is None else len(groups))
+    shown = choose(credit, groups[:limit], best, worst)
     title = credit_title(run, step)
     if html is not None:
         show.write_page(html, replace(credit, groups=shown).page(title))
         return
-    printing.groups(credit, shown, found)
+    printing.groups(credit, shown, groups)
     for text in (title, *credit.notes):
         show.note(text)
 
 
 @runs.command
 def stop(name: Run, *, where: Where = "runs") -> None:
-    """Ask a run that another process trains to save a checkpoint and end, as by Ctrl-C there.
+    """Stop a run that another process is training: save a checkpoint and exit, as after Ctrl-C.
 
     ```
     tfactory runs stop grpo-search-1
@@ -214,16 +204,17 @@ def stop(name: Run, *, where: Where = "runs") -> None:
 
     run = RunFolder.find(name, where)
     pid = stopping.stop(run)
-    show.note(f"process {pid} is asked to stop; when it has, go on with: {run.resume_command}")
+    show.note(f"asked process {pid} to stop; after it has exited, resume with: {run.resume_command}")
 
 
 @runs.command
 def resume(name: Run, *, where: Where = "runs") -> int:
-    """Go on with a run from its last checkpoint, exactly as if it had not stopped. Its options are those in its
-    config.yaml, and none are given here. What does not change what is learned may be edited there before: model.device,
-    training.token_budget, training.gradient_checkpointing, sampling.slots, compute.learners, addresses, budgets and
-    time-outs in reward.options, reward.max_unscored, reward.max_equal_steps, environment.episode_timeout,
-    logging.checkpoint_every. Other changes belong into a new run.
+    """Resume a run from its last checkpoint, exactly as if it had not stopped.
+
+    Options come from the run's config.yaml, not from the command line. Before resuming you can edit the keys there that
+    do not affect learning: model.device, training.token_budget, training.gradient_checkpointing, sampling.slots,
+    compute.learners, addresses, budgets and timeouts in reward.options, reward.max_unscored, reward.max_equal_steps,
+    environment.episode_timeout, logging.checkpoint_every. For any other change start a new run.
 
     ```
     tfactory runs resume grpo-search-1
@@ -237,7 +228,7 @@ def resume(name: Run, *, where: Where = "runs") -> int:
         return 0
     run = RunFolder.find(name, where)
     if run.status.status == "finished":
-        show.note(f"run {name} is finished; nothing to do")
+        show.note(f"run {name} is already finished; nothing to resume")
         return 0
     display = Display()
     display.earlier(run.metrics())

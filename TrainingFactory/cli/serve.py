@@ -1,4 +1,4 @@
-"""`tfactory serve`: a model behind an OpenAI-compatible address."""
+"""`tfactory serve`: serve a model through an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -15,18 +15,14 @@ from TrainingFactory.protocols import Sampler
 
 
 def serve(
-    model: Annotated[str, Parameter(name="model-or-run")],
-    /,
-    *overrides: str,
-    host: str = "127.0.0.1",
-    port: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=65535))] = 8000,
-    name: str | None = None,
-    queue: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 256,
-    api_key_env: str | None = None,
-) -> int:
-    """Serve a model, or what a run has made, to any OpenAI client: chat completions with tools and streaming.
+    model: Annotated[str, Parameter(name="model-or-run")], /, *overrides: str, host: str = "127.0.0.1",
+    port: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=65535))] = 8000, name: str | None = None,
+    queue: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 256, api_key_env: str | None = None,
+) -> int:  # fmt: skip
+    """Serve a model or a run through an OpenAI-compatible API: chat completions with tools and streaming.
 
-    The name agent@champion is followed: when it becomes another version, that one answers, and no request is lost.
+    A registry alias such as agent@champion is followed: when it moves to another version, the server swaps the weights
+    without dropping a request.
 
     ```
     tfactory serve runs/grpo-search-1
@@ -36,46 +32,47 @@ def serve(
     ```
 
     Args:
-        model: A run (its name or folder; its last checkpoint is taken, or sft@step-40), a checkpoint, a
-            registered model (agent, agent:3, agent@champion), the folder of an adapter, or a model.
-        overrides: Options of the config, as key=value: model.dtype=bfloat16
-        host: The address to serve at; by default programs on this machine only can connect.
-        port: 0 picks a free one.
-        name: What clients call the model; by default what it is called here.
-        queue: Answers that may wait while all slots are in use; more are refused with status 429.
-        api_key_env: Environment variable with a key that clients must send as `authorization: Bearer KEY`.
+        model: Run name or folder (its last checkpoint; sft@step-40 selects another), checkpoint, registered model
+            (agent, agent:3, agent@champion), adapter folder, or model name.
+        overrides: Config overrides as key=value, such as model.dtype=bfloat16.
+        host: Address to bind. Default: only this machine can connect.
+        port: Port; 0 picks a free one.
+        name: Model name that clients send. Default: the name given here.
+        queue: Maximum number of requests that wait while all slots are busy; further ones get HTTP status 429.
+        api_key_env: Environment variable with the key that clients must send as `authorization: Bearer KEY`.
     """
-    # Imported here: fastapi, uvicorn, torch and transformers take seconds, and help should not wait for them.
+    # Imported here because fastapi, uvicorn, torch and transformers take seconds: --help should appear at once.
     from TrainingFactory.apps.serving.follow import following
     from TrainingFactory.apps.serving.served import served_config
     from TrainingFactory.apps.serving.server import make_server
     from TrainingFactory.common.http import listen
     from TrainingFactory.resolve.model_names import find_model
 
-    where = places(overrides)
-    found = find_model(model, *where)
-    config = served_config(found, overrides)
+    paths = places(overrides)
+    resolved = find_model(model, *paths)
+    config = served_config(resolved, overrides)
     key = listen.key_from(api_key_env)
     local = listen.is_loopback(host)
     if not local:
         warning = f"warning: --host {host} lets other machines use this model, without encryption"
-        show.note(warning if key else f"{warning} and without a key; --api-key-env NAME asks for one")
+        show.note(warning if key else f"{warning} and without a key; require one with --api-key-env NAME")
     with listen.bind(host, port) as bound:
-        version = None if found.version is None else str(found.version)
+        version = None if resolved.version is None else str(resolved.version)
         server = make_server(config, name or model, queue, version, show.note)
         app = server.api(key, local).app
-        which = server.name if version in (None, server.name) else f"{server.name} ({version})"
-        told = f"serving {which} at {listen.address_of(bound)}/v1 (Ctrl-C stops)"
-        follow = following(server, found, overrides, *where, show.note)
+        full_name = server.name if version in (None, server.name) else f"{server.name} ({version})"
+        ready = f"serving {full_name} at {listen.address_of(bound)}/v1 (Ctrl-C stops)"
+        follow = following(server, resolved, overrides, *paths, show.note)
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server), follow:
-            asyncio.run(_answer(server.served.sampler, listen.make_server(app).serve([bound]), told))
+            asyncio.run(_serve(server.served.sampler, listen.make_server(app).serve([bound]), ready))
     show.note("stopped")
     return 0
 
 
-async def _answer(sampler: Sampler, serving: Coroutine[Any, Any, None], told: str) -> None:
+async def _serve(sampler: Sampler, serving: Coroutine[Any, Any, None], ready: str) -> None:
+    """Print `ready` when the engines are up, then serve requests."""
     from TrainingFactory.assembly.fleet import await_engines
 
     await await_engines(sampler)
-    print(told, flush=True)
+    print(ready, flush=True)
     await serving

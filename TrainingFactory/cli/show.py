@@ -1,5 +1,5 @@
-"""Episodes, summaries and messages on a terminal. Texts of models and tools are shown as they are, never as
-markup and never as terminal commands."""
+"""Terminal output: episodes, tables and messages. Texts of models and tools are printed literally: rich markup is not
+interpreted, and terminal control characters are escaped."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from TrainingFactory.data.samples import turn_spans
 from TrainingFactory.runs.episode_texts import reward_text, said
 from TrainingFactory.types import Message, ToolSpec, Trajectory
 
-MAX_CHARS = 1500  # of one text; the saved file has it whole
-PLAIN_WIDTH = 120  # columns where there is no terminal to ask
+MAX_CHARS = 1500  # printed characters of one text; saved files are not truncated
+PLAIN_WIDTH = 120  # columns when the output is not a terminal
 INTERRUPTED = 130  # exit status
 STATUS_STYLES = {"done": "green", "max_turns": "yellow", "truncated": "yellow"}
 ROLE_STYLES = {
@@ -28,13 +28,13 @@ ROLE_STYLES = {
 
 
 def console(stderr: bool) -> Console:
-    """Colours only on a terminal, and none where NO_COLOR is set."""
+    """Return a console that uses colours only on a terminal, and none if NO_COLOR is set."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
 
 
 def note(text: str, screen: Console | None = None) -> None:
-    """Print a line beside the results: what is going on, where a file is."""
+    """Print a progress message, hint or warning to stderr, apart from the results on stdout."""
     (screen or console(stderr=True)).print(Text(clean(text)), soft_wrap=True)
 
 
@@ -43,10 +43,10 @@ def fail(text: str) -> None:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write a page and say where it is."""
+    """Write an HTML page and print its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
-    note(f"the page: {path}")
+    note(f"wrote {path}")
 
 
 def table(rows: list[tuple[str, str]]) -> None:
@@ -57,7 +57,7 @@ def table(rows: list[tuple[str, str]]) -> None:
 
 
 def tool_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
-    """Tell how the tools did: all calls of the model, then every tool that was called, by the reward too."""
+    """Return table rows for the model's tool calls, then one for each tool that the model or the reward called."""
     calls = int(metrics["tool_calls"])
     succeeded = f", {metrics['tool_success']:.0%} succeeded" if calls else ""
     rows = [("tool calls", f"{calls}{succeeded}")]
@@ -77,7 +77,7 @@ def tool_text(metrics: dict[str, float], prefix: str = "tools") -> str:
 
 
 def columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table with a head."""
+    """Print a table with a header row."""
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in names:
         grid.add_column(Text(clean(name)), overflow="fold")
@@ -87,25 +87,24 @@ def columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def grid() -> Table:
-    """Return an empty table of (who, what) without lines."""
-    made = Table.grid(padding=(0, 1))
-    made.add_column(width=9)
-    made.add_column(overflow="fold")
-    return made
+    """Return an empty borderless table with the columns role and text."""
+    rows = Table.grid(padding=(0, 1))
+    rows.add_column(width=9)
+    rows.add_column(overflow="fold")
+    return rows
 
 
 def episode(trajectory: Trajectory, title: str) -> None:
-    """Print one episode as a conversation, with a line on how it ended."""
+    """Print one episode as a conversation, followed by its status, reward and length."""
     rows = _opening(trajectory.prompt, trajectory.tools)
     row = 0
     for turn, span in zip(trajectory.turns, turn_spans(trajectory), strict=True):
-        if span.row > row:  # an agent's own program may hold several conversations in an episode
+        if span.row > row:  # an external agent may hold several conversations in one episode
             row = span.row
-            rows.add_row(
-                Text(f"row {row + 1}", style="dim"), Text(f"({len(turn.prompt_ids)} tokens)", style="dim")
-            )
+            length = f"({len(turn.prompt_ids)} tokens)"
+            rows.add_row(Text(f"row {row + 1}", style="dim"), Text(length, style="dim"))
         _add_message(rows, turn.message)
-        # Replies of the user's side carry no result; those of tools come in the order of their results.
+        # User replies have no result; tool replies are in the order of their results.
         results = iter(turn.tool_results)
         for reply in turn.replies:
             result = next(results, None) if reply.role == "tool" else None
@@ -114,7 +113,7 @@ def episode(trajectory: Trajectory, title: str) -> None:
 
 
 def conversation(title: str, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
-    """Print a conversation of a dataset."""
+    """Print a conversation from a dataset."""
     _print(title, _opening(messages, tools))
 
 
@@ -123,19 +122,20 @@ def _opening(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
     for message in prompt:
         _add_message(rows, message)
     if tools:
-        schemas = [(tool.name, tool.parameters.get("properties")) for tool in tools]  # of clients: anything
-        listed = [f"{name}({', '.join(each) if isinstance(each, dict) else ''})" for name, each in schemas]
-        rows.add_row(Text("tools", style="dim"), Text(clean(", ".join(listed))))
+        # Schemas that API clients sent are not validated: `properties` may be anything.
+        schemas = [(tool.name, tool.parameters.get("properties")) for tool in tools]
+        names = [f"{name}({', '.join(keys) if isinstance(keys, dict) else ''})" for name, keys in schemas]
+        rows.add_row(Text("tools", style="dim"), Text(clean(", ".join(names))))
     return rows
 
 
 def _add_message(rows: Table, message: Message, failed: bool = False) -> None:
     if message.reasoning:
         rows.add_row(Text("thinking", style="dim italic"), body(message.reasoning, "dim"))
-    unreadable = {call.error for call in message.tool_calls}
-    for who, what in said(message):
-        style = "red" if failed or what in unreadable else ""
-        rows.add_row(Text(who, style=ROLE_STYLES[who]), body(what or "(no text)", style))
+    parse_errors = {call.error for call in message.tool_calls}
+    for role, text in said(message):
+        style = "red" if failed or text in parse_errors else ""
+        rows.add_row(Text(role, style=ROLE_STYLES[role]), body(text or "(no text)", style))
 
 
 def _print(title: str, rows: Table, *after: Text) -> None:
@@ -146,17 +146,17 @@ def _print(title: str, rows: Table, *after: Text) -> None:
 
 
 def body(text: str, style: str = "") -> Text:
-    """Return a text of anybody, cut if it is very long."""
-    cut = f" [... {len(text) - MAX_CHARS} more characters]" if len(text) > MAX_CHARS else ""
-    return Text(clean(text[:MAX_CHARS] + cut), style=style)
+    """Return an untrusted text, escaped and truncated to MAX_CHARS."""
+    rest = f" [... {len(text) - MAX_CHARS} more characters]" if len(text) > MAX_CHARS else ""
+    return Text(clean(text[:MAX_CHARS] + rest), style=style)
 
 
 def _ending(trajectory: Trajectory) -> Text:
     tokens = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
-    scored = clean(reward_text(trajectory.reward))
+    reward = clean(reward_text(trajectory.reward))
     line = Text.assemble(
         (trajectory.status, STATUS_STYLES.get(trajectory.status, "red")),
-        f" | {scored} | {count(len(trajectory.turns), 'turn')}, {tokens} tokens, {trajectory.seconds:.1f} s",
+        f" | {reward} | {count(len(trajectory.turns), 'turn')}, {tokens} tokens, {trajectory.seconds:.1f} s",
     )
     if trajectory.error:
         line.append(clean(f"\n{trajectory.error}"), "red")

@@ -1,4 +1,4 @@
-"""`tfactory tools`: what servers offer, one call, and how fast calls are."""
+"""`tfactory tools`: list tools, call one, benchmark one."""
 
 from __future__ import annotations
 
@@ -23,69 +23,69 @@ from TrainingFactory.common.texts import clean
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 TOOL_FAILED = 1
-MAX_BRIEF = 80  # characters of a description
-WARM_UP = 5  # calls before the clock starts
-Config = Annotated[
+MAX_DESCRIPTION = 80  # printed characters of a tool's description
+WARMUP_CALLS = 5  # calls before the measurement
+ToolFile = Annotated[
     str | None,
     Parameter(
-        help="What offers the tool: a config (YAML) with tools or an environment, a Python file, or an mcpServers "
-        "file (JSON or .pydata). Without it, NAME is a tool that comes along, or FILE.py:FUNCTION."
+        help="File that provides the tool: a config (YAML) with tools or an environment, a Python file, or an "
+        "mcpServers file (JSON or .pydata). Without it, NAME is a built-in tool or FILE.py:FUNCTION."
     ),
 ]
 Call = Callable[[], Awaitable[ToolResult]]
 
-tools = App(name="tools", help="Look at tools, call one, measure one.")
+tools = App(name="tools", help="List tools, call one, benchmark one.")
 
 
 @tools.command(name="list")
 async def list_tools(
     config: Path | None = None, as_json: Annotated[bool, Parameter(name="--json")] = False
 ) -> None:
-    """Show servers, their tools, the arguments of each and the options it has.
+    """List the built-in tools, or MCP servers with their tools, arguments and options.
 
     ```
     tfactory tools list --config mcp.json
     ```
 
     Args:
-        config: The mcpServers file (JSON or .pydata). Without one, the tools that come with
-            TrainingFactory.
-        as_json: Print JSON, with the whole schemas.
+        config: mcpServers file (JSON or .pydata). Default: list the built-in tools.
+        as_json: Print JSON with the full schemas.
     """
     from TrainingFactory.common import catalog
     from TrainingFactory.tools import MCPTools
 
     if config is None:
-        known = [(name, inspect.getdoc(catalog.find("tool", name)) or "") for name in catalog.names("tool")]
+        builtin = [(name, inspect.getdoc(catalog.find("tool", name)) or "") for name in catalog.names("tool")]
         if as_json:
-            print(json.dumps(dict(known), indent=2, ensure_ascii=False))
+            print(json.dumps(dict(builtin), indent=2, ensure_ascii=False))
         else:
-            show.table([(name, _brief(text)) for name, text in known])
-            show.note("the tools of your servers: tfactory tools list --config mcp.json")
+            show.table([(name, _first_line(text)) for name, text in builtin])
+            show.note("list the tools of your MCP servers: tfactory tools list --config mcp.json")
         return
     async with MCPTools.load_from_config(config) as loaded:
         if as_json:
             print(json.dumps([asdict(offer) for offer in loaded.offers], indent=2, ensure_ascii=False))
             return
-        about = {
+        sources = {
             name: f"{server.target} ({server.transport}, {server.settings.isolation})"
             for name, server in loaded.configs.items()
         }
-        for name, target in (
-            about | ({"": "built-in tools that the file names"} if loaded.named else {})
-        ).items():
+        if loaded.named:
+            sources[""] = "built-in tools named in the file"
+        for name, target in sources.items():
             offers = [offer for offer in loaded.offers if offer.server == name]
             show.table([(name, f"{target}: {show.count(len(offers), 'tool')}")])
-            rows = [
-                (each.spec.name, _arguments(each.spec), _marks(each.options), _brief(each.spec.description))
-                for each in offers
-            ]
+            rows = []
+            for offer in offers:
+                spec = offer.spec
+                options = _changed_options(offer.options)
+                rows.append((spec.name, _arguments(spec), options, _first_line(spec.description)))
             show.columns(("tool", "arguments", "options", "description"), rows)
 
 
 @tools.command(name="call")
-async def call_tool(name: str, /, *arguments: str, config: Config = None) -> int:
-    """Call one tool and print its result as a model would see it.
+async def call_tool(name: str, /, *arguments: str, config: ToolFile = None) -> int:
+    """Call one tool and print its result as the model sees it.
 
     ```
     tfactory tools call calculator expression=2+3
@@ -95,10 +95,10 @@ async def call_tool(name: str, /, *arguments: str, config: Config = None) -> int
     ```
 
     Args:
-        name: The tool's name, or FILE.py:FUNCTION.
-        arguments: key=value, or one JSON object. Values are read as JSON where the tool takes no text.
+        name: Tool name, or FILE.py:FUNCTION.
+        arguments: Tool arguments as key=value, or one JSON object. Values of non-string parameters are parsed as JSON.
     """
-    async with _episode(config, name, arguments) as call:
+    async with _prepared_call(config, name, arguments) as call:
         result = await call()
     if result.ok:
         print(clean(result.content))
@@ -110,86 +110,88 @@ async def call_tool(name: str, /, *arguments: str, config: Config = None) -> int
 
 @tools.command(name="bench")
 async def bench_tool(
-    name: str, /, *arguments: str, config: Config = None, calls: Count = 200, concurrency: Count = 16
+    name: str, /, *arguments: str, config: ToolFile = None, calls: Count = 200, concurrency: Count = 16
 ) -> int:
-    """Measure latency and throughput of one tool, one call at a time and many at once.
+    """Measure latency and throughput of one tool, with sequential and with concurrent calls.
 
     ```
     tfactory tools bench echo message=hello --config mcp.json --concurrency 64
     ```
 
     Args:
-        name: The tool. It is really called, so choose one that may be.
-        arguments: key=value, or one JSON object.
-        calls: Calls in each of the two measurements.
-        concurrency: Calls at the same time in the second one.
+        name: Tool name, or FILE.py:FUNCTION. The tool is really called, so choose one without side effects.
+        arguments: Tool arguments as key=value, or one JSON object.
+        calls: Number of calls in each of the two measurements.
+        concurrency: Number of concurrent calls in the second measurement.
     """
     rows = []
-    async with _episode(config, name, arguments) as call:
+    async with _prepared_call(config, name, arguments) as call:
         result = await call()
-        for _ in range(WARM_UP):
+        for _ in range(WARMUP_CALLS):
             await call()
-        for width in (1, concurrency):
+        for workers in (1, concurrency):
             with Display() as display:
-                rows.append(await _measure(call, calls, width, display))
-    show.columns(("at once", "calls/s", "p50 ms", "p95 ms", "failed"), rows)
+                rows.append(await _measure(call, calls, workers, display))
+    show.columns(("concurrency", "calls/s", "p50 ms", "p95 ms", "failed"), rows)
     if not result.ok:
         show.fail(f"{name}: {result.error}: {result.content}")
     return 0 if result.ok else TOOL_FAILED
 
 
 @asynccontextmanager
-async def _episode(config: str | None, name: str, arguments: tuple[str, ...]) -> AsyncIterator[Call]:
-    """Open the tools and give a function that makes the call."""
-    # Imported here, so that help and a wrong flag do not wait for it.
+async def _prepared_call(config: str | None, name: str, arguments: tuple[str, ...]) -> AsyncIterator[Call]:
+    """Open the tools and yield a function that makes the call."""
+    # Imported here because it is slow: --help and invalid options should be answered at once.
     from TrainingFactory.assembly.tool_calls import open_tools
 
     async with open_tools(config, name) as executor:
         specs = {tool.spec.name: tool.spec for tool in executor.tools}
-        if config is None and len(specs) == 1:  # NAME is the tool's file, or another name of it
+        if config is None and len(specs) == 1:  # NAME is FILE.py:FUNCTION or an alias of the tool
             name = next(iter(specs))
-        given = _read_arguments(specs.get(name, ToolSpec(name, "")), arguments)
+        values = _parse_arguments(specs.get(name, ToolSpec(name, "")), arguments)
 
         async def call() -> ToolResult:
             try:
-                (result,) = await executor.batch_execute([ToolCall(name, given)])
-            except ToolFailure as failure:  # the session is gone; an episode would end here
+                (result,) = await executor.batch_execute([ToolCall(name, values)])
+            except ToolFailure as failure:  # the server session is lost; in a run this ends the episode
                 result = ToolResult(str(failure), ok=False, error="tool_failure")
             return result
 
         yield call
 
 
-async def _measure(call: Call, calls: int, width: int, display: Display) -> tuple[str, ...]:
-    """Return a row of the table."""
-    left, failed, seconds = iter(range(calls)), 0, list[float]()
+async def _measure(call: Call, calls: int, workers: int, display: Display) -> tuple[str, ...]:
+    """Make `calls` calls from `workers` concurrent workers and return a row of the table."""
+    remaining = iter(range(calls))
+    failed = 0
+    seconds: list[float] = []
 
     async def work() -> None:
         nonlocal failed
-        for _ in left:
-            begun = time.perf_counter()
+        for _ in remaining:
+            call_started = time.perf_counter()
             result = await call()
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - call_started)
             failed += not result.ok
-            display.advance(f"calls, {width} at a time", calls)
+            display.advance(f"calls, {workers} concurrent", calls)
 
     started = time.perf_counter()
-    await asyncio.gather(*(work() for _ in range(width)))
+    await asyncio.gather(*(work() for _ in range(workers)))
     rate = calls / (time.perf_counter() - started)
     p95 = sorted(seconds)[int(calls * 0.95)]
     times = (f"{statistics.median(seconds) * 1000:.1f}", f"{p95 * 1000:.1f}")
-    return str(width), f"{rate:.0f}", *times, str(failed)
+    return str(workers), f"{rate:.0f}", *times, str(failed)
 
 
-def _read_arguments(spec: ToolSpec, given: tuple[str, ...]) -> dict[str, Any]:
-    """Read key=value or JSON; what is wrong with the values is for the tool's own schema to say."""
-    if len(given) == 1 and given[0].lstrip().startswith("{"):
-        return json.loads(given[0])  # its ValueError says where it is none
+def _parse_arguments(spec: ToolSpec, arguments: tuple[str, ...]) -> dict[str, Any]:
+    """Parse key=value arguments or one JSON object. The tool's own schema validates the values."""
+    if len(arguments) == 1 and arguments[0].lstrip().startswith("{"):
+        return json.loads(arguments[0])  # JSONDecodeError is a ValueError that names the position
     values = {}
-    for text in given:
+    for text in arguments:
         key, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(f"{text!r} is not key=value")
+            raise ValueError(f"{text!r} is not key=value. Write NAME=VALUE, or one JSON object.")
         values[key] = value
         if spec.parameters.get("properties", {}).get(key, {}).get("type") != "string":
             with suppress(json.JSONDecodeError):
@@ -203,8 +205,8 @@ def _arguments(spec: ToolSpec) -> str:
     return ", ".join(name if name in required else f"[{name}]" for name in properties)
 
 
-def _marks(options: Any) -> str:
-    """Return the options that are not at their defaults."""
+def _changed_options(options: Any) -> str:
+    """Return the options that differ from their defaults."""
     from TrainingFactory.tools import ToolOptions
 
     defaults = asdict(ToolOptions()) | {"server": options.server, "version": options.version}
@@ -212,5 +214,5 @@ def _marks(options: Any) -> str:
     return " ".join(name if value is True else f"{name}={value}" for name, value in changed.items())
 
 
-def _brief(text: str) -> str:
-    return textwrap.shorten(text.strip().partition("\n")[0], MAX_BRIEF, placeholder="...")
+def _first_line(text: str) -> str:
+    return textwrap.shorten(text.strip().partition("\n")[0], MAX_DESCRIPTION, placeholder="...")

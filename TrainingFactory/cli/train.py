@@ -1,4 +1,4 @@
-"""`tfactory train`: from a config to a trained model."""
+"""`tfactory train`: train a model from a config."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 def train(config: str, /, *overrides: Overrides, name: str | None = None, replay: str | None = None) -> int:
-    """Train a model as a config says; Ctrl-C or SIGTERM saves a checkpoint and prints the command that
-    resumes the run.
+    """Train a model from a config. Ctrl-C or SIGTERM saves a checkpoint and prints the command that resumes the run.
 
     ```
     tfactory train configs/tiny_sft.yaml --name warm
@@ -25,18 +24,17 @@ def train(config: str, /, *overrides: Overrides, name: str | None = None, replay
     ```
 
     Args:
-        config: A config (a YAML file).
-        name: Name of the run, a folder under logging.output_dir; made from algorithm, environment and time
-            if not given.
-        replay: A run whose recorded tool calls are served again, with no tool called and no server started.
+        config: Config file (YAML).
+        name: Name of the run and of its folder under logging.output_dir. Default: algorithm, environment and time.
+        replay: Run whose recorded tool results are replayed; no tool is called and no server started.
     """
     from TrainingFactory.assembly.learner_processes import served
     from TrainingFactory.assembly.named_files import read_config
 
     options = read_config(config, overrides)
-    if served(options) is not None:  # by rank 0, which also tells how it goes
+    if served(options) is not None:  # a learner process of rank 0, which reports the progress
         return 0
-    # Imported here, so that help and a wrong config do not wait for it.
+    # Imported here because it is slow: --help and config errors should appear at once.
     from TrainingFactory.trainers.training_run import Training
 
     for text in [*notices(options), *unused(options)]:
@@ -46,20 +44,20 @@ def train(config: str, /, *overrides: Overrides, name: str | None = None, replay
 
 
 def follow(training: Training, display: Display) -> int:
-    """Train with the display around it and return the exit status."""
+    """Train with the display open, print the result and return the exit status."""
     run = training.run
     show.note(f"run {run.name} in {run.path}: {show.count(training.total, 'step')}")
     with display:
         report = training.train()
     if report.state == "interrupted":
-        show.note(f"interrupted after {show.count(report.steps, 'step')}; go on with: {run.resume_command}")
+        show.note(f"interrupted after {show.count(report.steps, 'step')}; resume with: {run.resume_command}")
         return show.INTERRUPTED
     if report.tools.get("tools/calls"):
         show.note(f"tool calls: {show.tool_text(report.tools)}")
     if report.checkpoint is not None:
         show.note(f"finished; the model is in {report.checkpoint}")
-        use = f"evaluate it: tfactory eval {run.shown}"
+        next_step = f"evaluate it: tfactory eval {run.shown}"
         if training.config.training.algorithm == "reward_model":
-            use = f"let it score: reward.type=learned reward.model={run.path}"
-        show.note(f"look at it: tfactory runs show {run.shown}; {use}")
+            next_step = f"use it as a reward: reward.type=learned reward.model={run.path}"
+        show.note(f"see its metrics: tfactory runs show {run.shown}; {next_step}")
     return 0

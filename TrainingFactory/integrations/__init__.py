@@ -1,1 +1,1 @@
-"""What joins TrainingFactory with the packages of others."""
+"""Integrations with other projects: reasoning-gym, BFCL, HelloAgents and RL-Factory."""

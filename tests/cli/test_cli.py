@@ -209,5 +209,5 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     run.signal(signal.SIGINT)
     status, _, err = run.end(60)
     assert status == 130, err
-    assert "interrupted: 2 of 4 episodes had ended" in err and "Traceback" not in err
+    assert "interrupted: 2 of 4 episodes" in err and "Traceback" not in err
     assert [trajectory.task.id for trajectory in load_trajectories(tmp_path / "out.jsonl")] == ["0", "1"]

@@ -99,7 +99,7 @@ def test_bench(tools: Run) -> None:
     status, out, err = tools("bench", "count", "--calls", "20", "--concurrency", "4")
     assert status == 0, err
     header, serial, wide = out.strip().splitlines()
-    assert header.split() == ["at", "once", "calls/s", "p50", "ms", "p95", "ms", "failed"]
+    assert header.split() == ["concurrency", "calls/s", "p50", "ms", "p95", "ms", "failed"]
     assert serial.split()[0] == "1" and wide.split()[0] == "4" and wide.split()[-1] == "0"
     status, _, err = tools("bench", "fail", "--calls", "3")
     assert status == 1 and "fail: exception: Database error" in err

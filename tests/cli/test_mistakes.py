@@ -73,7 +73,7 @@ def files(tfactory: Run) -> None:
         (["eval", "a", "--model", "b"], "named twice"),
         (["runs", "show", "nothing"], "there is no run 'nothing'"),
         (["runs", "resume", "nothing"], "there is no run 'nothing'"),
-        (["runs", "compare", "nothing"], "two runs or more"),
+        (["runs", "compare", "nothing"], "two runs"),
         (["tools", "list", "--config", "mcp.json"], "mcp.json: cannot be read"),
         (["tools", "list", "--config", "mcp.json"], "line 1 column 2"),
         *((["new", "env", name], "cannot name a Python file") for name in ("a b", "1a", "class", "../a", "")),

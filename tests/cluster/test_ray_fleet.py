@@ -91,7 +91,7 @@ def test_what_cannot_be_is_told_in_seconds(ray_head: str, tmp_path: Path, tfacto
         train(small(tmp_path, compute={"samplers": 2}), "wrong")
     assert not list(tmp_path.glob("wrong*")) and status() == []
     code, out, err = tfactory("cluster", "status")
-    assert code == 0 and "CPU" in out and "nothing of TrainingFactory" in err
+    assert code == 0 and "CPU" in out and "TrainingFactory" in err
     code, out, err = tfactory("cluster", "status", "--json")
     assert code == 0 and json.loads(out)["actors"] == []
 

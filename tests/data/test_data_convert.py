@@ -134,7 +134,7 @@ def test_the_command(tmp_path: Path, tfactory: Run) -> None:
     assert row["messages"][-1]["role"] == "assistant" and row["tools"][0]["function"]["name"] == "search"
     assert row["reward"] == 2.0
     status, _, said = tfactory("data", "convert", source, "--to", "sft", "--out", out)
-    assert status == 2 and "is there already" in said and "--force" in said
+    assert status == 2 and str(out) in "".join(said.split()) and "--force" in said
     assert (
         tfactory("data", "convert", source, "--to", "dpo", "--out", out, "--force", "--format", "swift")[0]
         == 0
@@ -144,7 +144,7 @@ def test_the_command(tmp_path: Path, tfactory: Run) -> None:
     assert json.loads(out.read_text().splitlines()[0])["margin"] == 1.5
     options = ("--to", "sft", "--out", tmp_path / "x")
     status, _, said = tfactory("data", "convert", source, *options, "--tasks", "no")
-    assert status == 1 and "nothing is written" in said and not (tmp_path / "x").exists()
+    assert status == 1 and "sft" in said and not (tmp_path / "x").exists()
     status, _, said = tfactory("data", "convert", "nothing", *options)
     assert status == 2 and "no run 'nothing'" in said
 

@@ -102,7 +102,7 @@ def test_one_without_answers_that_pays_for_junk_is_refused(monkeypatch: pytest.M
     reasoning_gym.environment.cache_clear()
     dataset = reasoning_gym._datasets()["graph_color"]
     monkeypatch.setattr(dataset, "score_answer", lambda self, answer, entry: 1.0)
-    with pytest.raises(ValueError, match=r"graph_color is refused: its scorer gives 1.00 of 1 to an empty"):
+    with pytest.raises(ValueError, match=r"graph_color .* its scorer gives 1.00 of 1 to an empty"):
         named("graph_color")
 
 

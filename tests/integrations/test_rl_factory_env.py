@@ -142,9 +142,9 @@ def test_verified_results_steps_and_rules_make_one_reward() -> None:
         ([0.5], (0.5, []), ""),
         (np.array([0.5]), (0.5, []), ""),
         ([[0.1, 0.9]], (0.9, [0.1, 0.0]), ""),
-        (0.5, None, "gave 0.5 .float.; it must give a list with one entry for each item"),
+        (0.5, None, "0.5 .float.*one entry for each item"),
         ([[0.1, 0.2, 0.3]], (0.3, [0.1, 0.2]), ""),
-        ([[0.1, 0.2, 0.3, 0.4]], None, "gave 4 numbers for an episode of 2 turns"),
+        ([[0.1, 0.2, 0.3, 0.4]], None, "4 numbers for an episode of 2 turns"),
         ([[math.nan]], None, "must be finite"),
         ([], None, "one entry for each item"),
     ],
@@ -170,8 +170,8 @@ def test_what_rules_give(gives: Any, reward: Any, error: str) -> None:
             r"verify_tool took longer than 0.05 s \(environment.options.verify_timeout\)",
         ),
         (lambda *_: 1 / 0, r"ZeroDivisionError"),
-        (lambda self, *_: self.tool_manager.get_tool("gone"), "no tool 'gone'; the tools are: lookup"),
-        (lambda self, *_: self.tool_manager.functions, "no 'functions' here: the run itself writes prompts"),
+        (lambda self, *_: self.tool_manager.get_tool("gone"), "no tool 'gone'.*: lookup"),
+        (lambda self, *_: self.tool_manager.functions, "no 'functions'.*call_tool, acall_tool"),
     ],
 )
 def test_a_failed_verification_costs_its_own_episode(verify: Callable[..., Any], error: str) -> None:
@@ -261,7 +261,7 @@ def test_an_own_step_answers_the_turns() -> None:
         def step(self, responses: Any, tokenizer: Any = None) -> Any:
             return ""
 
-    assert "must give four lists: next_obs, dones" in (played(Wrong).error or "")
+    assert "four lists: next_obs, dones" in (played(Wrong).error or "")
 
 
 def test_an_own_step_may_rewrite_what_the_model_wrote() -> None:
@@ -338,28 +338,28 @@ def test_an_own_score_of_a_judge_generates_with_the_judge_of_the_config(judge_ke
 @pytest.mark.parametrize(
     ("members", "error"),
     [
-        ({}, "Mine scores nothing: write _compute_score_with_rules, get_step_reward or"),
-        ({"step": lambda self: None}, r"Mine.step\(\) has another signature.*responses, tokenizer"),
-        ({"compute_score": _rules}, "compute_score.*another signature.*reward_rollout_wg, reward_tokenizer"),
-        ({"_compute_scores_with_rules": _rules}, "nobody's to call; did you mean _compute_score_with_rules"),
+        ({}, "Mine .* _compute_score_with_rules, get_step_reward or"),
+        ({"step": lambda self: None}, r"Mine.step\(\) .*signature.*responses, tokenizer"),
+        ({"compute_score": _rules}, "compute_score.*signature.*reward_rollout_wg, reward_tokenizer"),
+        ({"_compute_scores_with_rules": _rules}, "did you mean _compute_score_with_rules"),
         (
             {"_compute_score_with_rules": lambda self, data: 0},
-            r"rules\(data\) has another signature.*data, tokenizer",
+            r"rules\(data\) .*signature.*data, tokenizer",
         ),
         (
             {"verify_tool": lambda self, text: 0},
             r"verify_tool\(text\).*solution_str, ground_truth, extra_info",
         ),
-        ({"use_verify_tool": True}, "use_verify_tool is on, and Mine has no verify_tool of its own"),
-        ({"use_process_reward": True}, "use_process_reward is on, and Mine has no get_step_reward"),
-        ({"_compute_single_score_with_reward_rollout_wg": lambda *_: 0}, "nothing asks one"),
-        ({"__init__": lambda self, a, b, c: None}, r"\(a, b, c\) cannot be made: RL-Factory's is __init__"),
+        ({"use_verify_tool": True}, "use_verify_tool is on, .* verify_tool"),
+        ({"use_process_reward": True}, "use_process_reward is on, .* get_step_reward"),
+        ({"_compute_single_score_with_reward_rollout_wg": lambda *_: 0}, "_get_single_prompt_str"),
+        ({"__init__": lambda self, a, b, c: None}, r"\(a, b, c\) .*signature.* __init__"),
         (
             {"__init__": lambda self, config: config.missing},
             "AttributeError: environment.options has no 'missing'",
         ),
         ({"__init__": lambda self, config: setattr(self, "tool_manager", 1)}, "register_family"),
-        ({"__init__": lambda self, config: self.tool_manager.x}, "there is none yet"),
+        ({"__init__": lambda self, config: self.tool_manager.x}, "self.tool_manager"),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error_when_it_is_made(members: dict[str, Any], error: str) -> None:
@@ -369,14 +369,14 @@ def test_what_cannot_be_honoured_is_an_error_when_it_is_made(members: dict[str, 
 
 
 def test_options_and_images_have_their_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"config_path is said elsewhere here: tools=\[\{name"):
+    with pytest.raises(ValueError, match=r"environment.options.config_path .*: tools=\[\{name"):
         as_ours(type("Mine", (Env,), {"_compute_score_with_rules": _rules}), {"config_path": "mcp.pydata"})
     own = type("Mine", (Env,), {"_compute_score_with_rules": _rules})({})
     with pytest.raises(ValueError, match="hand them to the object itself"):
         GRPOTrainer(
             environment=own, tasks=[Task("a", "?")], config=TrainingConfig(environment={"options": {"a": 1}})
         )
-    with pytest.raises(ValueError, match="Mine inherits from MMEnv: there are no conversations with images"):
+    with pytest.raises(ValueError, match="Mine inherits from MMEnv.* images"):
         type("Mine", (MMEnv,), {})
     path = tmp_path / "plain.py"
     path.write_text("from TrainingFactory.envs import ToolEnvironment\nclass Plain(ToolEnvironment): ...\n")

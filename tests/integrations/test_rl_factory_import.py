@@ -104,11 +104,11 @@ def test_a_script_becomes_a_config_and_what_is_left_out_is_told(tmp_path: Path) 
         "logging": {"trackers": ["wandb"], "wandb": {"project": "GRPO search"}},
     }  # fmt: skip
     told = {note.split(":")[0].split("=")[0]: note for note in notes}
-    assert "always so: only what the model sampled" in told["actor_rollout_ref.actor.state_masking"]
+    assert "always so: " in told["actor_rollout_ref.actor.state_masking"]
     assert "by hand: training samples from the full softmax" in told["actor_rollout_ref.rollout.top_p"]
     assert told["trainer.experiment_name"].endswith("depends on $(...), which only the shell knows")
     assert "depends on ${OUT}" in told["trainer.default_local_dir"]
-    assert "by hand: travel.py must have your Env" in told["actor_rollout_ref.env.name"]
+    assert "by hand: travel.py " in told["actor_rollout_ref.env.name"]
     assert "reward.judge.engine_options" in told["reward_rollout.rollout.gpu_memory_utilization"]
     assert "actor_rollout_ref.env.config_path" in told and "trainer.total_epochs" not in told
 
@@ -137,16 +137,16 @@ def test_shapes_of_overrides(tmp_path: Path, overrides: str, expected: dict[str,
 
 def test_what_switches_something_off_has_its_comment(tmp_path: Path) -> None:
     off = {
-        "actor_rollout_ref.rollout.mode=sync": "only async is an option here",
-        "trainer.save_freq=-1": "it is off there",
+        "actor_rollout_ref.rollout.mode=sync": "optimization.async_rollout",
+        "trainer.save_freq=-1": "it is off",
         "trainer.test_freq=0": "no held-out tasks",
-        "data.max_prompt_length=null": "it is off there",
-        "actor_rollout_ref.actor.use_kl_loss=False": "it is off there",
+        "data.max_prompt_length=null": "it is off",
+        "actor_rollout_ref.actor.use_kl_loss=False": "it is off",
         "actor_rollout_ref.actor.kl_loss_coef=0.01": "use_kl_loss is off",
         "actor_rollout_ref.actor.kl_loss_type=kl": "use_kl_loss is off",
-        "actor_rollout_ref.model.lora_rank=0": "it is off there",
-        "actor_rollout_ref.env.use_process_reward=True": "no Env of your own",
-        "reward_rollout.if_use_reward_rollout=False": "it is off there",
+        "actor_rollout_ref.model.lora_rank=0": "it is off",
+        "actor_rollout_ref.env.use_process_reward=True": "get_step_reward",
+        "reward_rollout.if_use_reward_rollout=False": "it is off",
         "trainer.logger=console": "steps are always printed",
     }
     config, notes = translated(tmp_path / "main.sh", f"{COMMAND} trainer.nnodes=1 {' '.join(off)}\n")
@@ -160,14 +160,14 @@ def test_what_switches_something_off_has_its_comment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("echo hello", "main.sh: has no command `python3 -m verl.trainer.main_ppo key=value ...`"),
+        ("echo hello", "main.sh: no command `python3 -m verl.trainer.main_ppo key=value ...`"),
         ("python3 -m verl.trainer.main_evaluate a.b=1", "line 1 starts verl, but no training"),
         (f"{COMMAND} a.b=1\n{COMMAND} a.b=2", r"starts 2 trainings \(lines 1, 2\)"),
         (f"{COMMAND}", "no overrides"),
         (f"{COMMAND} \\ \n  data.train_files=x", "main.sh:2: data.train_files=x belongs to no command"),
-        (f"{COMMAND} a.b='open", "main.sh:1: cannot be read as a command: No closing quotation"),
+        (f"{COMMAND} a.b='open", "main.sh:1: .*: No closing quotation"),
         ("A=1234\n" + "A=$A$A\n" * 15, "main.sh:15: .*expand to more than 100000 characters"),
-        ("A=${B:-" * 3000, "main.sh has 21,000 characters; at most 16,000 are read"),
+        ("A=${B:-" * 3000, "main.sh has 21,000 characters.* 16,000"),
         (f"{COMMAND} data.train_batch_size=many", "main.sh: training.batch_size"),
         (f"{COMMAND} trainer.save_freq=often trainer.nnodes=$N", "trainer.save_freq is 'often'"),
     ],

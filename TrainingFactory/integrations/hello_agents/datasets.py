@@ -1,4 +1,4 @@
-"""GSM8K and datasets of its form, as the textbook's records and as what our trainers learn from."""
+"""GSM8K and datasets with the same columns, as the textbook's records and as rows for our trainers."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ HUB = "openai/gsm8k"
 NAMES = ("gsm8k", HUB)
 FORMATS = ("sft", "rl")
 SPLIT = re.compile(r"(\w+)(?:\[(\d*):(\d*)\])?")
-Reader = Callable[..., list[dict]]  # of a source, a split, and how many rows
+Reader = Callable[..., list[dict]]  # (source, split, count) -> rows
 MESSAGE = re.compile(r"<\|im_start\|>(system|user|assistant)\n(.*?)<\|im_end\|>", re.DOTALL)
 
 
 def read_gsm8k(split: str = "train", count: int | None = None, folder: str | Path | None = None) -> list[Row]:
-    """Return rows with `question` and `answer`: of `folder`, or of the one that TFACTORY_GSM8K names, or of the hub.
-    `split` is train or test, or a part of it such as train[:1000]."""
-    matched = SPLIT.fullmatch(split)
-    if matched is None:
-        raise ValueError(f"split is {split!r}; it looks like train, test or train[:1000]")
-    name, start, stop = matched[1], int(matched[2] or 0), int(matched[3]) if matched[3] else None
+    """Return rows with `question` and `answer`, from `folder`, the folder in TFACTORY_GSM8K, or the hub.
+
+    `split` is train or test, or a slice such as train[:1000]. `count` None: all rows."""
+    match = SPLIT.fullmatch(split)
+    if match is None:
+        raise ValueError(f"split is {split!r}; it must be like train, test or train[:1000]")
+    name, start, stop = match[1], int(match[2] or 0), int(match[3]) if match[3] else None
     if count is not None and (not isinstance(count, int) or count < 1):
         raise ValueError(f"max_samples is {count!r}; it must be 1 or more, or None for all")
-    named = folder or os.environ.get(GSM8K)
-    source = _file(Path(named).expanduser(), name) if named else f"{HUB}:main"
+    path = folder or os.environ.get(GSM8K)
+    source = _split_file(Path(path).expanduser(), name) if path else f"{HUB}:main"
     try:
         return list(islice(read_rows(source, name), start, stop))[:count]
     except ValueError as error:
         raise ValueError(
-            f"GSM8K could not be loaded from {source}. Put its train.jsonl and test.jsonl into a folder, and name that "
-            f"by the environment variable {GSM8K} or by data.tasks=FOLDER. ({error})"
+            f"GSM8K could not be loaded from {source}. Put its train.jsonl and test.jsonl into a folder and set the "
+            f"environment variable {GSM8K} or data.tasks=FOLDER. ({error})"
         ) from error
 
 
-def _file(folder: Path, split: str) -> Path:
-    """Return the file with that split, which the folder may be itself."""
-    endings = (folder / f"{split}{ending}" for ending in FILES)
-    places = [folder, *endings, *folder.glob(f"main/{split}-*.parquet")]
-    return next((path for path in places if path.is_file()), folder / f"{split}.jsonl")
+def _split_file(folder: Path, split: str) -> Path:
+    """Return the file of a split in a folder, or `folder` if it is a file itself."""
+    files = (folder / f"{split}{ending}" for ending in FILES)
+    candidates = [folder, *files, *folder.glob(f"main/{split}-*.parquet")]
+    return next((path for path in candidates if path.is_file()), folder / f"{split}.jsonl")
 
 
 def asked(question: str) -> str:
@@ -52,12 +53,12 @@ def asked(question: str) -> str:
 
 
 def truth_of(answer: Any) -> str:
-    """Return what an answer comes to: what follows ####, or all of it."""
+    """Return the final result of an answer: the text after ####, or all of it."""
     return str(answer).rpartition("####")[2].strip()
 
 
 def sft_record(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return `prompt`, `completion` and `text`; an answer without #### is the final one, without reasoning."""
+    """Return `prompt`, `completion` and `text`. An answer without #### has no reasoning."""
     reasoning = str(row["answer"]).rpartition("####")[0].strip()
     prompt = asked(row["question"]) + "\n"
     completion = f"{reasoning}\n\nFinal Answer: {truth_of(row['answer'])}".lstrip()
@@ -65,7 +66,7 @@ def sft_record(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def rl_record(row: Mapping[str, Any], tokenizer: Any = None) -> dict[str, str]:
-    """Return `question`, `prompt` (as the chat template writes it), `ground_truth` and `full_answer`."""
+    """Return `question`, `prompt` (after the tokenizer's chat template, if given), `ground_truth` and `full_answer`."""
     question, answer = row["question"], str(row["answer"])
     prompt = asked(question)
     if tokenizer is not None:
@@ -75,11 +76,11 @@ def rl_record(row: Mapping[str, Any], tokenizer: Any = None) -> dict[str, str]:
 
 
 def format_rows(rows: Any, format_type: str, tokenizer: Any = None) -> list[dict]:
-    """Return rows with `question` and `answer` as records of the format `sft` or `rl`."""
+    """Convert rows with `question` and `answer` to records of the format `sft` or `rl`."""
 
     def read(row: Row, number: int) -> dict[str, Any]:
         if missing := [key for key in ("question", "answer") if key not in row.columns]:
-            raise ValueError(f"has no {' and no '.join(missing)}; its keys are: {', '.join(row.columns)}")
+            raise ValueError(f"has no {' and no '.join(missing)}. Its keys are: {', '.join(row.columns)}")
         return sft_record(row.columns) if format_type == "sft" else rl_record(row.columns, tokenizer)
 
     if format_type not in FORMATS:
@@ -92,21 +93,21 @@ def unchanged(rows: Any, split: str = "train", count: int | None = None) -> list
 
 
 def examples(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
-    """Return rows for the trainers that learn from dialogues: questions with answers become prompts with completions,
-    under the same prompt that is sampled from later; others stay what they are."""
+    """Return rows for offline algorithms such as SFT and DPO. Questions with answers become prompts with completions,
+    with the same prompt as for sampling; other rows keep their columns."""
 
     def read(row: Row, number: int) -> dict[str, Any]:
         columns = row.columns
-        whole = columns.keys() & {"completion", "messages", "chosen"}
-        if {"question", "answer"} <= columns.keys() and not whole:
+        has_target = columns.keys() & {"completion", "messages", "chosen"}
+        if {"question", "answer"} <= columns.keys() and not has_target:
             columns = sft_record(columns)
-        return _untemplated(columns)
+        return _without_template(columns)
 
     return read_each(rows, "examples", read, split, count)
 
 
 def tasks(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
-    """Return rows for the trainers that sample: the question as the user's text, all columns for the reward."""
+    """Return tasks for algorithms that sample: the question as user message, and all columns for the reward."""
 
     def read(row: Row, number: int) -> dict[str, Any]:
         columns = row.columns
@@ -114,30 +115,31 @@ def tasks(rows: Any, split: str = "train", count: int | None = None) -> list[dic
             columns = {"ground_truth": truth_of(columns["answer"])} | columns
         if "question" in columns:
             return columns | {"prompt": asked(columns["question"])}
-        return _untemplated(columns)
+        return _without_template(columns)
 
     return read_each(rows, "tasks", read, split, count)
 
 
-def _untemplated(columns: dict[str, Any]) -> dict[str, Any]:
-    """Return a row whose prompt a chat template has written already with what that was made of: trainers apply the
-    template themselves, once."""
+def _without_template(columns: dict[str, Any]) -> dict[str, Any]:
+    """Convert a prompt that a chat template has rendered back to messages, because trainers apply the template."""
     prompt = columns.get("prompt")
     if not isinstance(prompt, str):
         return columns
     messages = [{"role": role, "content": content} for role, content in MESSAGE.findall(prompt)]
-    if [each["role"] for each in messages] == ["user"]:
+    if [message["role"] for message in messages] == ["user"]:
         return columns | {"prompt": messages[0]["content"]}
     return columns | {"prompt": messages or prompt.strip()}
 
 
 class GSM8KDataset:
-    """Holds a split of GSM8K; items are records of `format_type`."""
+    """A split of GSM8K as records of `format_type`, sft or rl."""
 
     def __init__(
         self, split: str = "train", max_samples: int | None = None, format_type: str = "sft", tokenizer: Any = None
     ) -> None:  # fmt: skip
-        self.split, self.max_samples, self.format_type = split, max_samples, format_type
+        self.split = split
+        self.max_samples = max_samples
+        self.format_type = format_type
         self.tokenizer = tokenizer
         rows = read_gsm8k(split, max_samples)
         self.dataset = [row.columns for row in rows]
@@ -163,11 +165,9 @@ def create_math_dataset(
     dataset_name: str = "gsm8k", split: str = "train", max_samples: int | None = None, format_type: str = "sft",
     tokenizer: Any = None,
 ) -> Any:  # fmt: skip
-    """Return GSM8K as a `datasets.Dataset`; ValueError for another name."""
+    """Return GSM8K as a `datasets.Dataset`. Raise ValueError for any other name."""
     if dataset_name not in NAMES:
-        raise ValueError(
-            f"there is no dataset {dataset_name!r}; there is gsm8k (see also format_math_dataset)"
-        )
+        raise ValueError(f"there is no dataset {dataset_name!r}. Use gsm8k, or format_math_dataset.")
     return GSM8KDataset(split, max_samples, format_type, tokenizer).get_dataset()
 
 
@@ -178,19 +178,19 @@ def create_sft_dataset(max_samples: int | None = 1000, split: str = "train") -> 
 def create_rl_dataset(
     max_samples: int | None = 500, split: str = "train", model_name: str | None = None
 ) -> Any:
-    """Return tasks of GSM8K, written by the chat template of `model_name`; without one the prompts are plain text, and
-    the trainer writes them by the template of the model that it trains."""
+    """Return tasks of GSM8K, rendered with the chat template of `model_name`. None: prompts stay plain text, and the
+    trainer applies the template of the model that it trains."""
     return create_math_dataset("gsm8k", split, max_samples, "rl", tokenizer_of(model_name))
 
 
 def format_math_dataset(dataset: Any, format_type: str = "sft", model_name: str | None = None) -> Any:
-    """Return a dataset with `question` and `answer` in the records of `format_type`."""
+    """Convert a dataset with `question` and `answer` to records of `format_type`."""
     tokenizer = tokenizer_of(model_name) if format_type == "rl" else None
     return _dataset(format_rows(dataset, format_type, tokenizer))
 
 
 def preview_dataset(dataset: Any, num_samples: int = 3) -> None:
-    """Print the first records, each value cut after 200 characters."""
+    """Print the first records, with values truncated to 200 characters."""
     for number in range(min(num_samples, len(dataset))):
         print(f"--- {number + 1} / {len(dataset)}")
         for key, value in dataset[number].items():

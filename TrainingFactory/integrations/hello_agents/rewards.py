@@ -1,4 +1,4 @@
-"""The textbook's rewards: functions of `completions` and the columns of the dataset, one number for each."""
+"""The textbook's reward functions: from `completions` and the dataset's columns to one number per completion."""
 
 from __future__ import annotations
 
@@ -12,42 +12,43 @@ from TrainingFactory.rewards.rules.numeric import as_number
 from TrainingFactory.types import Trajectory
 
 RewardFn = Callable[..., list[float]]
-STEP_CAP = 0.5  # of all bonuses for steps together
+STEP_CAP = 0.5  # maximum sum of the step bonuses
 
 
 class MathRewardFunction:
-    """Rewards a completion by 1 if it states the number in `ground_truth`, else by 0."""
+    """Rewards a completion with 1 if its answer equals `ground_truth`, else with 0."""
 
     def __init__(self, tolerance: float = 1e-4) -> None:
         self.tolerance = tolerance
         self.__name__ = type(self).__name__
 
     def extract_answer(self, text: Any) -> str | None:
-        """Return the last marked answer (Final Answer:, ####, 答案, a box), else the last number; None without one."""
+        """Return the last marked answer (Final Answer:, ####, 答案, \\boxed), else the last number; None: neither."""
         text = _text(text)
         return marked(text) or last_number_text(text)
 
     def normalize_answer(self, answer: Any) -> float | None:
-        """Return the number that an answer states: 1/2, 1e3 and 1,234 are numbers, 50% is 0.5."""
+        """Return an answer as number: 1/2, 1e3 and 1,234 are numbers, 50% is 0.5. None: not a number."""
         number = as_number(answer)
         return None if number is None else float(number.value)
 
     def compare_answers(self, pred: Any, truth: Any) -> bool:
-        """Tell whether two answers are within the tolerance, or where one is no number the same text."""
-        given, right = self.normalize_answer(pred), self.normalize_answer(truth)
-        if given is None or right is None:
+        """Return whether two answers differ by at most the tolerance; if one is not a number, whether their texts are
+        equal, ignoring case."""
+        number, expected = self.normalize_answer(pred), self.normalize_answer(truth)
+        if number is None or expected is None:
             return str(pred).strip().lower() == str(truth).strip().lower()
-        return abs(given - right) <= self.tolerance
+        return abs(number - expected) <= self.tolerance
 
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
         truths = kwargs.get("ground_truth") or ()
         if len(truths) != len(completions):
             raise ValueError(
                 f"{self.__name__} needs ground_truth with one entry for each of {len(completions)} completions, "
-                f"and got {len(truths)}"
+                f"but got {len(truths)}"
             )
-        found = [self.extract_answer(each) for each in completions]
-        pairs = zip(found, truths, strict=True)
+        answers = [self.extract_answer(completion) for completion in completions]
+        pairs = zip(answers, truths, strict=True)
         return [float(pred is not None and self.compare_answers(pred, truth)) for pred, truth in pairs]
 
 
@@ -58,12 +59,13 @@ def create_accuracy_reward(tolerance: float = 1e-4) -> MathRewardFunction:
 def create_length_penalty_reward(
     base_reward_fn: RewardFn, max_length: int = 1024, penalty_weight: float = 0.1
 ) -> RewardFn:
-    """Return the base reward less `penalty_weight` times the share of characters over `max_length`, at least 0."""
+    """Return a reward function: the base reward minus `penalty_weight` times the fraction of characters beyond
+    `max_length`, at least 0."""
 
     def length_penalty(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        over = [max(0, len(_text(each)) - max_length) / max_length for each in completions]
-        pairs = zip(base_reward_fn(completions=completions, **kwargs), over, strict=True)
-        return [max(0.0, base - penalty_weight * share) if share else float(base) for base, share in pairs]
+        excess = [max(0, len(_text(text)) - max_length) / max_length for text in completions]
+        pairs = zip(base_reward_fn(completions=completions, **kwargs), excess, strict=True)
+        return [max(0.0, base - penalty_weight * over) if over else float(base) for base, over in pairs]
 
     return length_penalty
 
@@ -71,8 +73,8 @@ def create_length_penalty_reward(
 def create_step_reward(
     base_reward_fn: RewardFn, step_bonus: float = 0.1, max_steps: int | None = None
 ) -> RewardFn:
-    """Return the base reward, and where that is over 0 a bonus for each line of text after the first: a wrong answer
-    earns nothing by being long, and neither do empty lines."""
+    """Return a reward function: the base reward plus, if it is positive, a bonus for each non-empty line after the
+    first. Wrong answers and empty lines earn no bonus. `max_steps` None: no limit on the counted lines."""
 
     def bonus(completion: Any) -> float:
         steps = max(0, lines_of(_text(completion)) - 1)
@@ -80,7 +82,7 @@ def create_step_reward(
 
     def step(completions: Sequence[Any], **kwargs: Any) -> list[float]:
         pairs = zip(base_reward_fn(completions=completions, **kwargs), completions, strict=True)
-        return [float(base + bonus(each) if base > 0 else base) for base, each in pairs]
+        return [float(base + bonus(completion) if base > 0 else base) for base, completion in pairs]
 
     return step
 
@@ -88,22 +90,21 @@ def create_step_reward(
 def create_combined_reward(components: Sequence[Mapping[str, Any]]) -> RewardFn:
     """Return the weighted sum of rewards, each `{"type": ..., "weight": ..., and the options of its type}`."""
     if not components:
-        raise ValueError(
-            'combined needs reward_config: {"components": [{"type": "accuracy", "weight": 1.0}]}'
-        )
+        raise ValueError("reward combined has no components. Set reward_config.components.")
     parts = []
-    for each in components:
-        options = {key: value for key, value in each.items() if key not in ("type", "weight")}
-        parts.append((float(each.get("weight", 1.0)), make_reward(str(each.get("type")), options)))
+    for component in components:
+        options = {key: value for key, value in component.items() if key not in ("type", "weight")}
+        weight = float(component.get("weight", 1.0))
+        parts.append((weight, make_reward(str(component.get("type")), options)))
 
     def combined(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        found = [(weight, reward(completions=completions, **kwargs)) for weight, reward in parts]
-        return [sum(weight * values[n] for weight, values in found) for n in range(len(completions))]
+        weighted = [(weight, reward(completions=completions, **kwargs)) for weight, reward in parts]
+        return [sum(weight * values[n] for weight, values in weighted) for n in range(len(completions))]
 
     return combined
 
 
-# reward_type -> its options with their defaults; `tolerance` is that of the accuracy under each
+# reward_type -> its options with defaults; `tolerance` is that of the underlying accuracy reward
 OPTIONS: dict[str, dict[str, Any]] = {
     "accuracy": {"tolerance": 1e-4},
     "length_penalty": {"penalty_weight": 0.1, "max_length": 1024, "tolerance": 1e-4},
@@ -112,33 +113,33 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def reward_options(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of a reward; raise ValueError for one that it has not."""
+def reward_options(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `options` completed with the defaults of a reward type. Raise ValueError for unknown ones."""
     if kind not in OPTIONS:
-        raise ValueError(f"there is no reward {kind!r}; there are: {', '.join(OPTIONS)}")
-    given = {"max_length" if key == "target_length" else key: value for key, value in given.items()}
-    if unknown := given.keys() - OPTIONS[kind].keys():
+        raise ValueError(f"there is no reward {kind!r}. Available: {', '.join(OPTIONS)}")
+    options = {"max_length" if key == "target_length" else key: value for key, value in options.items()}
+    if unknown := options.keys() - OPTIONS[kind].keys():
         known = ", ".join(OPTIONS[kind])
-        raise ValueError(f"the reward {kind} has no option {min(unknown)!r}; it has: {known}")
-    return OPTIONS[kind] | given
+        raise ValueError(f"reward {kind} has no option {min(unknown)!r}. Available: {known}")
+    return OPTIONS[kind] | options
 
 
-def make_reward(kind: str, given: Mapping[str, Any]) -> RewardFn:
-    """Return the reward of that type with these options."""
-    options = reward_options(kind, given)
+def make_reward(kind: str, options: Mapping[str, Any]) -> RewardFn:
+    """Create the reward function of a type."""
+    completed = reward_options(kind, options)
     if kind == "combined":
-        return create_combined_reward(options["components"])
-    base = create_accuracy_reward(options.pop("tolerance"))
-    over = {"length_penalty": create_length_penalty_reward, "step": create_step_reward}
-    return over[kind](base, **options) if kind in over else base
+        return create_combined_reward(completed["components"])
+    base = create_accuracy_reward(completed.pop("tolerance"))
+    wrappers = {"length_penalty": create_length_penalty_reward, "step": create_step_reward}
+    return wrappers[kind](base, **completed) if kind in wrappers else base
 
 
 def evaluate_rewards(
     completions: Sequence[Any], ground_truths: Sequence[Any], reward_fn: RewardFn
 ) -> dict[str, Any]:
-    """Return mean, deviation and bounds of the rewards, and the share over 0.5 as accuracy."""
+    """Return mean, standard deviation, maximum and minimum of the rewards, and the fraction above 0.5 as accuracy."""
     if not completions:
-        raise ValueError("there are no completions to evaluate")
+        raise ValueError("completions is empty")
     rewards = reward_fn(completions=list(completions), ground_truth=list(ground_truths))
     spread = {"std_reward": pstdev(rewards), "max_reward": max(rewards), "min_reward": min(rewards)}
     accuracy = fmean(reward > 0.5 for reward in rewards)
@@ -146,20 +147,19 @@ def evaluate_rewards(
 
 
 def lines_of(text: str) -> int:
-    """Return how many lines have text."""
+    """Return the number of non-empty lines."""
     return sum(bool(line.strip()) for line in text.splitlines())
 
 
 def _text(completion: Any) -> str:
-    """Return a completion as text; of a conversation its last message."""
+    """Return a completion as text; for a conversation, its last message."""
     if isinstance(completion, list):
         return str(completion[-1].get("content") or "") if completion else ""
     return str(completion)
 
 
 def accuracy_of(trajectory: Trajectory) -> float:
-    """Score an episode by accuracy, one that the length limit has cut by 0: the reward that evaluations name."""
-    [right] = MathRewardFunction()(
-        [trajectory.answer], ground_truth=[trajectory.task.metadata["ground_truth"]]
-    )
-    return right
+    """Return the accuracy of an episode, 0 if it was truncated. Evaluations use it as their reward function."""
+    truth = trajectory.task.metadata["ground_truth"]
+    [accuracy] = MathRewardFunction()([trajectory.answer], ground_truth=[truth])
+    return accuracy

@@ -1,4 +1,4 @@
-"""The names of `hello_agents.rl`: a config, a wrapper for each trainer, and small functions around them."""
+"""The names of `hello_agents.rl`: a config, a wrapper for each trainer, and utility functions."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from TrainingFactory.integrations.hello_agents.rewards import (  # noqa: F401
 )
 from TrainingFactory.integrations.hello_agents.tool import Result
 
-TRL_AVAILABLE = True  # what it stands for: everything that training needs is here
+TRL_AVAILABLE = True  # for programs that check it: everything that training needs is installed
 DetailedLoggingCallback = training.DetailedLoggingCallback
-# Fields of the config that are the same key of the tool under another name.
+# Config fields that the tool knows under another name.
 RENAMED = {"num_train_epochs": "num_epochs", "per_device_train_batch_size": "batch_size"}
 NOT_KEYS = {"model_name", "output_dir", "top_p", "use_fp16", "use_bf16"}
 
 
 @dataclass
 class TrainingConfig:
-    """Holds the options of a wrapper. `use_fp16` is half precision where the device has it (bfloat16), without it and
-    `use_bf16` weights are float32. `top_p` is for sampling outside training, which needs the whole distribution.
-    `eval_steps` counts where the wrapper has an `eval_dataset`. `warmup_steps` left at its default is a tenth of
-    the steps."""
+    """Options of a trainer wrapper. `use_fp16` selects bfloat16 if the device supports it; without `use_fp16` and
+    `use_bf16` weights are float32. `top_p` does not affect training, which samples from the full distribution.
+    `eval_steps` needs an `eval_dataset`. The default of `warmup_steps` means a tenth of all steps."""
 
     model_name: str = "Qwen/Qwen3-0.6B"
     model_revision: str | None = None
@@ -72,25 +71,23 @@ class TrainingConfig:
         return asdict(self)
 
     def keys_for(self, algorithm: str, evaluated: bool) -> dict[str, Any]:
-        """Return the keys of the tool that this config stands for."""
+        """Return the config as keys of the tool. `evaluated`: the wrapper has an `eval_dataset`."""
         keys = {RENAMED.get(key, key): value for key, value in self.to_dict().items()}
         keys["dtype"] = "bfloat16" if self.use_bf16 else "auto" if self.use_fp16 else "float32"
         unused = NOT_KEYS | {key for key in keys if key.startswith("lora_") and not self.use_lora}
         unused |= set() if KINDS[algorithm].samples else {"max_new_tokens", "temperature"}
         unused |= set() if evaluated else {"eval_steps"}
-        unused |= {"use_tensorboard"} if self.use_tensorboard else set()  # it is used where it is installed
+        unused |= {"use_tensorboard"} if self.use_tensorboard else set()  # used anyway if it is installed
         if self.warmup_steps == TrainingConfig.warmup_steps:
             unused |= {"warmup_steps"}
             keys["warmup_ratio"] = 0.1
         if self.top_p != TrainingConfig.top_p:
-            print(
-                f"note: top_p {self.top_p} does not change training: that samples from the whole distribution"
-            )
+            print(f"note: top_p {self.top_p} is ignored: training samples from the full distribution")
         return {key: value for key, value in keys.items() if key not in unused}
 
 
 def setup_training_environment(config: TrainingConfig) -> None:
-    """Make the output folder, and seed Python, numpy and torch. A run seeds itself by `config.seed` anyway."""
+    """Create the output folder and seed Python, numpy and torch. Runs also seed themselves with `config.seed`."""
     from transformers import set_seed
 
     Path(config.output_dir).expanduser().mkdir(parents=True, exist_ok=True)
@@ -99,7 +96,7 @@ def setup_training_environment(config: TrainingConfig) -> None:
 
 
 def check_trl_installation() -> bool:
-    """Return true: training here needs no TRL."""
+    """Return True, because our trainers do not need TRL."""
     return True
 
 
@@ -108,11 +105,11 @@ def get_installation_guide() -> str:
 
 
 def format_training_time(seconds: float) -> str:
-    """Return a time such as 1h 2m 3s."""
+    """Format seconds as a duration such as 1h 2m 3s."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    shown = f"{hours}h {minutes}m " if hours else f"{minutes}m " if minutes else ""
-    return f"{shown}{rest}s"
+    prefix = f"{hours}h {minutes}m " if hours else f"{minutes}m " if minutes else ""
+    return f"{prefix}{rest}s"
 
 
 def get_device_info() -> dict[str, Any]:
@@ -130,7 +127,7 @@ def print_training_summary(
 
 
 class BaseTrainerWrapper:
-    """Trains `dataset` as `config` says. Fields of the config can be given by themselves too."""
+    """Trains on `dataset` with `config`; keyword `options` override fields of the config."""
 
     algorithm: ClassVar[str]
 
@@ -138,41 +135,43 @@ class BaseTrainerWrapper:
         self, config: TrainingConfig | None = None, dataset: Any = None, reward_fn: Any = None, *,
         eval_dataset: Any = None, **options: Any,
     ) -> None:  # fmt: skip
-        names = {new: old for old, new in RENAMED.items()}
-        given = {names.get(key, key): value for key, value in options.items()}
-        self.config = replace(config or TrainingConfig(), **given)
+        field_names = {key: field_name for field_name, key in RENAMED.items()}
+        fields = {field_names.get(key, key): value for key, value in options.items()}
+        self.config = replace(config or TrainingConfig(), **fields)
         self.dataset, self.eval_dataset, self.reward_fn = dataset, eval_dataset, reward_fn
         self.trainer = self.model = self.tokenizer = None
-        self._about: dict[str, Any] = {}
+        self._result: dict[str, Any] = {}
 
     def setup_model(self) -> None:
-        """Load the model and its tokenizer, to look at; training loads its own."""
+        """Load the model and its tokenizer for inspection; `train` loads its own."""
         from TrainingFactory.models.loading import load_model
 
-        found = training.find_model(self.config.model_name)
-        loaded = load_model(found.name, adapter=found.adapter, revision=self.config.model_revision)
+        resolved = training.find_model(self.config.model_name)
+        loaded = load_model(resolved.name, adapter=resolved.adapter, revision=self.config.model_revision)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
 
     def train(self) -> Result:
-        """Train, and return how it went. `save_model` writes the model."""
+        """Train and return the results. `save_model` writes the model."""
         if self.dataset is None:
-            raise ValueError(f"{type(self).__name__} has no dataset: give dataset=")
+            raise ValueError(f"{type(self).__name__} has no dataset. Pass dataset=.")
         if (self.reward_fn is not None) != KINDS[self.algorithm].samples:
-            wrong = "has no reward: give reward_fn=" if self.reward_fn is None else "takes no reward_fn"
-            raise ValueError(f"{type(self).__name__} {wrong}")
-        config, rows = self.config, training.reader(self.algorithm)(self.dataset)
-        keys = config.keys_for(self.algorithm, self.eval_dataset is not None)
-        told = self.algorithm, config.model_name, rows, config.output_dir, keys
-        self.trainer, self._about = training.train(*told, self.reward_fn, self.eval_dataset)
-        return Result(self._about)
+            problem = "has no reward. Pass" if self.reward_fn is None else "takes no reward. Remove"
+            raise ValueError(f"{type(self).__name__} {problem} reward_fn=.")
+        rows = training.reader(self.algorithm)(self.dataset)
+        keys = self.config.keys_for(self.algorithm, self.eval_dataset is not None)
+        model, folder = self.config.model_name, self.config.output_dir
+        self.trainer, self._result = training.train(
+            self.algorithm, model, rows, folder, keys, self.reward_fn, self.eval_dataset
+        )
+        return Result(self._result)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the trained model (with LoRA its adapter) into `output_dir`, by default that of the config."""
+        """Write the trained model, or its adapter with LoRA, to `output_dir`; None: that of the config."""
         if self.trainer is None:
-            raise ValueError("there is no model to save yet: call train() first")
+            raise ValueError("there is no trained model to save. Call train() first.")
         folder = str(output_dir or self.config.output_dir)
-        about = self._about | {"output_dir": folder, "model_path": folder}
-        training.write_model(self.trainer, folder, about)
+        record = self._result | {"output_dir": folder, "model_path": folder}
+        training.write_model(self.trainer, folder, record)
 
 
 class SFTTrainerWrapper(BaseTrainerWrapper):
@@ -184,7 +183,7 @@ class GRPOTrainerWrapper(BaseTrainerWrapper):
 
 
 class PPOTrainerWrapper(BaseTrainerWrapper):
-    """Trains with a critic; `reward_model` is the function that scores completions, by default accuracy."""
+    """Trains with a critic. `reward_model` is the function that scores completions; None: accuracy."""
 
     algorithm = "ppo"
 

@@ -1,7 +1,7 @@
-"""Make the textbook's imports work: `import TrainingFactory.integrations.hello_agents.shim` before them.
+"""Modules named `hello_agents` for the textbook's imports. Import this module before them.
 
-Where no `hello_agents` is installed, its names lead here. Where one is, it stays what it is, and gets our
-`RLTrainingTool`, our `rl`, and `LLMConfig`, which no version of it has."""
+Without the package `hello_agents`, its names refer to our classes. An installed package stays in use and gets our
+`RLTrainingTool`, our `rl`, and `LLMConfig`, which no version of the package has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from TrainingFactory.integrations.hello_agents import agents, datasets, rewards,
 from TrainingFactory.integrations.hello_agents.tool import Result, RLTraining, RLTrainingTool
 
 RL = {"": rl, ".trainers": rl, ".utils": rl, ".datasets": datasets, ".rewards": rewards}
-# module -> the names that it has where no package is installed
+# module -> its names if the package is not installed
 NAMES = {
     "": ("HelloAgentsLLM", "LLMConfig", "SimpleAgent", "ToolRegistry"),
     ".core": ("HelloAgentsLLM", "LLMConfig"),
@@ -27,62 +27,61 @@ TOOL = "hello_agents.tools.builtin.rl_training_tool"
 
 
 def install() -> None:
-    """Put the names in place, once."""
-    there = sys.modules.get("hello_agents")
-    if there is None and importlib.util.find_spec("hello_agents") is None:
-        for name, names in NAMES.items():
-            _module(f"hello_agents{name}", {each: getattr(agents, each) for each in names})
-        _complete(RLTrainingTool)
-    elif there is None or not hasattr(there, "_tfactory"):
+    """Register the modules. Further calls do nothing."""
+    package = sys.modules.get("hello_agents")
+    if package is None and importlib.util.find_spec("hello_agents") is None:
+        for suffix, names in NAMES.items():
+            _module(f"hello_agents{suffix}", {name: getattr(agents, name) for name in names})
+        _add_ours(RLTrainingTool)
+    elif package is None or not hasattr(package, "_tfactory"):
         try:
             tools = [import_module(f"hello_agents.{name}") for name in ("core", "tools")][-1]
         except ImportError as error:
-            raise ValueError(
-                f"hello_agents is installed and cannot be imported: {error}; install what it needs, or remove it"
-            ) from error
-        _complete(tool_for(tools))
+            raise ValueError(f"hello_agents cannot be imported: {error}. Repair or uninstall it.") from error
+        _add_ours(tool_for(tools))
 
 
-def _complete(tool: type) -> None:
-    """Add what is ours to the modules that are there."""
+def _add_ours(tool: type) -> None:
+    """Add our names to the registered modules."""
     top, core, tools = (sys.modules[f"hello_agents{name}"] for name in ("", ".core", ".tools"))
     for name, module in RL.items():
         sys.modules[f"hello_agents.rl{name}"] = module
-    own = sys.modules.get(TOOL) or _module(TOOL, {})
-    for module in (tools, own):
+    tool_module = sys.modules.get(TOOL) or _module(TOOL, {})
+    for module in (tools, tool_module):
         vars(module)["RLTrainingTool"] = tool
     vars(core).setdefault("LLMConfig", agents.LLMConfig)
     vars(top).update(rl=rl, _tfactory=True)
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
-    made = ModuleType(name, "A name of the HelloAgents text that leads to TrainingFactory.")
-    vars(made).update(names, __path__=[])  # a package
-    sys.modules[name] = made
+    module = ModuleType(name, "A module of HelloAgents, provided by TrainingFactory.")
+    vars(module).update(names, __path__=[])  # __path__ makes it a package
+    sys.modules[name] = module
     parent, _, last = name.rpartition(".")
     if parent:
-        setattr(sys.modules[parent], last, made)
-    return made
+        setattr(sys.modules[parent], last, module)
+    return module
 
 
 def tool_for(tools: ModuleType) -> type:
-    """Return the class for an installed `hello_agents.tools`: its `run` returns text in 0.2, and in 1.0 a ToolResponse
-    that is the same text with the same keys, so that one program runs with either."""
-    answer = _response(tools) if hasattr(tools, "ToolResponse") else Result  # foreign module
-    own = {"parameter": tools.ToolParameter, "result": answer}
-    return type("RLTrainingTool", (RLTraining, tools.Tool), own)
+    """Return the RLTrainingTool for an installed `hello_agents.tools`. Its `run` returns text in version 0.2 and, in
+    1.0, a ToolResponse that is also that text with the same keys, so that one program works with both."""
+    result = _response_class(tools) if hasattr(tools, "ToolResponse") else Result  # foreign module
+    members = {"parameter": tools.ToolParameter, "result": result}
+    return type("RLTrainingTool", (RLTraining, tools.Tool), members)
 
 
-def _response(tools: ModuleType) -> type:
-    states = {"success": tools.ToolStatus.SUCCESS, "error": tools.ToolStatus.ERROR}
+def _response_class(tools: ModuleType) -> type:
+    statuses = {"success": tools.ToolStatus.SUCCESS, "error": tools.ToolStatus.ERROR}
 
     class Response(Result, tools.ToolResponse):
         def __init__(self, data: dict[str, Any]) -> None:
-            state, text, info = states.get(data["status"], tools.ToolStatus.PARTIAL), str(self), None
+            status = statuses.get(data["status"], tools.ToolStatus.PARTIAL)
+            text, error = str(self), None
             if data["status"] == "error":
                 text = data["message"]
-                info = {"code": tools.ToolErrorCode.INVALID_PARAM, "message": text}
-            tools.ToolResponse.__init__(self, status=state, text=text, data=data, error_info=info)
+                error = {"code": tools.ToolErrorCode.INVALID_PARAM, "message": text}
+            tools.ToolResponse.__init__(self, status=status, text=text, data=data, error_info=error)
 
     return Response
 

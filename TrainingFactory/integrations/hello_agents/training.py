@@ -1,4 +1,4 @@
-"""From the textbook's keys to a run of our trainers, and its model to the folder that the textbook loads."""
+"""Training with the textbook's keys on our trainers, and the model folder that the textbook loads."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from TrainingFactory.trainers.trl_keywords import VALUES
 if TYPE_CHECKING:  # torch, which takes seconds
     from TrainingFactory.trainers.trainer import Trainer
 
-RECORD = "training_result.json"  # in output_dir, with the names of the model's files
-# A plain key of the textbook -> ours. What needs more than another name is in `_special`.
+RECORD = "training_result.json"  # in output_dir; lists the files of the model
+# Key of the textbook -> ours. `_special` converts the keys that need more than another name.
 OPTIONS = {
     **{key: f"training.{key}" for key in ("num_epochs", "batch_size", "learning_rate", "warmup_steps", "weight_decay",
                                           "max_grad_norm", "max_steps", "gradient_checkpointing", "seed")},
@@ -37,12 +37,13 @@ OPTIONS = {
 SPECIAL = ("optimizer", "warmup_ratio", "gradient_accumulation_steps", "kl_coef", "clip_range",
            "use_wandb", "use_tensorboard", "wandb_project", "logging_steps")  # fmt: skip
 OPTIMIZERS = VALUES["optim"][1]
-BATCH = 4
-FORM = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}
+BATCH_SIZE = 4  # the textbook's default
+# Key of our section `lora` -> key of PEFT's adapter config
+PEFT_KEYS = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}
 
 
 class DetailedLoggingCallback(PlainLines):
-    """Prints a line with epoch, step and figures every `logging_steps` steps, and after the last."""
+    """Prints epoch, step and metrics every `logging_steps` steps and after the last step."""
 
     def __init__(
         self, total_steps: int | None = None, num_epochs: int | None = None, logging_steps: int = 1
@@ -57,7 +58,7 @@ class DetailedLoggingCallback(PlainLines):
 
 
 def reader(algorithm: str) -> datasets.Reader:
-    """Return what reads rows for the algorithm."""
+    """Return the function that reads the rows of an algorithm."""
     return datasets.tasks if KINDS[algorithm].samples else datasets.examples
 
 
@@ -65,21 +66,23 @@ def train(
     algorithm: str, model_name: str, rows: list[dict], output_dir: str | Path, keys: Mapping[str, Any],
     reward: Callable[..., Any] | None = None, heldout: Any = None,
 ) -> tuple[Trainer, dict[str, Any]]:  # fmt: skip
-    """Train in a run in `runs` of `output_dir`; return the trainer and what is told about it. `keys` are the
-    textbook's, or ours in full (`grpo.scale_rewards`); `heldout` is what eval_steps evaluates on."""
-    samples, folder = KINDS[algorithm].samples, Path(output_dir).expanduser()
+    """Train a run in the folder `runs` of `output_dir`. Return the trainer and the results.
+
+    `keys` are the textbook's, or ours in full (`grpo.scale_rewards`); `heldout` are the rows for `eval_steps`."""
+    samples = KINDS[algorithm].samples
+    folder = Path(output_dir).expanduser()
     check_folder(folder)
-    given: dict[str, Any] = {**sections_of(algorithm, keys, len(rows))}
-    # The same for every algorithm; `runs` is also where TensorBoard looks in the textbook.
-    given.setdefault("logging", {})["output_dir"] = str(folder / "runs")
-    model = model_section(model_name, given.setdefault("lora", {}), folder)
-    given["model"] = model | given.get("model", {})
-    given |= {"tasks": rows, "environment": "conversation"} if samples else {"dataset": rows}
+    options: dict[str, Any] = {**sections_of(algorithm, keys, len(rows))}
+    # The textbook points TensorBoard at the folder `runs`.
+    options.setdefault("logging", {})["output_dir"] = str(folder / "runs")
+    model = model_section(model_name, options.setdefault("lora", {}), folder)
+    options["model"] = model | options.get("model", {})
+    options |= {"tasks": rows, "environment": "conversation"} if samples else {"dataset": rows}
     if heldout is not None:
-        given["heldout"] = reader(algorithm)(heldout)
+        options["heldout"] = reader(algorithm)(heldout)
     name = "RewardModel" if algorithm == "reward_model" else algorithm.upper()
     watcher = DetailedLoggingCallback(None, keys.get("num_epochs"), keys.get("logging_steps") or 1)
-    trainer = getattr(services, f"{name}Trainer")(**given, reward_function=reward, watcher=watcher)
+    trainer = getattr(services, f"{name}Trainer")(**options, reward_function=reward, watcher=watcher)
     if trainer.notices:
         raise ValueError("; ".join(trainer.notices))
     report, config = trainer.train(), trainer.config
@@ -94,72 +97,72 @@ def train(
 
 
 def sections_of(algorithm: str, keys: Mapping[str, Any], size: int) -> dict[str, dict[str, Any]]:
-    """Return the sections of a config that the keys stand for. Values are checked there, by name."""
-    given = {key: value for key, value in keys.items() if value is not None}
-    if times := given.get("gradient_accumulation_steps"):
-        given["batch_size"] = given.get("batch_size", BATCH) * times
-    plain = [(OPTIONS.get(key, key), key, given[key]) for key in given if key in OPTIONS or "." in key]
+    """Convert the textbook's keys to sections of a config, which validates the values. `size`: number of rows."""
+    options = {key: value for key, value in keys.items() if value is not None}
+    if accumulation := options.get("gradient_accumulation_steps"):
+        options["batch_size"] = options.get("batch_size", BATCH_SIZE) * accumulation
+    plain = [(OPTIONS.get(key, key), key, options[key]) for key in options if key in OPTIONS or "." in key]
     sections: dict[str, dict[str, Any]] = {}
-    for full, key, value in (*plain, *_special(algorithm, given, size)):
-        section, _, name = full.partition(".")
-        there = sections.setdefault(section, {}).setdefault(name, value)
-        if there != value:
-            raise ValueError(f"{key} is {value!r}, and {full} is given as {there!r} already; leave one out")
+    for full_key, key, value in (*plain, *_special(algorithm, options, size)):
+        section, _, name = full_key.partition(".")
+        present = sections.setdefault(section, {}).setdefault(name, value)
+        if present != value:
+            raise ValueError(f"{key} is {value!r}, but {full_key} is already {present!r}. Remove one.")
     return sections
 
 
-def _special(algorithm: str, given: Mapping[str, Any], size: int) -> Iterator[tuple[str, str, Any]]:
-    """Yield our name, the textbook's and the value of keys that differ in more than their names."""
-    if "optimizer" in given:
-        yield "training.optimizer", "optimizer", OPTIMIZERS.get(given["optimizer"], given["optimizer"])
-    if "warmup_ratio" in given:
-        epochs = given.get("num_epochs", 1) * math.ceil(size / given.get("batch_size", BATCH))
-        steps = math.ceil(given["warmup_ratio"] * given.get("max_steps", epochs))
+def _special(algorithm: str, options: Mapping[str, Any], size: int) -> Iterator[tuple[str, str, Any]]:
+    """Yield our key, the textbook's key and the value of options that need a conversion."""
+    if "optimizer" in options:
+        yield "training.optimizer", "optimizer", OPTIMIZERS.get(options["optimizer"], options["optimizer"])
+    if "warmup_ratio" in options:
+        total = options.get("num_epochs", 1) * math.ceil(size / options.get("batch_size", BATCH_SIZE))
+        steps = math.ceil(options["warmup_ratio"] * options.get("max_steps", total))
         yield "training.warmup_steps", "warmup_ratio", steps
-    if "kl_coef" in given:
-        yield f"{algorithm}.kl", "kl_coef", given["kl_coef"]
-    if "clip_range" in given:
-        # Others have `clip`, or none, which the config tells.
+    if "kl_coef" in options:
+        yield f"{algorithm}.kl", "kl_coef", options["kl_coef"]
+    if "clip_range" in options:
+        # For algorithms without `clip` the config reports the key.
         for name in ("clip_low", "clip_high") if algorithm == "grpo" else ("clip",):
-            yield f"{algorithm}.{name}", "clip_range", given["clip_range"]
-    board, wandb = given.get("use_tensorboard"), given.get("use_wandb")
-    if board is None:  # by name it is used whether it is installed or not, which is told
-        board = importlib.util.find_spec("tensorboard") is not None
-    if trackers := [name for name, used in (("tensorboard", board), ("wandb", wandb)) if used]:
+            yield f"{algorithm}.{name}", "clip_range", options["clip_range"]
+    tensorboard, wandb = options.get("use_tensorboard"), options.get("use_wandb")
+    if tensorboard is None:  # used if installed; requested explicitly, a missing package is an error
+        tensorboard = importlib.util.find_spec("tensorboard") is not None
+    if trackers := [name for name, used in (("tensorboard", tensorboard), ("wandb", wandb)) if used]:
         yield "logging.trackers", "use_wandb", trackers
-    if "wandb_project" in given:
+    if "wandb_project" in options:
         if not wandb:
-            raise ValueError("wandb_project is for use_wandb: true; leave it out, or set that")
-        yield "logging.wandb", "wandb_project", {"project": given["wandb_project"]}
+            raise ValueError("wandb_project is set, but use_wandb is not. Remove it, or set use_wandb: true.")
+        yield "logging.wandb", "wandb_project", {"project": options["wandb_project"]}
 
 
 def model_section(name: str, lora: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return what to load. An adapter is trained on in the form that it has: keys of `lora` that say the same go, and
-    of others the trainer tells."""
-    found = find_model(name)
-    if found.adapter is None or found.folder is None:
-        if resolve(found.name) == BUILTIN and lora.get("enabled"):
-            return {"name": str(_builtin_in(folder / "base"))}
-        # What factories.yaml says more of a name is read with it, later on.
-        return found.section if found.written == name else {"name": name}
+    """Return the config section of the model to load. An adapter keeps its own settings: keys of `lora` with the same
+    values are removed, and the trainer rejects others."""
+    resolved = find_model(name)
+    if resolved.adapter is None or resolved.folder is None:
+        if resolve(resolved.name) == BUILTIN and lora.get("enabled"):
+            return {"name": str(_save_builtin(folder / "base"))}
+        # Further keys that factories.yaml has for a name are resolved later, from the name.
+        return resolved.section if resolved.written == name else {"name": name}
     if not lora.get("enabled", True):
         raise ValueError(
-            f"use_lora is false, and {name} holds an adapter; leave use_lora out, or merge it first: "
+            f"use_lora is false, but {name} is an adapter. Remove use_lora, or merge the adapter first: "
             f"tfactory export {name} --out NEW --merge"
         )
-    about = json.loads((found.folder / ADAPTER).read_text(encoding="utf-8"))
-    for key, its in FORM.items():
-        if key in lora and _plain(lora[key]) == _plain(about.get(its)):
+    adapter_config = json.loads((resolved.folder / ADAPTER).read_text(encoding="utf-8"))
+    for key, peft_key in PEFT_KEYS.items():
+        if key in lora and _sorted_list(lora[key]) == _sorted_list(adapter_config.get(peft_key)):
             del lora[key]
-    return found.section | {"adapter": str(found.folder.resolve())}
+    return resolved.section | {"adapter": str(resolved.folder.resolve())}
 
 
-def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, list) else value  # PEFT keeps lists in any order
+def _sorted_list(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value  # PEFT stores lists in any order
 
 
-def _builtin_in(folder: Path) -> Path:
-    """Write the built-in model into a folder, so that other programs can load an adapter over it."""
+def _save_builtin(folder: Path) -> Path:
+    """Save the built-in model to a folder, so that other programs can load an adapter on top of it."""
     from TrainingFactory.models.loading import load_model
 
     if not (folder / "config.json").is_file():
@@ -170,27 +173,27 @@ def _builtin_in(folder: Path) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise where a model of others would be written over."""
-    there = [name for name in ("config.json", ADAPTER) if (folder / name).is_file()]
-    if there and not (folder / RECORD).is_file():
+    """Raise ValueError if the folder contains a model that we did not write."""
+    existing = [name for name in ("config.json", ADAPTER) if (folder / name).is_file()]
+    if existing and not (folder / RECORD).is_file():
         raise ValueError(
-            f"output_dir {folder} holds a model ({there[0]}) that was not trained here; name another folder"
+            f"output_dir {folder} holds a model ({existing[0]}) that was not trained here. Choose another folder."
         )
 
 
 def write_model(trainer: Trainer, output_dir: str | Path, about: Mapping[str, Any]) -> None:
-    """Put the trained model into the folder, in place of the one that was trained there before; its run keeps its own
-    checkpoints."""
+    """Write the trained model to a folder and replace the model of an earlier training there. The checkpoints of the
+    runs are kept."""
     folder = Path(output_dir).expanduser()
     check_folder(folder)
-    part, record = folder / ".model", folder / RECORD
-    shutil.rmtree(part, ignore_errors=True)  # of a program that was killed
-    trainer.save_model(part)
+    temporary, record = folder / ".model", folder / RECORD
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed program
+    trainer.save_model(temporary)
     old = json.loads(record.read_text(encoding="utf-8"))["files"] if record.is_file() else []
-    files = sorted(path.name for path in part.iterdir())
+    files = sorted(path.name for path in temporary.iterdir())
     record.write_text(json.dumps({**about, "files": files}, indent=2, ensure_ascii=False), encoding="utf-8")
     for name in set(old) - set(files):
         (folder / Path(name).name).unlink(missing_ok=True)
     for name in files:
-        os.replace(part / name, folder / name)
-    part.rmdir()
+        os.replace(temporary / name, folder / name)
+    temporary.rmdir()

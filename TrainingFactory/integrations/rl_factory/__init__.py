@@ -1,4 +1,4 @@
-"""Environments that are written for RL-Factory, and its launch scripts: docs/RL_FACTORY.md."""
+"""Support for environments and launch scripts written for RL-Factory; see docs/RL_FACTORY.md."""
 
 from TrainingFactory.integrations.rl_factory.env import Env, MMEnv
 

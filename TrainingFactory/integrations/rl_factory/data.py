@@ -1,4 +1,4 @@
-"""What RL-Factory's methods get to see: one finished episode in the shape of verl's DataProto."""
+"""Inputs of RL-Factory's methods: one finished episode in the shape of verl's DataProto."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ STEP, SCORE, JUDGE_SCORE = "step", "compute_score", "_compute_score_with_reward_
 
 
 class Columns(dict[str, Any]):
-    """Columns by name; one that is not there says which are."""
+    """Columns by name, with an error for a missing one that lists the available names."""
 
     def __missing__(self, key: str) -> Any:
-        raise KeyError(f"there is no {key!r} in the data of an episode; there are {', '.join(self)}")
+        raise KeyError(f"no {key!r} in the data of an episode. Available: {', '.join(self)}")
 
 
 class DataItem:
-    """One episode: vectors of tokens in `batch`, its task's columns in `non_tensor_batch`.
+    """One episode: token vectors in `batch`, the columns of its task in `non_tensor_batch`.
 
-    `responses` has what the model sampled, all turns, and nothing that a tool said: whoever decodes it cannot take one
-    for the other. The whole conversation, tools included, is in `non_tensor_batch["messages"]`."""
+    `responses` contains the sampled tokens of all turns and no tool output, so that a reward cannot mistake tool output
+    for the model's text. The whole conversation, tools included, is in `non_tensor_batch["messages"]`."""
 
     def __init__(self, trajectory: Trajectory, heldout: bool = False) -> None:
-        import torch  # whoever trains has it already
+        import torch  # already loaded by training
 
         prompts = torch.tensor(trajectory.turns[0].prompt_ids)
         self._turns = [turn.completion.token_ids for turn in trajectory.turns]
@@ -44,65 +44,65 @@ class DataItem:
             attention_mask=torch.ones(len(prompts) + len(responses), dtype=torch.long),
             loss_mask=torch.ones(len(responses), dtype=torch.long),
         )
-        # Code of users writes into it, and the task belongs to the whole group.
+        # Copied because user code may modify it, and all episodes of a group share the task.
         columns, answer = copy.deepcopy((trajectory.task.metadata, trajectory.task.answer))
-        known = columns.get("reward_model")
-        model = {"ground_truth": answer} | (known if isinstance(known, dict) else {})
-        said = [each for turn in trajectory.turns for each in (turn.message, *turn.replies)]
-        messages = [message_to_dict(each) for each in (*trajectory.prompt, *said)]
+        column = columns.get("reward_model")
+        reward_model = {"ground_truth": answer} | (column if isinstance(column, dict) else {})
+        replies = [message for turn in trajectory.turns for message in (turn.message, *turn.replies)]
+        messages = [message_to_dict(message) for message in (*trajectory.prompt, *replies)]
         self.non_tensor_batch = Columns({"data_source": "", "extra_info": {}} | columns)
-        self.non_tensor_batch.update(reward_model=model, messages=messages, uid=trajectory.group)
+        self.non_tensor_batch.update(reward_model=reward_model, messages=messages, uid=trajectory.group)
         self.meta_info: dict[str, Any] = {"validate": heldout}
 
     def texts(self, tokenizer: Any) -> list[str]:
-        """Return what the model wrote in each turn."""
+        """Return the model's text of each turn."""
         return [tokenizer.decode(turn, skip_special_tokens=True) for turn in self._turns]
 
     @property
     def about(self) -> tuple[Any, Any, Any]:
-        """Return what methods get beside a text: data_source, ground_truth and extra_info."""
+        """The task's data_source, ground_truth and extra_info, which methods receive beside a text."""
         columns = self.non_tensor_batch
         return columns["data_source"], columns["reward_model"]["ground_truth"], columns["extra_info"]
 
 
 class Data(list[DataItem]):
-    """A batch of one episode: tensors have an axis of length 1 in front, other columns are arrays of length 1."""
+    """A batch of one episode: tensors have a leading batch axis of length 1, other columns are arrays of length 1."""
 
     def __init__(self, item: DataItem) -> None:
         import numpy as np
 
         super().__init__([item])
         self.meta_info = item.meta_info
-        self.batch = Columns({name: each.unsqueeze(0) for name, each in item.batch.items()})
+        self.batch = Columns({name: tensor.unsqueeze(0) for name, tensor in item.batch.items()})
         self.non_tensor_batch = Columns()
         for name, value in item.non_tensor_batch.items():
             self.non_tensor_batch[name] = np.empty(1, dtype=object)
             self.non_tensor_batch[name][0] = value
 
-    def add_step_rewards(self, earned: list[float]) -> None:
-        """Add what `get_step_reward` gave for each turn, under RL-Factory's name."""
+    def add_step_rewards(self, rewards: list[float]) -> None:
+        """Add the results of `get_step_reward`, one for each turn, as the column `tool_use_scores`."""
         import torch
 
-        self[0].batch["tool_use_scores"] = torch.tensor(earned)
+        self[0].batch["tool_use_scores"] = torch.tensor(rewards)
         self.batch["tool_use_scores"] = self[0].batch["tool_use_scores"].unsqueeze(0)
 
 
 class PromptText(str):
-    """The text that `apply_chat_template` gives, which remembers the messages that it was made of."""
+    """Result of `apply_chat_template`: a text that also holds the messages it was built from."""
 
     messages: list[Message]
 
 
 class MessageTokenizer:
-    """Stands for a tokenizer where messages stay messages: the run, or the judge's end, writes them by its template.
-    The rest is that of the policy's tokenizer, where there is one."""
+    """Tokenizer stand-in whose `apply_chat_template` keeps the messages; the run or the judge's server applies its own
+    chat template later. Everything else is delegated to the policy's tokenizer, if there is one."""
 
     def __init__(self, tokenizer: Any = None) -> None:
         self._tokenizer = tokenizer
         self.prompts: dict[str, PromptText] = {}
 
     def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **_: Any) -> PromptText:
-        messages = [Message(each["role"], str(each["content"])) for each in conversation]
+        messages = [Message(message["role"], str(message["content"])) for message in conversation]
         text = PromptText("\n\n".join(message.content for message in messages))
         text.messages = messages
         return self.prompts.setdefault(text, text)
@@ -115,8 +115,8 @@ class MessageTokenizer:
 
 
 class JudgeWorkers:
-    """Stands for `reward_rollout_wg`, RL-Factory's worker group: the judge that the config names generates. Its methods
-    wait for the judge, so they run on a thread."""
+    """Stand-in for RL-Factory's worker group `reward_rollout_wg`; the judge of the config generates the replies. The
+    methods block until the judge replies, so call them from a worker thread."""
 
     world_size = 1
 
@@ -124,7 +124,7 @@ class JudgeWorkers:
         self._ask, self._tokenizer, self._loop = ask, tokenizer, asyncio.get_running_loop()
 
     def score(self, prompts: Sequence[str], read: Callable[[str], float] | None = None) -> list[float]:
-        """Return what `read` makes of the reply to each prompt; None: the judge's own verdict."""
+        """Return the score that `read` extracts from the reply to each prompt. `read` None: the judge's own verdict."""
 
         async def ask_all() -> list[float]:
             return await asyncio.gather(*(self._ask(_messages(prompt), read) for prompt in prompts))
@@ -132,22 +132,24 @@ class JudgeWorkers:
         return asyncio.run_coroutine_threadsafe(ask_all(), self._loop).result()
 
     def generate_sequences(self, data: Any) -> list[Any]:
-        """Return items with the tokens of prompts and replies; `data.batch` has `input_ids` and `attention_mask`."""
+        """Return items with the tokens of prompts and replies. `data.batch` needs `input_ids` and `attention_mask`."""
         import torch
 
-        tokenizer, items = self._tokenizer, []
+        tokenizer = self._tokenizer
+        items = []
         for row, mask in zip(data.batch["input_ids"], data.batch["attention_mask"], strict=True):
-            asked, replies = row[mask.bool()], list[str]()
-            text = tokenizer.decode(asked, skip_special_tokens=True)
+            prompt = row[mask.bool()]
+            replies: list[str] = []
+            text = tokenizer.decode(prompt, skip_special_tokens=True)
 
             def keep(reply: str, replies: list[str] = replies) -> float:
                 replies.append(reply)
                 return 0.0
 
             self.score([tokenizer.prompts.get(text) or text], keep)
-            said = torch.tensor(tokenizer(replies[0], add_special_tokens=False)["input_ids"])
-            whole = torch.ones(len(asked) + len(said), dtype=torch.long)
-            batch = {"prompts": asked, "responses": said, "attention_mask": whole}
+            response = torch.tensor(tokenizer(replies[0], add_special_tokens=False)["input_ids"])
+            attention = torch.ones(len(prompt) + len(response), dtype=torch.long)
+            batch = {"prompts": prompt, "responses": response, "attention_mask": attention}
             items.append(SimpleNamespace(batch=batch))
         return items
 

@@ -1,4 +1,4 @@
-"""The environment of one episode, whose reward is what an `Env` of RL-Factory makes of it."""
+"""Environments of single episodes that compute their reward with an RL-Factory `Env`."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from TrainingFactory.types import Message, Reward, Step, Task
 
 
 class EnvEpisode(ToolEnvironment):
-    """Plays as every environment with tools does; a subclass of it has the run's `Env`, of which each has a copy."""
+    """A tool environment with its own copy of the run's `Env`, which is a class attribute of the subclasses."""
 
-    env: Any  # an `Env`, which imports this module
+    env: Any  # an `Env`; its module imports this one
     _data: Data | None = None
 
     def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = ()) -> None:
         super().__init__(task, tools, timeout=self.env.tool_timeout)
-        self.env, self._lock = copy.copy(self.env), asyncio.Lock()
+        self.env = copy.copy(self.env)
+        self._lock = asyncio.Lock()
 
     async def step(self, message: Message) -> Step:
-        """Answer a turn by the `step` that the subclass has written, for a batch of one; else call its tools."""
+        """Process a turn with the `step` of the user's `Env`, as a batch of one, or by the default tool calls."""
         env = self.env
         if not env.writes(STEP):
             return await super().step(message)
         text = response_text(message)
         tools = env._tools = EpisodeTools(self, {text: message})
-        found = await called(env.step, [text], MessageTokenizer())
-        if not isinstance(found, tuple) or len(found) != 4:
-            raise ValueError(
-                f"step gave {shown(found)}; it must give four lists: next_obs, dones, valid_action, is_tool"
-            )
-        [said], [done], [valid], [is_tool] = (_listed(each, STEP) for each in found)
-        replies = [] if done else _replies(said, message)
+        result = await called(env.step, [text], MessageTokenizer())
+        if not isinstance(result, tuple) or len(result) != 4:
+            expected = "four lists: next_obs, dones, valid_action, is_tool"
+            raise ValueError(f"step returned {shown(result)}. Return {expected}.")
+        [observation], [done], [valid], [is_tool] = (_single_item(values, STEP) for values in result)
+        replies = [] if done else _replies(observation, message)
         signals = {"valid_action": float(valid), "is_tool": float(is_tool)}
         return Step(replies, done=bool(done), tool_results=tools.results, signals=signals)
 
@@ -59,39 +59,39 @@ class EnvEpisode(ToolEnvironment):
         data, env = await self._verified(episode), self.env
         heldout = data.meta_info["validate"]
         if env.writes(SCORE):
-            return await self._scored(data, None, None)
+            return await self._compute_score(data, None, None)
         if not (env.writes(RULES) or env.uses("use_process_reward")):
             name = type(env).__name__
-            raise Unscored(f"{name} leaves scoring to a judge; take {{type: environment}} out of the reward")
-        more = {"if_val": heldout} if env.fits(RULES, if_val=heldout) else {}
-        found = await called(env._compute_score_with_rules, data, self._tokenizer, **more)
-        outcome, steps = self._by_turn(found, RULES)
+            raise Unscored(f"{name} is scored by a judge. Remove {{type: environment}} from the reward.")
+        options = {"if_val": heldout} if env.fits(RULES, if_val=heldout) else {}
+        result = await called(env._compute_score_with_rules, data, self._tokenizer, **options)
+        outcome, steps = self._outcome_and_steps(result, RULES)
         parts = {"rules": outcome + sum(steps)}
         if env.uses("use_process_reward") and not heldout:
-            earned = [0.0 if value != value else value for value in await self._earned()]
-            steps = [one + more for one, more in zip(steps, earned, strict=True)] if steps else earned
-            parts["steps"] = sum(earned)
+            rewards = [0.0 if value != value else value for value in await self._step_rewards()]
+            steps = [step + reward for step, reward in zip(steps, rewards, strict=True)] if steps else rewards
+            parts["steps"] = sum(rewards)
         return Reward(outcome, steps, parts)
 
-    async def _scored(self, data: Data, workers: JudgeWorkers | None, tokenizer: Any) -> Reward:
-        """Return what `compute_score` gives, called as RL-Factory's reward manager does."""
+    async def _compute_score(self, data: Data, workers: JudgeWorkers | None, tokenizer: Any) -> Reward:
+        """Call the `Env`'s `compute_score` as RL-Factory's reward manager does."""
         env, heldout = self.env, data.meta_info["validate"]
-        steps = env.uses("use_process_reward") and not heldout
-        if steps:
-            data.add_step_rewards(await self._earned())
-        given = workers, tokenizer, self._tokenizer, data
-        found = await called(env.compute_score, *given, if_val=heldout, use_process_reward=steps)
-        outcome, steps = self._by_turn(found, SCORE)
+        use_steps = env.uses("use_process_reward") and not heldout
+        if use_steps:
+            data.add_step_rewards(await self._step_rewards())
+        arguments = workers, tokenizer, self._tokenizer, data
+        result = await called(env.compute_score, *arguments, if_val=heldout, use_process_reward=use_steps)
+        outcome, steps = self._outcome_and_steps(result, SCORE)
         return Reward(outcome, steps, {"rules" if workers is None else "judge": outcome + sum(steps)})
 
     async def _verified(self, episode: AnyEpisode) -> Data:
-        """Return the episode as the methods see it; verified once, also where rules and a judge are asked."""
+        """Return the episode in verl's form. It is verified once, even if both rules and a judge score it."""
         async with self._lock:
             if self._data is None:
-                assert isinstance(episode, Episode), "an episode that was played"
+                assert isinstance(episode, Episode), "a finished episode"
                 self._tokenizer: Any = getattr(episode.chat, "tokenizer", None)
                 if self._tokenizer is None:
-                    raise Unscored("there is no tokenizer to read the episode with")
+                    raise Unscored("the chat format of the episode has no tokenizer to decode it")
                 item = DataItem(episode.trajectory, episode.heldout)
                 self._texts = item.texts(self._tokenizer)
                 messages = (turn.message for turn in episode.trajectory.turns)
@@ -105,67 +105,68 @@ class EnvEpisode(ToolEnvironment):
         source, truth, extra = item.about
         if not isinstance(truth, dict):
             raise Unscored(
-                f"task {self.task.id}: ground_truth is {shown(truth)}; it must be an object, because what verify_tool "
-                "finds is put into it as verified_results"
+                f"task {self.task.id}: ground_truth is {shown(truth)}. It must be an object, because the result of "
+                "verify_tool is stored in it as verified_results."
             )
         limit, text = self.env.verify_timeout, "\n".join(self._texts)
         try:
-            found = await within(limit, called(self.env.verify_tool, source, text, truth, extra))
+            result = await within(limit, called(self.env.verify_tool, source, text, truth, extra))
         except OutOfTime:
-            told = f"verify_tool took longer than {limit:g} s (environment.options.verify_timeout)"
-            raise Unscored(told) from None
-        truth["verified_results"] = found
+            message = f"verify_tool took longer than {limit:g} s (environment.options.verify_timeout)"
+            raise Unscored(message) from None
+        truth["verified_results"] = result
 
-    async def _earned(self) -> list[float]:
-        """Ask about each turn alone: what it earns is fixed when it ends, whatever comes after it. NaN is none."""
-        found = [_listed(await called(self.env.get_step_reward, [text]), STEPS) for text in self._texts]
-        return [value if value != value else as_float(value, STEPS) for [value] in found]
+    async def _step_rewards(self) -> list[float]:
+        """Return the reward of each turn; NaN: none. Turns are scored one by one, so that later turns cannot change the
+        reward of an earlier one."""
+        items = [_single_item(await called(self.env.get_step_reward, [text]), STEPS) for text in self._texts]
+        return [value if value != value else as_float(value, STEPS) for [value] in items]
 
-    def _by_turn(self, found: Any, who: str) -> tuple[float, list[float]]:
-        """Return outcome and steps of one item: a number or one in a list is the outcome, one for each turn are the
-        steps before the last, which is the outcome; with one more, every turn has a step."""
-        [value] = _listed(found, who)
-        values = [as_float(each, who) for each in (value if _is_list(value) else [value])]
+    def _outcome_and_steps(self, result: Any, method: str) -> tuple[float, list[float]]:
+        """Split the result of a method for one item into outcome and step rewards. One number is the outcome; one per
+        turn are the step rewards, the last of which is the outcome; one more is the outcome after all step rewards."""
+        [value] = _single_item(result, method)
+        values = [as_float(number, method) for number in (value if _is_list(value) else [value])]
         turns = len(self._texts)
         if len(values) not in (1, turns, turns + 1):
             raise Unscored(
-                f"{who} gave {len(values)} numbers for an episode of {turns} turns; it must give one, or one for each "
-                "turn"
+                f"{method} returned {len(values)} numbers for an episode of {turns} turns. Return one number, or one "
+                "for each turn."
             )
         *steps, outcome = values
         return outcome, [*steps, 0.0][:turns] if steps else []
 
 
 class JudgedEpisode(EnvEpisode):
-    """Writes the prompts of a judge."""
+    """An episode whose `Env` writes the prompts of a judge."""
 
     async def ask_judge(self, episode: AnyEpisode, ask: Ask) -> Reward:
         data = await self._verified(episode)
         tokenizer = MessageTokenizer(self._tokenizer)
-        return await self._scored(data, JudgeWorkers(ask, tokenizer), tokenizer)
+        return await self._compute_score(data, JudgeWorkers(ask, tokenizer), tokenizer)
 
 
-def _replies(said: Any, turn: Message) -> list[Message]:
-    """Return what a `step` has said as messages: of the tools that the turn has called, else of the user."""
+def _replies(observation: Any, turn: Message) -> list[Message]:
+    """Convert the observation of a `step` to messages: tool replies if the turn called tools, else a user message."""
     calls = turn.tool_calls
-    if isinstance(said, str):
+    if isinstance(observation, str):
         role = "tool" if calls else "user"
-        found = getattr(said, "messages", [Message(role, said)])
+        messages = getattr(observation, "messages", [Message(role, observation)])
     else:
-        found = MessageTokenizer().apply_chat_template(said).messages
-    answers = (message for message in found if message.role == "tool")
-    for call, message in zip(calls, answers, strict=False):
+        messages = MessageTokenizer().apply_chat_template(observation).messages
+    tool_replies = (message for message in messages if message.role == "tool")
+    for call, message in zip(calls, tool_replies, strict=False):
         message.tool_call_id, message.name = call.id, call.name
-    return found
+    return messages
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) > 0
 
 
-def _listed(value: Any, who: str) -> list[Any]:
-    """Return what was given for the one item, in its list."""
-    found = list(value) if _is_list(value) else []
-    if len(found) != 1:
-        raise Unscored(f"{who} gave {shown(value)}; it must give a list with one entry for each item")
-    return found
+def _single_item(value: Any, method: str) -> list[Any]:
+    """Return a method's result for the batch of one as a list with one entry."""
+    entries = list(value) if _is_list(value) else []
+    if len(entries) != 1:
+        raise Unscored(f"{method} returned {shown(value)}. Return a list with one entry for each item.")
+    return entries

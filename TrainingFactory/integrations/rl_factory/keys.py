@@ -1,10 +1,10 @@
-"""Which option of ours an override of RL-Factory's is, and of the others, why there is none.
+"""Tables that map RL-Factory's overrides to our config keys, with the reasons for those that have no counterpart.
 
-Keys are without `actor_rollout_ref.`: `actor`, `rollout`, `model`, `env` and `ref` are its parts."""
+Keys omit the prefix `actor_rollout_ref.`, whose sections are `actor`, `rollout`, `model`, `env` and `ref`."""
 
 from __future__ import annotations
 
-# Taken over as they are; `@` stands for the section of the algorithm, grpo or ppo.
+# Values copied unchanged; `@` stands for the section of the algorithm, grpo or ppo.
 SAME = {
     "model.path": "model.name", "env.enable_thinking": "model.thinking", "model.lora_alpha": "lora.alpha",
     "model.enable_gradient_checkpointing": "training.gradient_checkpointing",
@@ -20,9 +20,9 @@ SAME = {
     "data.shuffle": "data.shuffle", "trainer.total_epochs": "training.num_epochs",
     "trainer.total_training_steps": "training.max_steps", "trainer.default_local_dir": "logging.output_dir",
 }  # fmt: skip
-# What RL-Factory's own config has, where ours has something else.
+# Defaults of RL-Factory's own config that differ from ours.
 THEIR_CONFIG, DEFAULTS = "rl_factory_ppo_trainer", {"rollout.max_turns": 2, "rollout.temperature": 0.7}
-# Taken over where the algorithm is this one.
+# Values copied for one algorithm only.
 ONLY = {
     "grpo": {
         "algorithm.norm_adv_by_std_in_grpo": "grpo.scale_rewards", "actor.clip_ratio_low": "grpo.clip_low",
@@ -34,11 +34,11 @@ ONLY = {
         "actor.clip_ratio": "ppo.clip",
     },
 }  # fmt: skip
-# algorithm.adv_estimator -> the algorithm, and grpo.advantage
+# algorithm.adv_estimator -> training.algorithm and grpo.advantage
 ESTIMATORS = {"grpo": ("grpo", "group"), "gae": ("ppo", "")} | {
     name: ("grpo", name) for name in ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 }
-# Values that have another name: override -> option, and from theirs to ours
+# Values with other names: override -> our key, and their value -> our value
 RENAMED: dict[str, tuple[str, dict[str, str]]] = {
     "actor.loss_agg_mode": ("grpo.normalization", {
         "token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}),
@@ -48,43 +48,43 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
 TRACKERS = ("wandb", "mlflow", "tensorboard")
 
 ALWAYS, NOT_NEEDED, BY_HAND, NONE = "always so", "not needed", "by hand", "no counterpart"
-MEMORY = "it is about the memory of several GPUs, or of another engine"
-SERVER = 'it is said of a server, in its file: {"tfactory": {"timeout": S, "concurrency": N, "instances": N}}'
+MEMORY = "it configures multi-GPU memory or another inference engine"
+SERVER = 'set it per server, in the mcpServers file: {"tfactory": {"timeout": S, "concurrency": N, "instances": N}}'
 LIMITS = ("env.tool_timeout", "env.max_concurrency", "env.parallel_sse_tool_call", "env.enable_limiter")
-BUDGET = "training.token_budget says what goes through the model at once"
-# Why an override is not taken over: the first beginning that fits, or the first word after its first dot.
+BUDGET = "training.token_budget sets the number of tokens per forward pass"
+# Reasons not to translate an override. The first prefix wins that matches the key, or the key without its section.
 REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
-    ("actor.state_masking", ALWAYS, "only what the model sampled is trained, never what a tool said"),
-    ("actor.kl_loss", NOT_NEEDED, "use_kl_loss is off, so there is no distance in the loss"),
+    ("actor.state_masking", ALWAYS, "only sampled tokens are trained, never tool output"),
+    ("actor.kl_loss", NOT_NEEDED, "use_kl_loss is off, so the loss has no KL term"),
     ("model.use_remove_padding", ALWAYS, "rows are packed without padding"),
-    ("rollout.top_", BY_HAND, "training samples from the full softmax; sampling.top_p is for evaluation"),
-    ("rollout.mode", NOT_NEEDED, "only async is an option here: optimization.async_rollout"),
+    ("rollout.top_", BY_HAND, "training samples from the full softmax; sampling.top_p applies to evaluation"),
+    ("rollout.mode", NOT_NEEDED, "only async is configurable: optimization.async_rollout"),
     ("actor.optim.lr_warmup_steps_ratio", BY_HAND, "training.warmup_steps is a number of steps"),
-    ("rollout.name", NOT_NEEDED, "the native engine samples; sampling.engine names another"),
-    ("rollout.stop", NOT_NEEDED, "the chat template says how a turn ends"),
-    ("env.mcp_mode", NOT_NEEDED, "the file of the servers says how each is reached"),
-    (("env.tool_manager", "env.model_type"), NOT_NEEDED, "the chat template shows it, or model.family"),
-    ("env.max_prompt_length", NOT_NEEDED, "the judge's own limit holds"),
+    ("rollout.name", NOT_NEEDED, "the native engine samples; select another with sampling.engine"),
+    ("rollout.stop", NOT_NEEDED, "the chat template defines the end of a turn"),
+    ("env.mcp_mode", NOT_NEEDED, "the mcpServers file defines each server's transport"),
+    (("env.tool_manager", "env.model_type"), NOT_NEEDED, "detected from the chat template, or model.family"),
+    ("env.max_prompt_length", NOT_NEEDED, "the judge's own limit applies"),
     (LIMITS, BY_HAND, SERVER),
-    ("env.tool_name_selected", BY_HAND, "name the tools that are wanted in `tools`"),
-    ("env.use_process_reward", NOT_NEEDED, "there is no Env of your own with a get_step_reward"),
-    ("env.mmtool", NONE, "there are no images"),
+    ("env.tool_name_selected", BY_HAND, "list the selected tools in `tools`"),
+    ("env.use_process_reward", NOT_NEEDED, "there is no custom Env with a get_step_reward"),
+    ("env.mmtool", NONE, "images are not supported"),
     ("env.load_custom_chat_template", BY_HAND, "put the template into the model's folder"),
     ("env.", BY_HAND, "the cache is optimization.tool_cache=true, for tools that are marked pure"),
-    ("reward_rollout.", BY_HAND, "further options of the judge's engine go into reward.judge.engine_options"),
-    ("reward_model.reward_manager", NOT_NEEDED, "rewards of all episodes run at the same time"),
-    ("reward_model.", BY_HAND, "a trained reward model is reward.type=learned"),
-    ("custom_reward_function", BY_HAND, "a function of your own is reward.type=function"),
-    ("algorithm.kl_ctrl", NOT_NEEDED, "the distance is a part of the loss: grpo.kl"),
-    ("algorithm.use_kl_in_reward", NONE, "only ppo has the distance in the reward: ppo.kl_in"),
-    ("data.val_batch_size", NOT_NEEDED, "all held-out tasks are played at once"),
-    ("data.return_raw_chat", NOT_NEEDED, "conversations stay conversations"),
+    ("reward_rollout.", BY_HAND, "put other options of the judge's engine into reward.judge.engine_options"),
+    ("reward_model.reward_manager", NOT_NEEDED, "rewards of all episodes are computed concurrently"),
+    ("reward_model.", BY_HAND, "use a trained reward model with reward.type=learned"),
+    ("custom_reward_function", BY_HAND, "use your own function with reward.type=function"),
+    ("algorithm.kl_ctrl", NOT_NEEDED, "the KL term is part of the loss: grpo.kl"),
+    ("algorithm.use_kl_in_reward", NONE, "only ppo supports KL in the reward: ppo.kl_in"),
+    ("data.val_batch_size", NOT_NEEDED, "all held-out tasks are evaluated concurrently"),
+    ("data.return_raw_chat", NOT_NEEDED, "prompts are always kept as messages"),
     ("data.", ALWAYS, "columns are named as verl's; a prompt that does not fit ends its episode"),
-    ("trainer.val_before_train", NONE, "training.eval_every measures before training, too"),
+    ("trainer.val_before_train", NONE, "training.eval_every also evaluates before training"),
     ("trainer.test_freq", NOT_NEEDED, "there are no held-out tasks: data.heldout"),
     ("trainer.project_name", NOT_NEEDED, "only W&B has projects"),
-    ("trainer.experiment_name", BY_HAND, "the name of a run is tfactory train CONFIG --name NAME"),
-    ("trainer.resume", BY_HAND, "tfactory runs resume NAME goes on with a run"),
+    ("trainer.experiment_name", BY_HAND, "name the run with tfactory train CONFIG --name NAME"),
+    ("trainer.resume", BY_HAND, "resume a run with tfactory runs resume NAME"),
     ("trainer.default_hdfs_dir", NONE, "runs are written to a local folder"),
     ("trainer.critic_warmup", NOT_NEEDED, "grpo has no critic"),
     ("critic.", NOT_NEEDED, "the critic is a head on the model, with the model's own limits"),
@@ -95,8 +95,8 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
 
 
 def reason(key: str) -> tuple[str, str]:
-    """Return the kind of reason, and the reason, why a key is not taken over."""
-    for beginning, kind, why in REASONS:
-        if key.startswith(beginning) or key.partition(".")[2].startswith(beginning):
-            return kind, why
-    return NONE, "it is no option that this translation knows; docs/RL_FACTORY.md lists those"
+    """Return why a key is not translated: the kind of reason and its text."""
+    for prefix, kind, text in REASONS:
+        if key.startswith(prefix) or key.partition(".")[2].startswith(prefix):
+            return kind, text
+    return NONE, "this translation does not know the key; docs/RL_FACTORY.md lists the known ones"

@@ -1,4 +1,4 @@
-"""`self.tool_manager` of RL-Factory's methods: the tools of one episode, and what its turns call."""
+"""RL-Factory's `self.tool_manager`: the tools of one episode and the calls of its turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from TrainingFactory.types import Message, ToolCall, ToolResult
 
 
 def response_text(message: Message) -> str:
-    """Write a turn as RL-Factory's `step` gets it: calls are in <tool_call> tags, whatever the model's own form is."""
+    """Return a turn as text for RL-Factory's `step`: calls in <tool_call> tags, whatever the model's own format."""
     thought = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
     calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
     tagged = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
@@ -26,7 +26,7 @@ def response_text(message: Message) -> str:
 
 @dataclass(slots=True)
 class EpisodeTool:
-    """One tool, called as qwen_agent's are: `call` with arguments as a dict or as JSON text."""
+    """One tool with the interface of qwen_agent: `call` takes arguments as a dict or as JSON text."""
 
     manager: EpisodeTools
     name: str
@@ -37,47 +37,49 @@ class EpisodeTool:
 
 
 class EpisodeTools:
-    """Sends calls through the executor of the episode, with its time limits, cache and recording. `turns` has the
-    messages by the texts that the methods get; `results` are those of `execute_actions`."""
+    """Sends calls through the executor of the episode, with its timeouts, cache and recording. `turns` maps the texts
+    that methods receive to the messages; `results` collects the results of `execute_actions`."""
 
     def __init__(self, environment: ToolEnvironment, turns: Mapping[str, Message]) -> None:
         self._executor, self._loop = environment.executor, asyncio.get_running_loop()
-        self._turns, self.results = turns, list[ToolResult]()
+        self._turns = turns
+        self.results: list[ToolResult] = []
         self.tool_map: dict[str, EpisodeTool] = {}
-        self._full: dict[str, str] = {}  # RL-Factory calls a tool of a server by SERVER-TOOL
+        self._qualified: dict[str, str] = {}  # RL-Factory names a tool of a server SERVER-TOOL
         for tool in environment.tools:
             name, options = tool.spec.name, getattr(tool, "options", ToolOptions())
             self.tool_map[name] = EpisodeTool(self, name, tool.spec.description)
-            self._full[f"{options.server}-{name}"] = name
+            self._qualified[f"{options.server}-{name}"] = name
 
     def get_tool(self, name: str) -> EpisodeTool:
-        found = self.tool_map.get(self._full.get(name, name))
-        if found is None:
-            known = ", ".join(self.tool_map) or "none"
-            raise ValueError(f"there is no tool {name!r}; the tools are: {known}")
-        return found
+        tool = self.tool_map.get(self._qualified.get(name, name))
+        if tool is None:
+            raise ValueError(f"there is no tool {name!r}. Available: {', '.join(self.tool_map) or 'none'}")
+        return tool
 
     def call_tool(self, tool_name: str, tool_args: str | Mapping[str, Any] = "{}", **_: Any) -> str:
-        """Return what the tool says; where it could not be asked, the episode is left unscored."""
-        return self._waited(self.acall_tool(tool_name, tool_args))
+        """Call a tool and return its result. If the tool is unavailable, the episode is left unscored."""
+        return self._run_blocking(self.acall_tool(tool_name, tool_args))
 
     async def acall_tool(self, tool_name: str, tool_args: str | Mapping[str, Any] = "{}") -> str:
-        given = json.loads(tool_args) if isinstance(tool_args, str) else tool_args
-        return (await call_tool(self._executor, self.get_tool(tool_name).name, given)).content
+        arguments = json.loads(tool_args) if isinstance(tool_args, str) else tool_args
+        return (await call_tool(self._executor, self.get_tool(tool_name).name, arguments)).content
 
     _call_tool = call_tool
 
-    def _waited(self, coroutine: Any) -> Any:
+    def _run_blocking(self, coroutine: Any) -> Any:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
         coroutine.close()
-        raise ValueError("inside async code: await self.tool_manager.acall_tool(name, arguments)")
+        raise ValueError(
+            "call_tool blocks. In async code: await self.tool_manager.acall_tool(name, arguments)"
+        )
 
     def parse_response(self, response_content: str) -> tuple[str, list[dict[str, Any]]]:
-        """Return how a turn of this episode, or another text with <tool_call> tags, is read: ("answer", []), or
-        ("actions", calls), in which a call that could not be read is called <error>."""
+        """Parse a turn of this episode, or any text with <tool_call> tags. Return ("answer", []) or ("actions", calls);
+        a call that cannot be parsed has the name <error>."""
         calls = [
             {"name": "<error>", "args": call.error}
             if call.error is not None
@@ -91,25 +93,26 @@ class EpisodeTools:
         return read_tagged(text.rpartition("</think>")[2])[1] if turn is None else turn.tool_calls
 
     def execute_actions(self, responses: Sequence[str]) -> tuple[list[str], list[Any]]:
-        """Call what the texts call; return for each "answer" and its text, or "actions" and its tools' messages."""
-        actions, results = [], []
+        """Run the tool calls in each text. Return for each "answer" and the text itself, or "actions" and the tool
+        messages."""
+        actions, observations = [], []
         for text in responses:
             calls = self._calls(text)
-            found = self._waited(self._executor.batch_execute(calls)) if calls else []
-            self.results += found
+            results = self._run_blocking(self._executor.batch_execute(calls)) if calls else []
+            self.results += results
             actions.append("actions" if calls else "answer")
-            results.append([{"role": "tool", "content": result.content} for result in found] or text)
-        return actions, results
+            observations.append([{"role": "tool", "content": result.content} for result in results] or text)
+        return actions, observations
 
     def get_prompt(
         self, input_data: Any, tokenizer: Any = None, mode: str = "tool_call", **_: Any
     ) -> PromptText:
-        """Return the text of messages, which the run writes by the model's own chat template."""
+        """Return the messages as PromptText; the run applies the model's own chat template to them."""
         messages = [{"role": "tool", "content": input_data}] if isinstance(input_data, str) else input_data
         return MessageTokenizer().apply_chat_template(messages)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"tool_manager has no {name!r} here: the run itself writes prompts. There are tool_map, get_tool, "
+            f"tool_manager has no {name!r}, because the run itself builds the prompts. Available: tool_map, get_tool, "
             "call_tool, acall_tool, parse_response, execute_actions and get_prompt"
         )

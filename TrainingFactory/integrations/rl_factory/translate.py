@@ -1,4 +1,4 @@
-"""From the overrides of a launch script of RL-Factory to a config of ours, with a comment for all that has no place."""
+"""Translation of an RL-Factory launch script to a config, with comments for everything that has no counterpart."""
 
 from __future__ import annotations
 
@@ -16,82 +16,81 @@ from TrainingFactory.integrations.rl_factory.keys import BY_HAND, NONE, NOT_NEED
 from TrainingFactory.integrations.rl_factory.launch_script import HIDDEN, LaunchScript
 from TrainingFactory.tools.mcp.config import read_config
 
-WHOLE = "actor_rollout_ref."
+PREFIX = "actor_rollout_ref."
 
 
 class Translation:
-    """`sections` is the config; `notes` has a line for each override that is not in it, and for what is to be done."""
+    """A translated script: `sections` is the config, `notes` has a line for each override that needs a comment."""
 
     def __init__(self, script: LaunchScript) -> None:
         self.script, self.folder = script, Path(script.path).parent
         self.sections: dict[str, Any] = {}
         self.notes: list[str] = []
-        self._left: dict[str, Any] = {}  # what is not put anywhere yet
+        self._remaining: dict[str, Any] = {}  # overrides that are not translated yet
         for key, text in script.overrides.items():
             if hidden := HIDDEN.search(text):
-                what = f"it depends on {hidden[1]}, which only the shell knows"
-                self.notes.append(f"{key}: {BY_HAND}: {what}")
+                self.notes.append(f"{key}: {BY_HAND}: it depends on {hidden[1]}, which only the shell knows")
             else:
-                self._left[key.removeprefix(WHOLE)] = _value(text)
-        for key in [key for key, value in self._left.items() if value is None]:
-            self._off(key)
+                self._remaining[key.removeprefix(PREFIX)] = _value(text)
+        for key in [key for key, value in self._remaining.items() if value is None]:
+            self._skip_disabled(key)
         for step in (self._algorithm, self._data, self._loss, self._environment, self._judge, self._trainer):
             step()
-        for key in [*self._left]:
-            self._note(key, self._left[key], *keys.reason(key))
-        self.notes += [f"{word}: {NOT_NEEDED}: it is no override" for word in script.other]
+        for key in [*self._remaining]:
+            self._note(key, self._remaining[key], *keys.reason(key))
+        self.notes += [f"{word}: {NOT_NEEDED}: it is not an override" for word in script.other]
 
     def text(self) -> str:
-        """Return it as YAML."""
-        top = f"# Translated from {self.script.path}. Not taken over, with the reason, are the lines at the end.\n"
+        """Return the config as YAML, with the notes as comments at its end."""
+        top = f"# Translated from {self.script.path}. Comments at the end list what was not translated, and why.\n"
         end = "".join(f"# {' '.join(note.split())}\n" for note in self.notes)
         ordered = {name: self.sections[name] for name in TrainingConfig.model_fields if name in self.sections}
         return f"{top}{yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)}{end}"
 
     def _take(self, key: str, default: Any = None) -> Any:
-        """Return a value and count it as used; one that switches something off there is told."""
-        value = self._left.get(key, default)
-        if key in self._left and (not value or value == -1):
-            self._off(key)
+        """Remove an override and return its value, or `default` with a note if the value disables its feature."""
+        value = self._remaining.get(key, default)
+        if key in self._remaining and (not value or value == -1):
+            self._skip_disabled(key)
             return default
-        self._left.pop(key, None)
+        self._remaining.pop(key, None)
         return value
 
-    def _off(self, key: str) -> None:
-        value = self._left.pop(key)
-        self._note(key, value, NOT_NEEDED, "it is off there, and here the default of ours holds")
+    def _skip_disabled(self, key: str) -> None:
+        value = self._remaining.pop(key)
+        self._note(key, value, NOT_NEEDED, "it is off in the script, and our default applies")
 
     def _count(self, key: str, default: int = 0) -> int:
-        found = self._take(key, default)
-        if not isinstance(found, int):
-            raise ValueError(f"{self.script.path}: {key} is {found!r}; it must be a whole number")
-        return found
+        value = self._take(key, default)
+        if not isinstance(value, int):
+            raise ValueError(f"{self.script.path}: {key} is {value!r}; it must be an integer")
+        return value
 
     def _put(self, key: str, value: Any) -> None:
         section, _, name = key.replace("@", self.algorithm).partition(".")
         self.sections.setdefault(section, {})[name] = value
 
-    def _note(self, key: str, value: Any, kind: str, why: str) -> None:
-        whole = f"{WHOLE}{key}"
+    def _note(self, key: str, value: Any, kind: str, reason: str) -> None:
         value = "***" if holds_secret(key.rsplit(".", 1)[-1].lower(), str(value)) else value
-        self.notes.append(f"{whole if whole in self.script.overrides else key}={value}: {kind}: {why}")
+        prefix = PREFIX if f"{PREFIX}{key}" in self.script.overrides else ""
+        self.notes.append(f"{prefix}{key}={value}: {kind}: {reason}")
 
     def _algorithm(self) -> None:
-        named = str(self._take("algorithm.adv_estimator", "gae"))  # verl's default
-        self.algorithm, advantage = keys.ESTIMATORS.get(named, ("grpo", ""))
+        estimator = str(self._take("algorithm.adv_estimator", "gae"))  # verl's default
+        self.algorithm, advantage = keys.ESTIMATORS.get(estimator, ("grpo", ""))
         self._put("training.algorithm", self.algorithm)
-        if named not in keys.ESTIMATORS:
+        if estimator not in keys.ESTIMATORS:
             known = ", ".join(keys.ESTIMATORS)
-            self._note("algorithm.adv_estimator", named, NONE, f"grpo is taken; known are {known}")
+            self._note("algorithm.adv_estimator", estimator, NONE, f"grpo is used instead; known: {known}")
         if advantage == "group":
-            self.sections["grpo"] = {"scale_rewards": True, "clip_high": 0.2}  # as there by default
+            self.sections["grpo"] = {"scale_rewards": True, "clip_high": 0.2}  # verl's defaults
         elif advantage:
             self._put("grpo.advantage", advantage)
         if any(keys.THEIR_CONFIG in word for word in self.script.other):
-            self._left = keys.DEFAULTS | self._left
+            self._remaining = keys.DEFAULTS | self._remaining
         for key, ours in {**keys.SAME, **keys.ONLY[self.algorithm]}.items():
-            if key in self._left:
-                self._put(ours, self._left.pop(key))
+            if key in self._remaining:
+                self._put(ours, self._remaining.pop(key))
         if rank := self._take("model.lora_rank"):
             self._put("lora.enabled", True)
             self._put("lora.r", rank)
@@ -102,52 +101,56 @@ class Translation:
                 first, *more = files if isinstance(files, list) else [files]
                 self._put(ours, first)
                 if more:
-                    self._note(key, more, BY_HAND, "there is one file; put the rows of all of them together")
+                    self._note(key, more, BY_HAND, "only one file is supported; merge the rows of all files")
         response = self._count("data.max_response_length")
         if response:
             self._put("sampling.max_tokens", response)
         if prompt := self._count("data.max_prompt_length"):
             self._put("model.max_length", prompt + (response or 512))  # verl's default
-        size, part = self.sections["training"].get("batch_size"), self._count("actor.ppo_mini_batch_size")
-        if part > 0 and isinstance(size, int) and size % part == 0:
-            self._put("training.minibatches", size // part)
-        elif part:
-            self._note("actor.ppo_mini_batch_size", part, BY_HAND, f"it does not divide the batch of {size}")
+        batch_size = self.sections["training"].get("batch_size")
+        minibatch = self._count("actor.ppo_mini_batch_size")
+        if minibatch > 0 and isinstance(batch_size, int) and batch_size % minibatch == 0:
+            self._put("training.minibatches", batch_size // minibatch)
+        elif minibatch:
+            reason = f"it does not divide the batch size of {batch_size}"
+            self._note("actor.ppo_mini_batch_size", minibatch, BY_HAND, reason)
 
     def _loss(self) -> None:
-        by_loss = self._take("actor.use_kl_loss")
-        if by_loss:
-            self._put("@.kl", self._left.pop("actor.kl_loss_coef", 0.001))  # verl's default
+        kl_in_loss = self._take("actor.use_kl_loss")
+        if kl_in_loss:
+            self._put("@.kl", self._remaining.pop("actor.kl_loss_coef", 0.001))  # verl's default
         elif self.algorithm == "ppo" and self._take("algorithm.use_kl_in_reward"):
             self._put("ppo.kl_in", "reward")
-            self._put("ppo.kl", self._left.pop("algorithm.kl_ctrl.kl_coef", 0.001))
+            self._put("ppo.kl", self._remaining.pop("algorithm.kl_ctrl.kl_coef", 0.001))
         for key, (ours, names) in keys.RENAMED.items():
-            if key not in self._left or (key.startswith("actor.kl") and not by_loss):
+            if key not in self._remaining or (key.startswith("actor.kl") and not kl_in_loss):
                 continue
-            value = self._left.pop(key)
+            value = self._remaining.pop(key)
             if value in names and (self.algorithm == "grpo" or not ours.startswith("grpo")):
                 self._put(ours, names[value])
             else:
-                self._note(key, value, NONE, f"{ours.replace('@', self.algorithm)} knows {', '.join(names)}")
+                reason = f"{ours.replace('@', self.algorithm)} supports {', '.join(names)}"
+                self._note(key, value, NONE, reason)
         if self.sections.get("grpo", {}).get("ratio") == "sequence":
             self._put("grpo.normalization", "sequence")
-        if clip := self._take("actor.clip_ratio"):  # of ppo it is taken already
+        if clip := self._take("actor.clip_ratio"):  # for ppo it is translated already
             self._put("grpo.clip_low", clip)
             self._put("grpo.clip_high", clip)
 
     def _environment(self) -> None:
         if name := self._take("env.name"):
-            places = (f"{name}.py", f"envs/{name}.py")
-            there = next((place for place in places if (self.folder / place).is_file()), None)
-            if name == "search" and there is None:  # what theirs rewards
+            candidates = (f"{name}.py", f"envs/{name}.py")
+            existing = next((path for path in candidates if (self.folder / path).is_file()), None)
+            if name == "search" and existing is None:  # RL-Factory's own search environment
                 self.sections["reward"] = {"type": "rule_based", "options": {"rule": "em", "extract": "tag"}}
-                self._note("env.name", name, NOT_NEEDED, "its reward is the rule em over <answer> tags")
+                self._note("env.name", name, NOT_NEEDED, "its reward is the rule em on <answer> tags")
             else:
-                steps = bool(self._left.pop("env.use_process_reward", False))
-                self._put("environment.environment_id", there or places[0])
+                path = existing or candidates[0]
+                steps = bool(self._remaining.pop("env.use_process_reward", False))
+                self._put("environment.environment_id", path)
                 self._put("environment.options", {"use_process_reward": steps})
-                text = "must have your Env, imported from TrainingFactory.integrations.rl_factory"
-                self._note("env.name", name, BY_HAND, f"{there or places[0]} {text}")
+                text = "must define your Env, imported from TrainingFactory.integrations.rl_factory"
+                self._note("env.name", name, BY_HAND, f"{path} {text}")
         if path := self._take("env.config_path"):
             self.sections["tools"] = self._tools(str(path))
 
@@ -155,15 +158,14 @@ class Translation:
         try:
             servers, names = read_config(path if Path(path).is_file() else self.folder / path)
         except ValueError:
-            why = "it cannot be read from here; name its servers in `tools`"
-            self._note("env.config_path", path, BY_HAND, why)
+            self._note("env.config_path", path, BY_HAND, "the file cannot be read; list servers in `tools`")
             return [{"name": "tools", "config": path}]
-        return [{"name": name, "config": path} for name in (*(each.name for each in servers), *names)]
+        return [{"name": name, "config": path} for name in (*(server.name for server in servers), *names)]
 
     def _judge(self) -> None:
         if not self._take("reward_rollout.if_use_reward_rollout"):
-            for key in [key for key in self._left if key.startswith("reward_rollout.")]:
-                self._note(key, self._left.pop(key), NOT_NEEDED, "the script uses no judge")
+            for key in [key for key in self._remaining if key.startswith("reward_rollout.")]:
+                self._note(key, self._remaining.pop(key), NOT_NEEDED, "the script uses no judge")
             return
         judge: dict[str, Any] = {"model": self._take("reward_rollout.rollout.model_name", "NAME")}
         if (gpus := self._count("reward_rollout.rollout.tensor_model_parallel_size", 1)) > 1:
@@ -186,15 +188,15 @@ class Translation:
             self._put("logging.checkpoint_every", every)
         if "heldout" in self.sections.get("data", {}) and (every := self._count("trainer.test_freq")):
             self._put("training.eval_every", every)
-        machines = [key for key in ("trainer.n_gpus_per_node", "trainer.nnodes") if key in self._left]
+        machines = [key for key in ("trainer.n_gpus_per_node", "trainer.nnodes") if key in self._remaining]
         if machines:
             self._put("compute.num_gpus", prod(self._count(key, 1) for key in machines))
-        if self._left.get("rollout.mode") == "async":
-            self._put("optimization.async_rollout", bool(self._left.pop("rollout.mode")))
+        if self._remaining.get("rollout.mode") == "async":
+            self._put("optimization.async_rollout", bool(self._remaining.pop("rollout.mode")))
 
 
 def _value(text: str) -> Any:
-    """Read a value as Hydra does, as far as that is YAML."""
+    """Parse a value as YAML, which covers Hydra's syntax for overrides; other texts stay as they are."""
     try:
         return yaml.load(text, ConfigLoader)  # a SafeLoader
     except yaml.YAMLError:
