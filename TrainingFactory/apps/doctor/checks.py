@@ -22,9 +22,9 @@ VALUES: dict[str, Any] = {
 
 
 def check_format(
-    diagnosis: Diagnosis, loaded: LoadedModel, chat: TemplateChatFormat, configured_family: str | None
+    diagnosis: Diagnosis, loaded: LoadedModel, chat: TemplateChatFormat, name: str | None
 ) -> None:
-    """Check the chat family and its stop tokens; `configured_family` is the config's `model.family`. Needs no episode."""
+    """Check the chat family and its stop tokens; `name` is the config's `model.family`."""
     size = loaded.model.get_input_embeddings().weight.shape[0]
     stops = ", ".join(f"{chat.decode([stop])!r} ({stop})" for stop in chat.stop_ids) or "nothing"
     diagnosis.facts["model"] = (
@@ -32,10 +32,8 @@ def check_format(
     )
     diagnosis.facts["chat"] = f"family {chat.family.name}; a turn ends with {stops}"
     if not any(stop < size for stop in chat.stop_ids):
-        diagnosis.add(
-            "stop_unreachable", f"no stop token is in the model's vocabulary of {size} tokens: {stops}"
-        )
-    if configured_family is None:
+        diagnosis.add("stop_unreachable", f"no stop token is among the model's {size} tokens: {stops}")
+    if name is None:
         return
     turn = Message("assistant", tool_calls=[ToolCall(PROBE.name, {"text": "a b"})])
     native = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
@@ -45,7 +43,7 @@ def check_format(
         return
     if not same_turn(parsed, turn):
         sentence = (
-            f"model.family is {configured_family}, which cannot parse the calls that this model's own template writes (family "
+            f"model.family is {name}, which cannot parse the calls that this model's own template writes (family "
             f"{native.family.name}); calls in the model's native format would be read as text"
         )
         diagnosis.add("family_differs", sentence, "warning")
@@ -106,14 +104,12 @@ def check_episodes(diagnosis: Diagnosis, episodes: Sequence[Trajectory], turn_li
     diagnosis.facts["dry episodes"] = f"{len(episodes)}: {ended}; {rewarded}"
     turns = [turn for episode in episodes for turn in episode.turns]
     if turns and not any(turn.completion.finish == "stop" for turn in turns):
-        sentence = (
-            f"none of {len(turns)} turns ended with a stop token within sampling.max_tokens ({turn_limit})"
-        )
-        diagnosis.add("no_stop", sentence, "warning")
+        text = f"none of {len(turns)} turns ended with a stop token within sampling.max_tokens ({turn_limit})"
+        diagnosis.add("no_stop", text, "warning")
     longest = max((len(turn.prompt_ids) for turn in turns), default=limit)
     if longest + turn_limit > limit:
-        sentence = f"a prompt of {longest} tokens plus a turn of up to {turn_limit} exceeds model.max_length ({limit})"
-        diagnosis.add("prompt_too_long", sentence, "warning" if turns else "error")
+        text = f"a prompt of {longest} tokens plus a turn of up to {turn_limit} exceeds model.max_length ({limit})"
+        diagnosis.add("prompt_too_long", text, "warning" if turns else "error")
 
 
 def check_mask(diagnosis: Diagnosis, batch: StepGroups) -> None:

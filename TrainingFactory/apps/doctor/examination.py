@@ -111,13 +111,11 @@ def _check_model(
 class DryRun(Training):
     """A run of one small step in `folder`; adds its findings to `diagnosis`."""
 
-    def __init__(
-        self, requested: TrainingConfig, folder: Path, watcher: Watcher, diagnosis: Diagnosis
-    ) -> None:
-        self.requested, self.diagnosis, self._folder = requested, diagnosis, folder
+    def __init__(self, config: TrainingConfig, folder: Path, watcher: Watcher, diagnosis: Diagnosis) -> None:
+        self.requested, self.diagnosis, self._folder = config, diagnosis, folder
         self.chat: Any = None  # None until the model is loaded
         self.limits = 0, 0  # maximum tokens of a turn and of an episode
-        super().__init__(_small(requested), name="doctor", watcher=watcher)
+        super().__init__(_small(config), name="doctor", watcher=watcher)
 
     def new_run(self, name: str, about: dict[str, Any]) -> RunFolder:
         logging = self.config.logging.model_copy(update={"output_dir": str(self._folder)})
@@ -177,10 +175,10 @@ class DryRun(Training):
         # Fastest case: all groups of a step run in parallel at this speed. Slowest: one after the other.
         parts = self.requested.training.batch_size / len(batch.groups)
         update = spent * parts * self.requested.training.update_epochs
-        seconds_range = [batch.seconds + update, batch.seconds * parts + update]
-        step = " to ".join(dict.fromkeys(f"{seconds:.3g}" for seconds in seconds_range))
+        times = [batch.seconds + update, batch.seconds * parts + update]
+        step = " to ".join(dict.fromkeys(f"{seconds:.3g}" for seconds in times))
         whole = " to ".join(
-            dict.fromkeys(str(timedelta(seconds=round(seconds * total))) for seconds in seconds_range)
+            dict.fromkeys(str(timedelta(seconds=round(seconds * total))) for seconds in times)
         )
         unknown = "" if batch.rows else ", without an update, because no row had anything to learn"
         self.diagnosis.facts["time"] = (
