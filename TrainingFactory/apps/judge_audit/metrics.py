@@ -1,4 +1,4 @@
-"""The arithmetic of a judge's audit. None where a metric is not defined, such as the correlation with a constant."""
+"""Statistics of a judge audit. They return None if undefined, such as the correlation with a constant."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def accuracy(given: Sequence[Hashable], right: Sequence[Hashable]) -> float | No
 
 
 def kappa(given: Sequence[Hashable], right: Sequence[Hashable]) -> float | None:
-    """Return Cohen's kappa: agreement beyond what two raters with these habits would reach by chance. None if both
-    always say the same thing, where chance explains everything."""
+    """Return Cohen's kappa: agreement beyond chance for two raters with these label frequencies. None if both raters
+    always give the same label, because chance explains all agreement then."""
     agreed = accuracy(given, right)
     return None if agreed is None else beyond(agreed, chance(given, right))
 
 
 def chance(given: Sequence[Hashable], right: Sequence[Hashable]) -> float:
-    """Return the agreement of two raters with these habits who do not look."""
+    """Return the chance agreement of two independent raters with these label frequencies."""
     habits, truths = Counter(given), Counter(right)
     return sum(habits[label] * truths[label] for label in habits) / len(given) ** 2
 
@@ -36,17 +36,17 @@ def pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 
 
 def partial(xs: Sequence[float], ys: Sequence[float], given: Sequence[float]) -> float | None:
-    """Return the correlation of xs and ys that is left when what a straight line in `given` explains is taken off."""
-    return pearson(_rest(xs, given), _rest(ys, given))
+    """Return the partial correlation of xs and ys, controlling for a linear effect of `given`."""
+    return pearson(_residuals(xs, given), _residuals(ys, given))
 
 
-def _rest(values: Sequence[float], given: Sequence[float]) -> Sequence[float]:
+def _residuals(values: Sequence[float], predictor: Sequence[float]) -> Sequence[float]:
     try:
-        slope, start = linear_regression(given, values)
-    except StatisticsError:  # too few, or a constant, which explains nothing
+        slope, start = linear_regression(predictor, values)
+    except StatisticsError:  # too few values, or a constant, which explains nothing
         return values
-    # rounding alone is no correlation
-    return [round(v - start - slope * g, 9) for v, g in zip(values, given, strict=True)]
+    # rounded, because floating-point noise must not look like a correlation
+    return [round(v - start - slope * g, 9) for v, g in zip(values, predictor, strict=True)]
 
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
@@ -54,7 +54,7 @@ def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 
 
 def ranks(values: Sequence[float]) -> list[float]:
-    """Return places from 1; equal values share the mean of theirs."""
+    """Return ranks from 1; ties get their mean rank."""
     ordered = sorted(values)
     first = {value: place for place, value in reversed(list(enumerate(ordered, 1)))}
     counts = Counter(values)
