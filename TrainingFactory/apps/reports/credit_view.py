@@ -33,8 +33,8 @@ EVERYTHING = 1 << 60  # token budget that puts all rows into one pack
 EQUAL = "no learning signal: all scored episodes of its group have the same reward"
 NOTES: dict[Measure, str] = {
     "advantage": "advantages that the algorithm gave to the tokens of this step",
-    "weight": "weights of the accepted episodes, with a mean of 1 over the tokens of the step; training normalises them "
-    "per mini-batch",
+    "weight": "weights of the accepted episodes, with a mean of 1 over the tokens of the step; training normalises "
+    "them per mini-batch",
     "reward": "rewards at the tokens that received them; ppo computes advantages from these (minus the KL if ppo.kl_in "
     "is reward) and from the critic's values, which are not recorded",
 }

@@ -50,9 +50,7 @@ def choose(
 
 
 def _chosen(group: GroupCredit, best: int, worst: int) -> GroupCredit:
-    totals = {
-        place: episode.total for place, episode in enumerate(group.episodes) if episode.total is not None
-    }
+    totals = {place: each.total for place, each in enumerate(group.episodes) if each.total is not None}
     ranked = sorted(totals, key=lambda place: -totals[place])
     kept = {*ranked[:best], *ranked[max(0, len(ranked) - worst) :]}
     return replace(group, episodes=[group.episodes[place] for place in sorted(kept)])
@@ -67,23 +65,21 @@ def credit_title(run: RunFolder, step: int) -> str:
 
 def resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
     """Return `step`, or (None) the last step with `task`; raise ValueError if it has no episodes of it."""
-    config, tasks_by_step = run.config, run.consumed()
+    config, tasks = run.config, run.consumed()
     name = config.training.algorithm
     if not KINDS[name].samples:
         raise ValueError(f"run {run.name} uses {name}, which trains on a dataset: it has no episodes")
-    if not tasks_by_step:
+    if not tasks:
         raise ValueError(f"run {run.name} has not finished a step yet: it has no episodes")
     if not (run.path / TRAJECTORIES).is_file():
         raise ValueError(
             f"run {run.name} has no {TRAJECTORIES}: logging.save_trajectories was false, or the file was deleted"
         )
-    if step is not None and step not in tasks_by_step:
-        raise ValueError(
-            f"run {run.name} has no step {step}; it has steps {min(tasks_by_step)} to {max(tasks_by_step)}"
-        )
-    steps = [number for number, ids in tasks_by_step.items() if task is None or task in ids]
+    if step is not None and step not in tasks:
+        raise ValueError(f"run {run.name} has no step {step}; it has steps {min(tasks)} to {max(tasks)}")
+    steps = [number for number, ids in tasks.items() if task is None or task in ids]
     if not steps:
-        known = [name for ids in tasks_by_step.values() for name in ids]
+        known = [name for ids in tasks.values() for name in ids]
         near = did_you_mean(nearest(str(task), known)) or f"; some of its tasks: {', '.join(known[:5])}"
         raise ValueError(f"run {run.name} has no task {task!r}{near}")
     if step is not None and step not in steps:
