@@ -152,7 +152,7 @@ def _trust(audit: Audit) -> str:
     agrees = f"it agrees with the gold labels on {audit.accuracy:.0%} of {audit.judged} items"
     agrees += _between(audit.accuracy_low, audit.accuracy_high)
     if audit.kappa is None:
-        return f"No kappa, because judge and gold labels are constant; {agrees}"
+        return f"No kappa: the judge and the gold labels are constant; {agrees}"
     agrees += f", kappa {audit.kappa:.2f}"
     least, words = _words(audit.kappa)
     if words == NOT_TRUSTED:
