@@ -234,7 +234,6 @@ def text_of(config: TrainingConfig) -> str:
 
 
 def flat(config: TrainingConfig) -> dict[str, Any]:
-    """Return every option by its dotted key."""
     values: dict[str, Any] = {"tools": config.model_dump()["tools"]}
     for name in sections():
         values |= {f"{name}.{key}": value for key, value in getattr(config, name).model_dump().items()}

@@ -1,5 +1,4 @@
-"""Routes of judges: their audits, and a person's labels of a run's episodes, saved as the gold rows that
-`tfactory judge audit` reads."""
+"""Routes of judges: their audits, and labels of a run's episodes, saved as gold rows for `tfactory judge audit`."""
 
 from __future__ import annotations
 

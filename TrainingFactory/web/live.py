@@ -1,5 +1,4 @@
-"""Server-sent events for changes of runs. The files are polled, so that any process can write them and a run need not
-know the UI."""
+"""Server-sent events for changes of runs. The server polls the files, so that a run need not know the UI."""
 
 from __future__ import annotations
 

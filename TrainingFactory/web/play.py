@@ -1,5 +1,4 @@
-"""Routes of the playground: conversations with a local model and an environment's tools, in one worker process per
-model, and saving them as training data."""
+"""Routes of the playground: conversations with a local model (one worker process each) and tools, saved as datasets."""
 
 from __future__ import annotations
 
@@ -103,8 +102,8 @@ class PlayRoutes:
     async def begin(self, asked: Choose) -> Opened:
         """Load a model in its worker process, and begin a conversation in an environment."""
         known = await asyncio.to_thread(self.choices)
-        environments = [{"name": None}, *known.environments]
-        for field, options in (("model", known.models), ("environment", environments)):
+        choices = {"model": known.models, "environment": [{"name": None}, *known.environments]}
+        for field, options in choices.items():
             if (value := getattr(asked, field)) not in [option["name"] for option in options]:
                 raise ApiError(f"unknown {field} {value!r}", field, status=404, code="not_found")
         given = asked.model_dump() | {"id": secrets.token_hex(8), "runs": str(self._runs.folder)}

@@ -54,7 +54,6 @@ def _job(work: Callable[[Given, Tell], Coroutine[Any, Any, Given]]) -> Callable[
 
 @_job
 async def begin(given: Given, tell: Tell) -> Given:
-    """Load the model and begin a conversation."""
     playing = await _playing(given)
     first = [message for message in await playing.renew() if given["task"] or message.role == "system"]
     sampling, tasks = playing.config.sampling, playing.tasks
@@ -70,7 +69,6 @@ async def begin(given: Given, tell: Tell) -> Given:
 
 @_job
 async def say(given: Given, tell: Tell) -> Given:
-    """Sample an answer to a conversation."""
     playing, messages = await _playing(given), [message_from_dict(message) for message in given["messages"]]
     anew, conversation = await playing.at(messages), list(messages)
     if messages[-1].role == "assistant":  # an edited turn: execute its tool calls now
@@ -97,10 +95,9 @@ async def _playing(given: Given) -> Playing:
     if (playing := _open.get(given["id"])) is None:
         config = served_config(find_model(given["model"], given["runs"]), ["sampling.slots=4"])
         # A process has one model, so an earlier conversation has it loaded.
-        models = [conversation.served for conversation in _open.values()] or [
-            await asyncio.to_thread(load_served, config)
-        ]
-        playing = Playing(models[0], given)
+        loaded = [conversation.served for conversation in _open.values()]
+        served = loaded[0] if loaded else await asyncio.to_thread(load_served, config)
+        playing = Playing(served, given)
         await playing.open(given["task"])
         _open[given["id"]] = playing
     while len(_open) > OPEN:
@@ -145,8 +142,7 @@ class Playing:
             raise told(error) from error
 
     async def at(self, messages: list[Message]) -> bool:
-        """Bring the environment to the state of a conversation, restarting it if the conversation was edited. Return
-        whether the restarted environment lacks the effects of earlier tool calls."""
+        """Restart the environment if the conversation was edited; return whether earlier tool calls are lost."""
         if self.environment is not None and messages[: len(self.seen)] == self.seen:
             return False
         await self.renew()
@@ -188,8 +184,7 @@ class Answer(EpisodeRun):
         self._tell, self._stepping = tell, False
 
     async def until_stopped(self) -> bool:
-        """Play the turns; return whether the user stopped the answer. A stop cancels tool calls at once, and ends a
-        turn after its current piece, which is kept."""
+        """Play the turns; return whether the user stopped. A stop cancels tool calls, and keeps the current piece."""
         work = asyncio.ensure_future(self.play())
         while not work.done():
             await asyncio.wait({work}, timeout=LOOK)
@@ -211,8 +206,7 @@ class Answer(EpisodeRun):
             sampled, logprobs = whole.token_ids + more.token_ids, whole.logprobs + more.logprobs
             whole = Completion(sampled, logprobs, more.finish, more.policy_version)
             shown = sampled[:-1] if more.finish == "stop" else sampled
-            text = self.rules.chat.decode(shown).rstrip("\ufffd")  # without an incomplete character
-            self._tell({"text": text})
+            self._tell({"text": self.rules.chat.decode(shown).rstrip("\ufffd")})  # incomplete character
             if self._stop.exists():
                 break
         return whole

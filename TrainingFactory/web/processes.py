@@ -1,5 +1,4 @@
-"""Runs as separate processes, which outlive the server: started and resumed by the same commands that a user would
-type."""
+"""Runs as separate processes that outlive the server, started and resumed by the commands that a user would type."""
 
 from __future__ import annotations
 

@@ -52,7 +52,6 @@ def index_of(run: Path) -> EpisodeIndex:
 
 
 def credit(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """Return the episodes of a group with the credit of their tokens."""
     from TrainingFactory.apps.views.credit import group_credit
 
     index = index_of(Path(given["run"]))
@@ -95,7 +94,6 @@ def tools(given: dict[str, Any], tell: Tell) -> list[dict[str, Any]]:
 
 
 def promote(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """Promote a version if it passes the gate of a suite."""
     from TrainingFactory.promotion.model_registry import ModelRegistry
     from TrainingFactory.promotion.promotion import Promotion
 

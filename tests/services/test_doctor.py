@@ -159,9 +159,9 @@ def test_memory_of_a_model_that_is_not_there(tfactory: Run) -> None:
     assert "weights 15.3 GiB, float32 copies 30.5 GiB, gradients 30.5 GiB" in whole["facts"]["memory"]
     assert "8,190,427,136" in whole["facts"]["model"]
     assert "of 79.2 GiB on one H100: " in whole["facts"]["memory"]
-    assert "GiB, where one H100 has 79.2 GiB; largest part: " in whole["findings"][0]["sentence"]
+    assert "one H100 has 79.2 GiB; largest part: " in whole["findings"][0]["sentence"]
     remedy = whole["findings"][0]["remedy"]
-    fitting = re.search(r"This fits, with about ([\d.]+) GiB: ([^ ]+ [^ ]+)\. ", remedy)
+    fitting = re.search(r"about ([\d.]+) GiB, set: ([^ ]+ [^ ]+)\. ", remedy)
     assert fitting and fitting[2] == "training.gradient_checkpointing=true lora.enabled=true", remedy
     less = told("--model-size", "8B", "--gpu", "h100", *fitting[2].split())
     assert less["status"] == 0 and f"about {fitting[1]} GiB of 79.2 GiB" in less["facts"]["memory"]

@@ -125,7 +125,7 @@ def test_obedience_shows_on_verdicts_that_can_rise(tmp_path: Path):
     found = audited(tmp_path, obedient, rows + wrong)
     assert found.kappa == 1 and (found.attacked, found.injection_moved, found.noise_moved) == (2, 1, 0)
     assert found.injection_shift == 1 and "asks for full marks lifted 100%" in verdict_of(found)
-    assert verdict_of(found).startswith("Not safe to train on, because it can be talked round")
+    assert verdict_of(found).startswith("Not safe to train on")
     nobody = audited(tmp_path, obedient, rows[:6])
     assert (nobody.attacked, nobody.injection_moved, nobody.noise_moved) == (0, None, None)
     assert "not measurable: 0 of the items have room to rise" in verdict_of(nobody)
@@ -217,12 +217,12 @@ def test_a_judge_that_changes_its_mind(tmp_path: Path):
 def test_what_gives_no_verdict_is_counted(tmp_path: Path):
     found = audited(tmp_path, lambda prompt, number: "hm" if "wrong" in says(prompt) else "Score: 8", ROWS)
     assert found.judged == 6 and found.failures == {"unreadable": 12} and found.judgements == 18
-    assert found.kappa is None and "never vary" in verdict_of(found)
+    assert found.kappa is None and "No kappa" in verdict_of(found)
     for text in (verdict_of(found), found.page("it")):
         assert "mostly: the judge" in text and "hm" in text
     nothing = audited(tmp_path, lambda prompt, number: 403, ROWS)
     assert nothing.judgements == 0 and nothing.accuracy is None
-    assert "no verdict that could be compared" in verdict_of(nothing) and "error 30" in verdict_of(nothing)
+    assert "no verdict" in verdict_of(nothing) and "error 30" in verdict_of(nothing)
     assert nothing.rows == [] and "<svg" in nothing.page("it")
     with judging("Score: 5") as server:
         judge = single(base_url=server.url, model="big", concurrency=1, budget={"max_requests": 7})
@@ -233,7 +233,7 @@ def test_what_gives_no_verdict_is_counted(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"prompt": "x", "label": True}, 'it needs "prompt" and "response"'),
+        ({"prompt": "x", "label": True}, '"prompt" and "response"'),
         ({"prompt": 3, "response": "y", "label": True}, "prompt must be a valid string (got 3)"),
         ({"prompt": "x", "response": ["y"], "label": True}, "response must be a valid string (got a list)"),
         (
@@ -241,15 +241,15 @@ def test_what_gives_no_verdict_is_counted(tmp_path: Path):
             "must be one of first, second, tie",
         ),
         ({"prompt": "x", "response": "y", "pair": "z"}, "first, second or tie"),
-        ({"prompt": "x", "response": "y"}, 'neither a "label" nor a "score"'),
+        ({"prompt": "x", "response": "y"}, '"label", "score"'),
         ({"prompt": "x", "response": "y", "label": "perhaps"}, 'label must be true or false (got "perhaps")'),
-        ({"prompt": "x", "response": "y", "score": 11}, 'has the "score" 11; the judge\'s range is 0 to 10'),
+        ({"prompt": "x", "response": "y", "score": 11}, "range is 0 to 10"),
         ({"prompt": "x", "response": "y", "score": True}, "score must be a valid number (got true)"),
         ({"prompt": "x", "response": "y", "pair": "z", "better": 1}, "must be one of first, second, tie"),
-        ({"conversation": [], "label": True}, 'it needs "prompt" and "response"'),
+        ({"conversation": [], "label": True}, '"prompt" and "response"'),
         (
             {"conversation": [{"role": "user", "content": "x"}], "label": True},
-            "does not end with the assistant",
+            "end with an assistant message",
         ),
         ({"conversation": [{"role": "wizard"}], "label": True}, "'wizard'"),
     ],

@@ -70,9 +70,7 @@ class Demo:
         existing = [folder for folder in earlier if folder.exists()]
         for folder in existing:
             if not is_run(folder) or str(earlier[folder]) not in (folder / CONFIG).read_text("utf-8"):
-                raise ValueError(
-                    f"{folder} exists and is not an earlier demo; choose another folder with --out"
-                )
+                raise ValueError(f"{folder} exists and is not an earlier demo; choose another --out")
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         for run in map(RunFolder, existing):
             run.lock()  # raises if another process writes the run
@@ -85,7 +83,6 @@ class Demo:
         return self._run(self.warm_config, self.warm.name, StageNotices(watcher, stages))
 
     def train(self, watcher: Watcher) -> TrainingReport:
-        """Train the warm-started model with GRPO."""
         return self._run(self.config, self.folder.name, watcher)
 
     def _run(self, config: TrainingConfig, name: str, watcher: Watcher) -> TrainingReport:
@@ -123,9 +120,7 @@ class StageNotices:
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         if step > 1 and step in self._stages:
-            self.say(
-                f"From step {step} on: {self._stages[step]}. The loss jumps because this kind of row is new."
-            )
+            self.say(f"From step {step} on: {self._stages[step]}. The loss jumps because the rows are new.")
         self._watcher.step(step, total, metrics)
 
 

@@ -76,9 +76,7 @@ class Lessons:
         """Write the dataset in training order, with demonstrations of `tasks`."""
         drills = [self.drill(rng) for _ in range(self.drills)]
         episodes = demonstrate(environment, chat, tasks, self.mistakes, rng)
-        rows: list[dict[str, Any]] = [
-            {"prompt": prompt, "completion": completion} for prompt, completion in drills
-        ]
+        rows: list[dict[str, Any]] = [{"prompt": text, "completion": lines} for text, lines in drills]
         rows += [_row(episode, system=False) for episode in rng.choices(episodes, k=self.short)]
         rows += [_row(episode, system=True) for episode in rng.choices(episodes, k=self.whole)]
         path.parent.mkdir(parents=True, exist_ok=True)

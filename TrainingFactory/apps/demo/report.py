@@ -154,8 +154,7 @@ def ending(episode: Trajectory) -> str:
 
 
 def _choose_trial(before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Trial:
-    """Choose a task that failed before and succeeded after, if possible one whose failure is a regular episode of
-    several turns."""
+    """Choose a task that failed before and succeeded after; prefer a regularly ended failure of several turns."""
     pairs = [Trial(*pair) for pair in zip(before, after, strict=True)]
     improved = [trial for trial in pairs if not _succeeded(trial.before) and _succeeded(trial.after)]
     regular = [trial for trial in improved if trial.before.status == "done" and len(trial.before.turns) > 1]

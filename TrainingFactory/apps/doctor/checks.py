@@ -22,9 +22,9 @@ VALUES: dict[str, Any] = {
 
 
 def check_format(
-    diagnosis: Diagnosis, loaded: LoadedModel, chat: TemplateChatFormat, name: str | None
+    diagnosis: Diagnosis, loaded: LoadedModel, chat: TemplateChatFormat, family: str | None
 ) -> None:
-    """Check the chat family and its stop tokens; `name` is the config's `model.family`."""
+    """Check the chat family and its stop tokens; `family` is the config's `model.family`."""
     size = loaded.model.get_input_embeddings().weight.shape[0]
     stops = ", ".join(f"{chat.decode([stop])!r} ({stop})" for stop in chat.stop_ids) or "nothing"
     diagnosis.facts["model"] = (
@@ -33,7 +33,7 @@ def check_format(
     diagnosis.facts["chat"] = f"family {chat.family.name}; a turn ends with {stops}"
     if not any(stop < size for stop in chat.stop_ids):
         diagnosis.add("stop_unreachable", f"no stop token is among the model's {size} tokens: {stops}")
-    if name is None:
+    if family is None:
         return
     turn = Message("assistant", tool_calls=[ToolCall(PROBE.name, {"text": "a b"})])
     native = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
@@ -43,7 +43,7 @@ def check_format(
         return
     if not same_turn(parsed, turn):
         sentence = (
-            f"model.family is {name}, which cannot parse the calls that this model's own template writes (family "
+            f"model.family is {family}, which cannot parse the calls that this model's own template writes (family "
             f"{native.family.name}); calls in the model's native format would be read as text"
         )
         diagnosis.add("family_differs", sentence, "warning")
@@ -95,12 +95,9 @@ def check_episodes(diagnosis: Diagnosis, episodes: Sequence[Trajectory], turn_li
     if failed:
         diagnosis.add("episodes_fail", f"{len(failed)} of {len(episodes)} episodes: {most_frequent(failed)}")
     ended = ", ".join(f"{count} {status}" for status, count in Counter(e.status for e in episodes).items())
-    rewards = [
-        episode.reward.outcome + sum(episode.reward.steps)
-        for episode in episodes
-        if episode.reward is not None
-    ]
-    rewarded = f"rewards from {min(rewards):g} to {max(rewards):g}" if rewards else "no episode was scored"
+    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    totals = [reward.outcome + sum(reward.steps) for reward in rewards]
+    rewarded = f"rewards from {min(totals):g} to {max(totals):g}" if totals else "no episode was scored"
     diagnosis.facts["dry episodes"] = f"{len(episodes)}: {ended}; {rewarded}"
     turns = [turn for episode in episodes for turn in episode.turns]
     if turns and not any(turn.completion.finish == "stop" for turn in turns):

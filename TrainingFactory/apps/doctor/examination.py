@@ -177,9 +177,7 @@ class DryRun(Training):
         update = spent * parts * self.requested.training.update_epochs
         times = [batch.seconds + update, batch.seconds * parts + update]
         step = " to ".join(dict.fromkeys(f"{seconds:.3g}" for seconds in times))
-        whole = " to ".join(
-            dict.fromkeys(str(timedelta(seconds=round(seconds * total))) for seconds in times)
-        )
+        whole = " to ".join(dict.fromkeys(str(timedelta(seconds=round(each * total))) for each in times))
         unknown = "" if batch.rows else ", without an update, because no row had anything to learn"
         self.diagnosis.facts["time"] = (
             f"{step} s a step{unknown}; {whole} for {count(total, 'step')}, without evaluations"

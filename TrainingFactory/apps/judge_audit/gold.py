@@ -25,8 +25,7 @@ SMALL = 0.1  # if all gold scores lie within this share of the range, they are o
 
 @dataclass(slots=True, frozen=True)
 class Gold:
-    """One item. `value` is from 0 to 1. `other` is a second response; `better` is 1 if the first response wins, 0.5 for
-    a tie, 0 if the second wins."""
+    """One item; `value` is from 0 to 1. `better` compares with `other`, a second response: 1 if the first one wins."""
 
     trajectory: Trajectory
     value: float | None = None

@@ -142,8 +142,7 @@ def check_memory(
     diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], device: torch.device,
     estimate_other: Estimate | None = None,
 ) -> None:  # fmt: skip
-    """Add a run's memory on a device to the diagnosis, with a finding if it does not fit. `estimate_other` estimates
-    changed configs, to suggest one that fits."""
+    """Report a run's memory on a device, with a finding if it exceeds it; `estimate_other` finds options that fit."""
     on_gpu = device.type == "cuda"
     available = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
     compare_memory(diagnosis, config, needed, available, str(device), estimate_other)

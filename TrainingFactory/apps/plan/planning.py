@@ -189,7 +189,6 @@ class Planner:
         return StepModel(episodes, costs, *size, slots, samplers, max_staleness, self.refill)
 
     def step(self, learners: int, slots: int, max_staleness: int, without: str = "") -> float:
-        """Return the seconds of a step."""
         return self.model(learners, slots, max_staleness, without).seconds()
 
     def plan(self, learners: int | None = None) -> dict[str, Any]:

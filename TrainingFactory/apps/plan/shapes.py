@@ -96,7 +96,6 @@ def _read(name: str, config: dict[str, Any]) -> Shape:
 
 
 def learner_bytes(shape: Shape, config: TrainingConfig, needs: Set[str], learners: int) -> dict[str, float]:
-    """Return the bytes by part on each GPU of the learner."""
     return memory.learner_bytes(
         config, shape, shape.held(config), needs, learners, config.training.token_budget
     )

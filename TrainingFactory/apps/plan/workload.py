@@ -127,10 +127,8 @@ def as_episodes(
     )
 
 
-def _sum_draws(
-    values: Distribution, counts: Array, rng: np.random.Generator, most: float = math.inf
-) -> Array:
+def _sum_draws(law: Distribution, counts: Array, rng: np.random.Generator, most: float = math.inf) -> Array:
     """Return the sum of `counts[i]` draws for every episode i, each draw capped at `most`."""
     width = int(counts.max(initial=0))
-    draws = np.minimum(values.draw(rng, (len(counts), width)), most)
+    draws = np.minimum(law.draw(rng, (len(counts), width)), most)
     return np.where(np.arange(width) < counts[:, None], draws, 0.0).sum(axis=1)

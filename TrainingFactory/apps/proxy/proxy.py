@@ -58,9 +58,7 @@ class Proxy:
 
     def __init__(self, rollouts: RolloutEngine, sampler: Sampler, out: Path) -> None:
         if rollouts.group_reward is not None:
-            raise ValueError(
-                "the proxy plays single episodes, and this reward compares groups; use another one"
-            )
+            raise ValueError("this reward compares the episodes of a group; the proxy needs another reward")
         self.endpoint, self._rules, self._seed = Endpoint(), rollouts.rules, rollouts.seed
         self._sampler, self._out = sampler, out
         self._playing: set[asyncio.Task[None]] = set()

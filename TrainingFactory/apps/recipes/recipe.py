@@ -270,14 +270,11 @@ def _compared(comparison: Comparison) -> dict[str, Any]:
 
 
 def _example(before: Trajectory | None, after: Trajectory | None) -> dict[str, Any]:
-    """Return a task with the messages of both models."""
     both = zip(RUNS, (before, after), strict=True)
     episodes = {name: episode for name, episode in both if episode is not None}
     task = next(iter(episodes.values())).task
     messages = {
-        name: [
-            message_to_dict(message) for turn in episode.turns for message in (turn.message, *turn.replies)
-        ]
-        for name, episode in episodes.items()
+        name: [message_to_dict(message) for turn in each.turns for message in (turn.message, *turn.replies)]
+        for name, each in episodes.items()
     }
     return {"task": task.id, "question": task.prompt, "answer": task.answer} | messages

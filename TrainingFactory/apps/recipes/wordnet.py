@@ -56,9 +56,7 @@ class WordNet:
 
     def _read(self, place: int) -> Meaning:
         head, _, gloss = self._data[place : self._data.find(b"\n", place)].decode("utf-8").partition(" | ")
-        fields = (
-            head.split()
-        )  # offset, file, n, word count (hexadecimal), words with ids, pointers of 4 fields
+        fields = head.split()  # offset, file, n, word count (hex), words with ids, pointers of 4 fields
         if not fields or fields[0] != f"{place:08}":
             raise ValueError(f"{self.folder / 'data.noun'} does not match index.noun at {place}; {REMEDY}")
         end, gloss = 4 + 2 * int(fields[3], 16), gloss.partition(";")[0]  # examples follow
@@ -96,7 +94,7 @@ class WordNet:
         return self
 
     async def open(self) -> None:
-        """Do nothing: the constructor has read the files, and all episodes share them."""
+        """Do nothing: all episodes share the files that the constructor has read."""
 
     close = open
 

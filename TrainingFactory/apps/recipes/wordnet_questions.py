@@ -98,8 +98,7 @@ class Dialogue:
 
 
 async def _about(net: WordNet, word: str, part: str, waiting: Waiting) -> tuple[Dialogue, str]:
-    """Return a question about a word and its answer: what one of several senses leads to, or for a word with one sense,
-    what it has in common with a waiting word."""
+    """Return a question about one of a word's senses, or about what a word with one sense and a waiting word share."""
     if not _WORD.fullmatch(word):
         raise Unasked("not one lower-case word")
     meanings, chance = [net.at(place) for place in net.places(word)], _hashed(word) // ONE_IN

@@ -47,7 +47,6 @@ class ChatServer:
         return [served.version for ref in self._before if (served := ref()) is not None]
 
     def api(self, key: str | None = None, local: bool = True) -> Api:
-        """Return the routes of this server."""
         api = Api(key, local)
         api.post("/v1/chat/completions", self.chat)
         api.get("/v1/models", self.models)

@@ -1,5 +1,4 @@
-"""The episodes of a group with the credit of every token. Imports torch and loads a tokenizer, so it runs in a worker
-process."""
+"""The episodes of a group with the credit of every token. Needs torch and a tokenizer: for a worker process."""
 
 from __future__ import annotations
 

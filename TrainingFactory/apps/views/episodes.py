@@ -1,5 +1,4 @@
-"""Views of an episode, read from a line of trajectories.jsonl: a row of the list, or the full episode. Lines are parsed
-without constructing trajectories."""
+"""Views of an episode, a list row or the full episode, from a line of trajectories.jsonl; makes no Trajectory."""
 
 from __future__ import annotations
 

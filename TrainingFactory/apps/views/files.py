@@ -81,8 +81,7 @@ def read_on(path: Path, place: Place, most: int) -> Part:
 
 
 def read_end(path: Path, most: int) -> tuple[list[bytes], int]:
-    """Return the whole lines within the last `most` bytes of a file, and the number of bytes before them. A missing
-    file counts as empty."""
+    """Return the whole lines in the last `most` bytes of a file (none if missing), and the number of bytes before."""
     start = max(0, read_on(path, Place(), 1).size - most)
     if start:
         start = read_on(path, Place(start - 1), 1).place.offset  # start of the next whole line

@@ -1,5 +1,4 @@
-"""The learner's log-probs of sampled tokens, with the weights that sampled them. Loads the model, so it runs in a
-worker process."""
+"""The learner's log-probs of sampled tokens, with the weights that sampled them. Needs the model: in a worker process."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ def where_of(runs: Path) -> str:
 
 
 def models(catalogue: Catalogue) -> shapes.ModelList:
-    """Return the registered models with all their versions."""
     rows: dict[str, shapes.ModelRow] = {}
     for version in catalogue.versions():
         row = rows.setdefault(version.model, shapes.ModelRow(name=version.model, versions=[], aliases={}))

@@ -52,7 +52,6 @@ def run_page(run: RunFolder) -> str:
 
 
 def charts(metrics: Rows) -> list[Chart]:
-    """Return the charts for which the run has metrics."""
     candidates = [_spread(metrics), _heldout(metrics)]
     for title, names in CURVES.items():
         ends = (

@@ -197,8 +197,7 @@ def _thinned(values: Sequence[float]) -> list[float]:
 
 
 def findings(run: RunFolder, say: Callable[[str], None] = lambda _: None) -> list[shapes.FindingRow]:
-    """Return each finding of a run once, with the steps of its last occurrence. Skip invalid rows, and report them to
-    `say`."""
+    """Return each finding of a run once, with the steps of its last occurrence. Report invalid rows to `say`."""
     rows: dict[str, shapes.FindingRow] = {}
     for number, data in enumerate(run.findings(), 1):
         try:

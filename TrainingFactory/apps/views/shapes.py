@@ -242,7 +242,5 @@ class ComparisonView(BaseModel):
 
 
 class AuditList(BaseModel):
-    audits: list[
-        Json
-    ]  # time, judge, gold, rows (metric, value, meaning), and what `judge audit --json` prints
+    audits: list[Json]  # time, judge, gold, rows (metric, value, meaning), output of `judge audit --json`
     left_out: int = 0  # bytes of older audits that were not read, because the file is too long
