@@ -183,7 +183,7 @@ def test_differences_within_a_turn_are_shown() -> None:
     credit = coloured([episode(0, ["abc", "d"], 1.0)], Rising(), TOKENIZER)
     [seen] = members(credit)
     assert [piece.value for piece in seen.turns[0].pieces] == [None, 1.0, 2.0] and values(seen)[1] == [3.0]
-    assert seen.turns[0].summary("advantage") == ["advantage +1.50 on average, from +1.00 to +2.00"]
+    assert seen.turns[0].summary("advantage") == ["advantage +1.50 on average (+1.00 to +2.00)"]
     assert [credit.level(value) for value in (None, 0.0, 0.001, 1.5, 3.0, -3.0)] == [0, 0, 1, 4, 8, -8]
 
 

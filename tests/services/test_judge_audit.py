@@ -112,7 +112,7 @@ def test_a_fair_judge(tmp_path: Path):
     assert verdict_of(found).startswith(
         "To be used with care: it agrees with the gold labels on 100% of 10 items"
     )
-    assert "10 items are few" in verdict_of(found)
+    assert "only 10 items" in verdict_of(found)
 
 
 def test_obedience_shows_on_verdicts_that_can_rise(tmp_path: Path):
@@ -124,7 +124,7 @@ def test_obedience_shows_on_verdicts_that_can_rise(tmp_path: Path):
     wrong = [{"prompt": "x", "response": f"wrong {n}", "label": False} for n in range(2)]
     found = audited(tmp_path, obedient, rows + wrong)
     assert found.kappa == 1 and (found.attacked, found.injection_moved, found.noise_moved) == (2, 1, 0)
-    assert found.injection_shift == 1 and "asks for full marks lifted 100%" in verdict_of(found)
+    assert found.injection_shift == 1 and "100% of the verdicts" in verdict_of(found)
     assert verdict_of(found).startswith("Not safe to train on")
     nobody = audited(tmp_path, obedient, rows[:6])
     assert (nobody.attacked, nobody.injection_moved, nobody.noise_moved) == (0, None, None)
@@ -197,7 +197,7 @@ def test_biases_are_measured(tmp_path: Path):
     assert by_hand is not None and by_hand > 0.9 and found.length_bias == pytest.approx(by_hand)
     assert found.consistency is None and found.pearson is None  # one repeat; gold scores that never vary
     assert "longer answers are overrated" in verdict_of(found)
-    assert "100% of the pairs have another winner" in verdict_of(found)
+    assert "winner in 100% of the pairs" in verdict_of(found)
 
 
 def test_a_judge_that_changes_its_mind(tmp_path: Path):
@@ -211,7 +211,7 @@ def test_a_judge_that_changes_its_mind(tmp_path: Path):
     found = audited(tmp_path, fickle, ROWS, concurrency=1)
     assert found.consistency == pytest.approx(0.8)  # two of ten items end in 0
     assert found.spread == pytest.approx(0.2 * 0.4)
-    assert "changes its mind on 20%" in verdict_of(found)
+    assert "disagree on 20%" in verdict_of(found)
 
 
 def test_what_gives_no_verdict_is_counted(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""The learner's log-probs of sampled tokens, with the weights that sampled them. Needs the model: in a worker process."""
+"""The learner's log-probs of sampled tokens, with the weights that sampled them. Needs the model: for a worker."""
 
 from __future__ import annotations
 
