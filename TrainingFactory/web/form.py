@@ -112,7 +112,6 @@ class Checked(BaseModel):
 
 
 def options() -> Options:
-    """Return the form: sections with their options."""
     result = []
     for name in TrainingConfig.model_fields:
         section = sections().get(name)
@@ -130,10 +129,10 @@ def _option(key: str, schema: Mapping[str, Any]) -> Option:
     kinds = schema.get("anyOf", [schema])
     first = next(candidate for candidate in kinds if candidate.get("type") != "null")
     kind: Kind = "choice" if "enum" in first else SHAPES.get(first.get("type", ""), "text")
-    known = sorted(catalog.names("environment")) if key == "environment.environment_id" else None
+    names = sorted(catalog.names("environment")) if key == "environment.environment_id" else None
     return Option(
         key=key, kind=kind, help=" ".join(schema.get("description", HELP.get(key, "")).split()),
-        default=schema.get("default", {"list": [], "map": {}}.get(kind)), choices=first.get("enum", known),
+        default=schema.get("default", {"list": [], "map": {}}.get(kind)), choices=first.get("enum", names),
         least=first.get("minimum", first.get("exclusiveMinimum")), above="exclusiveMinimum" in first,
         most=first.get("maximum", first.get("exclusiveMaximum")), nullable={"type": "null"} in kinds,
         advanced=key not in USUAL,
@@ -228,7 +227,6 @@ def mistakes(error: ConfigError) -> list[Mistake]:
 
 
 def text_of(config: TrainingConfig) -> str:
-    """Return the YAML of the options that differ from the defaults."""
     data = config.model_dump(exclude_defaults=True)
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True) if data else ""
 

@@ -56,40 +56,40 @@ class JudgeRoutes:
     def labels(self, run: str) -> Labels:
         """List the labels of a run's episodes."""
         path = self._path(run)
-        known, unread = _read(path)
+        rows, unread = _read(path)
         gold = f"{shlex.quote(str(path))}{where_of(self._runs)}"
-        rows = [LabelRow(**row) for row in known.values()]
+        rows = [LabelRow(**row) for row in rows.values()]
         command = f"tfactory judge audit --gold {gold} base_url=URL model=NAME"
         return Labels(path=str(path), rows=rows, unread=len(unread), command=command)
 
     def _path(self, run: str) -> Path:
         return self._runs / "labels" / f"{self._find(run).name}.jsonl"
 
-    def label(self, asked: Label) -> Labels:
+    def label(self, request: Label) -> Labels:
         """Label an episode, or remove its label."""
-        path = self._path(asked.run)
-        row = gold_row(asked, index_of(self._find(asked.run).path).episode(asked.number))
+        path = self._path(request.run)
+        row = gold_row(request, index_of(self._find(request.run).path).episode(request.number))
         with self._lock:
-            known, unread = _read(path)
-            known.pop(asked.number, None)
-            if asked.label is not None or asked.score is not None:
-                known[asked.number] = row
+            labels, unread = _read(path)
+            labels.pop(request.number, None)
+            if request.label is not None or request.score is not None:
+                labels[request.number] = row
             path.parent.mkdir(parents=True, exist_ok=True)
-            rows = [json.dumps(label_row, ensure_ascii=False) for label_row in known.values()]
+            rows = [json.dumps(label_row, ensure_ascii=False) for label_row in labels.values()]
             write_aside(path, "".join(f"{line}\n" for line in [*unread, *rows]))
-        return self.labels(asked.run)
+        return self.labels(request.run)
 
 
-def gold_row(asked: Label, view: EpisodeView) -> Json:
+def gold_row(request: Label, view: EpisodeView) -> Json:
     """Return a row of a gold file: the conversation up to the model's last message, the label and its source."""
     messages = [*view.prompt, *(message for turn in view.turns for message in (turn.message, *turn.replies))]
     roles = [message["role"] for message in messages]
     last = max((place for place, role in enumerate(roles) if role == "assistant"), default=-1)
     if last < 0:
-        raise ValueError(f"episode {asked.number} has no assistant message to judge")
-    row: Json = {"id": f"{asked.run}/{asked.number}", "conversation": messages[: last + 1]}
+        raise ValueError(f"episode {request.number} has no assistant message to judge")
+    row: Json = {"id": f"{request.run}/{request.number}", "conversation": messages[: last + 1]}
     row |= {"reference": view.task.get("answer"), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    row |= asked.model_dump(exclude_none=True) | view.row.model_dump(include={"step", "task", "reward"})
+    row |= request.model_dump(exclude_none=True) | view.row.model_dump(include={"step", "task", "reward"})
     return row
 
 

@@ -40,17 +40,17 @@ class Live:
 
     async def events(self, run: RunFolder | None) -> Events:
         """Yield changes from now on: rows of all runs, and the metrics, log and findings of `run`."""
-        known = await self._look()
+        rows_before = await self._look()
         news = None if run is None else await asyncio.to_thread(_News, run)
         yield event("runs", Changed(runs=[], gone=[]))  # tells the page that the stream is open
         while not self.stopping():
             await asyncio.sleep(TICK)
             rows = await self._look()
-            changed = [row for name, row in rows.items() if row is not known.get(name)]
-            gone = [name for name in known if name not in rows]
+            changed = [row for name, row in rows.items() if row is not rows_before.get(name)]
+            gone = [name for name in rows_before if name not in rows]
             if changed or gone:
                 yield event("runs", Changed(runs=changed, gone=gone))
-            known = rows
+            rows_before = rows
             if news is not None and news.run.name in rows:
                 for change in await asyncio.to_thread(news.look):
                     yield change
@@ -72,7 +72,8 @@ class _News:
             events.append(event("log", text.model_copy(update={"start": self._log})))
         self._metrics, self._log = part.offset, text.offset
         if (state := stat_of(self.run.path / FINDINGS)) != self._findings:
-            events.append(event("findings", {"findings": [each.model_dump() for each in findings(self.run)]}))
+            rows = [finding.model_dump() for finding in findings(self.run)]
+            events.append(event("findings", {"findings": rows}))
         self._findings = state
         return events
 

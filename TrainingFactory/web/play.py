@@ -84,8 +84,8 @@ class PlayRoutes:
     def choices(self) -> Playable:
         """List the local models and environments of the playground."""
         catalogued = catalog.names("environment").items()
-        own = [name for name, alias in catalogued if alias is None and not name.endswith("/")]
-        environments: list[Json] = [{"name": f"environment:{name}", "what": name} for name in own]
+        names = [name for name, alias in catalogued if alias is None and not name.endswith("/")]
+        environments: list[Json] = [{"name": f"environment:{name}", "what": name} for name in names]
         models: list[Json] = [{"name": BUILTIN, "what": "built in, untrained", "environment": None}]
         for row in (row for row in reversed(self._runs.rows()) if row.algorithm):
             of = f"run:{row.name}" if row.environment else None
@@ -99,39 +99,39 @@ class PlayRoutes:
             models.append({"name": str(version), "what": what, "environment": None})
         return Playable(models=models, environments=environments)
 
-    async def begin(self, asked: Choose) -> Opened:
+    async def begin(self, request: Choose) -> Opened:
         """Load a model in its worker process, and begin a conversation in an environment."""
         known = await asyncio.to_thread(self.choices)
         choices = {"model": known.models, "environment": [{"name": None}, *known.environments]}
         for field, options in choices.items():
-            if (value := getattr(asked, field)) not in [option["name"] for option in options]:
+            if (value := getattr(request, field)) not in [option["name"] for option in options]:
                 raise ApiError(f"unknown {field} {value!r}", field, status=404, code="not_found")
-        given = asked.model_dump() | {"id": secrets.token_hex(8), "runs": str(self._runs.folder)}
-        opened = await self._pool.ask(f"play:{asked.model}", "begin", given)
-        self._open[given["id"]] = given | {"tools": opened["tools"], "stop": self._stops.name}
-        return Opened(id=given["id"], **opened)
+        arguments = request.model_dump() | {"id": secrets.token_hex(8), "runs": str(self._runs.folder)}
+        opened = await self._pool.ask(f"play:{request.model}", "begin", arguments)
+        self._open[arguments["id"]] = arguments | {"tools": opened["tools"], "stop": self._stops.name}
+        return Opened(id=arguments["id"], **opened)
 
-    async def say(self, id: str, asked: Say) -> Events:
+    async def say(self, id: str, request: Say) -> Events:
         """Sample an answer: events `told` with text, message or results, then `done` with the new messages."""
         conversation = self._find(id)
         # A new file per answer, because the previous one may still be ending.
         conversation["stop"] = stop = f"{self._stops.name}/{secrets.token_hex(8)}"
-        given = conversation | asked.model_dump()
-        return self._pool.events(f"play:{conversation['model']}", "say", given, Path(stop).touch)
+        arguments = conversation | request.model_dump()
+        return self._pool.events(f"play:{conversation['model']}", "say", arguments, Path(stop).touch)
 
     def stop(self, id: str) -> Choose:
         """Stop the answer that is being sampled; keep what was sampled. Return the conversation."""
         Path(self._find(id)["stop"]).touch()
         return Choose(**self._find(id))
 
-    def keep(self, id: str, asked: Keep) -> Kept:
+    def keep(self, id: str, request: Keep) -> Kept:
         """Append a conversation to a dataset as a training row."""
-        form, tools, messages = FORMS[asked.kind], self._find(id)["tools"], asked.messages
-        rows = {"sft": {"messages": messages}, "kto": {"messages": messages, "label": asked.good}}
-        row = rows.get(form, {"chosen": messages, "rejected": asked.other})
+        form, tools, messages = FORMS[request.kind], self._find(id)["tools"], request.messages
+        rows = {"sft": {"messages": messages}, "kto": {"messages": messages, "label": request.good}}
+        row = rows.get(form, {"chosen": messages, "rejected": request.other})
         row |= {"tools": tools} if tools else {}
         load_examples([row], form, fits=arguments_fit)  # raises if training could not use the row
-        path = self._runs.folder / "datasets" / f"{asked.dataset}.{form}.jsonl"
+        path = self._runs.folder / "datasets" / f"{request.dataset}.{form}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock, path.open("a+", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(row) + "\n")

@@ -49,13 +49,13 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _job(work: Callable[[Given, Tell], Coroutine[Any, Any, Given]]) -> Callable[[Given, Tell], Given]:
-    return lambda given, tell: asyncio.run_coroutine_threadsafe(work(given, tell), _loop()).result()
+    return lambda arguments, tell: asyncio.run_coroutine_threadsafe(work(arguments, tell), _loop()).result()
 
 
 @_job
-async def begin(given: Given, tell: Tell) -> Given:
-    playing = await _playing(given)
-    first = [message for message in await playing.renew() if given["task"] or message.role == "system"]
+async def begin(arguments: Given, tell: Tell) -> Given:
+    playing = await _playing(arguments)
+    first = [message for message in await playing.renew() if arguments["task"] or message.role == "system"]
     sampling, tasks = playing.config.sampling, playing.tasks
     return {
         "tools": [spec_to_dict(spec) for spec in playing.specs],
@@ -68,38 +68,39 @@ async def begin(given: Given, tell: Tell) -> Given:
 
 
 @_job
-async def say(given: Given, tell: Tell) -> Given:
-    playing, messages = await _playing(given), [message_from_dict(message) for message in given["messages"]]
+async def say(arguments: Given, tell: Tell) -> Given:
+    playing = await _playing(arguments)
+    messages = [message_from_dict(message) for message in arguments["messages"]]
     anew, conversation = await playing.at(messages), list(messages)
     if messages[-1].role == "assistant":  # an edited turn: execute its tool calls now
         conversation += await playing.replies(messages[-1])
-    begun = await asyncio.to_thread(playing.turns.begin, list(conversation), playing.specs)
-    run = Answer(playing, begun, given, tell)
-    stopped, done = await run.until_stopped(), run.trajectory
-    for turn in done.turns:
-        node = Node(turn, list(conversation), begun.tools, "")
+    prompt = await asyncio.to_thread(playing.turns.begin, list(conversation), playing.specs)
+    run = Answer(playing, prompt, arguments, tell)
+    stopped, trajectory = await run.until_stopped(), run.trajectory
+    for turn in trajectory.turns:
+        node = Node(turn, list(conversation), prompt.tools, "")
         playing.turns.add(node, turn.completion, turn.message, run.session)
         conversation += [turn.message, *turn.replies]
     playing.seen, playing.turns.answered[:-TURNS] = conversation, []
     # `written`: "extended" if the earlier tokens were reused, else why not. `anew`: the environment was restarted.
     return {
         "messages": [message_to_dict(message) for message in conversation[len(messages) :]],
-        "turns": [turn.model_dump(mode="json") for turn in episode_view(done, 0).turns], "anew": anew,
-        "status": "stopped" if stopped else done.status, "error": done.error, "written": begun.why,
-        "tokens": len(begun.turn.prompt_ids) + sum(len(turn.completion.token_ids) for turn in done.turns),
+        "turns": [turn.model_dump(mode="json") for turn in episode_view(trajectory, 0).turns], "anew": anew,
+        "status": "stopped" if stopped else trajectory.status, "error": trajectory.error, "written": prompt.why,
+        "tokens": len(prompt.turn.prompt_ids) + sum(len(turn.completion.token_ids) for turn in trajectory.turns),
     }  # fmt: skip
 
 
-async def _playing(given: Given) -> Playing:
+async def _playing(arguments: Given) -> Playing:
     """Return the open conversation, or open it if this process does not have it."""
-    if (playing := _open.get(given["id"])) is None:
-        config = served_config(find_model(given["model"], given["runs"]), ["sampling.slots=4"])
+    if (playing := _open.get(arguments["id"])) is None:
+        config = served_config(find_model(arguments["model"], arguments["runs"]), ["sampling.slots=4"])
         # A process has one model, so an earlier conversation has it loaded.
         loaded = [conversation.served for conversation in _open.values()]
         served = loaded[0] if loaded else await asyncio.to_thread(load_served, config)
-        playing = Playing(served, given)
-        await playing.open(given["task"])
-        _open[given["id"]] = playing
+        playing = Playing(served, arguments)
+        await playing.open(arguments["task"])
+        _open[arguments["id"]] = playing
     while len(_open) > OPEN:
         await _open.popitem(last=False)[1].close()
     return playing
@@ -108,8 +109,8 @@ async def _playing(given: Given) -> Playing:
 class Playing:
     """A conversation's environment, tools, and the tokens of its turns."""
 
-    def __init__(self, served: Served, given: Given) -> None:
-        self.served, self.config, self.turns = served, config_of(given), Conversations(served.chat)
+    def __init__(self, served: Served, arguments: Given) -> None:
+        self.served, self.config, self.turns = served, config_of(arguments), Conversations(served.chat)
         self.task, self.tasks = Task("own-words", ""), list[Task]()
         self.environment: Environment | None = None
         self.seen = list[Message]()  # messages that the environment has processed
@@ -135,9 +136,9 @@ class Playing:
         """Restart the environment; return its initial messages."""
         await self._leave()
         try:
-            self.environment = made = self._factory(self.task)
-            self.seen, self.specs = [], [tool.spec for tool in made.tools]
-            return await made.reset()
+            self.environment = environment = self._factory(self.task)
+            self.seen, self.specs = [], [tool.spec for tool in environment.tools]
+            return await environment.reset()
         except Exception as error:  # foreign code
             raise told(error) from error
 
@@ -172,15 +173,16 @@ class Playing:
 class Answer(EpisodeRun):
     """An answer: turns from an existing prompt until one calls no tool. Reports each turn as it is sampled."""
 
-    def __init__(self, playing: Playing, begun: Node, given: Given, tell: Tell) -> None:
+    def __init__(self, playing: Playing, node: Node, arguments: Given, tell: Tell) -> None:
         served, place = playing.served, playing.config.environment
-        params = replace(served.defaults, temperature=given["temperature"])
+        params = replace(served.defaults, temperature=arguments["temperature"])
         limits = place.max_turns, place.episode_timeout, playing.config.sampling.max_reply_tokens
         rules = EpisodeRules(lambda _: playing.environment, served.chat, params, None, *limits)  # type: ignore[arg-type]
-        played = Trajectory(playing.task, "play", prompt=begun.messages, tools=begun.tools)
-        seed_of = partial(turn_seed, given["seed"], 0, "play", len(begun.messages))
-        super().__init__(rules, played, served.sampler.session(), served.sampler.max_length, seed_of)
-        self._ids, self._most, self._stop = begun.turn.prompt_ids, given["max_tokens"], Path(given["stop"])
+        trajectory = Trajectory(playing.task, "play", prompt=node.messages, tools=node.tools)
+        seed_of = partial(turn_seed, arguments["seed"], 0, "play", len(node.messages))
+        super().__init__(rules, trajectory, served.sampler.session(), served.sampler.max_length, seed_of)
+        self._ids = node.turn.prompt_ids
+        self._most, self._stop = arguments["max_tokens"], Path(arguments["stop"])
         self._tell, self._stepping = tell, False
 
     async def until_stopped(self) -> bool:
@@ -223,15 +225,15 @@ class Answer(EpisodeRun):
             self._tell({"results": [asdict(result) for result in turn.tool_results]})
 
 
-def config_of(given: Given) -> TrainingConfig:
+def config_of(arguments: Given) -> TrainingConfig:
     """Return the config of a conversation: the model's own, with the chosen environment and tools."""
-    config = served_config(find_model(given["model"], given["runs"]))
-    kind, _, name = (given["environment"] or "").partition(":")
-    changes: Given = {"logging": config.logging.model_copy(update={"output_dir": given["runs"]})}
+    config = served_config(find_model(arguments["model"], arguments["runs"]))
+    kind, _, name = (arguments["environment"] or "").partition(":")
+    changes: Given = {"logging": config.logging.model_copy(update={"output_dir": arguments["runs"]})}
     if kind == "environment":
         changes["environment"] = config.environment.model_copy(update={"environment_id": name})
         changes["data"] = config.data.model_copy(update={"count": TASKS})
     elif kind == "run":
-        run_config = RunFolder(Path(given["runs"]) / name).config
+        run_config = RunFolder(Path(arguments["runs"]) / name).config
         changes |= {"environment": run_config.environment, "tools": run_config.tools, "data": run_config.data}
     return config.model_copy(update=changes)

@@ -22,40 +22,40 @@ class Pool:
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
-        self._busy, self._asked = Counter[str](), dict[str, object]()  # by kind: running jobs, the last job
+        self._busy, self._last_jobs = Counter[str](), dict[str, object]()  # by kind: running jobs, last job
 
     async def ask(
-        self, kind: str, job: str, given: dict[str, Any], hear: Callable[[Any], None] = lambda _: None
+        self, kind: str, job: str, arguments: dict[str, Any], hear: Callable[[Any], None] = lambda _: None
     ) -> Any:
         """Run the job `job` of worker.py with `given` and return its result; `hear` gets its progress messages.
         Cancelling the call kills the process."""
         worker = self._workers.setdefault(kind, Worker(TARGET))
         self._busy[kind] += 1
-        idle = [name for name in self._asked if self._workers[name].alive and not self._busy[name]]
+        idle = [name for name in self._last_jobs if self._workers[name].alive and not self._busy[name]]
         for name in idle[: max(0, len(idle) + self._busy.total() - MOST)]:
             self._workers[name].kill()
         try:
-            answer = await worker.ask({"job": job, "given": given}, LONGEST, hear)
+            answer = await worker.ask({"job": job, "given": arguments}, LONGEST, hear)
         except WorkerError as error:
             raise ApiError(f"the job failed: {error}", status=500, code="worker_failed") from error
         except (WorkerDied, WorkerTooSlow) as error:
             raise ApiError(f"the worker process {error}", status=500, code="worker_failed") from error
         finally:
             self._busy[kind] -= 1
-            self._asked.pop(kind, None)
-            self._asked[kind] = asked = object()  # moves the kind to the end: most recently used
-            asyncio.get_running_loop().call_later(IDLE, self._end_idle, kind, asked)
+            self._last_jobs.pop(kind, None)
+            self._last_jobs[kind] = job_id = object()  # moves the kind to the end: most recently used
+            asyncio.get_running_loop().call_later(IDLE, self._end_idle, kind, job_id)
         if (error_text := answer.get("wrong")) is not None:
             raise ApiError(error_text)
         return answer["ok"]
 
     async def events(
-        self, kind: str, job: str, given: dict[str, Any], leave: Callable[[], None] | None = None
+        self, kind: str, job: str, arguments: dict[str, Any], leave: Callable[[], None] | None = None
     ) -> Events:
         """Yield a job's progress messages as events `told`, and its result as the event `done`. If the listener
         disconnects, call `leave` to end the job; without `leave`, kill its process."""
         messages: asyncio.Queue[Any] = asyncio.Queue()
-        work = asyncio.create_task(self.ask(kind, job, given, messages.put_nowait))
+        work = asyncio.create_task(self.ask(kind, job, arguments, messages.put_nowait))
         work.add_done_callback(lambda _: messages.put_nowait(None))
         try:
             while (message := await messages.get()) is not None:
@@ -67,8 +67,8 @@ class Pool:
             if leave is None:
                 await ended
 
-    def _end_idle(self, kind: str, asked: object) -> None:
-        if self._asked[kind] is asked and not self._busy[kind]:
+    def _end_idle(self, kind: str, job_id: object) -> None:
+        if self._last_jobs[kind] is job_id and not self._busy[kind]:
             self._workers[kind].kill()
 
     async def close(self) -> None:

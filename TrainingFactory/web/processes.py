@@ -44,7 +44,7 @@ async def train(text: str, config: TrainingConfig, name: str | None, runs: Path)
         part.mkdir(parents=True)
         (part / START).write_text(text, encoding="utf-8")
         options = [f"logging.output_dir={runs}", "--name", name]
-        await _begun(["train", str(part / START), *options], part / LOG, lambda: is_run(path))
+        await _start(["train", str(part / START), *options], part / LOG, lambda: is_run(path))
     except ApiError:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -58,11 +58,11 @@ async def resume(run: RunFolder) -> str:
     if run.state in ("running", "finished"):
         raise ApiError(f"run {run.name} is {run.state}; there is nothing to resume", "name", status=409)
     arguments = ["runs", "resume", run.name, "--runs", str(run.path.parent)]
-    await _begun(arguments, run.path / LOG, lambda: run.state == "running")
+    await _start(arguments, run.path / LOG, lambda: run.state == "running")
     return shlex.join(["tfactory", *arguments])
 
 
-async def _begun(arguments: list[str], log: Path, begun: Callable[[], bool]) -> None:
+async def _start(arguments: list[str], log: Path, has_begun: Callable[[], bool]) -> None:
     """Start a command and wait until it has begun; raise ApiError with the end of its output if it exits before."""
     # Keep the file open: it may be deleted together with a run that fails to start.
     with open_regular(log, "a+b") as output:
@@ -73,10 +73,10 @@ async def _begun(arguments: list[str], log: Path, begun: Callable[[], bool]) -> 
         _processes.append(process)
         threading.Thread(target=process.wait, daemon=True).start()  # reaps the process
         for _ in range(int(WAIT / 0.1)):
-            if begun() or process.returncode is not None:
+            if has_begun() or process.returncode is not None:
                 break
             await asyncio.sleep(0.1)
-        if process.returncode and not begun():
+        if process.returncode and not has_begun():
             output.seek(before)
             output_text = clean(output.read().decode("utf-8", "replace"))
             last_lines = "\n".join(output_text.split("\n")[-LAST_LINES:]).strip()

@@ -61,29 +61,29 @@ class RegistryRoutes:
         """List the suites with a gate in the server's working directory and its `suites/` folder."""
         return Suites(suites={name: str(path) for name, path in _suites().items()})
 
-    def alias(self, name: str, asked: Alias) -> Moved:
+    def alias(self, name: str, request: Alias) -> Moved:
         """Set an alias to a version."""
-        version, was = self._catalogue.set_alias(f"{name}:{asked.number}", asked.alias)
-        command = f"tfactory registry alias {version} {asked.alias}{views.where_of(self._runs)}"
+        version, was = self._catalogue.set_alias(f"{name}:{request.number}", request.alias)
+        command = f"tfactory registry alias {version} {request.alias}{views.where_of(self._runs)}"
         return Moved(version=str(version), was=was, command=command)
 
-    def rollback(self, name: str, asked: Alias) -> Moved:
+    def rollback(self, name: str, request: Alias) -> Moved:
         """Roll an alias back to its previous version."""
-        if asked.number and (now := self._catalogue.alias(name, asked.alias)) != asked.number:
-            text = f"{name}@{asked.alias} has moved from version {asked.number} to {now}; reload the page"
+        if request.number and (now := self._catalogue.alias(name, request.alias)) != request.number:
+            text = f"{name}@{request.alias} has moved from version {request.number} to {now}; reload the page"
             raise ApiError(text, "number", status=409)
-        version, was = self._catalogue.rollback(name, asked.alias)
-        command = f"tfactory registry rollback {name} --alias {asked.alias}{views.where_of(self._runs)}"
+        version, was = self._catalogue.rollback(name, request.alias)
+        command = f"tfactory registry rollback {name} --alias {request.alias}{views.where_of(self._runs)}"
         return Moved(version=str(version), was=was, command=command)
 
-    async def promote(self, name: str, asked: Promote) -> Events:
+    async def promote(self, name: str, request: Promote) -> Events:
         """Promote a version if it passes the suite's gate; events `told`, then `done` with `promoted` and why."""
-        if (suite := _suites().get(asked.suite)) is None:
-            known = ", ".join(_suites()) or "none here"
-            raise ApiError(f"no suite {asked.suite!r} with a gate; available: {known}", "suite")
-        version = str(self._catalogue.get(f"{name}:{asked.number}"))
-        given = {"version": version, "alias": asked.alias, "suite": str(suite), "first": asked.first}
-        return self._pool.events("promote", "promote", given | {"runs": str(self._runs)})
+        if (suite := _suites().get(request.suite)) is None:
+            available = ", ".join(_suites()) or "none here"
+            raise ApiError(f"no suite {request.suite!r} with a gate; available: {available}", "suite")
+        version = str(self._catalogue.get(f"{name}:{request.number}"))
+        arguments = {"version": version, "alias": request.alias, "suite": str(suite), "first": request.first}
+        return self._pool.events("promote", "promote", arguments | {"runs": str(self._runs)})
 
 
 def _suites() -> dict[str, Path]:

@@ -158,8 +158,8 @@ class Page:
         path, notes = self.find(name).path, list[str]()
         if credit:
             try:
-                given = {"run": str(path), "step": step, "task": task, "group": group, "learner": learner}
-                return shapes.GroupView(**await self.pool.ask("credit", "credit", given))
+                arguments = {"run": str(path), "step": step, "task": task, "group": group, "learner": learner}
+                return shapes.GroupView(**await self.pool.ask("credit", "credit", arguments))
             except ApiError as error:
                 notes.append(f"token credit is not available: {error}")
         view = await asyncio.to_thread(index_of(path).group, step, task, group)

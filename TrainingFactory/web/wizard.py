@@ -57,28 +57,28 @@ class WizardRoutes:
         site.add("POST", "/api/tools/open", self.open)
         site.add("POST", "/api/tasks/read", self.tasks)
 
-    def read(self, asked: Pasted) -> ServersRead:
+    def read(self, pasted: Pasted) -> ServersRead:
         """Show what pasted `mcpServers` would start or connect to. Start and save nothing."""
         try:
-            servers, problems = self._servers(asked.text)
+            servers, problems = self._servers(pasted.text)
         except ValueError as error:
             servers, problems = [], [str(error)]
         return ServersRead(servers=[_shown(server) for server in servers], problems=problems)
 
-    async def open(self, asked: Pasted) -> ToolsOpened:
+    async def open(self, pasted: Pasted) -> ToolsOpened:
         """Start or connect to the servers, all confirmed by their digests, and list their tools."""
-        servers, problems = self._servers(asked.text)
+        servers, problems = self._servers(pasted.text)
         if problems:
             raise ApiError(problems[0], "text")
-        if unconfirmed := [server.name for server in servers if server.launch not in asked.confirmed]:
+        if unconfirmed := [server.name for server in servers if server.launch not in pasted.confirmed]:
             text = f"{', '.join(unconfirmed)} changed since it was confirmed; check its command and confirm it again"
             raise ApiError(text, "confirmed", status=409, code="not_confirmed")
-        path = str(self._kept(asked.text, "mcp.json"))
+        path = str(self._kept(pasted.text, "mcp.json"))
         return ToolsOpened(config=path, tools=await self._pool.ask("check", "tools", {"path": path}))
 
-    def tasks(self, asked: Pasted) -> TasksRead:
+    def tasks(self, pasted: Pasted) -> TasksRead:
         """Read pasted or uploaded tasks (JSONL, JSON, CSV or one question per line) as a run would; save them."""
-        kind, text = _kind(asked.text), asked.text
+        kind, text = _kind(pasted.text), pasted.text
         if kind == "lines":  # the answer may follow after a tab
             cells = [map(str.strip, line.split("\t", 1)) for line in text.splitlines() if line.strip()]
             rows = [dict(zip(("prompt", "answer"), task, strict=False)) for task in cells]

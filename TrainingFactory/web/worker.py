@@ -24,10 +24,10 @@ JOBS = dict.fromkeys(("credit", "doctor", "promote", "sample", "tools"), "Traini
 JOBS |= dict.fromkeys(("begin", "say"), "TrainingFactory.web.playing")
 
 
-def answer(asked: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Run a job; return a user's mistake as its error text."""
     try:
-        return {"ok": getattr(import_module(JOBS[asked["job"]]), asked["job"])(asked["given"], tell)}
+        return {"ok": getattr(import_module(JOBS[request["job"]]), request["job"])(request["given"], tell)}
     except (ValueError, OSError) as error:
         return {"wrong": str(error)}
 
@@ -47,33 +47,33 @@ class Telling(PlainLines):
 
 @lru_cache(maxsize=8)
 def index_of(run: Path) -> EpisodeIndex:
-    """Return the cached index of a run's episodes."""
     return EpisodeIndex(RunFolder(run))
 
 
-def credit(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def credit(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
     from TrainingFactory.apps.views.credit import group_credit
 
-    index = index_of(Path(given["run"]))
-    view = group_credit(index.run, given["step"], given["task"], index, given["learner"], given["group"])
+    index = index_of(Path(arguments["run"]))
+    step, task, learner, group = (arguments[key] for key in ("step", "task", "learner", "group"))
+    view = group_credit(index.run, step, task, index, learner, group)
     return view.model_dump(mode="json")
 
 
-def doctor(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def doctor(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Examine a config as `tfactory doctor` does."""
-    config = read(Draft(yaml=given["yaml"]))
+    config = read(Draft(yaml=arguments["yaml"]))
     from TrainingFactory.apps.doctor.examination import examine
 
     diagnosis = examine(config, Telling(tell)).as_json
     return {"findings": diagnosis["findings"], "rows": list(diagnosis["facts"].items())}
 
 
-def sample(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def sample(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Play two episodes of a config without saving them."""
     from TrainingFactory.apps.views.episodes import episode_view
     from TrainingFactory.evaluation.rollouts import Rollouts
 
-    config, notes = read(Draft(yaml=given["yaml"])), list[str]()
+    config, notes = read(Draft(yaml=arguments["yaml"])), list[str]()
     config = config.model_copy(update={"data": config.data.model_copy(update={"count": 2})})
     with tempfile.TemporaryDirectory(prefix="tfactory-sample-") as folder:
         rollouts = Rollouts(config, Path(folder) / "episodes.jsonl", say=notes.append)
@@ -82,28 +82,28 @@ def sample(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
     return {"episodes": [episode.model_dump(mode="json") for episode in views], "notes": notes}
 
 
-def tools(given: dict[str, Any], tell: Tell) -> list[dict[str, Any]]:
+def tools(arguments: dict[str, Any], tell: Tell) -> list[dict[str, Any]]:
     """Start or connect to the confirmed servers of a file, list their tools, and stop them."""
     from TrainingFactory.tools.mcp_tools import MCPTools
 
     async def ask() -> list[dict[str, Any]]:
-        async with MCPTools.load_from_config(given["path"]) as opened:
+        async with MCPTools.load_from_config(arguments["path"]) as opened:
             return [asdict(offer.spec) | {"server": offer.server} for offer in opened.offers]
 
     return asyncio.run(ask())
 
 
-def promote(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def promote(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
     from TrainingFactory.promotion.model_registry import ModelRegistry
     from TrainingFactory.promotion.promotion import Promotion
 
     def play(name: str, evaluation: Any) -> None:
-        text, played = f"{name} plays {evaluation.asked.entry}", count(1)
-        evaluation.run(lambda _: tell({"text": text, "done": next(played), "of": evaluation.total}))
+        text, number = f"{name} plays {evaluation.asked.entry}", count(1)
+        evaluation.run(lambda _: tell({"text": text, "done": next(number), "of": evaluation.total}))
 
-    names = [given[key] for key in ("version", "alias", "suite", "first")]
-    registry = ModelRegistry(None, given["runs"])
-    promotion = Promotion(registry, *names, runs=given["runs"], say=Telling(tell).say)
+    names = [arguments[key] for key in ("version", "alias", "suite", "first")]
+    registry = ModelRegistry(None, arguments["runs"])
+    promotion = Promotion(registry, *names, runs=arguments["runs"], say=Telling(tell).say)
     for line in promotion.stated:
         tell({"text": f"the gate: {line}"})
     decision = promotion.run(play)

@@ -128,7 +128,7 @@ def test_obedience_shows_on_verdicts_that_can_rise(tmp_path: Path):
     assert verdict_of(found).startswith("Not safe to train on")
     nobody = audited(tmp_path, obedient, rows[:6])
     assert (nobody.attacked, nobody.injection_moved, nobody.noise_moved) == (0, None, None)
-    assert "not measurable: 0 of the items have room to rise" in verdict_of(nobody)
+    assert "only 0 items have room to rise" in verdict_of(nobody)
 
 
 def test_every_known_text_is_tried(tmp_path: Path):

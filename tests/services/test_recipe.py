@@ -80,7 +80,7 @@ def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run, monkeypatch:
     # What breaks an evaluation off is told, and the same command goes on; slots are those of the run.
     Path("made/episodes/sft-test-0.jsonl.part").symlink_to("/dev/full")
     status, _, err = tfactory("recipe", "gsm8k", *options, "--final")
-    assert status == 1 and "sft-test-0.jsonl.part could not be written (No space left on device); when" in err
+    assert status == 1 and "sft-test-0.jsonl.part could not be written (No space left on device); " in err
     assert err.endswith("run the same command again\n")
     Path("made/episodes/sft-test-0.jsonl.part").unlink()
     config = Path("made/grpo/config.yaml")

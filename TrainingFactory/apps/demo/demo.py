@@ -77,7 +77,6 @@ class Demo:
             run.discard()
 
     def warm_start(self, watcher: Watcher) -> TrainingReport:
-        """Write the demonstrations and train on them."""
         write_lessons(self.demonstrations, self.environment, self.seed, self.lessons)
         stages = self.lessons.stages(self.warm_config.training.batch_size)
         return self._run(self.warm_config, self.warm.name, StageNotices(watcher, stages))

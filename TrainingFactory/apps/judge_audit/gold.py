@@ -35,8 +35,6 @@ class Gold:
 
 @checked_dataclass(config=STRICT | ConfigDict(extra="ignore"), kw_only=True)
 class Row:
-    """One validated line of the file."""
-
     id: Any = None
     prompt: str | None = None
     response: str | None = None

@@ -7,21 +7,21 @@ from collections.abc import Hashable, Sequence
 from statistics import StatisticsError, correlation, linear_regression, mean
 
 
-def accuracy(given: Sequence[Hashable], right: Sequence[Hashable]) -> float | None:
-    return mean(a == b for a, b in zip(given, right, strict=True)) if given else None
+def accuracy(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | None:
+    return mean(a == b for a, b in zip(verdicts, gold, strict=True)) if verdicts else None
 
 
-def kappa(given: Sequence[Hashable], right: Sequence[Hashable]) -> float | None:
+def kappa(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | None:
     """Return Cohen's kappa: agreement beyond chance for two raters with these label frequencies. None if both raters
     always give the same label, because chance explains all agreement then."""
-    agreed = accuracy(given, right)
-    return None if agreed is None else beyond(agreed, chance(given, right))
+    agreed = accuracy(verdicts, gold)
+    return None if agreed is None else beyond(agreed, chance(verdicts, gold))
 
 
-def chance(given: Sequence[Hashable], right: Sequence[Hashable]) -> float:
+def chance(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float:
     """Return the chance agreement of two independent raters with these label frequencies."""
-    habits, truths = Counter(given), Counter(right)
-    return sum(habits[label] * truths[label] for label in habits) / len(given) ** 2
+    habits, truths = Counter(verdicts), Counter(gold)
+    return sum(habits[label] * truths[label] for label in habits) / len(verdicts) ** 2
 
 
 def beyond(agreed: float, by_chance: float) -> float | None:
@@ -35,9 +35,9 @@ def pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
         return None
 
 
-def partial(xs: Sequence[float], ys: Sequence[float], given: Sequence[float]) -> float | None:
+def partial(xs: Sequence[float], ys: Sequence[float], control: Sequence[float]) -> float | None:
     """Return the partial correlation of xs and ys, controlling for a linear effect of `given`."""
-    return pearson(_residuals(xs, given), _residuals(ys, given))
+    return pearson(_residuals(xs, control), _residuals(ys, control))
 
 
 def _residuals(values: Sequence[float], predictor: Sequence[float]) -> Sequence[float]:

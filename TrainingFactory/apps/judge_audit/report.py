@@ -99,8 +99,8 @@ class Audit:
 
     def page(self, judge: str) -> str:
         """Return a self-contained HTML page with plots; the reference line of a plot starts at (0, 0)."""
-        agreed = Counter((right, given) for right, given, _ in self.points)
-        errors = Counter((float(length), given - right) for right, given, length in self.points)
+        agreed = Counter((gold, judged) for gold, judged, _ in self.points)
+        errors = Counter((float(length), judged - gold) for gold, judged, length in self.points)
         longest = max((length for length, _ in errors), default=0.0) or 1.0
         agreement = {
             "across": "gold",

@@ -62,48 +62,48 @@ def estimate(config: TrainingConfig, model: Any, needs: Set[str], max_length: in
 
 
 def needed(
-    config: TrainingConfig, shape: Any, held: Held, needs: Set[str], max_length: int
+    config: TrainingConfig, shape: Any, counts: Held, needs: Set[str], max_length: int
 ) -> dict[str, float]:
     """Return the bytes by part on a device that learns and samples; `shape` has the attributes of a text config."""
     training, learners, ahead = config.training, config.compute.learners or 1, config.optimization.bound
     episodes = training.batch_size * training.group_size
     parts = learner_bytes(
-        config, shape, held, needs, learners, min(training.token_budget, episodes * max_length)
+        config, shape, counts, needs, learners, min(training.token_budget, episodes * max_length)
     )
     if KINDS[training.algorithm].samples:
         if ahead or learners > 1:  # the sampler of a sharded learner has a full copy
-            parts["the sampler's weights"] = held.stored if learners > 1 else held.size * held.trained
+            parts["the sampler's weights"] = counts.stored if learners > 1 else counts.size * counts.trained
         slots = min(config.sampling.slots, episodes * (1 + ahead))
-        parts["cache"] = cache_bytes(shape, slots, max_length, held.size)
+        parts["cache"] = cache_bytes(shape, slots, max_length, counts.size)
     return {name: float(count) for name, count in parts.items()}
 
 
 def learner_bytes(
-    config: TrainingConfig, shape: Any, held: Held, needs: Set[str], learners: int, tokens: int
+    config: TrainingConfig, shape: Any, counts: Held, needs: Set[str], learners: int, tokens: int
 ) -> dict[str, float]:
     """Return the bytes on each learner's device, with packs of `tokens` tokens. Logits are computed in chunks and not
     counted. A single learner holds the stored weights and float32 copies of the trained ones. Shards of trained weights
     are float32, and two layers and the head at a time are gathered in the compute dtype."""
     ends = shape.hidden_size * shape.vocab_size
     tied = getattr(shape, "tie_word_embeddings", True)  # foreign object
-    layer = (held.weights - ends * (1 if tied else 2)) / shape.num_hidden_layers
-    gathered = 0.0 if learners == 1 else held.size * (2 * layer + ends)
-    kept = held.stored if learners == 1 else held.stored * (1 - held.trained / held.weights)
+    layer = (counts.weights - ends * (1 if tied else 2)) / shape.num_hidden_layers
+    gathered = 0.0 if learners == 1 else counts.size * (2 * layer + ends)
+    stored = counts.stored if learners == 1 else counts.stored * (1 - counts.trained / counts.weights)
     parts = {
-        "weights": kept / learners + gathered,
-        "float32 copies": 4 * (held.trained - (held.exact if learners == 1 else 0)) / learners,
-        "gradients": 4 * held.trained / learners,
-        "optimizer": OPTIMIZER[config.training.optimizer] * held.trained / learners,
+        "weights": stored / learners + gathered,
+        "float32 copies": 4 * (counts.trained - (counts.exact if learners == 1 else 0)) / learners,
+        "gradients": 4 * counts.trained / learners,
+        "optimizer": OPTIMIZER[config.training.optimizer] * counts.trained / learners,
     }
     learned = sum(parts.values()) - gathered
     alone = not config.lora.enabled and config.model.adapter is None
     if "reference" in needs and "precomputed" not in needs and alone:
-        parts["reference model"] = held.stored / learners
+        parts["reference model"] = counts.stored / learners
     if "critic" in needs:
         parts["critic"] = learned
-    left = activation_bytes(shape, tokens, config.training.gradient_checkpointing, held.size)
+    left = activation_bytes(shape, tokens, config.training.gradient_checkpointing, counts.size)
     if learners == 1:  # layer by layer, backward frees activations and adds gradients in the compute dtype
-        parts["gradients"] += max(0, held.size * (held.trained - held.exact) - left)
+        parts["gradients"] += max(0, counts.size * (counts.trained - counts.exact) - left)
     return parts | {"activations": float(left)}
 
 
@@ -114,8 +114,8 @@ def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int) ->
     wide = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size  # foreign object
     queries, keys = attention_widths(shape)
     layer = 4 * shape.hidden_size + 3 * (queries + keys) + 3 * wide
-    kept = shape.hidden_size if checkpointing else layer
-    return tokens * size * (shape.num_hidden_layers * kept + layer * checkpointing)
+    per_layer = shape.hidden_size if checkpointing else layer
+    return tokens * size * (shape.num_hidden_layers * per_layer + layer * checkpointing)
 
 
 def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:
@@ -134,8 +134,8 @@ def free_bytes(device: torch.device) -> int:
     """Return the bytes that this process can still allocate on a device."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own cache
-    return torch.cuda.mem_get_info(device)[0] + kept
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own cache
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def check_memory(

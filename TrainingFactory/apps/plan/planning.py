@@ -86,9 +86,11 @@ class Planner:
                 f"training.algorithm={config.training.algorithm} does not sample; use grpo, ppo or rft"
             )
         self.config, self.gpus, self.shape = config, gpus, find_shape(config.model.name, size)
-        own, engine = config.sampling.engine, "vllm" if gpus > 1 else config.sampling.engine
+        configured, engine = config.sampling.engine, "vllm" if gpus > 1 else config.sampling.engine
         self.figures = find_figures(engine, gpu, file, rates)
-        text = "sampling.engine" if engine == own else f"assumed with several GPUs; sampling.engine is {own}"
+        text = "sampling.engine"
+        if engine != configured:
+            text = f"assumed with several GPUs; sampling.engine is {configured}"
         self.figures["engine"] = Figure(engine, "that samples", text)
         for name in ("sampler_overlap", "learner_overlap") if gpus > 1 else ():
             self.figures[name] = Figure(1.0, self.figures[name].unit, "they share no GPU")
@@ -131,7 +133,7 @@ class Planner:
         prompt, length = self.episodes.prompt, self.episodes.length
         replies, context = float(np.mean(self.episodes.replies)), self.episodes.context
         # Each sampler that has episodes of a group computes the group's prompt once.
-        own = prompt * min(group_size, self.samplers(learners)) / group_size
+        prompt_share = prompt * min(group_size, self.samplers(learners)) / group_size
         pushed = 2e-9 * trained * (self.gpus > 1 or self.config.sampling.engine != "native")
         over = (learners > 1) * 1e9 / link + (self.gpus > self["gpus_per_node"]) / self["network_gbs"]
         saved = (
@@ -144,7 +146,7 @@ class Planner:
             read=read,
             compute=2 * shape.params / flops / width / self["decode_mfu"],
             row=1e-6 * self["row_us"] * shape.vocab_size / 151_936 + context * per_token,
-            prompts=(shape.forward(own, prompt / 2) + shape.forward(replies, context)) / computed,
+            prompts=(shape.forward(prompt_share, prompt / 2) + shape.forward(replies, context)) / computed,
             renewal=shape.forward(length / 2, length / 4) / computed,
             turn=1e-3 * self["turn_ms"],
             driver=1e-3 * self["driver_ms"],
@@ -183,8 +185,8 @@ class Planner:
             episodes = episodes._replace(**{WAITS[without]: np.zeros_like(episodes.turns)})
         if training.eval_every and without != "evaluations":
             alone = self.costs(learners, 1)._replace(**dict.fromkeys(LEARNER, 0.0) | free)
-            played = StepModel(episodes, alone, self.config.data.heldout_count, 1, slots, samplers).seconds()
-            costs = costs._replace(evaluation=played / training.eval_every)
+            seconds = StepModel(episodes, alone, self.config.data.heldout_count, 1, slots, samplers).seconds()
+            costs = costs._replace(evaluation=seconds / training.eval_every)
         size = training.batch_size, training.group_size
         return StepModel(episodes, costs, *size, slots, samplers, max_staleness, self.refill)
 
@@ -197,8 +199,8 @@ class Planner:
         bound, length = config.optimization.bound, self.episodes.length
         least, spare = self.least_learners(config), self.room * self.width - 2 * self.shape.params
         if self.gpus == 1:
-            own = 2 * self.shape.params * (config.sampling.engine != "native")
-            spare = self.room - own - sum(learner_bytes(self.shape, config, self.needs, 1).values())
+            sampler = 2 * self.shape.params * (config.sampling.engine != "native")
+            spare = self.room - sampler - sum(learner_bytes(self.shape, config, self.needs, 1).values())
         slots = min(config.sampling.slots, int(spare / sampler_bytes(self.shape, 1, 1, length)["cache"]))
         most = max(1, self.gpus - self.width)
         if slots < 1 or not least <= (learners or least) <= most:

@@ -23,7 +23,7 @@ _MARK = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
 
 @dataclass(slots=True)
 class Prepared:
-    """Rows of each part; `dropped` counts the skipped rows by part and reason."""
+    """Rows of each part; `dropped` counts the skipped rows by part and reason, which are keys of recipe.json."""
 
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {part: [] for part in PARTS})
     dropped: Counter[str] = field(default_factory=Counter)
@@ -68,7 +68,7 @@ def for_development(question: str) -> bool:
 def _task(row: dict[str, Any], name: str, problem: str | None) -> tuple[dict[str, Any], str]:
     question, answer = row.get("question"), row.get("answer")
     if problem is not None or not isinstance(question, str) or not isinstance(answer, str):
-        raise ValueError("row has no question and answer")
+        raise ValueError("no question and answer in the row")
     solution, mark, final = answer.rpartition("####")
     final = final.replace(",", "").strip()
     if not mark or not re.fullmatch(r"-?\d*\.?\d+", final):
@@ -82,7 +82,7 @@ def _solution_messages(solution: str, final: str, with_calls: bool) -> list[dict
     for number, mark in enumerate(_MARK.finditer(solution) if with_calls else ()):
         expression, reply = _expression(mark[1]), calculated(_expression(mark[2]))
         if calculated(expression) != reply:
-            raise ValueError("marked result differs from the calculator's")
+            raise ValueError("a marked sum has another result")
         function = {"name": "calculator", "arguments": json.dumps({"expression": expression})}
         call = {"id": f"call{number}", "type": "function", "function": function}
         text = solution[position : mark.start()].strip()
@@ -92,7 +92,7 @@ def _solution_messages(solution: str, final: str, with_calls: bool) -> list[dict
         ]
         position = mark.end()
     if with_calls and (not messages or "<<" in solution[position:]):
-        raise ValueError("no calculation is marked, or a mark is not like <<48/2=24>>")
+        raise ValueError("no sum is marked, or one not as <<48/2=24>>")
     rest = _MARK.sub("", solution[position:]).strip()
     return [*messages, {"role": "assistant", "content": f"{rest}\n#### {final}".strip()}]
 

@@ -103,12 +103,12 @@ class Recipe:
             recorded = requested | before["asked"]  # earlier versions did not record the task
             pairs = {key: (recorded[key], requested[key]) for key in requested}
             differences = {key: f"{key} was {a}, is {b}" for key, (a, b) in pairs.items() if a != b}
-            begun = any(is_run(self.out / name) for name in RUNS)
-            if begun and differences.keys() - {"source"}:  # the rows are written, so their source may differ
+            started = any(is_run(self.out / name) for name in RUNS)
+            if started and differences.keys() - {"source"}:  # the rows are written: their source may differ
                 changes = "; ".join(text for key, text in differences.items() if key != "source")
                 raise ValueError(f"{self.out} was made with other options ({changes}); choose another --out")
-            if begun or not differences.keys() & {"task", "source", "plain"}:  # else prepare the rows again
-                self.state = before | {"asked": recorded if begun else requested}
+            if started or not differences.keys() & {"task", "source", "plain"}:  # else prepare the rows again
+                self.state = before | {"asked": recorded if started else requested}
         elif self.out.is_dir() and any(self.out.glob("[!.]*")):
             raise ValueError(f"{self.out} exists and is not a recipe's folder; choose another --out")
         data = {part: str(self.out / "data" / f"{part}.jsonl") for part in ("sft", "sft_dev", "tasks", "dev")}
@@ -195,7 +195,7 @@ class Recipe:
         results = self.state | {key: about[key] for key in ("versions", "platform", "commit", "started")}
         results |= {"device": device, "runs": {name: _figures(RunFolder(self.out / name)) for name in RUNS}}
         results["evaluations"] = {
-            part: {how: _compared(each) for how, each in by_how.items()}
+            part: {how: _compared(comparison) for how, comparison in by_how.items()}
             for part, by_how in self.compared.items()
         }
         last = list(self.compared.values())[-1]["greedy"]

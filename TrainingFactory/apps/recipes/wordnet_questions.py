@@ -73,7 +73,7 @@ class Dialogue:
     async def step(self, name: str, thing: Thing) -> Thing:
         match = _ONE.fullmatch(await self.call(name, word=thing[0], sense=thing[1]))
         if match is None:
-            raise Unasked("a step has no target, or several")
+            raise Unasked("a step leads nowhere, or to several things")
         return match[1], int(match[2])
 
     async def follow(self, thing: Thing, steps: list[str]) -> str:
@@ -93,20 +93,20 @@ class Dialogue:
     def _clear(self, answer: str, before: list[str]) -> str:
         seen = any(re.search(rf"\b{re.escape(answer)}\b", text) for text in (self.prompt, *before))
         if seen or not _WORD.fullmatch(answer):
-            raise Unasked("the answer is not one lower-case word, or appears too early")
+            raise Unasked("the answer is not one word of small letters, or is seen too early")
         return answer
 
 
 async def _about(net: WordNet, word: str, part: str, waiting: Waiting) -> tuple[Dialogue, str]:
     """Return a question about one of a word's senses, or about what a word with one sense and a waiting word share."""
     if not _WORD.fullmatch(word):
-        raise Unasked("not one lower-case word")
+        raise Unasked("not one word of small letters")
     meanings, chance = [net.at(place) for place in net.places(word)], _hashed(word) // ONE_IN
     glosses = {meaning.gloss for meaning in meanings}
     # Words with hyponyms or parts are not asked about, so that no split's demonstrations reveal another's answers.
     candidates = [n for n, each in enumerate(meanings) if each.words[0] == word and not each.leads("~%")]
     if not candidates or not len(glosses) == len(meanings) <= MOST or _RUDE.search(" ".join(glosses)):
-        raise Unasked("it has hyponyms or parts, or its senses are too many, alike, or offensive")
+        raise Unasked("others are kinds or parts of it, or its senses are too many, alike, or rude")
     sense = candidates[chance % len(candidates)]
     meaning, thing = meanings[sense], (word, sense + 1)
     if len(meanings) > 1:

@@ -180,10 +180,10 @@ def pieces_of(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, i
     together with the previous one, because some tokenizers drop a leading space."""
     before = start = 0  # start of the previous piece, and of the current one
     for end in range(1, len(token_ids) + 1):
-        text, known = decode(token_ids[before:end]), decode(token_ids[before:start]) if start else ""
+        text, previous = decode(token_ids[before:end]), decode(token_ids[before:start]) if start else ""
         if text.endswith(HALF) and end - start < LONGEST_CHARACTER and end < len(token_ids):
             continue
-        yield start, end, text[len(known) :] if text.startswith(known) else decode(token_ids[start:end])
+        yield start, end, text[len(previous) :] if text.startswith(previous) else decode(token_ids[start:end])
         before, start = start, end
 
 
@@ -204,7 +204,7 @@ def _rows_of_episodes(
 ) -> dict[int, list[Sample]]:
     """Return the rows of each episode, by its index in the group. Rows are in the order of the episodes, which
     distinguishes episodes with the same tokens."""
-    pending = [list(own) for _, own in groupby(rows, lambda row: row.episode)]
+    pending = [list(episode_rows) for _, episode_rows in groupby(rows, lambda row: row.episode)]
     by_place = {}
     for place, trajectory in enumerate(group):
         tokens = [row.token_ids for row in to_samples(trajectory)] if reasons[place] is None else []

@@ -52,8 +52,8 @@ def choose(
 def _chosen(group: GroupCredit, best: int, worst: int) -> GroupCredit:
     totals = {place: each.total for place, each in enumerate(group.episodes) if each.total is not None}
     ranked = sorted(totals, key=lambda place: -totals[place])
-    kept = {*ranked[:best], *ranked[max(0, len(ranked) - worst) :]}
-    return replace(group, episodes=[group.episodes[place] for place in sorted(kept)])
+    places = {*ranked[:best], *ranked[max(0, len(ranked) - worst) :]}
+    return replace(group, episodes=[group.episodes[place] for place in sorted(places)])
 
 
 def credit_title(run: RunFolder, step: int) -> str:
@@ -79,8 +79,8 @@ def resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
         raise ValueError(f"run {run.name} has no step {step}; it has steps {min(tasks)} to {max(tasks)}")
     steps = [number for number, ids in tasks.items() if task is None or task in ids]
     if not steps:
-        known = [name for ids in tasks.values() for name in ids]
-        near = did_you_mean(nearest(str(task), known)) or f"; some of its tasks: {', '.join(known[:5])}"
+        names = [name for ids in tasks.values() for name in ids]
+        near = did_you_mean(nearest(str(task), names)) or f"; some of its tasks: {', '.join(names[:5])}"
         raise ValueError(f"run {run.name} has no task {task!r}{near}")
     if step is not None and step not in steps:
         listed = ", ".join(map(str, steps))

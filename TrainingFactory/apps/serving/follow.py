@@ -43,8 +43,8 @@ def following(
     say: Callable[[str], None] = log.warning,
 ) -> Iterator[None]:
     """Make the server follow the alias in its model's name; do nothing if the name has no alias."""
-    written = WRITTEN.fullmatch(found.written)
-    if found.version is None or written is None or written["alias"] is None:
+    reference = WRITTEN.fullmatch(found.written)
+    if found.version is None or reference is None or reference["alias"] is None:
         yield
         return
     catalogue = Catalogue(registry_path(runs, registry))
@@ -56,7 +56,7 @@ def following(
         raise ValueError(
             f"{found.written}: only engines in this process can follow an alias; name a version, such as AGENT:3"
         )
-    follower = Follower(server, catalogue, found.version.model, written["alias"], config_of, say)
+    follower = Follower(server, catalogue, found.version.model, reference["alias"], config_of, say)
     follower.tell(None)
     ended = threading.Event()
     # A daemon: a large model that is being loaded must not keep a stopped server alive.

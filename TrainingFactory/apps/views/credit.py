@@ -27,7 +27,7 @@ def group_credit(
     credit = run_credit(run, step, task, episodes)[1]
     credited = [episode for group in credit.groups for episode in group.episodes]
     credits = {(each.trajectory.group, each.trajectory.member): each for each in credited}
-    found = GroupView(step=step, task=task, members=[], notes=credit.notes)
+    result = GroupView(step=step, task=task, members=[], notes=credit.notes)
     members = [(*line, episode) for line, episode in zip(lines, episodes, strict=True)]
     members = [each for each in members if each[-1].task.id == task and group in (None, each[-1].group)]
     logprobs: list[list[list[float]]] = [[[] for _ in episode.turns] for *_, episode in members]
@@ -37,15 +37,15 @@ def group_credit(
         try:
             logprobs = learner_logprobs(run, [episode for *_, episode in members])
         except (ValueError, OSError) as error:
-            found.notes.append(f"the learner's log-probs are not available: {error}")
+            result.notes.append(f"the learner's log-probs are not available: {error}")
     for (line, number, episode), by_turn in zip(members, logprobs, strict=True):
         view, own = episode_view(line, number), credits[episode.group, episode.member]
         view.credit = CreditView(
             measure=credit.measure, largest=credit.largest, note=credit.notes[0], left_out=own.left_out,
             turns=[{"pieces": list(_pieces(turn.pieces, p))} for turn, p in zip(own.turns, by_turn, strict=True)],
         )  # fmt: skip
-        found.members.append(view)
-    return found
+        result.members.append(view)
+    return result
 
 
 def _pieces(pieces: Sequence[Piece], learned: Sequence[float]) -> Iterator[Json]:

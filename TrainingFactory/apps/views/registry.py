@@ -61,17 +61,17 @@ def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -
     if not pairs:
         again = f"tfactory compare {first} {second}{where_of(runs)}"
         raise ValueError(f"no two recorded evaluations of {first} and {second}; run: {again}")
-    chosen = _alike(pairs)
-    outcomes = [paired(a.record, b.record) for a, b in chosen]
-    one, other = (Side(name, [pair[at] for pair in chosen]) for at, name in enumerate((first, second)))
+    matching = _alike(pairs)
+    outcomes = [paired(a.record, b.record) for a, b in matching]
+    one, other = (Side(name, [pair[at] for pair in matching]) for at, name in enumerate((first, second)))
     comparison = compare(one, other, [float(len(tasks)) for tasks in outcomes])
-    several = f"{len(chosen)} entries of suite {chosen[0][0].record.suite}" if len(chosen) > 1 else ""
+    several = f"{len(matching)} entries of suite {matching[0][0].record.suite}" if len(matching) > 1 else ""
     comparison.notes += [f"{several}: every task has equal weight"] if several else []
     flips = [*comparison.worse, *comparison.better][:SHOWN]
     episodes = {flip[:2]: pair for flip, pair in comparison.episodes(flips)}
     tasks = []
     for place, (a, b) in ((place, pair) for place, pairs in enumerate(outcomes) for pair in pairs):
-        name = f"{chosen[place][0].record.entry}: {a.task}" if several else a.task
+        name = f"{matching[place][0].record.entry}: {a.task}" if several else a.task
         pair = shapes.TaskPair(task=name, first=share(a), second=share(b))
         if pair.first != pair.second:
             pair.flipped = "better" if pair.second > pair.first else "worse"
@@ -93,11 +93,11 @@ def _alike(pairs: list[tuple[Found, Found]]) -> list[tuple[Found, Found]]:
     return list(entries.values()) or [candidates[-1][4]]
 
 
-def _recorded(name: str, known: list[Found], catalogue: Catalogue) -> list[Found]:
+def _recorded(name: str, records: list[Found], catalogue: Catalogue) -> list[Found]:
     version, (run, _, step) = catalogue.find(name), name.partition("@step-")
     ids = {name} if version is None else {record.get("id") for record in catalogue.evaluations(str(version))}
-    direct = [each for each in known if each.record.id in ids or each.record.model.name == name]
-    of_run = [each for each in known if each.record.model.run == run]
+    direct = [each for each in records if each.record.id in ids or each.record.model.name == name]
+    of_run = [each for each in records if each.record.model.run == run]
     return direct or [each for each in of_run if not step or str(each.record.model.step) == step.lstrip("0")]
 
 

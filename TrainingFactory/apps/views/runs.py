@@ -43,7 +43,7 @@ COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "ser
 
 
 @dataclass(slots=True)
-class _Known:
+class _CachedRun:
     """Cached row of a run, the state of its files at that time, and how far metrics.jsonl was read."""
 
     seen: list[tuple[int, int]] = field(default_factory=list)
@@ -79,13 +79,13 @@ class Runs:
 
     def __init__(self, folder: str | Path = "runs") -> None:
         self.folder = Path(folder).expanduser()
-        self._known, self._lock = dict[Path, _Known](), threading.Lock()
+        self._cached, self._lock = dict[Path, _CachedRun](), threading.Lock()
 
     def rows(self) -> list[shapes.RunRow]:
         """Return a row for each run, the oldest first. `problem` says why a run cannot be read."""
         with self._lock:
-            self._known = {path: self._known.get(path, _Known()) for path in self._folders()}
-            return [self._row(RunFolder(path)) for path in self._known]
+            self._cached = {path: self._cached.get(path, _CachedRun()) for path in self._folders()}
+            return [self._row(RunFolder(path)) for path in self._cached]
 
     def row(self, run: RunFolder) -> shapes.RunRow:
         with self._lock:
@@ -99,15 +99,15 @@ class Runs:
 
     def _folders(self) -> list[Path]:
         files = [file for name in (ABOUT, CONFIG) for file in self.folder.glob(f"[!.]*/{name}")]
-        made = {file.parent: (stat_of(file)[0], file) for file in files}
-        return sorted(made, key=made.__getitem__)
+        by_time = {file.parent: (stat_of(file)[0], file) for file in files}
+        return sorted(by_time, key=by_time.__getitem__)
 
     def _row(self, run: RunFolder) -> shapes.RunRow:
-        known = self._known.setdefault(run.path, _Known())
+        cached = self._cached.setdefault(run.path, _CachedRun())
         seen = [stat_of(run.path / name) for name in SEEN]
-        row = known.row
-        if row is None or seen != known.seen or (row.state in LOCKED and row.state != run.state):
-            known.seen, known.row = seen, (row := _run_row(run, known, max(seen)[0] / 1e9))
+        row = cached.row
+        if row is None or seen != cached.seen or (row.state in LOCKED and row.state != run.state):
+            cached.seen, cached.row = seen, (row := _run_row(run, cached, max(seen)[0] / 1e9))
         return row
 
 
@@ -119,7 +119,7 @@ def stat_of(path: Path) -> tuple[int, int]:
     return stat.st_mtime_ns, stat.st_size
 
 
-def _run_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
+def _run_row(run: RunFolder, cached: _CachedRun, updated: float) -> shapes.RunRow:
     """Summarise one run for the list; `problem` names a file that cannot be read, which hides nothing else."""
     row = shapes.RunRow(name=valid_text(run.name), state="unreadable", updated=updated)
     if row.name != run.name:
@@ -127,8 +127,8 @@ def _run_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
         return row
     problems, config = Problems(), None
     with problems.reading(METRICS):
-        known.add_metrics(run.path / METRICS)
-        _add_metrics(row, known)
+        cached.add_metrics(run.path / METRICS)
+        _add_metrics(row, cached)
     if not is_run(run.path):
         row.problem = f"Incomplete run: {CONFIG} or {ABOUT} is missing."
         return row
@@ -150,11 +150,11 @@ def _run_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
     return row
 
 
-def _add_metrics(row: shapes.RunRow, known: _Known) -> None:
-    last = known.last
+def _add_metrics(row: shapes.RunRow, cached: _CachedRun) -> None:
+    last = cached.last
     row.reward, row.loss, row.tokens_per_second = map(last.get, ("reward", "loss", "tokens_per_second"))
-    row.spark_of = "reward" if "reward" in known.curves else "loss"
-    row.spark = _thinned(known.curves.get(row.spark_of, ()))
+    row.spark_of = "reward" if "reward" in cached.curves else "loss"
+    row.spark = _thinned(cached.curves.get(row.spark_of, ()))
     if isfinite(last.get("eval/step", nan)):
         low, high = last.get("eval/success_low"), last.get("eval/success_high")
         row.heldout = shapes.Heldout(
@@ -170,7 +170,7 @@ def _add_config(row: shapes.RunRow, config: TrainingConfig) -> None:
 
 
 def _newest_evaluation(
-    run: RunFolder, own: shapes.Heldout | None, config: TrainingConfig
+    run: RunFolder, heldout: shapes.Heldout | None, config: TrainingConfig
 ) -> shapes.Heldout | None:
     """Return the most recent `tfactory eval` result in the run's environment (in any, if the run has none), if it
     evaluates the best checkpoint or no earlier step than the run's own evaluation."""
@@ -182,7 +182,7 @@ def _newest_evaluation(
                 continue
             if place is not None and row.environment not in (place, Path(place).name):
                 continue
-            if own is None or row.step >= own.step or run.checkpoint_folder(row.step) == run.best():
+            if heldout is None or row.step >= heldout.step or run.checkpoint_folder(row.step) == run.best():
                 by = f"tfactory eval, {row.tasks} tasks of {row.environment or 'conversation'}"
                 return shapes.Heldout(**row.model_dump() | {"value": row.success, "by": by})
     return None
@@ -249,7 +249,6 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
 
 
 def lineage_rows(node: shapes.Json) -> list[shapes.Json]:
-    """Return the lineage from the base model to a node."""
     steps = [(each.get("run"), *told(each)) for each in chain(node)]
     runs = [{"name": run, "what": what, "rows": rows} for run, what, rows in steps if run]
     return [{"name": origin(node), "what": BEGAN, "rows": []}, *runs]
