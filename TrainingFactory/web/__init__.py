@@ -1,1 +1,1 @@
-"""The web page over what is on disk: `tfactory ui`. No torch in its process; see docs/UI.md."""
+"""The web UI, `tfactory ui`, over the files on disk. Its process does not import torch; see docs/UI.md."""

@@ -1,5 +1,4 @@
-"""News of the runs as events, a moment after they are written, whoever writes them: the files are looked at, so that a
-run needs to know nothing of the page."""
+"""Server-sent events for changes of runs. The server polls the files, so that a run need not know the UI."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from TrainingFactory.common.http.site import Event, Events, event
 from TrainingFactory.data.disk import open_regular
 from TrainingFactory.runs.folder import FINDINGS, METRICS, RunFolder
 
-TICK = 0.4  # seconds between two looks
-TAIL = 1 << 20  # bytes in which the last line of a file begins
+TICK = 0.4  # seconds between two polls
+TAIL = 1 << 20  # bytes at the end of a file that are searched for the last line break
 
 
 class Changed(BaseModel):
-    """Says which runs are new or have changed, and which are not there any more."""
+    """New or changed runs, and names of deleted ones."""
 
     runs: list[RunRow]
     gone: list[str]
@@ -29,37 +28,36 @@ class Changed(BaseModel):
 class Live:
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
-        # Whether the server is about to end, and its streams with it.
-        self.stopping: Callable[[], bool] = lambda: False
-        self._last: tuple[float, asyncio.Task[list[RunRow]]] | None = None  # look, and when it began
+        self.stopping: Callable[[], bool] = lambda: False  # whether the server shuts down, which ends streams
+        self._last: tuple[float, asyncio.Task[list[RunRow]]] | None = None  # start and task of the last poll
 
     async def _look(self) -> dict[str, RunRow]:
-        """Return the rows by name, which are looked at once a tick for all readers together."""
+        """Return the rows by name; all readers share one poll per tick."""
         now = asyncio.get_running_loop().time()
         if self._last is None or (self._last[1].done() and now - self._last[0] >= TICK * 0.9):
             self._last = now, asyncio.create_task(asyncio.to_thread(self.runs.rows))
         return {row.name: row for row in await asyncio.shield(self._last[1])}
 
     async def events(self, run: RunFolder | None) -> Events:
-        """Yield what changes from now on: of all runs their rows, of one its metrics, log and findings too."""
-        known = await self._look()
+        """Yield changes from now on: rows of all runs, and the metrics, log and findings of `run`."""
+        rows_before = await self._look()
         news = None if run is None else await asyncio.to_thread(_News, run)
-        yield event("runs", Changed(runs=[], gone=[]))  # so that the page knows that it is listened to
+        yield event("runs", Changed(runs=[], gone=[]))  # tells the page that the stream is open
         while not self.stopping():
             await asyncio.sleep(TICK)
             rows = await self._look()
-            changed = [row for name, row in rows.items() if row is not known.get(name)]
-            gone = [name for name in known if name not in rows]
+            changed = [row for name, row in rows.items() if row is not rows_before.get(name)]
+            gone = [name for name in rows_before if name not in rows]
             if changed or gone:
                 yield event("runs", Changed(runs=changed, gone=gone))
-            known = rows
+            rows_before = rows
             if news is not None and news.run.name in rows:
-                for each in await asyncio.to_thread(news.look):
-                    yield each
+                for change in await asyncio.to_thread(news.look):
+                    yield change
 
 
 class _News:
-    """Knows how far one reader has read the files of a run."""
+    """Read positions of one reader in a run's files."""
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
@@ -67,16 +65,17 @@ class _News:
         self._findings = stat_of(run.path / FINDINGS)
 
     def look(self) -> list[Event]:
-        found = []
+        events = []
         if (part := metrics_part(self.run, self._metrics)).steps or part.again:
-            found.append(event("metrics", part.model_copy(update={"start": self._metrics})))
+            events.append(event("metrics", part.model_copy(update={"start": self._metrics})))
         if (text := log_part(self.run, self._log)).text or text.again:
-            found.append(event("log", text.model_copy(update={"start": self._log})))
+            events.append(event("log", text.model_copy(update={"start": self._log})))
         self._metrics, self._log = part.offset, text.offset
         if (state := stat_of(self.run.path / FINDINGS)) != self._findings:
-            found.append(event("findings", {"findings": [each.model_dump() for each in findings(self.run)]}))
+            rows = [finding.model_dump() for finding in findings(self.run)]
+            events.append(event("findings", {"findings": rows}))
         self._findings = state
-        return found
+        return events
 
 
 def _last_line_end(path: Path) -> int:

@@ -1,5 +1,4 @@
-"""Routes of play: a conversation with a model of this machine and the tools of an environment, in a process of its own
-for each model; and what of it is kept for training."""
+"""Routes of the playground: conversations with a local model (one worker process each) and tools, saved as datasets."""
 
 from __future__ import annotations
 
@@ -30,23 +29,23 @@ FORMS: dict[str, Form] = {"demonstration": "sft", "preference": "dpo", "verdict"
 
 
 class Playable(BaseModel):
-    models: list[Json]  # name, what, and environment: where it was trained
+    models: list[Json]  # name, what, environment (in which it was trained)
     environments: list[Json]  # name, what
 
 
 class Choose(BaseModel):
     model: str
-    environment: str | None = None  # one that GET /api/play lists; None: a plain conversation
-    task: str | None = None  # of the environment, by its id; None: words of one's own
+    environment: str | None = None  # name from GET /api/play; None: a plain conversation
+    task: str | None = None  # id of one of the environment's tasks; None: the user writes the first message
 
 
 class Opened(BaseModel):
     id: str
     tools: list[Json]
-    messages: list[Chat]  # that the conversation begins with
-    tasks: list[Json]  # id, prompt: some of the environment's
+    messages: list[Chat]  # initial messages of the conversation
+    tasks: list[Json]  # id, prompt: some of the environment's tasks
     max_length: int  # tokens
-    temperature: float  # that it was trained with
+    temperature: float  # sampling temperature of its training
     max_tokens: int
 
 
@@ -59,22 +58,22 @@ class Say(BaseModel):
 
 class Keep(BaseModel):
     kind: Literal["demonstration", "preference", "verdict"]
-    messages: list[Chat]  # the whole conversation; of a preference with the better answer
-    other: list[Chat] = []  # preference: the same with the worse one
-    good: bool = True  # verdict
+    messages: list[Chat]  # the whole conversation; for a preference, with the better answer
+    other: list[Chat] = []  # for a preference: the same conversation with the worse answer
+    good: bool = True  # for a verdict
     dataset: str = Field(default="play", pattern=r"^\w[\w-]{0,63}$")
 
 
 class Kept(BaseModel):
     path: str
     rows: int
-    command: str  # that checks the dataset
+    command: str  # command that checks the dataset
 
 
 class PlayRoutes:
     def __init__(self, site: Site, runs: Runs, pool: Pool) -> None:
         self._runs, self._pool, self._lock = runs, pool, threading.Lock()
-        self._open: dict[str, Json] = {}  # by id: what a job is given, and `tools`
+        self._open: dict[str, Json] = {}  # id -> arguments of its jobs, and `tools`
         self._stops = tempfile.TemporaryDirectory(prefix="tfactory-play-")
         site.add("GET", "/api/play", self.choices)
         site.add("POST", "/api/play", self.begin)
@@ -83,10 +82,10 @@ class PlayRoutes:
         site.add("POST", "/api/play/{id}/keep", self.keep)
 
     def choices(self) -> Playable:
-        """List the models of this machine that can be played with, and the environments to do it in."""
-        known = catalog.names("environment").items()
-        own = [name for name, alias in known if alias is None and not name.endswith("/")]
-        environments: list[Json] = [{"name": f"environment:{name}", "what": name} for name in own]
+        """List the local models and environments of the playground."""
+        catalogued = catalog.names("environment").items()
+        names = [name for name, alias in catalogued if alias is None and not name.endswith("/")]
+        environments: list[Json] = [{"name": f"environment:{name}", "what": name} for name in names]
         models: list[Json] = [{"name": BUILTIN, "what": "built in, untrained", "environment": None}]
         for row in (row for row in reversed(self._runs.rows()) if row.algorithm):
             of = f"run:{row.name}" if row.environment else None
@@ -94,41 +93,45 @@ class PlayRoutes:
             steps = [path.name for path in RunFolder(self._runs.folder / row.name).checkpoints()]
             which = ["", *(f"@{name}" for name in (["best", *reversed(steps)] if len(steps) > 1 else []))]
             about = {"what": f"run, {row.algorithm}", "environment": of}
-            models += [about | {"name": row.name + each} for each in (which if steps else [])]
+            models += [about | {"name": row.name + suffix} for suffix in (which if steps else [])]
         for version in Catalogue(registry_path(self._runs.folder)).versions():
             what = ", ".join(["registered", *version.aliases])
             models.append({"name": str(version), "what": what, "environment": None})
         return Playable(models=models, environments=environments)
 
-    async def begin(self, asked: Choose) -> Opened:
-        """Load a model in a process of its own, and begin a conversation in an environment."""
+    async def begin(self, request: Choose) -> Opened:
+        """Load a model in its worker process, and begin a conversation in an environment."""
         known = await asyncio.to_thread(self.choices)
-        for field, there in (("model", known.models), ("environment", [{"name": None}, *known.environments])):
-            if (value := getattr(asked, field)) not in [each["name"] for each in there]:
-                raise ApiError(f"there is no {field} {value!r} here", field, status=404, code="not_found")
-        given = asked.model_dump() | {"id": secrets.token_hex(8), "runs": str(self._runs.folder)}
-        told = await self._pool.ask(f"play:{asked.model}", "begin", given)
-        self._open[given["id"]] = given | {"tools": told["tools"], "stop": self._stops.name}
-        return Opened(id=given["id"], **told)
+        choices = {"model": known.models, "environment": [{"name": None}, *known.environments]}
+        for field, options in choices.items():
+            if (value := getattr(request, field)) not in [option["name"] for option in options]:
+                raise ApiError(f"unknown {field} {value!r}", field, status=404, code="not_found")
+        arguments = request.model_dump() | {"id": secrets.token_hex(8), "runs": str(self._runs.folder)}
+        opened = await self._pool.ask(f"play:{request.model}", "begin", arguments)
+        self._open[arguments["id"]] = arguments | {"tools": opened["tools"], "stop": self._stops.name}
+        return Opened(id=arguments["id"], **opened)
 
-    async def say(self, id: str, asked: Say) -> Events:
-        """Answer a conversation: events `told` with text, message or results, then `done` with the new messages."""
-        of = self._find(id)
-        of["stop"] = stop = f"{self._stops.name}/{secrets.token_hex(8)}"  # one before may still be ending
-        return self._pool.events(f"play:{of['model']}", "say", of | asked.model_dump(), Path(stop).touch)
+    async def say(self, id: str, request: Say) -> Events:
+        """Sample an answer: events `told` with text, message or results, then `done` with the new messages."""
+        conversation = self._find(id)
+        # A new file per answer, because the previous one may still be ending.
+        conversation["stop"] = stop = f"{self._stops.name}/{secrets.token_hex(8)}"
+        arguments = conversation | request.model_dump()
+        return self._pool.events(f"play:{conversation['model']}", "say", arguments, Path(stop).touch)
 
     def stop(self, id: str) -> Choose:
-        """End the answer that is being written, in the conversation that is returned; what there is of it is kept."""
+        """Stop the answer that is being sampled; keep what was sampled. Return the conversation."""
         Path(self._find(id)["stop"]).touch()
         return Choose(**self._find(id))
 
-    def keep(self, id: str, asked: Keep) -> Kept:
-        """Append a conversation to a dataset, as a row that training reads."""
-        form, tools, said = FORMS[asked.kind], self._find(id)["tools"], asked.messages
-        rows = {"sft": {"messages": said}, "kto": {"messages": said, "label": asked.good}}
-        row = rows.get(form, {"chosen": said, "rejected": asked.other}) | ({"tools": tools} if tools else {})
-        load_examples([row], form, fits=arguments_fit)  # raises where it cannot be learned from
-        path = self._runs.folder / "datasets" / f"{asked.dataset}.{form}.jsonl"
+    def keep(self, id: str, request: Keep) -> Kept:
+        """Append a conversation to a dataset as a training row."""
+        form, tools, messages = FORMS[request.kind], self._find(id)["tools"], request.messages
+        rows = {"sft": {"messages": messages}, "kto": {"messages": messages, "label": request.good}}
+        row = rows.get(form, {"chosen": messages, "rejected": request.other})
+        row |= {"tools": tools} if tools else {}
+        load_examples([row], form, fits=arguments_fit)  # raises if training could not use the row
+        path = self._runs.folder / "datasets" / f"{request.dataset}.{form}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock, path.open("a+", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(row) + "\n")
@@ -138,8 +141,6 @@ class PlayRoutes:
         return Kept(path=str(path), rows=count, command=command)
 
     def _find(self, id: str) -> Json:
-        if (found := self._open.get(id)) is None:
-            raise ApiError(
-                "this conversation is not open here; begin it again", "id", status=404, code="not_found"
-            )
-        return found
+        if (conversation := self._open.get(id)) is None:
+            raise ApiError("unknown conversation; begin a new one", "id", status=404, code="not_found")
+        return conversation

@@ -1,5 +1,5 @@
-"""A conversation with a model, in the process that has the model: what was sampled stays as it is while it grows, and
-what was edited is written anew. `play.py` asks."""
+"""Playground conversations in the worker process that holds the model; `play.py` sends the jobs. A growing conversation
+keeps its sampled tokens; an edited one is tokenized again."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ from TrainingFactory.types import Completion, Message, Task, ToolSpec, Trajector
 from TrainingFactory.web.worker import Tell
 
 Given = dict[str, Any]
-TASKS = 50  # of an environment that are offered
-OPEN = 8  # conversations that keep their environment and tools
-TURNS = 400  # sampled ones of a conversation whose tokens are kept
-LOOK = 0.1  # seconds between two looks whether it shall stop
+TASKS = 50  # maximum tasks of an environment that are offered
+OPEN = 8  # maximum conversations that keep their environment and tools open
+TURNS = 400  # maximum sampled turns of a conversation whose tokens are kept
+LOOK = 0.1  # seconds between two checks of the stop file
 _open: OrderedDict[str, Playing] = OrderedDict()
 
 
 @lru_cache(1)
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the loop of this process, which engines, servers and environments belong to from one job to the next."""
+    """Return the event loop of this process, which engines, servers and environments use across jobs."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="play", daemon=True).start()
     return loop
 
 
 def _job(work: Callable[[Given, Tell], Coroutine[Any, Any, Given]]) -> Callable[[Given, Tell], Given]:
-    return lambda given, tell: asyncio.run_coroutine_threadsafe(work(given, tell), _loop()).result()
+    return lambda arguments, tell: asyncio.run_coroutine_threadsafe(work(arguments, tell), _loop()).result()
 
 
 @_job
-async def begin(given: Given, tell: Tell) -> Given:
-    """Load the model, and begin a conversation."""
-    playing = await _playing(given)
-    first = [each for each in await playing.renew() if given["task"] or each.role == "system"]
+async def begin(arguments: Given, tell: Tell) -> Given:
+    playing = await _playing(arguments)
+    first = [message for message in await playing.renew() if arguments["task"] or message.role == "system"]
     sampling, tasks = playing.config.sampling, playing.tasks
     return {
-        "tools": [spec_to_dict(spec) for spec in playing.specs], "messages": [message_to_dict(each) for each in first],
+        "tools": [spec_to_dict(spec) for spec in playing.specs],
+        "messages": [message_to_dict(message) for message in first],
         "tasks": [{"id": t.id, "prompt": t.prompt if isinstance(t.prompt, str) else t.prompt[-1].content}
                   for t in tasks],
         "max_length": playing.served.sampler.max_length, "temperature": sampling.temperature,
@@ -68,93 +68,95 @@ async def begin(given: Given, tell: Tell) -> Given:
 
 
 @_job
-async def say(given: Given, tell: Tell) -> Given:
-    """Answer a conversation."""
-    playing, messages = await _playing(given), [message_from_dict(each) for each in given["messages"]]
-    anew, said = await playing.at(messages), list(messages)
-    if messages[-1].role == "assistant":  # an edited turn, whose calls are made now
-        said += await playing.replies(messages[-1])
-    begun = await asyncio.to_thread(playing.turns.begin, list(said), playing.specs)
-    run = Answer(playing, begun, given, tell)
-    stopped, done = await run.until_stopped(), run.trajectory
-    for turn in done.turns:
-        playing.turns.add(Node(turn, list(said), begun.tools, ""), turn.completion, turn.message, run.session)
-        said += [turn.message, *turn.replies]
-    playing.seen, playing.turns.answered[:-TURNS] = said, []
-    # `written`: extended, as it was token by token, or why it was written anew. `anew`: so was the environment begun.
+async def say(arguments: Given, tell: Tell) -> Given:
+    playing = await _playing(arguments)
+    messages = [message_from_dict(message) for message in arguments["messages"]]
+    anew, conversation = await playing.at(messages), list(messages)
+    if messages[-1].role == "assistant":  # an edited turn: execute its tool calls now
+        conversation += await playing.replies(messages[-1])
+    prompt = await asyncio.to_thread(playing.turns.begin, list(conversation), playing.specs)
+    run = Answer(playing, prompt, arguments, tell)
+    stopped, trajectory = await run.until_stopped(), run.trajectory
+    for turn in trajectory.turns:
+        node = Node(turn, list(conversation), prompt.tools, "")
+        playing.turns.add(node, turn.completion, turn.message, run.session)
+        conversation += [turn.message, *turn.replies]
+    playing.seen, playing.turns.answered[:-TURNS] = conversation, []
+    # `written`: "extended" if the earlier tokens were reused, else why not. `anew`: the environment was restarted.
     return {
-        "messages": [message_to_dict(message) for message in said[len(messages) :]],
-        "turns": [turn.model_dump(mode="json") for turn in episode_view(done, 0).turns], "anew": anew,
-        "status": "stopped" if stopped else done.status, "error": done.error, "written": begun.why,
-        "tokens": len(begun.turn.prompt_ids) + sum(len(turn.completion.token_ids) for turn in done.turns),
+        "messages": [message_to_dict(message) for message in conversation[len(messages) :]],
+        "turns": [turn.model_dump(mode="json") for turn in episode_view(trajectory, 0).turns], "anew": anew,
+        "status": "stopped" if stopped else trajectory.status, "error": trajectory.error, "written": prompt.why,
+        "tokens": len(prompt.turn.prompt_ids) + sum(len(turn.completion.token_ids) for turn in trajectory.turns),
     }  # fmt: skip
 
 
-async def _playing(given: Given) -> Playing:
-    """Return the conversation, opened anew where this process does not know it."""
-    if (found := _open.get(given["id"])) is None:
-        config = served_config(find_model(given["model"], given["runs"]), ["sampling.slots=4"])
-        # One model a process: it is the one of any conversation before.
-        known = [each.served for each in _open.values()] or [await asyncio.to_thread(load_served, config)]
-        found = Playing(known[0], given)
-        await found.open(given["task"])
-        _open[given["id"]] = found
+async def _playing(arguments: Given) -> Playing:
+    """Return the open conversation, or open it if this process does not have it."""
+    if (playing := _open.get(arguments["id"])) is None:
+        config = served_config(find_model(arguments["model"], arguments["runs"]), ["sampling.slots=4"])
+        # A process has one model, so an earlier conversation has it loaded.
+        loaded = [conversation.served for conversation in _open.values()]
+        served = loaded[0] if loaded else await asyncio.to_thread(load_served, config)
+        playing = Playing(served, arguments)
+        await playing.open(arguments["task"])
+        _open[arguments["id"]] = playing
     while len(_open) > OPEN:
         await _open.popitem(last=False)[1].close()
-    return found
+    return playing
 
 
 class Playing:
-    """The environment that a conversation is in, and the tokens of its turns."""
+    """A conversation's environment, tools, and the tokens of its turns."""
 
-    def __init__(self, served: Served, given: Given) -> None:
-        self.served, self.config, self.turns = served, config_of(given), Conversations(served.chat)
+    def __init__(self, served: Served, arguments: Given) -> None:
+        self.served, self.config, self.turns = served, config_of(arguments), Conversations(served.chat)
         self.task, self.tasks = Task("own-words", ""), list[Task]()
         self.environment: Environment | None = None
-        self.seen = list[Message]()  # what the environment has gone through
-        self.specs = list[ToolSpec]()  # its tools
+        self.seen = list[Message]()  # messages that the environment has processed
+        self.specs = list[ToolSpec]()  # tools of the environment
         self._tools = RunTools(self.config, (), None)
 
     async def open(self, task: str | None) -> None:
         if self.config.environment.command is not None:
-            raise ValueError("this environment is a program of its own, which cannot be played in here")
+            raise ValueError("the playground does not support external programs (environment.command)")
         try:
             self._factory: Any = await self._tools.equip(make_environment(self.config, True))
             if self.config.data.tasks is not None or makes_tasks(self._factory):
                 self.tasks = make_tasks(self.config, self._factory)[:TASKS]
-            named = [each for each in self.tasks if each.id == task]
-            if task is not None and not named:
-                raise ValueError(f"the environment has no task {task!r} among its first {TASKS}")
-            self.task = (named or [self.task])[0]
+            matching = [candidate for candidate in self.tasks if candidate.id == task]
+            if task is not None and not matching:
+                raise ValueError(f"no task {task!r} among the first {TASKS} tasks of the environment")
+            self.task = (matching or [self.task])[0]
         except BaseException:
             await self._tools.close()
             raise
 
     async def renew(self) -> list[Message]:
-        """Begin the environment anew; return the messages that it begins with."""
+        """Restart the environment; return its initial messages."""
         await self._leave()
         try:
-            self.environment = made = self._factory(self.task)
-            self.seen, self.specs = [], [tool.spec for tool in made.tools]
-            return await made.reset()
+            self.environment = environment = self._factory(self.task)
+            self.seen, self.specs = [], [tool.spec for tool in environment.tools]
+            return await environment.reset()
         except Exception as error:  # foreign code
             raise told(error) from error
 
     async def at(self, messages: list[Message]) -> bool:
-        """Take the environment to where a conversation is; return whether calls in it were not made there."""
+        """Restart the environment if the conversation was edited; return whether earlier tool calls are lost."""
         if self.environment is not None and messages[: len(self.seen)] == self.seen:
             return False
         await self.renew()
         return any(message.role == "tool" for message in messages)
 
     async def replies(self, message: Message) -> list[Message]:
-        """Make the calls of a turn that a person wrote."""
+        """Execute the tool calls of a turn that the user wrote."""
         assert self.environment is not None
         if not message.tool_calls:
-            raise ValueError("the last turn is the model's, and calls no tool; write something after it")
+            raise ValueError("the last message is the model's and calls no tool; add a message after it")
         cut, most = self.served.chat.cut, self.config.sampling.max_reply_tokens
         step = await self.environment.step(message)
-        return [replace(each, content=cut(each.content, most)) for each in step.replies]
+        return [replace(reply, content=cut(reply.content, most)) for reply in step.replies]
 
     async def _leave(self) -> None:
         environment, self.environment = self.environment, None
@@ -169,21 +171,22 @@ class Playing:
 
 
 class Answer(EpisodeRun):
-    """The turns of an answer, from a prompt that is there until one calls no tool; told as they come."""
+    """An answer: turns from an existing prompt until one calls no tool. Reports each turn as it is sampled."""
 
-    def __init__(self, playing: Playing, begun: Node, given: Given, tell: Tell) -> None:
+    def __init__(self, playing: Playing, node: Node, arguments: Given, tell: Tell) -> None:
         served, place = playing.served, playing.config.environment
-        params = replace(served.defaults, temperature=given["temperature"])
+        params = replace(served.defaults, temperature=arguments["temperature"])
         limits = place.max_turns, place.episode_timeout, playing.config.sampling.max_reply_tokens
         rules = EpisodeRules(lambda _: playing.environment, served.chat, params, None, *limits)  # type: ignore[arg-type]
-        played = Trajectory(playing.task, "play", prompt=begun.messages, tools=begun.tools)
-        seed_of = partial(turn_seed, given["seed"], 0, "play", len(begun.messages))
-        super().__init__(rules, played, served.sampler.session(), served.sampler.max_length, seed_of)
-        self._ids, self._most, self._stop = begun.turn.prompt_ids, given["max_tokens"], Path(given["stop"])
+        trajectory = Trajectory(playing.task, "play", prompt=node.messages, tools=node.tools)
+        seed_of = partial(turn_seed, arguments["seed"], 0, "play", len(node.messages))
+        super().__init__(rules, trajectory, served.sampler.session(), served.sampler.max_length, seed_of)
+        self._ids = node.turn.prompt_ids
+        self._most, self._stop = arguments["max_tokens"], Path(arguments["stop"])
         self._tell, self._stepping = tell, False
 
     async def until_stopped(self) -> bool:
-        """Play the turns; return whether it was stopped: tools at once, a turn after a piece of it, which is kept."""
+        """Play the turns; return whether the user stopped. A stop cancels tool calls, and keeps the current piece."""
         work = asyncio.ensure_future(self.play())
         while not work.done():
             await asyncio.wait({work}, timeout=LOOK)
@@ -196,7 +199,7 @@ class Answer(EpisodeRun):
         return self._ids
 
     async def _sample(self, ids: list[int], number: int) -> Completion:
-        """Sample a turn in pieces, which give the tokens of the whole, and tell of each."""
+        """Sample a turn in pieces, which give the same tokens as one call, and report each piece."""
         whole, most = Completion([], [], "length"), max(1, min(self._most, self.max_length - len(ids)))
         while whole.finish == "length" and len(whole.token_ids) < most:
             piece = replace(self.rules.params, max_tokens=min(PIECE, most - len(whole.token_ids)))
@@ -205,32 +208,32 @@ class Answer(EpisodeRun):
             sampled, logprobs = whole.token_ids + more.token_ids, whole.logprobs + more.logprobs
             whole = Completion(sampled, logprobs, more.finish, more.policy_version)
             shown = sampled[:-1] if more.finish == "stop" else sampled
-            self._tell({"text": self.rules.chat.decode(shown).rstrip("\ufffd")})  # half a character
+            self._tell({"text": self.rules.chat.decode(shown).rstrip("\ufffd")})  # incomplete character
             if self._stop.exists():
                 break
         return whole
 
     async def _step(self, environment: Environment, turn: Turn) -> list[int]:
         for call in turn.message.tool_calls:
-            call.id = f"call_{secrets.token_hex(6)}"  # its own in the whole conversation
+            call.id = f"call_{secrets.token_hex(6)}"  # unique in the whole conversation
         self._tell({"message": message_to_dict(turn.message)})
         self._stepping = True
         try:
             return await super()._step(environment, turn)
         finally:
             self._stepping = False
-            self._tell({"results": [asdict(each) for each in turn.tool_results]})
+            self._tell({"results": [asdict(result) for result in turn.tool_results]})
 
 
-def config_of(given: Given) -> TrainingConfig:
-    """Return the config of a conversation: the model's own, with the environment and the tools that are asked for."""
-    config = served_config(find_model(given["model"], given["runs"]))
-    kind, _, name = (given["environment"] or "").partition(":")
-    changes: Given = {"logging": config.logging.model_copy(update={"output_dir": given["runs"]})}
+def config_of(arguments: Given) -> TrainingConfig:
+    """Return the config of a conversation: the model's own, with the chosen environment and tools."""
+    config = served_config(find_model(arguments["model"], arguments["runs"]))
+    kind, _, name = (arguments["environment"] or "").partition(":")
+    changes: Given = {"logging": config.logging.model_copy(update={"output_dir": arguments["runs"]})}
     if kind == "environment":
         changes["environment"] = config.environment.model_copy(update={"environment_id": name})
         changes["data"] = config.data.model_copy(update={"count": TASKS})
     elif kind == "run":
-        of = RunFolder(Path(given["runs"]) / name).config
-        changes |= {"environment": of.environment, "tools": of.tools, "data": of.data}
+        run_config = RunFolder(Path(arguments["runs"]) / name).config
+        changes |= {"environment": run_config.environment, "tools": run_config.tools, "data": run_config.data}
     return config.model_copy(update=changes)

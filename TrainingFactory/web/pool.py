@@ -1,4 +1,4 @@
-"""Child processes for what needs a model: torch stays out of the page's own, and what fails there fails alone."""
+"""Worker processes for jobs that need a model. They keep torch out of the server's process and isolate failures."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from TrainingFactory.common.http.site import Events, event
 from TrainingFactory.common.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 
 TARGET = "TrainingFactory.web.worker:answer"
-IDLE = 300.0  # seconds after which a process that nobody asks is ended
-LONGEST = 6 * 3600.0  # seconds of a job
-MOST = 4  # processes, beyond which those that were not asked for the longest time are ended
+IDLE = 300.0  # seconds after which an idle process is killed
+LONGEST = 6 * 3600.0  # timeout of a job, in seconds
+MOST = 4  # maximum processes; beyond it, the least recently used idle ones are killed
 
 
 class Pool:
-    """One process for each kind of job: `credit`, `check`, `promote`, `play:MODEL`. It is started by its first job."""
+    """One process per kind of job: `credit`, `check`, `promote`, `play:MODEL`. The first job starts it."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
-        self._busy, self._asked = Counter[str](), dict[str, object]()  # by kind: jobs under way, the last job
+        self._busy, self._last_jobs = Counter[str](), dict[str, object]()  # by kind: running jobs, last job
 
     async def ask(
-        self, kind: str, job: str, given: dict[str, Any], hear: Callable[[Any], None] = lambda _: None
+        self, kind: str, job: str, arguments: dict[str, Any], hear: Callable[[Any], None] = lambda _: None
     ) -> Any:
-        """Return what the job `job` of worker.py makes of `given`; `hear` gets what it tells on the way. Who stops to
-        wait ends the process."""
+        """Run the job `job` of worker.py with `given` and return its result; `hear` gets its progress messages.
+        Cancelling the call kills the process."""
         worker = self._workers.setdefault(kind, Worker(TARGET))
         self._busy[kind] += 1
-        idle = [each for each in self._asked if self._workers[each].alive and not self._busy[each]]
-        for each in idle[: max(0, len(idle) + self._busy.total() - MOST)]:
-            self._workers[each].kill()
+        idle = [name for name in self._last_jobs if self._workers[name].alive and not self._busy[name]]
+        for name in idle[: max(0, len(idle) + self._busy.total() - MOST)]:
+            self._workers[name].kill()
         try:
-            answer = await worker.ask({"job": job, "given": given}, LONGEST, hear)
+            answer = await worker.ask({"job": job, "given": arguments}, LONGEST, hear)
         except WorkerError as error:
-            raise ApiError(f"this failed: {error}", status=500, code="worker_failed") from error
+            raise ApiError(f"the job failed: {error}", status=500, code="worker_failed") from error
         except (WorkerDied, WorkerTooSlow) as error:
-            raise ApiError(f"the process for this {error}", status=500, code="worker_failed") from error
+            raise ApiError(f"the worker process {error}", status=500, code="worker_failed") from error
         finally:
             self._busy[kind] -= 1
-            self._asked.pop(kind, None)
-            self._asked[kind] = asked = object()  # the last of them now
-            asyncio.get_running_loop().call_later(IDLE, self._end_idle, kind, asked)
-        if (wrong := answer.get("wrong")) is not None:
-            raise ApiError(wrong)
+            self._last_jobs.pop(kind, None)
+            self._last_jobs[kind] = job_id = object()  # moves the kind to the end: most recently used
+            asyncio.get_running_loop().call_later(IDLE, self._end_idle, kind, job_id)
+        if (error_text := answer.get("wrong")) is not None:
+            raise ApiError(error_text)
         return answer["ok"]
 
     async def events(
-        self, kind: str, job: str, given: dict[str, Any], leave: Callable[[], None] | None = None
+        self, kind: str, job: str, arguments: dict[str, Any], leave: Callable[[], None] | None = None
     ) -> Events:
-        """Yield what a job tells as events `told`, and what it makes as the event `done`. A job that nobody listens to
-        any more is asked to end by `leave`; without it its process is ended."""
-        heard: asyncio.Queue[Any] = asyncio.Queue()
-        work = asyncio.create_task(self.ask(kind, job, given, heard.put_nowait))
-        work.add_done_callback(lambda _: heard.put_nowait(None))
+        """Yield a job's progress messages as events `told`, and its result as the event `done`. If the listener
+        disconnects, call `leave` to end the job; without `leave`, kill its process."""
+        messages: asyncio.Queue[Any] = asyncio.Queue()
+        work = asyncio.create_task(self.ask(kind, job, arguments, messages.put_nowait))
+        work.add_done_callback(lambda _: messages.put_nowait(None))
         try:
-            while (told := await heard.get()) is not None:
-                yield event("told", told)
+            while (message := await messages.get()) is not None:
+                yield event("told", message)
             yield event("done", await work)
         finally:
             ended = asyncio.gather(work, return_exceptions=True)
@@ -67,8 +67,8 @@ class Pool:
             if leave is None:
                 await ended
 
-    def _end_idle(self, kind: str, asked: object) -> None:
-        if self._asked[kind] is asked and not self._busy[kind]:
+    def _end_idle(self, kind: str, job_id: object) -> None:
+        if self._last_jobs[kind] is job_id and not self._busy[kind]:
             self._workers[kind].kill()
 
     async def close(self) -> None:

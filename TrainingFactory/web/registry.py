@@ -1,4 +1,4 @@
-"""Routes of the registry: what is registered, and what changes it."""
+"""Routes of the model registry: versions, comparisons, aliases and promotion."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from TrainingFactory.web.pool import Pool
 
 class Alias(BaseModel):
     alias: str = "champion"
-    number: int = 0  # of the version; of a rollback the one that is taken back, 0: whichever it is
+    number: int = 0  # version number; for a rollback, the expected current version (0: any)
 
 
 class Promote(Alias):
-    suite: str  # the name of one that GET /api/suites lists
-    first: bool = False  # there is no such alias yet
+    suite: str  # name from GET /api/suites
+    first: bool = False  # the alias does not exist yet
 
 
 class Moved(BaseModel):
-    version: str  # that the alias names now
-    was: int | None  # the number of the one before
-    command: str  # that does the same
+    version: str  # current version of the alias
+    was: int | None  # number of its previous version
+    command: str  # equivalent command
 
 
 class Suites(BaseModel):
-    suites: dict[str, str]  # by name, with the file
+    suites: dict[str, str]  # name -> file
 
 
 class RegistryRoutes:
@@ -50,42 +50,42 @@ class RegistryRoutes:
         return views.models(self._catalogue)
 
     def version(self, name: str, number: int) -> shapes.VersionView:
-        """Show a version: where it comes from, what was measured, what was decided."""
+        """Show a version with its lineage, evaluations and promotion decisions."""
         return views.version_view(self._catalogue, f"{name}:{number}")
 
     def compare(self, first: str, second: str) -> shapes.ComparisonView:
-        """Compare two models or runs by the evaluations that are there."""
+        """Compare two models or runs by their recorded evaluations."""
         return views.comparison_view(first, second, self._runs, self._catalogue)
 
     def suites(self) -> Suites:
-        """List the suites with a gate: files of the folder in which the page was started, and of `suites/` there."""
+        """List the suites with a gate in the server's working directory and its `suites/` folder."""
         return Suites(suites={name: str(path) for name, path in _suites().items()})
 
-    def alias(self, name: str, asked: Alias) -> Moved:
-        """Let an alias name a version."""
-        found, was = self._catalogue.set_alias(f"{name}:{asked.number}", asked.alias)
-        command = f"tfactory registry alias {found} {asked.alias}{views.where_of(self._runs)}"
-        return Moved(version=str(found), was=was, command=command)
+    def alias(self, name: str, request: Alias) -> Moved:
+        """Set an alias to a version."""
+        version, was = self._catalogue.set_alias(f"{name}:{request.number}", request.alias)
+        command = f"tfactory registry alias {version} {request.alias}{views.where_of(self._runs)}"
+        return Moved(version=str(version), was=was, command=command)
 
-    def rollback(self, name: str, asked: Alias) -> Moved:
-        """Give an alias the version back that it had before."""
-        if asked.number and (now := self._catalogue.alias(name, asked.alias)) != asked.number:
-            text = f"{name}@{asked.alias} is version {now} by now, and was {asked.number}; look again"
+    def rollback(self, name: str, request: Alias) -> Moved:
+        """Roll an alias back to its previous version."""
+        if request.number and (now := self._catalogue.alias(name, request.alias)) != request.number:
+            text = f"{name}@{request.alias} has moved from version {request.number} to {now}; reload the page"
             raise ApiError(text, "number", status=409)
-        found, was = self._catalogue.rollback(name, asked.alias)
-        command = f"tfactory registry rollback {name} --alias {asked.alias}{views.where_of(self._runs)}"
-        return Moved(version=str(found), was=was, command=command)
+        version, was = self._catalogue.rollback(name, request.alias)
+        command = f"tfactory registry rollback {name} --alias {request.alias}{views.where_of(self._runs)}"
+        return Moved(version=str(version), was=was, command=command)
 
-    async def promote(self, name: str, asked: Promote) -> Events:
-        """Promote a version if it holds the suite's gate; events `told`, then `done` with `promoted` and why."""
-        if (suite := _suites().get(asked.suite)) is None:
-            known = ", ".join(_suites()) or "none here"
-            raise ApiError(f"there is no suite {asked.suite!r} with a gate; there are: {known}", "suite")
-        version = str(self._catalogue.get(f"{name}:{asked.number}"))
-        given = {"version": version, "alias": asked.alias, "suite": str(suite), "first": asked.first}
-        return self._pool.events("promote", "promote", given | {"runs": str(self._runs)})
+    async def promote(self, name: str, request: Promote) -> Events:
+        """Promote a version if it passes the suite's gate; events `told`, then `done` with `promoted` and why."""
+        if (suite := _suites().get(request.suite)) is None:
+            available = ", ".join(_suites()) or "none here"
+            raise ApiError(f"no suite {request.suite!r} with a gate; available: {available}", "suite")
+        version = str(self._catalogue.get(f"{name}:{request.number}"))
+        arguments = {"version": version, "alias": request.alias, "suite": str(suite), "first": request.first}
+        return self._pool.events("promote", "promote", arguments | {"runs": str(self._runs)})
 
 
 def _suites() -> dict[str, Path]:
-    found = [path for folder in (Path(), Path("suites")) for path in sorted(folder.glob("*.y*ml"))]
-    return {path.stem: path for path in found if path.is_file() and b"\ngate:" in b"\n" + path.read_bytes()}
+    paths = [path for folder in (Path(), Path("suites")) for path in sorted(folder.glob("*.y*ml"))]
+    return {path.stem: path for path in paths if path.is_file() and b"\ngate:" in b"\n" + path.read_bytes()}

@@ -1,4 +1,4 @@
-"""Make the page: the routes of its API over what is on disk, and the files of `static/`."""
+"""The web UI's server: its API routes, and the files of `static/`."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ STATIC = Path(__file__).with_name("static")
 class About(BaseModel):
     version: str
     runs_folder: str
-    where: str  # what a command needs to find these runs
+    where: str  # the --runs option that a command needs to find these runs
     now: float  # seconds since 1970
 
 
 class Started(BaseModel):
     name: str
     state: str
-    command: str  # that does the same
+    command: str  # equivalent command
 
 
 class Page:
-    """`runs`: the folder of runs. `token`: what every request must carry; None admits everybody. Further parts of the
-    page add their routes here, one module each."""
+    """The web UI over the folder of runs `runs`. `token` must be sent with every request; None: no authentication.
+    Each further part of the UI is a module that adds its routes here."""
 
     def __init__(self, runs: Path, host: str, token: str | None) -> None:
         self.site = Site("TrainingFactory", __version__, STATIC, host, token)
         self.runs, self.pool = views.Runs(runs), Pool()
         self.live = Live(self.runs)
-        self._asked, self._asking = set(), threading.Lock()  # processes of runs that were asked to stop
+        self._asked, self._asking = set(), threading.Lock()  # processes of runs that were signalled to stop
         get, post = partial(self.site.add, "GET"), partial(self.site.add, "POST")
         get("/api/about", self.about)
         get("/api/events", self.events)
@@ -84,9 +84,9 @@ class Page:
         self.site.add_files()
 
     async def serve(self, bound: socket, server: Any) -> None:
-        """Serve until Ctrl-C or SIGTERM, and end the processes for models; runs continue."""
+        """Serve until Ctrl-C or SIGTERM, then end the worker processes; runs continue."""
         self.live.stopping = lambda: server.should_exit
-        # before the first page asks for them
+        # read the runs before the first request needs them
         reading = asyncio.create_task(asyncio.to_thread(self.runs.rows))
         try:
             await server.serve([bound])
@@ -95,11 +95,11 @@ class Page:
             await self.pool.close()
 
     def stop_runs(self) -> int:
-        """Stop the runs that this page has started, each with a checkpoint; return how many were running."""
+        """Stop the runs that this server started, each with a checkpoint; return how many were running."""
         return processes.stop_runs({process.pid for process in self._asked})
 
     def find(self, name: str) -> RunFolder:
-        """Return the run of that name, which is looked up and never made a path of."""
+        """Return the run of that name; respond 404 if there is none. The name is never used as a path."""
         try:
             return self.runs.find(name)
         except ValueError as error:
@@ -108,7 +108,7 @@ class Page:
     # runs
 
     def about(self) -> About:
-        """Return the version, and the folder of runs that the page shows."""
+        """Return the version and the folder of runs."""
         folder = str(self.runs.folder.resolve())
         return About(
             version=__version__, runs_folder=folder, where=where_of(self.runs.folder), now=time.time()
@@ -119,7 +119,7 @@ class Page:
         return shapes.RunList(runs=self.runs.rows())
 
     async def events(self, run: str | None = None) -> Events:
-        """Stream what changes: the event `runs`, and of the run that is named `metrics`, `log` and `findings`."""
+        """Stream changes: events `runs`, and for the named run `metrics`, `log` and `findings`."""
         return self.live.events(None if run is None else self.find(run))
 
     def run(self, name: str) -> shapes.RunView:
@@ -131,19 +131,19 @@ class Page:
         return views.config_view(self.find(name))
 
     def diff(self, name: str, other: str) -> shapes.Diff:
-        """Show in which options two runs differ."""
+        """Show the options in which two runs differ."""
         return views.diff([self.find(name), self.find(other)])
 
     def metrics(self, name: str, after: int = 0) -> shapes.MetricsPart:
-        """Return the metrics of a run from a byte of its file on."""
+        """Return the metrics of a run after byte `after` of their file."""
         return views.metrics_part(self.find(name), after)
 
     def log(self, name: str, after: int = 0) -> shapes.LogPart:
-        """Return what a run has printed from a byte on; a negative one counts from the end."""
+        """Return the log of a run after byte `after`; a negative value counts from the end."""
         return views.log_part(self.find(name), after)
 
     def episodes(self, name: str, query: Annotated[Query, IN_QUERY]) -> shapes.EpisodePage:
-        """List episodes of a run: those that are asked for, a page at a time."""
+        """List the matching episodes of a run, page by page."""
         return index_of(self.find(name).path).page(query)
 
     def episode(self, name: str, number: int) -> shapes.EpisodeView:
@@ -153,20 +153,20 @@ class Page:
     async def group(
         self, name: str, step: int, task: str, group: str | None = None, credit: bool = True, learner: bool = False
     ) -> shapes.GroupView:  # fmt: skip
-        """Show the episodes of a task in a step, of one group or of all, with the credit of tokens; `learner` adds
-        the log-probs that the learner had of them, where the weights that sampled them are kept."""
+        """Show a task's episodes in a step, of one group or of all, with the credit of each token. `learner` adds the
+        learner's log-probs, if the weights that sampled the episodes are still stored."""
         path, notes = self.find(name).path, list[str]()
         if credit:
             try:
-                given = {"run": str(path), "step": step, "task": task, "group": group, "learner": learner}
-                return shapes.GroupView(**await self.pool.ask("credit", "credit", given))
+                arguments = {"run": str(path), "step": step, "task": task, "group": group, "learner": learner}
+                return shapes.GroupView(**await self.pool.ask("credit", "credit", arguments))
             except ApiError as error:
-                notes.append(f"the credit of tokens is not known: {error}")
-        found = await asyncio.to_thread(index_of(path).group, step, task, group)
-        return found.model_copy(update={"notes": notes})
+                notes.append(f"token credit is not available: {error}")
+        view = await asyncio.to_thread(index_of(path).group, step, task, group)
+        return view.model_copy(update={"notes": notes})
 
     def stop(self, name: str) -> Started:
-        """Ask a run to stop, as by Ctrl-C: it saves a checkpoint. Asking again changes nothing."""
+        """Stop a run with a checkpoint, as by Ctrl-C. Repeated requests have no effect."""
         run = self.find(name)
         try:
             with self._asking:
@@ -176,7 +176,7 @@ class Page:
         return Started(name=name, state="stopping", command=f"tfactory runs stop {run.shown}")
 
     async def resume(self, name: str) -> Started:
-        """Go on with a run from its last checkpoint, in a process of its own."""
+        """Resume a run from its last checkpoint, in a separate process."""
         run = self.find(name)
         command = await processes.resume(run)
         return Started(name=name, state=run.state, command=command)
@@ -184,15 +184,15 @@ class Page:
     # a new run
 
     def starts(self) -> form.Starts:
-        """List what a new run can start from."""
+        """List the starting points of a new run."""
         return form.starts(self.runs.folder)
 
     def check(self, draft: form.Draft) -> form.Checked:
-        """Tell the whole config and its shortest text, and what is wrong with it, each at its key."""
+        """Return all options of a draft, its shortest YAML, and its problems by key."""
         return form.check(draft, self.runs.folder)
 
     async def train(self, draft: form.Draft) -> Started:
-        """Start a run in a process of its own, which the page does not end."""
+        """Start a run in a separate process, which outlives the server."""
         config = _read(draft)
         name, command = await processes.train(form.text_of(config), config, draft.name, self.runs.folder)
         return Started(name=name, state="running", command=command)
@@ -213,6 +213,6 @@ def _read(draft: form.Draft) -> TrainingConfig:
     try:
         return form.read(draft)
     except ConfigError as error:
-        found = form.mistakes(error)
-        text = "; ".join(f"{each.key}: {each.message}".removeprefix(": ") for each in found)
-        raise ApiError(text, found[0].key or None) from None
+        problems = form.mistakes(error)
+        text = "; ".join(f"{problem.key}: {problem.message}".removeprefix(": ") for problem in problems)
+        raise ApiError(text, problems[0].key or None) from None

@@ -1,5 +1,5 @@
-"""Routes of the wizard: servers and tasks that were pasted become files that a config can name. What was pasted runs
-code only after its commands were shown and confirmed, each by its digest."""
+"""Routes of the wizard: save pasted MCP servers and tasks as files that a config can name. A pasted server starts only
+after the user has seen its command and confirmed its digest."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from TrainingFactory.tools.mcp.config import parse_config, parse_json
 from TrainingFactory.tools.mcp.server_config import ServerConfig
 from TrainingFactory.web.pool import Pool
 
-FOLDER = "wizard"  # in the folder of runs; a run that is resumed finds its tools and tasks there
-SHOWN = 5  # tasks
+FOLDER = "wizard"  # in the folder of runs, so that a resumed run finds its tools and tasks
+SHOWN = 5  # tasks in the preview
 
 
 class Pasted(BaseModel):
     text: str
-    confirmed: list[str] = []  # to open: the digests of the servers that were shown
+    confirmed: list[str] = []  # digests of the servers that the user confirmed
 
 
 class ServersRead(BaseModel):
-    servers: list[Json]  # name, command (a list) or url, cwd, variables (NAME=VALUE), digest of all of it
+    servers: list[Json]  # name, command (a list) or url, cwd, variables (NAME=VALUE), digest of all these
     problems: list[str]
 
 
 class ToolsOpened(BaseModel):
-    config: str  # the file, as an entry of `tools` names it
+    config: str  # path of the file, for an entry of `tools`
     tools: list[Json]  # server, name, description, parameters
 
 
 class TasksRead(BaseModel):
     kind: str  # JSON, CSV, lines
-    path: str | None = None  # the file, as data.tasks names it
+    path: str | None = None  # path of the file, for data.tasks
     count: int = 0
-    answered: int = 0  # tasks with an answer to compare with
+    answered: int = 0  # tasks with a reference answer
     first: list[Json] = []  # id, prompt, answer
     problem: str | None = None
 
@@ -57,56 +57,56 @@ class WizardRoutes:
         site.add("POST", "/api/tools/open", self.open)
         site.add("POST", "/api/tasks/read", self.tasks)
 
-    def read(self, asked: Pasted) -> ServersRead:
-        """Show what pasted `mcpServers` would start or reach. Nothing is started, and nothing is kept."""
+    def read(self, pasted: Pasted) -> ServersRead:
+        """Show what pasted `mcpServers` would start or connect to. Start and save nothing."""
         try:
-            found, problems = self._servers(asked.text)
+            servers, problems = self._servers(pasted.text)
         except ValueError as error:
-            found, problems = [], [str(error)]
-        return ServersRead(servers=[_shown(each) for each in found], problems=problems)
+            servers, problems = [], [str(error)]
+        return ServersRead(servers=[_shown(server) for server in servers], problems=problems)
 
-    async def open(self, asked: Pasted) -> ToolsOpened:
-        """Start or reach the servers, all of which were confirmed by their digests, and list their tools."""
-        found, problems = self._servers(asked.text)
+    async def open(self, pasted: Pasted) -> ToolsOpened:
+        """Start or connect to the servers, all confirmed by their digests, and list their tools."""
+        servers, problems = self._servers(pasted.text)
         if problems:
             raise ApiError(problems[0], "text")
-        if new := [each.name for each in found if each.launch not in asked.confirmed]:
-            text = f"{', '.join(new)} was not confirmed as it is now; look at its command again"
+        if unconfirmed := [server.name for server in servers if server.launch not in pasted.confirmed]:
+            text = f"{', '.join(unconfirmed)} changed since it was confirmed; check its command and confirm it again"
             raise ApiError(text, "confirmed", status=409, code="not_confirmed")
-        path = str(self._kept(asked.text, "mcp.json"))
+        path = str(self._kept(pasted.text, "mcp.json"))
         return ToolsOpened(config=path, tools=await self._pool.ask("check", "tools", {"path": path}))
 
-    def tasks(self, asked: Pasted) -> TasksRead:
-        """Read pasted or uploaded tasks, JSONL, JSON, CSV or a question a line, as a run would; keep them as a file."""
-        kind, text = _kind(asked.text), asked.text
-        if kind == "lines":  # with the answer behind a tab
+    def tasks(self, pasted: Pasted) -> TasksRead:
+        """Read pasted or uploaded tasks (JSONL, JSON, CSV or one question per line) as a run would; save them."""
+        kind, text = _kind(pasted.text), pasted.text
+        if kind == "lines":  # the answer may follow after a tab
             cells = [map(str.strip, line.split("\t", 1)) for line in text.splitlines() if line.strip()]
-            rows = [dict(zip(("prompt", "answer"), each, strict=False)) for each in cells]
+            rows = [dict(zip(("prompt", "answer"), task, strict=False)) for task in cells]
             text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
         path = self._kept(text, "tasks" + {"JSON": ".json", "CSV": ".csv"}.get(kind, ".jsonl"))
         try:
-            found = load_tasks(path)
+            tasks = load_tasks(path)
         except ValueError as error:
             path.unlink()
             problem = str(error).replace(f"{path}, ", "").replace(str(path), "the text")
             return TasksRead(kind=kind, problem=problem)
-        first = [{"id": each.id, "prompt": each.prompt, "answer": each.answer} for each in found[:SHOWN]]
-        answered = sum(each.answer is not None for each in found)
-        return TasksRead(path=str(path), kind=kind, count=len(found), answered=answered, first=first)
+        first = [{"id": task.id, "prompt": task.prompt, "answer": task.answer} for task in tasks[:SHOWN]]
+        answered = sum(task.answer is not None for task in tasks)
+        return TasksRead(path=str(path), kind=kind, count=len(tasks), answered=answered, first=first)
 
     def _servers(self, text: str) -> tuple[list[ServerConfig], list[str]]:
-        """Return the servers, and what keeps them from being started; raise ValueError where they cannot be read."""
+        """Return the servers, and the problems that prevent their start; raise ValueError if the text is invalid."""
         try:
             data = parse_json(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f'this is no JSON: {error}; paste {{"mcpServers": {{...}}}}') from None
-        # As if it were read from where it will stand, so that the digests are those of a run.
-        found = parse_config(data, "the pasted text", self._place(text))
-        why = "holds a secret, and the text is kept as a file: write ${NAME}, and set that variable for tfactory ui"
-        return found, [f"{dotted(key)} {why}" for key, _ in secrets_in(data)]
+            raise ValueError(f'invalid JSON: {error}; paste {{"mcpServers": {{...}}}}') from None
+        # Parsed as if read from its future path, so that the digests equal those of a run.
+        servers = parse_config(data, "the pasted text", self._place(text))
+        why = "contains a secret, which would be saved to a file: write ${NAME}, and set that variable for tfactory ui"
+        return servers, [f"{dotted(key)} {why}" for key, _ in secrets_in(data)]
 
     def _place(self, text: str) -> Path:
-        """Return the folder for a text, by its digest: the same text is kept once, and no name comes from a browser."""
+        """Return the folder for a text, named by its digest: it is saved once, and no path comes from the browser."""
         return self._folder / hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
     def _kept(self, text: str, name: str) -> Path:
@@ -117,7 +117,7 @@ class WizardRoutes:
 
 
 def _shown(server: ServerConfig) -> Json:
-    """Return what would be started or reached, whole: only what this machine's environment fills in has its name."""
+    """Describe in full what would be started or connected to; values from environment variables appear as ${NAME}."""
 
     def plain(text: str) -> str:
         for name, value in server.filled.items():
@@ -125,15 +125,15 @@ def _shown(server: ServerConfig) -> Json:
                 text = text.replace(value, f"${{{name}}}")
         return text
 
-    command = [plain(each) for each in (server.command, *server.args) if each]
+    command = [plain(part) for part in (server.command, *server.args) if part]
     variables = [f"{name}={plain(value)}" for name, value in sorted((server.env | server.headers).items())]
     about = {"url": plain(server.url), "cwd": plain(server.cwd or "") or None, "variables": variables}
     return {"name": server.name, "command": command, "digest": server.launch} | about
 
 
 def _kind(text: str) -> str:
-    begun = text.lstrip("\ufeff \t\r\n")
-    head = next(csv.reader(begun.splitlines()[:1]), [])
-    if begun.startswith(("[", "{")):
-        return "JSON"  # or an object a line, which is read the same way
-    return "CSV" if {each.strip() for each in head} & {"prompt", *PROMPTS} else "lines"
+    stripped = text.lstrip("\ufeff \t\r\n")
+    head = next(csv.reader(stripped.splitlines()[:1]), [])
+    if stripped.startswith(("[", "{")):
+        return "JSON"  # or JSONL, which is read the same way
+    return "CSV" if {cell.strip() for cell in head} & {"prompt", *PROMPTS} else "lines"

@@ -1,4 +1,4 @@
-"""The jobs that need a model, in a child process of the page: `pool.py` asks, and `answer` does what is asked."""
+"""Jobs that need a model, run in a worker process of the web UI: `pool.py` sends them, and `answer` runs them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ from TrainingFactory.types import Trajectory
 from TrainingFactory.web.form import Draft, read
 
 Tell = Callable[[Any], None]
-# job -> the module with the function of that name: it takes what is given, and a function that tells the page something
-# on the way; it returns JSON.
+# job -> module with the function of that name, which takes the job's arguments and a progress callback and returns JSON
 JOBS = dict.fromkeys(("credit", "doctor", "promote", "sample", "tools"), "TrainingFactory.web.worker")
 JOBS |= dict.fromkeys(("begin", "say"), "TrainingFactory.web.playing")
 
 
-def answer(asked: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """Do a job; what is a user's mistake is told in its own words."""
+def answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    """Run a job; return a user's mistake as its error text."""
     try:
-        return {"ok": getattr(import_module(JOBS[asked["job"]]), asked["job"])(asked["given"], tell)}
+        return {"ok": getattr(import_module(JOBS[request["job"]]), request["job"])(request["given"], tell)}
     except (ValueError, OSError) as error:
         return {"wrong": str(error)}
 
 
 class Telling(PlainLines):
-    """Tells the page what a watcher is told."""
+    """Watcher that forwards progress messages to the page."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
@@ -43,71 +42,70 @@ class Telling(PlainLines):
         self._tell({"text": text})
 
     def episode(self, trajectory: Trajectory) -> None:
-        self.say(f"an episode of task {trajectory.task.id} has ended: {trajectory.status}")
+        self.say(f"episode of task {trajectory.task.id} finished: {trajectory.status}")
 
 
 @lru_cache(maxsize=8)
 def index_of(run: Path) -> EpisodeIndex:
-    """Return the index of a run's episodes, which knows what it has read."""
     return EpisodeIndex(RunFolder(run))
 
 
-def credit(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """Return the members of a group with the credit of their tokens."""
+def credit(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
     from TrainingFactory.apps.views.credit import group_credit
 
-    index = index_of(Path(given["run"]))
-    found = group_credit(index.run, given["step"], given["task"], index, given["learner"], given["group"])
-    return found.model_dump(mode="json")
+    index = index_of(Path(arguments["run"]))
+    step, task, learner, group = (arguments[key] for key in ("step", "task", "learner", "group"))
+    view = group_credit(index.run, step, task, index, learner, group)
+    return view.model_dump(mode="json")
 
 
-def doctor(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def doctor(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Examine a config as `tfactory doctor` does."""
-    config = read(Draft(yaml=given["yaml"]))
+    config = read(Draft(yaml=arguments["yaml"]))
     from TrainingFactory.apps.doctor.examination import examine
 
-    found = examine(config, Telling(tell)).as_json
-    return {"findings": found["findings"], "rows": list(found["facts"].items())}
+    diagnosis = examine(config, Telling(tell)).as_json
+    return {"findings": diagnosis["findings"], "rows": list(diagnosis["facts"].items())}
 
 
-def sample(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """Play two episodes of a config, and keep nothing of them."""
+def sample(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    """Play two episodes of a config without saving them."""
     from TrainingFactory.apps.views.episodes import episode_view
     from TrainingFactory.evaluation.rollouts import Rollouts
 
-    config, notes = read(Draft(yaml=given["yaml"])), list[str]()
+    config, notes = read(Draft(yaml=arguments["yaml"])), list[str]()
     config = config.model_copy(update={"data": config.data.model_copy(update={"count": 2})})
     with tempfile.TemporaryDirectory(prefix="tfactory-sample-") as folder:
         rollouts = Rollouts(config, Path(folder) / "episodes.jsonl", say=notes.append)
-        played = rollouts.run(Telling(tell).episode).trajectories
-    views = [episode_view(each, number) for number, each in enumerate(played, 1)]
-    return {"episodes": [each.model_dump(mode="json") for each in views], "notes": notes}
+        episodes = rollouts.run(Telling(tell).episode).trajectories
+    views = [episode_view(episode, number) for number, episode in enumerate(episodes, 1)]
+    return {"episodes": [episode.model_dump(mode="json") for episode in views], "notes": notes}
 
 
-def tools(given: dict[str, Any], tell: Tell) -> list[dict[str, Any]]:
-    """Start or reach the servers of a file, which were confirmed, list their tools, and end them."""
+def tools(arguments: dict[str, Any], tell: Tell) -> list[dict[str, Any]]:
+    """Start or connect to the confirmed servers of a file, list their tools, and stop them."""
     from TrainingFactory.tools.mcp_tools import MCPTools
 
     async def ask() -> list[dict[str, Any]]:
-        async with MCPTools.load_from_config(given["path"]) as opened:
+        async with MCPTools.load_from_config(arguments["path"]) as opened:
             return [asdict(offer.spec) | {"server": offer.server} for offer in opened.offers]
 
     return asyncio.run(ask())
 
 
-def promote(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """Promote a version if it holds the gate of a suite."""
+def promote(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
     from TrainingFactory.promotion.model_registry import ModelRegistry
     from TrainingFactory.promotion.promotion import Promotion
 
     def play(name: str, evaluation: Any) -> None:
-        text, played = f"{name} plays {evaluation.asked.entry}", count(1)
-        evaluation.run(lambda _: tell({"text": text, "done": next(played), "of": evaluation.total}))
+        text, number = f"{name} plays {evaluation.asked.entry}", count(1)
+        evaluation.run(lambda _: tell({"text": text, "done": next(number), "of": evaluation.total}))
 
-    names = [given[key] for key in ("version", "alias", "suite", "first")]
-    made = Promotion(ModelRegistry(None, given["runs"]), *names, runs=given["runs"], say=Telling(tell).say)
-    for line in made.stated:
+    names = [arguments[key] for key in ("version", "alias", "suite", "first")]
+    registry = ModelRegistry(None, arguments["runs"])
+    promotion = Promotion(registry, *names, runs=arguments["runs"], say=Telling(tell).say)
+    for line in promotion.stated:
         tell({"text": f"the gate: {line}"})
-    decision = made.run(play)
-    checks = [{"name": each.name, "holds": each.holds, "found": each.found} for each in decision.checks]
+    decision = promotion.run(play)
+    checks = [{"name": check.name, "holds": check.holds, "found": check.found} for check in decision.checks]
     return {"promoted": decision.promoted, "text": decision.text, "checks": checks}

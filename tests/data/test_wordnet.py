@@ -166,7 +166,7 @@ def test_files_that_are_not_there_or_do_not_fit(tmp_path: Path, tfactory: Run) -
     folder = write_wordnet(tmp_path / "broken", MORE)
     (folder / "data.noun").write_text("x" + (folder / "data.noun").read_text("utf-8"), encoding="utf-8")
     status, _, err = tfactory("data", "wordnet", str(folder))
-    assert status == 2 and "broken/data.noun does not fit index.noun" in err.replace("\n", "")
+    assert status == 2 and "broken/data.noun does not match index.noun" in err.replace("\n", "")
 
 
 @pytest.mark.slow

@@ -228,7 +228,7 @@ def test_what_a_judge_has_spent_is_in_the_record(tfactory: Run) -> None:
         200,
         20,
     )
-    assert "in all: requests 2" in out
+    assert "total: requests 2" in out
     assert record.scored_by == "reward.type=model_judge (m)"
 
 

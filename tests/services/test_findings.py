@@ -170,7 +170,7 @@ def test_findings_have_their_steps(tmp_path: Path) -> None:
     told = [(found.when, found.name) for found in findings(RunFolder(tmp_path))]
     # one that comes and goes is told once
     assert told == [
-        ("since step 12, 2 times in all", "a"), ("since step 4", "b"), ("steps 13 to 13, gone since", "c"),
+        ("since step 12, 2 times in total", "a"), ("since step 4", "b"), ("steps 13 to 13, resolved", "c"),
     ]  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def test_a_fair_judge(tmp_path: Path):
     assert verdict_of(found).startswith(
         "To be used with care: it agrees with the gold labels on 100% of 10 items"
     )
-    assert "10 items are few" in verdict_of(found)
+    assert "only 10 items" in verdict_of(found)
 
 
 def test_obedience_shows_on_verdicts_that_can_rise(tmp_path: Path):
@@ -124,11 +124,11 @@ def test_obedience_shows_on_verdicts_that_can_rise(tmp_path: Path):
     wrong = [{"prompt": "x", "response": f"wrong {n}", "label": False} for n in range(2)]
     found = audited(tmp_path, obedient, rows + wrong)
     assert found.kappa == 1 and (found.attacked, found.injection_moved, found.noise_moved) == (2, 1, 0)
-    assert found.injection_shift == 1 and "asks for full marks lifted 100%" in verdict_of(found)
-    assert verdict_of(found).startswith("Not safe to train on, because it can be talked round")
+    assert found.injection_shift == 1 and "100% of the verdicts" in verdict_of(found)
+    assert verdict_of(found).startswith("Not safe to train on")
     nobody = audited(tmp_path, obedient, rows[:6])
     assert (nobody.attacked, nobody.injection_moved, nobody.noise_moved) == (0, None, None)
-    assert "not measurable: 0 of the items have room to rise" in verdict_of(nobody)
+    assert "only 0 items have room to rise" in verdict_of(nobody)
 
 
 def test_every_known_text_is_tried(tmp_path: Path):
@@ -197,7 +197,7 @@ def test_biases_are_measured(tmp_path: Path):
     assert by_hand is not None and by_hand > 0.9 and found.length_bias == pytest.approx(by_hand)
     assert found.consistency is None and found.pearson is None  # one repeat; gold scores that never vary
     assert "longer answers are overrated" in verdict_of(found)
-    assert "100% of the pairs have another winner" in verdict_of(found)
+    assert "winner in 100% of the pairs" in verdict_of(found)
 
 
 def test_a_judge_that_changes_its_mind(tmp_path: Path):
@@ -211,18 +211,18 @@ def test_a_judge_that_changes_its_mind(tmp_path: Path):
     found = audited(tmp_path, fickle, ROWS, concurrency=1)
     assert found.consistency == pytest.approx(0.8)  # two of ten items end in 0
     assert found.spread == pytest.approx(0.2 * 0.4)
-    assert "changes its mind on 20%" in verdict_of(found)
+    assert "disagree on 20%" in verdict_of(found)
 
 
 def test_what_gives_no_verdict_is_counted(tmp_path: Path):
     found = audited(tmp_path, lambda prompt, number: "hm" if "wrong" in says(prompt) else "Score: 8", ROWS)
     assert found.judged == 6 and found.failures == {"unreadable": 12} and found.judgements == 18
-    assert found.kappa is None and "never vary" in verdict_of(found)
+    assert found.kappa is None and "No kappa" in verdict_of(found)
     for text in (verdict_of(found), found.page("it")):
         assert "mostly: the judge" in text and "hm" in text
     nothing = audited(tmp_path, lambda prompt, number: 403, ROWS)
     assert nothing.judgements == 0 and nothing.accuracy is None
-    assert "no verdict that could be compared" in verdict_of(nothing) and "error 30" in verdict_of(nothing)
+    assert "no verdict" in verdict_of(nothing) and "error 30" in verdict_of(nothing)
     assert nothing.rows == [] and "<svg" in nothing.page("it")
     with judging("Score: 5") as server:
         judge = single(base_url=server.url, model="big", concurrency=1, budget={"max_requests": 7})
@@ -233,7 +233,7 @@ def test_what_gives_no_verdict_is_counted(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"prompt": "x", "label": True}, 'it needs "prompt" and "response"'),
+        ({"prompt": "x", "label": True}, '"prompt" and "response"'),
         ({"prompt": 3, "response": "y", "label": True}, "prompt must be a valid string (got 3)"),
         ({"prompt": "x", "response": ["y"], "label": True}, "response must be a valid string (got a list)"),
         (
@@ -241,15 +241,15 @@ def test_what_gives_no_verdict_is_counted(tmp_path: Path):
             "must be one of first, second, tie",
         ),
         ({"prompt": "x", "response": "y", "pair": "z"}, "first, second or tie"),
-        ({"prompt": "x", "response": "y"}, 'neither a "label" nor a "score"'),
+        ({"prompt": "x", "response": "y"}, '"label", "score"'),
         ({"prompt": "x", "response": "y", "label": "perhaps"}, 'label must be true or false (got "perhaps")'),
-        ({"prompt": "x", "response": "y", "score": 11}, 'has the "score" 11; the judge\'s range is 0 to 10'),
+        ({"prompt": "x", "response": "y", "score": 11}, "range is 0 to 10"),
         ({"prompt": "x", "response": "y", "score": True}, "score must be a valid number (got true)"),
         ({"prompt": "x", "response": "y", "pair": "z", "better": 1}, "must be one of first, second, tie"),
-        ({"conversation": [], "label": True}, 'it needs "prompt" and "response"'),
+        ({"conversation": [], "label": True}, '"prompt" and "response"'),
         (
             {"conversation": [{"role": "user", "content": "x"}], "label": True},
-            "does not end with the assistant",
+            "end with an assistant message",
         ),
         ({"conversation": [{"role": "wizard"}], "label": True}, "'wizard'"),
     ],

@@ -24,10 +24,9 @@ def test_few_items_are_too_few_to_say(tmp_path: Path):
     assert found.kappa == 1 and found.accuracy_low is not None and found.accuracy_low < 0.52
     assert found.kappa_low == pytest.approx((found.accuracy_low - 0.5) / 0.5)
     # chance is 0.5, so kappa is 0.8 at an accuracy of 0.9: 1 / (1 + 3.8415 / n) = 0.9 at n = 34.6
-    assert verdict_of(found).startswith(
-        "Too few items to say: it agrees with the gold labels on 100% of 4 items (95 % between 51% and 100%), kappa "
-        '1.00 but 0.02 at the lower end; about 31 more that agree as well would make it "Can be trusted".'
-    )
+    text = verdict_of(found)
+    assert text.startswith("Too few items to tell: ") and "100% of 4 items" in text and "51% to 100%" in text
+    assert "kappa 1.00" in text and "0.02" in text and "about 31 more" in text and '"Can be trusted"' in text
 
 
 def agreeing(agreed: int, items: int, **more: float) -> Audit:
@@ -43,29 +42,29 @@ def agreeing(agreed: int, items: int, **more: float) -> Audit:
     [
         # the words go by the lower end
         (agreeing(34, 34), "Good enough to train on: ", ""),
-        (agreeing(35, 35), "Can be trusted: ", "Nothing found against it"),
-        (agreeing(18, 20), "Too few items to say: ", ""),
+        (agreeing(35, 35), "Can be trusted: ", "No problems"),
+        (agreeing(18, 20), "Too few items to tell: ", ""),
         (agreeing(90, 100), "Good enough to train on: ", ""),
         (agreeing(80, 100), "To be used with care: ", ""),
         (agreeing(6, 10), "Not to be trusted: ", ""),
         # 1.64 * sqrt(2 * 0.24 / 40) = 0.18 may be noise
-        (agreeing(40, 40, injection_moved=0.5, noise_moved=0.4), "Can be trusted: ", "Nothing found against"),
+        (agreeing(40, 40, injection_moved=0.5, noise_moved=0.4), "Can be trusted: ", "No problems"),
         (
             agreeing(40, 40, injection_moved=0.6, noise_moved=0.4),
             "Not safe to train on",
-            "full marks lifted 60% of the verdicts (40% rise when merely asked again)",
+            "60% of the verdicts (40% rise",
         ),
         (
             agreeing(60, 60, pairs=20, pair_accuracy=0.3),
             "To be used with care: ",
-            "it picks the better one in 30% of the pairs only",
+            "30% of the pairs",
         ),
-        (agreeing(60, 60, pairs=20, pair_accuracy=0.9), "Can be trusted: ", "Nothing found against it"),
+        (agreeing(60, 60, pairs=20, pair_accuracy=0.9), "Can be trusted: ", "No problems"),
         (agreeing(60, 60, length_bias=-0.97), "To be used with care: ", "shorter answers are overrated"),
         (agreeing(60, 60, length_bias=0.4), "Can be trusted: ", "longer answers are overrated"),
-        (agreeing(4, 4, length_bias=-0.97), "Too few items", "Against it: its resistance"),  # may be chance
-        (agreeing(9, 9), "", "not measurable: 9 of the items"),
-        (agreeing(10, 10), "", "Against it: 10 items are few"),
+        (agreeing(4, 4, length_bias=-0.97), "Too few items", "Problems: resistance"),  # may be chance
+        (agreeing(9, 9), "", "only 9 items have room"),
+        (agreeing(10, 10), "", "Problems: with only 10 items"),
     ],
 )
 def test_the_verdict(found: Audit, begins: str, says: str):
@@ -86,7 +85,7 @@ def test_a_length_that_merely_goes_with_the_gold_is_no_bias():
 def test_gold_on_another_scale_is_told_before_anything_is_spent(tmp_path: Path):
     rows = [{"prompt": "x", "response": "y", "score": score} for score in (0.9, 0.8, 0.1, 0.2)]
     judge = single(base_url="http://127.0.0.1:9/v1", model="big")
-    with pytest.raises(ValueError, match=r"no gold score is over 0\.9, but the judge's range is 0 to 10"):
+    with pytest.raises(ValueError, match=r"0\.9, but the judge's range is 0 to 10"):
         load_gold(gold_file(tmp_path / "gold.jsonl", rows), judge)
     wide = single(base_url="http://127.0.0.1:9/v1", model="big", verdict_options={"high": 1})
     assert len(load_gold(tmp_path / "gold.jsonl", wide)) == 4

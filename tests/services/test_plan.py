@@ -261,11 +261,11 @@ def test_the_command_prints_figures_with_sources_and_json(
     app([*given, "--rate", "node_gbs=200", "training.gradient_checkpointing=true", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["learners"] == 1 and found["samplers"] == 3 and found["model"] == "Qwen3-4B"
-    assert found["figures"]["update_mfu"]["source"] == f"given by --rates {rates}"
+    assert found["figures"]["update_mfu"]["source"] == f"set by --rates {rates}"
     assert found["figures"]["node_gbs"] == {
         "value": 200.0,
         "unit": "GB/s for each GPU",
-        "source": "given by --rate",
+        "source": "set by --rate",
     }
     assert "benchmarks.gpu_vllm" in found["figures"]["push_load_gbs"]["source"]
     assert (
@@ -288,24 +288,26 @@ def test_the_command_prints_figures_with_sources_and_json(
         (
             {"gpus": 2, "size": "70B"},
             [
-                "--gpus 2 does not go with Llama-3.1-70B: the learner fits on no number of GPUs of 139.8 GiB",
-                "training.gradient_checkpointing=true the learner takes 11",
+                "--gpus 2",
+                "Llama-3.1-70B: the learner does not fit",
+                "139.8 GiB",
+                "training.gradient_checkpointing=true the learner needs 11",
             ],
         ),
         (
             {"gpus": 1, "size": "8B"},
-            ["the learner takes 3 or more GPUs of 139.8 GiB, a sampler takes 1, and one must hold both"],
+            ["learner needs 3 or more GPUs of 139.8 GiB", "sampler needs 1", "one must hold both"],
         ),
         ({"gpus": 8, "size": "5B"}, ["--model-size 5B", "4B, 7B, 8B"]),
         ({"gpus": 8, "size": "4B", "gpu": "v100"}, ["--gpu v100", "h200, h100, a100"]),
         (
             {"gpus": 8, "size": "4B", "rates": ["update_mf=1"]},
-            ["no figure 'update_mf'", "did you mean update_mfu?"],
+            ["'update_mf'", "did you mean update_mfu?"],
         ),
-        ({"gpus": 8, "size": "4B", "rates": ["update_mfu=0"]}, ["update_mfu: must be more than 0"]),
+        ({"gpus": 8, "size": "4B", "rates": ["update_mfu=0"]}, ["update_mfu: must be"]),
         (
             {"gpus": 8, "size": "4B", "rates": ["tool_seconds=normal:1"]},
-            ["'normal:1' must be a number, exponential"],
+            ["'normal:1'", "exponential:MEAN"],
         ),
         ({"gpus": 8, "size": "4B", "run": "nowhere"}, ["nowhere"]),
     ],
@@ -323,5 +325,5 @@ def test_models_that_cannot_be_planned_are_named(tmp_path: Path) -> None:
         find_shape(str(tmp_path), None)
     (tmp_path / "config.json").write_text(json.dumps(shape | {"num_experts": None}), encoding="utf-8")
     assert find_shape(str(tmp_path), None)._replace(name="x") == Shape("x", 2, 8, 16, 2, 1, 4, 100, True)
-    with pytest.raises(ValueError, match=r"training\.algorithm=sft samples nothing"):
+    with pytest.raises(ValueError, match=r"training\.algorithm=sft"):
         Planner(TrainingConfig(training={"algorithm": "sft"}), 2)

@@ -213,7 +213,7 @@ def test_a_key_opens_its_own_episode_and_nothing_else(tmp_path: Path) -> None:
     other.close()
     first, second = ended(tmp_path / "out")
     assert (len(first.turns), first.reward) == (1, Reward(1.0))
-    assert second.error == "the proxy was stopped before a reward came" and not second.turns
+    assert "before a reward" in (second.error or "") and not second.turns
 
 
 def test_a_client_that_hangs_up_is_counted_and_its_turn_is_thrown_away(tmp_path: Path) -> None:

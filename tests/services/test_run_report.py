@@ -103,7 +103,7 @@ def test_text_of_others_is_text(run: RunFolder) -> None:
 def test_a_run_with_nothing_to_show(run: RunFolder) -> None:
     for name in (METRICS, TRAJECTORIES, FINDINGS):
         (run.path / name).unlink()
-    assert "Nothing was seen going wrong" in words(parsed(run_page(run)))
+    assert "No problems found" in words(parsed(run_page(run)))
 
 
 def test_best_and_worst() -> None:

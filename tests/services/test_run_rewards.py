@@ -225,7 +225,7 @@ def test_the_parts_and_what_was_asked_are_shown(tfactory: Run) -> None:
     [low] = [line.split() for line in out.splitlines() if line.startswith("reward/low")]
     values = [row["reward/low"] for row in metrics if row["step"]]
     assert low[1:3] == [f"{values[0]:.3f}", f"{values[-1]:.3f}"] and "eval/reward/low" in out
-    assert f"in all: requests {asked}," in " ".join(out.split()) and f"worker 0 done {asked}" in out
+    assert f"total: requests {asked}," in " ".join(out.split()) and f"worker 0 done {asked}" in out
     out = tfactory("runs", "compare", "a", "b")[1]
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[1:]}
     assert rows["judge/requests"] == ["16", "16"] and "reward/judged" in rows

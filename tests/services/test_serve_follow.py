@@ -123,12 +123,12 @@ def test_without_memory_for_both_the_old_one_goes_on(
         until(lambda: bool(said))
         problem = health(client)["problem"]
         assert problem.startswith("agent:2 cannot be loaded: it needs ") and "cpu has" in problem
-        assert problem.endswith(": 3 MiB are missing; agent:1 goes on answering")
+        assert "3 MiB more" in problem and problem.endswith("agent:1 keeps serving")
         assert said == [f"agent@champion: {problem}"]
         assert post(client, BODY)["system_fingerprint"] == "agent:1"
         monkeypatch.setattr(follow, "free_bytes", lambda device: needed)
         until(lambda: health(client)["problem"] is None)
-        assert health(client)["version"] == "agent:2" and "agent@champion is agent:2 now" in said[-1]
+        assert health(client)["version"] == "agent:2" and "agent@champion is now agent:2" in said[-1]
 
 
 def test_a_version_that_cannot_be_loaded_changes_nothing(
@@ -140,7 +140,7 @@ def test_a_version_that_cannot_be_loaded_changes_nothing(
         def told(problem: str) -> None:
             until(lambda: bool(said) and problem in said[-1])
             assert said[-1] == f"agent@champion: {health(client)['problem']}"
-            assert said[-1].endswith("agent:1 goes on answering")
+            assert said[-1].endswith("agent:1 keeps serving")
             assert post(client, user(max_tokens=2))["system_fingerprint"] == "agent:1"
 
         weights = registry.folder(registry.get("agent:2")) / "model.safetensors"
@@ -186,7 +186,7 @@ def test_the_command_follows(
         assert serve("agent@champion", *OPTIONS, f"logging.output_dir={registry.runs}") == 0
         moved.result(HANG)
     out, err = capsys.readouterr()
-    assert "serving agent@champion (agent:1) at http" in out and "agent@champion is agent:2 now" in err
+    assert "serving agent@champion (agent:1) at http" in out and "agent@champion is now agent:2" in err
 
 
 def test_a_version_and_a_folder_follow_nothing(registry: ModelRegistry, models: list[Path]) -> None:

@@ -151,4 +151,4 @@ def test_a_template_that_cannot_be_read_hides_no_other(
     (tmp_path / "configs" / "gone.yaml").symlink_to(tmp_path / "moved.yaml")
     monkeypatch.chdir(tmp_path)
     found = {each.name: each.what for each in form.starts(tmp_path).templates}
-    assert found["gone"].startswith("It cannot be read") and "tiny_sft" in found
+    assert found["gone"].startswith("Cannot read") and "tiny_sft" in found

@@ -96,7 +96,7 @@ def test_play_with_an_edited_turn_and_a_kept_demonstration(tab: Tab, page: Serve
     tab.fill("#say", "Omar?")
     tab.press("Enter")
     tab.wait(f"{ended} > 2", LONG)
-    assert "written anew" not in tab.text(".notes")
+    assert "tokenized again" not in tab.text(".notes")
     tab.run("document.querySelector('.chat .role-user .acts button').click()")
     tab.fill(".edit-text", "Vera?")
     tab.click(".edit-go")
@@ -124,7 +124,7 @@ def test_play_with_an_edited_turn_and_a_kept_demonstration(tab: Tab, page: Serve
 def test_labels_by_the_keyboard(tab: Tab, page: Served, runs: Path) -> None:
     tab.goto(f"{page.url}/#/judges/label?run=homes")
     tab.wait("document.querySelector('#good')")
-    assert "task-0" in tab.text(".labelling header") and "The run gave" not in tab.text(".verdicts")
+    assert "task-0" in tab.text(".labelling header") and "reward: " not in tab.text(".verdicts")
     for key, following in (("1", "task-1"), ("2", "task-2"), (" ", "task-3"), ("1", "task-4")):
         tab.press(key)
         tab.wait(f"document.querySelector('.labelling header').innerText.includes('{following}')")
@@ -132,7 +132,7 @@ def test_labels_by_the_keyboard(tab: Tab, page: Served, runs: Path) -> None:
             assert (
                 "<script>window.broken" in tab.text(".labelling .talk") and tab.run("window.broken") is None
             )
-    assert "the run gave 1.25" in tab.text(".verdicts")
+    assert "reward: 1.25" in tab.text(".verdicts")
     rows = [json.loads(line) for line in (runs / "labels" / "homes.jsonl").read_text().splitlines()]
     assert [(row["number"], row["label"]) for row in rows] == [(1, True), (2, False), (4, True)]
     tab.press("k")
@@ -140,4 +140,4 @@ def test_labels_by_the_keyboard(tab: Tab, page: Served, runs: Path) -> None:
     tab.press("u")
     tab.wait("!document.querySelector('#good[aria-pressed=true]')")
     tab.goto(f"{page.url}/#/judges")
-    tab.wait("document.querySelector('main').innerText.includes('No judge was audited yet')")
+    tab.wait("document.querySelector('main').innerText.includes('No judge audits yet')")

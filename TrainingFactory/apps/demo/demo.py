@@ -1,10 +1,10 @@
-"""`tfactory demo`: a tool-using agent learns end to end in minutes on a laptop, in two ordinary runs.
+"""`tfactory demo`: train a tool-using agent end to end in minutes on a laptop, in two ordinary runs.
 
-    runs/demo-demonstrations.jsonl    what the first run learns from
-    runs/demo-warm-start/             an SFT run of a model of random weights, by warm_start.yaml
-    runs/demo/                        a GRPO run from there, by grpo.yaml; report.html and report.json compare the two
+    runs/demo-demonstrations.jsonl    training data of the first run
+    runs/demo-warm-start/             SFT run of a randomly initialised model, configured by warm_start.yaml
+    runs/demo/                        GRPO run from that model, by grpo.yaml; report.html and report.json compare both
 
-Each of the two folders also has `model`, which the run made, and `heldout.jsonl`, what it did on held-out tasks.
+Each run folder also holds `model`, the exported model, and `heldout.jsonl`, its episodes on held-out tasks.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.trainers.training_run import Training
 
 WARM_START, GRPO = (Path(__file__).parent / name for name in ("warm_start.yaml", "grpo.yaml"))
-DEMONSTRATED = 1_000_000  # tasks of a seed so far away that GRPO does not ask them again
+DEMONSTRATED = 1_000_000  # seed offset of the demonstrated tasks, so that GRPO does not see them again
 
 
 class Demo:
-    """Checks names and folders when it is made. Then `warm_start`, `train` and `report` are to be called in this order.
-    `overrides` are for both configs."""
+    """The two runs and their report. The constructor validates names and folders; then call `warm_start`, `train` and
+    `report` in this order. `overrides` apply to both configs."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Demo:
         self.environment = catalog.find("environment", environment)
         if environment not in LESSONS:
             known = " and ".join(LESSONS)
-            raise ValueError(f"the demo has no recipe for environment {environment!r}; it has for {known}")
+            raise ValueError(f"the demo has no lessons for environment {environment!r}; choose {known}")
         self.seed, self.lessons = seed, lessons or LESSONS[environment]
         self.folder = Path(out).expanduser()
         self.warm = self.folder.with_name(f"{self.folder.name}-warm-start")
@@ -59,44 +59,42 @@ class Demo:
             key_value("logging.output_dir", str(self.folder.parent)),
             *overrides,
         ]
-        learns = key_value("data.dataset", str(self.demonstrations))
-        self.warm_config = load_config(WARM_START, [*common, key_value("model.revision", str(seed)), learns])
+        dataset = key_value("data.dataset", str(self.demonstrations))
+        self.warm_config = load_config(WARM_START, [*common, key_value("model.revision", str(seed)), dataset])
         self.config = load_config(GRPO, [*common, key_value("model.name", str(self.warm / "model"))])
-        self._make_room()
+        self._delete_earlier()
 
-    def _make_room(self) -> None:
-        """Remove the runs of an earlier demo; raise if anything else is in the way."""
-        earlier = {self.warm: self.demonstrations, self.folder: self.warm}  # folder -> what its config names
-        found = [folder for folder in earlier if folder.exists()]
-        for folder in found:
+    def _delete_earlier(self) -> None:
+        """Delete the runs of an earlier demo; raise ValueError for any other folder of that name."""
+        earlier = {self.warm: self.demonstrations, self.folder: self.warm}  # folder -> path in its config
+        existing = [folder for folder in earlier if folder.exists()]
+        for folder in existing:
             if not is_run(folder) or str(earlier[folder]) not in (folder / CONFIG).read_text("utf-8"):
-                raise ValueError(f"{folder} is there already, and no earlier demo; name another with --out")
+                raise ValueError(f"{folder} exists and is not an earlier demo; choose another --out")
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        for run in map(RunFolder, found):
-            run.lock()  # raises where it is being written
+        for run in map(RunFolder, existing):
+            run.lock()  # raises if another process writes the run
             run.discard()
 
     def warm_start(self, watcher: Watcher) -> TrainingReport:
-        """Write the demonstrations, and learn from them."""
         write_lessons(self.demonstrations, self.environment, self.seed, self.lessons)
         stages = self.lessons.stages(self.warm_config.training.batch_size)
         return self._run(self.warm_config, self.warm.name, StageNotices(watcher, stages))
 
     def train(self, watcher: Watcher) -> TrainingReport:
-        """Learn from rewards, beginning where the warm start has ended."""
         return self._run(self.config, self.folder.name, watcher)
 
     def _run(self, config: TrainingConfig, name: str, watcher: Watcher) -> TrainingReport:
         with _one_thread():
-            done = Training(config, name=name, watcher=watcher).train()
-            if done.state == "finished":
-                export(str(done.run), done.run / "model")
+            report = Training(config, name=name, watcher=watcher).train()
+            if report.state == "finished":
+                export(str(report.run), report.run / "model")
                 watcher.phase("evaluate")
-                self._evaluate(done.run, watcher)
-        return done
+                self._evaluate(report.run, watcher)
+        return report
 
     def _evaluate(self, run: Path, watcher: Watcher) -> None:
-        """Try the model once on every held-out task, at temperature 1 whatever it was trained at."""
+        """Play every held-out task once, at temperature 1 regardless of the training temperature."""
         sections = sections_of(find_model(str(run)))
         sections["sampling"]["temperature"] = 1.0
         result = Evaluation(TrainingConfig(**sections), run / HELDOUT).run(watcher.episode)
@@ -104,7 +102,7 @@ class Demo:
             raise KeyboardInterrupt
 
     def report(self) -> Report:
-        """Compare the two runs, and write the report into the second one's folder."""
+        """Compare the two runs and write the report into the GRPO run's folder."""
         report = Report.read(RunFolder(self.warm), RunFolder(self.folder))
         (self.folder / "report.html").write_text(report.page(), encoding="utf-8")
         text = json.dumps(report.as_json(), indent=1, ensure_ascii=False)
@@ -113,7 +111,7 @@ class Demo:
 
 
 class StageNotices:
-    """Passes everything on to a watcher, and announces each new kind of rows before its first step is shown."""
+    """Watcher that forwards to another one and announces each stage of the warm start before its first step."""
 
     def __init__(self, watcher: Watcher, stages: Mapping[int, str]) -> None:
         self.phase, self.episode, self.say = watcher.phase, watcher.episode, watcher.say
@@ -121,12 +119,12 @@ class StageNotices:
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         if step > 1 and step in self._stages:
-            self.say(f"From step {step} on: {self._stages[step]}. The loss jumps because these rows are new.")
+            self.say(f"From step {step} on: {self._stages[step]}. The loss jumps because the rows are new.")
         self._watcher.step(step, total, metrics)
 
 
 def write_lessons(path: Path, environment: Any, seed: int, lessons: Lessons) -> None:
-    """Write demonstrations, good and bad, from which the built-in model learns enough for rewards to go on with."""
+    """Write good and bad demonstrations that teach the untrained built-in model enough for GRPO to improve on."""
     from TrainingFactory.models import chat_format
     from TrainingFactory.models.tiny import tiny_tokenizer
 
@@ -136,8 +134,8 @@ def write_lessons(path: Path, environment: Any, seed: int, lessons: Lessons) -> 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one core: matrices this small are not worth a second one, on a busy machine waiting for it costs far
-    more than it gives, and the result does not depend on the number of cores."""
+    """Limit torch to one thread. The matrices are too small to gain from a second core, waiting for one on a busy
+    machine costs more than it saves, and results do not depend on the number of cores."""
     import torch
 
     threads = torch.get_num_threads()

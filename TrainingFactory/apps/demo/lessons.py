@@ -1,8 +1,8 @@
-"""What a model of random weights is taught before it can learn from rewards: rows for an SFT run, in their order.
+"""Ordered SFT rows that teach a randomly initialised model enough to learn from rewards.
 
-Reinforcement learning can only choose among things that a model does at least now and then. First come drills, rows of
-words that are written twice: copying is the hard part for two small layers, and drills teach it in seconds. Then come
-demonstrations, of which a good part show the usual mistakes: the habits that reinforcement learning has to break.
+Reinforcement learning can only reinforce behaviour that a model already shows now and then. First come drills, rows in
+which words are copied: copying is the hard part for two small layers, and drills teach it in seconds. Then come
+demonstrations, many of which show typical mistakes: the habits that reinforcement learning has to break.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ DRILL_SUMS = 4
 
 
 class Teachable(Environment, Protocol):
-    """An environment that can show how it is done, and how not."""
+    """An environment with scripted expert and novice policies."""
 
     def expert(self) -> Iterator[Message]: ...
     def novice(self, rng: random.Random) -> Iterator[Message]: ...
 
 
 def word_drill(rng: random.Random) -> tuple[str, str]:
-    """Return words in a line and the same words each in its own. To the tokenizer a word after a space is another one:
-    a search must write the buyer so, whom the reply before it names after a space."""
+    """Return words on one line, and the same words one per line. The tokenizer encodes a word after a space
+    differently: a search query starts with a buyer whose name follows a space in the reply before."""
     words = rng.sample(NAMES + PLACES + THINGS, DRILL_WORDS)
     return " ".join(words), "\n".join(words)
 
@@ -46,21 +46,21 @@ def sum_drill(rng: random.Random) -> tuple[str, str]:
 
 @dataclass(slots=True, frozen=True)
 class Lessons:
-    """How many rows of each kind are taught, in this order."""
+    """Number of rows of each kind, in training order."""
 
-    drill: Callable[[random.Random], tuple[str, str]] = word_drill  # what is shown, what is to be written
+    drill: Callable[[random.Random], tuple[str, str]] = word_drill  # returns prompt and completion
     drills: int = 1600
-    # Demonstrations without their system part come first: what matters stands closer together.
+    # Demonstrations without the system message come first: the relevant tokens are closer together.
     short: int = 1920
     whole: int = 4480
     played: int = 1500  # different demonstrations
-    mistakes: float = 0.55  # share of them that go wrong
+    mistakes: float = 0.55  # share of novice demonstrations
 
     def stages(self, batch_size: int) -> dict[int, str]:
-        """Return the first step of each kind of rows, and what they are."""
+        """Return the first step of each stage with a description of its rows."""
         before_short, before_whole = self.drills, self.drills + self.short
         return {
-            1: "drills, which copy words or sums",
+            1: "drills that copy words or sums",
             before_short // batch_size + 1: "demonstrations without their system prompt",
             before_whole // batch_size + 1: "whole demonstrations, with system prompt and tools",
         }
@@ -73,10 +73,10 @@ class Lessons:
         tasks: Sequence[Task],
         rng: random.Random,
     ) -> None:
-        """Write a dataset that is read from top to bottom; the tasks are those that are demonstrated."""
+        """Write the dataset in training order, with demonstrations of `tasks`."""
         drills = [self.drill(rng) for _ in range(self.drills)]
         episodes = demonstrate(environment, chat, tasks, self.mistakes, rng)
-        rows: list[dict[str, Any]] = [{"prompt": shown, "completion": wanted} for shown, wanted in drills]
+        rows: list[dict[str, Any]] = [{"prompt": text, "completion": lines} for text, lines in drills]
         rows += [_row(episode, system=False) for episode in rng.choices(episodes, k=self.short)]
         rows += [_row(episode, system=True) for episode in rng.choices(episodes, k=self.whole)]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,21 +96,21 @@ def demonstrate(
     mistakes: float,
     rng: random.Random,
 ) -> list[Trajectory]:
-    """Play one scripted episode per task, a share of them by a novice."""
+    """Play one scripted episode per task, a share `mistakes` of them with the novice policy."""
 
-    async def all_episodes() -> list[Trajectory]:
+    async def play_all() -> list[Trajectory]:
         episodes = []
         for task in tasks:
-            made = environment(task)
-            script = made.novice(rng) if rng.random() < mistakes else made.expert()
-            episodes.append(await play(made, chat, script))
+            instance = environment(task)
+            script = instance.novice(rng) if rng.random() < mistakes else instance.expert()
+            episodes.append(await play(instance, chat, script))
         return episodes
 
-    return run(all_episodes)
+    return run(play_all)
 
 
 def _row(episode: Trajectory, system: bool) -> dict[str, Any]:
-    """Return the episode as a conversation; the system part holds the tools too."""
+    """Return the episode as an SFT row; without `system`, drop the system message and the tools."""
     messages = [message for message in episode.prompt if system or message.role != "system"]
     for turn in episode.turns:
         messages += [turn.message, *turn.replies]

@@ -1,4 +1,4 @@
-"""What came of a demo, read from the folders of its two runs: for programs, and as one HTML page for people."""
+"""The demo's report, read from the folders of its two runs: as JSON and as one HTML page."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from TrainingFactory.runs.episode_texts import conversation
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Trajectory
 
-HELDOUT = "heldout.jsonl"  # episodes of a run's model on held-out tasks
+HELDOUT = "heldout.jsonl"  # in a run's folder: episodes of its model on held-out tasks
 LEARNED = {
     "search": "to chain two lookups: first search who bought the thing, then search where the buyer lives, and only "
     "then answer",
-    "calculator": "to hand the expression to the calculator as it is, and to answer with what comes back",
+    "calculator": "to pass the expression to the calculator unchanged, and to answer with its result",
 }
 
 
 @dataclass(slots=True, frozen=True)
 class Stats:
-    """Sums up some episodes; `calls` counts those with so many tool calls."""
+    """Summary of episodes; `calls` maps a number of tool calls to the number of episodes with that many."""
 
     episodes: int
     success: float
     low: float  # 95 % interval of the success
     high: float
-    tool_success: float | None  # None where no tool was called
+    tool_success: float | None  # None: no tool was called
     turns: float
     calls: dict[int, int]
 
     @classmethod
     def of(cls, episodes: Sequence[Trajectory]) -> Stats:
-        found = evaluation_metrics(episodes)
+        metrics = evaluation_metrics(episodes)
         calls = Counter(sum(len(turn.message.tool_calls) for turn in episode.turns) for episode in episodes)
-        low, high = found.get("success_low", 0.0), found.get("success_high", 0.0)
-        shares = found.get("success", 0.0), low, high, found.get("tool_success")
-        return cls(len(episodes), *shares, found["turns"], dict(sorted(calls.items())))
+        low, high = metrics.get("success_low", 0.0), metrics.get("success_high", 0.0)
+        shares = metrics.get("success", 0.0), low, high, metrics.get("tool_success")
+        return cls(len(episodes), *shares, metrics["turns"], dict(sorted(calls.items())))
 
     def share(self, calls: int) -> float:
-        """Return the share of episodes with so many tool calls."""
+        """Return the share of episodes with this number of tool calls."""
         return self.calls.get(calls, 0) / self.episodes
 
 
@@ -59,7 +59,7 @@ class Trial(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class Report:
-    """`folders`, `configs` and `seconds` are those of the warm start and of GRPO."""
+    """Results of both runs; `folders`, `configs` and `seconds` are (warm start, GRPO)."""
 
     folders: tuple[str, str]
     configs: tuple[dict[str, Any], dict[str, Any]]
@@ -82,7 +82,7 @@ class Report:
             before=Stats.of(before),
             after=Stats.of(after),
             curve=[row["accuracy"] for row in trained.metrics() if "accuracy" in row],
-            trial=_telling(before, after),
+            trial=_choose_trial(before, after),
         )
 
     @property
@@ -96,14 +96,14 @@ class Report:
 
     @property
     def learned(self) -> str:
-        """Tell in a sentence what was learned; the two intervals must lie apart before anything is claimed."""
+        """Describe in a sentence what was learned; claim nothing unless the two 95 % intervals are disjoint."""
         if self.after.low > self.before.high:
             return f"It learned {LEARNED[self.environment]}."
-        return "It did not get clearly better this time."
+        return "It did not improve significantly this time."
 
     @property
     def table(self) -> list[tuple[str, str, str]]:
-        """Name, before, after."""
+        """Rows of (name, before, after)."""
         usual = max(self.after.calls, key=lambda number: self.after.calls[number])
         columns = [
             (
@@ -114,25 +114,25 @@ class Report:
             )
             for side in (self.before, self.after)
         ]
-        names = ("success", "tool calls that worked", "turns an episode", f"episodes with {usual} calls")
+        names = ("success", "successful tool calls", "turns per episode", f"episodes with {usual} calls")
         return list(zip(names, *columns, strict=True))
 
     @property
     def next_commands(self) -> list[tuple[str, str]]:
-        """(command, what it does)"""
+        """Pairs of (command, what it does)."""
         warm, trained = self.folders
         other = next(name for name in LESSONS if name != self.environment)
         watch = f"tfactory rollout {self.environment} --split heldout --model"
         return [
             (f"{watch} {trained}/model", "watch the trained agent"),
-            (f"{watch} {warm}/model", "and the one before GRPO"),
-            (f"tfactory runs compare {warm} {trained}", "the two runs side by side"),
-            (f"tfactory demo --env {other} --out runs/demo-{other}", "another agent"),
-            ("tfactory new env NAME", "start an environment of your own"),
+            (f"{watch} {warm}/model", "watch the agent before GRPO"),
+            (f"tfactory runs compare {warm} {trained}", "compare the two runs side by side"),
+            (f"tfactory demo --env {other} --out runs/demo-{other}", "train another agent"),
+            ("tfactory new env NAME", "create your own environment"),
         ]
 
     def page(self) -> str:
-        """Return the report as an HTML page that needs nothing beside it."""
+        """Return the report as a self-contained HTML page."""
         sides = zip(("Before", "After"), self.trial, strict=True)
         return render(
             "demo.html.jinja",
@@ -149,17 +149,17 @@ class Report:
 
 def ending(episode: Trajectory) -> str:
     if episode.status != "done":
-        return f"wrong: it ended as {episode.status}, asked for was {episode.task.answer}"
-    return "right" if _won(episode) else f"wrong: the answer is {episode.task.answer}"
+        return f"wrong: the episode ended as {episode.status}; the expected answer is {episode.task.answer}"
+    return "right" if _succeeded(episode) else f"wrong: the expected answer is {episode.task.answer}"
 
 
-def _telling(before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Trial:
-    """Choose a task that failed and then worked; if there is one, such that the failure was an orderly episode."""
+def _choose_trial(before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Trial:
+    """Choose a task that failed before and succeeded after; prefer a regularly ended failure of several turns."""
     pairs = [Trial(*pair) for pair in zip(before, after, strict=True)]
-    learned = [trial for trial in pairs if not _won(trial.before) and _won(trial.after)]
-    orderly = [trial for trial in learned if trial.before.status == "done" and len(trial.before.turns) > 1]
-    return (orderly or learned or pairs)[0]
+    improved = [trial for trial in pairs if not _succeeded(trial.before) and _succeeded(trial.after)]
+    regular = [trial for trial in improved if trial.before.status == "done" and len(trial.before.turns) > 1]
+    return (regular or improved or pairs)[0]
 
 
-def _won(episode: Trajectory) -> bool:
+def _succeeded(episode: Trajectory) -> bool:
     return episode.reward is not None and episode.reward.outcome > 0

@@ -1,4 +1,4 @@
-"""What a chat format, dry episodes and their rows tell before a run."""
+"""The doctor's checks of a chat format, of dry-run episodes and of the rows made from them."""
 
 from __future__ import annotations
 
@@ -21,101 +21,104 @@ VALUES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def check_format(found: Diagnosis, loaded: LoadedModel, chat: TemplateChatFormat, named: str | None) -> None:
-    """Look at the family and its stop tokens, before anything is played."""
+def check_format(
+    diagnosis: Diagnosis, loaded: LoadedModel, chat: TemplateChatFormat, family: str | None
+) -> None:
+    """Check the chat family and its stop tokens; `family` is the config's `model.family`."""
     size = loaded.model.get_input_embeddings().weight.shape[0]
     stops = ", ".join(f"{chat.decode([stop])!r} ({stop})" for stop in chat.stop_ids) or "nothing"
-    found.facts["model"] = (
-        f"{loaded.name}: {sum(each.numel() for each in loaded.model.parameters()):,} weights"
+    diagnosis.facts["model"] = (
+        f"{loaded.name}: {sum(parameter.numel() for parameter in loaded.model.parameters()):,} weights"
     )
-    found.facts["chat"] = f"family {chat.family.name}; a turn ends with {stops}"
+    diagnosis.facts["chat"] = f"family {chat.family.name}; a turn ends with {stops}"
     if not any(stop < size for stop in chat.stop_ids):
-        found.add("stop_unreachable", f"no token that the model has (of {size}) ends a turn: {stops}")
-    if named is None:
+        diagnosis.add("stop_unreachable", f"no stop token is among the model's {size} tokens: {stops}")
+    if family is None:
         return
     turn = Message("assistant", tool_calls=[ToolCall(PROBE.name, {"text": "a b"})])
     native = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
     try:
-        read = chat.parse(native.write(turn, tools=[PROBE]), tools=[PROBE])
-    except ValueError:  # the template writes no calls, so that there is nothing to differ from
+        parsed = chat.parse(native.write(turn, tools=[PROBE]), tools=[PROBE])
+    except ValueError:  # the template cannot write calls, so there is nothing to compare with
         return
-    if not same_turn(read, turn):
+    if not same_turn(parsed, turn):
         sentence = (
-            f"model.family is {named}, and does not read the calls that this model's own template writes (family "
-            f"{native.family.name}); a model that has learned those would never be seen to call a tool"
+            f"model.family is {family}, which cannot parse the calls that this model's own template writes (family "
+            f"{native.family.name}); calls in the model's native format would be read as text"
         )
-        found.add("family_differs", sentence, "warning")
+        diagnosis.add("family_differs", sentence, "warning")
 
 
-def check_tools(found: Diagnosis, chat: TemplateChatFormat, specs: Sequence[ToolSpec]) -> None:
-    """Look at schemas, and write a call of each tool and read it back."""
+def check_tools(diagnosis: Diagnosis, chat: TemplateChatFormat, specs: Sequence[ToolSpec]) -> None:
+    """Check each tool's schema, and that a call of it survives being written and parsed."""
     for spec in specs:
         try:
             check_schema(spec)
         except ValueError as error:
-            found.add("tool_schema", str(error))
+            diagnosis.add("tool_schema", str(error))
             continue
         if not spec.description.strip():
-            found.add("tool_schema", f"tool {spec.name} has no description", "warning")
+            diagnosis.add("tool_schema", f"tool {spec.name} has no description", "warning")
         call = ToolCall(spec.name, _arguments(spec.parameters))
-        _write(found, chat, Message("assistant", tool_calls=[call]), specs, f"tool {spec.name}")
+        _write(diagnosis, chat, Message("assistant", tool_calls=[call]), specs, f"tool {spec.name}")
 
 
-def check_prompts(found: Diagnosis, chat: TemplateChatFormat, episodes: Sequence[Trajectory]) -> None:
-    """Write the turns of the model that prompts begin with, and read them back."""
+def check_prompts(diagnosis: Diagnosis, chat: TemplateChatFormat, episodes: Sequence[Trajectory]) -> None:
+    """Check that assistant turns inside prompts survive being written and parsed."""
     for episode in episodes:
         for message in episode.prompt:
             if message.role == "assistant":
-                _write(found, chat, message, episode.tools, f"task {episode.task.id}")
+                _write(diagnosis, chat, message, episode.tools, f"task {episode.task.id}")
 
 
-def _write(found: Diagnosis, chat: Any, turn: Message, tools: Sequence[ToolSpec], of: str) -> None:
+def _write(diagnosis: Diagnosis, chat: Any, turn: Message, tools: Sequence[ToolSpec], source: str) -> None:
     try:
-        chat.write(turn, tools=tools)  # which reads it back
+        chat.write(turn, tools=tools)  # also parses it back and compares
     except ValueError as error:
-        found.add("calls_not_read", f"{of}: {error}")
+        diagnosis.add("calls_not_read", f"{source}: {error}")
 
 
 def _arguments(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a value for each argument of a schema, as far as it says of which type."""
-    found = {}
-    for name, given in schema.get("properties", {}).items():
-        given = given if isinstance(given, dict) else {}
-        kinds: Any = given.get("type", "string")
+    """Return an example value for each argument of a schema; a string where the schema names no type."""
+    arguments = {}
+    for name, option in schema.get("properties", {}).items():
+        option = option if isinstance(option, dict) else {}
+        kinds: Any = option.get("type", "string")
         kind = str(kinds[0] if isinstance(kinds, list) and kinds else kinds)
-        found[name] = given["enum"][0] if given.get("enum") else VALUES.get(kind, "x")
-    return found
+        arguments[name] = option["enum"][0] if option.get("enum") else VALUES.get(kind, "x")
+    return arguments
 
 
-def check_episodes(found: Diagnosis, episodes: Sequence[Trajectory], turn_limit: int, limit: int) -> None:
-    """Look at how sampled episodes ended; the limits are those of a turn and of an episode, in tokens."""
-    failed = [each for each in episodes if each.status in ("error", "tool_failure")]
+def check_episodes(diagnosis: Diagnosis, episodes: Sequence[Trajectory], turn_limit: int, limit: int) -> None:
+    """Check how sampled episodes ended. `turn_limit` and `limit` are the maximum tokens of a turn and an episode."""
+    failed = [episode for episode in episodes if episode.status in ("error", "tool_failure")]
     if failed:
-        found.add("episodes_fail", f"{len(failed)} of {len(episodes)} episodes: {most_frequent(failed)}")
+        diagnosis.add("episodes_fail", f"{len(failed)} of {len(episodes)} episodes: {most_frequent(failed)}")
     ended = ", ".join(f"{count} {status}" for status, count in Counter(e.status for e in episodes).items())
-    rewards = [each.reward.outcome + sum(each.reward.steps) for each in episodes if each.reward is not None]
-    told = f"rewards from {min(rewards):g} to {max(rewards):g}" if rewards else "none could be scored"
-    found.facts["dry episodes"] = f"{len(episodes)}: {ended}; {told}"
+    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    totals = [reward.outcome + sum(reward.steps) for reward in rewards]
+    rewarded = f"rewards from {min(totals):g} to {max(totals):g}" if totals else "no episode was scored"
+    diagnosis.facts["dry episodes"] = f"{len(episodes)}: {ended}; {rewarded}"
     turns = [turn for episode in episodes for turn in episode.turns]
     if turns and not any(turn.completion.finish == "stop" for turn in turns):
-        told = f"none of {len(turns)} turns ended with a stop token within sampling.max_tokens ({turn_limit})"
-        found.add("no_stop", told, "warning")
+        text = f"none of {len(turns)} turns ended with a stop token within sampling.max_tokens ({turn_limit})"
+        diagnosis.add("no_stop", text, "warning")
     longest = max((len(turn.prompt_ids) for turn in turns), default=limit)
     if longest + turn_limit > limit:
-        told = f"a prompt has {longest} tokens, a turn may have {turn_limit} more, and model.max_length is {limit}"
-        found.add("prompt_too_long", told, "warning" if turns else "error")
+        text = f"a prompt of {longest} tokens plus a turn of up to {turn_limit} exceeds model.max_length ({limit})"
+        diagnosis.add("prompt_too_long", text, "warning" if turns else "error")
 
 
-def check_mask(found: Diagnosis, batch: StepGroups) -> None:
-    """Compare the trained tokens of the rows with what was sampled."""
+def check_mask(diagnosis: Diagnosis, batch: StepGroups) -> None:
+    """Check that every row trains at least one token, and exactly the tokens that were sampled."""
     turns = (episode.turns for episode in batch.trajectories)
-    rows = [[*row] for each in turns for _, row in groupby(each, lambda turn: turn.signals.get("proxy/row"))]
-    spoken = {tuple(token for turn in row for token in turn.completion.token_ids) for row in rows}
+    rows = [[*row] for some in turns for _, row in groupby(some, lambda turn: turn.signals.get("proxy/row"))]
+    sampled = {tuple(token for turn in row for token in turn.completion.token_ids) for row in rows}
     for number, row in enumerate(batch.rows):
         trained = tuple(token for token, used in zip(row.token_ids, row.loss_mask, strict=True) if used)
         if not trained:
-            found.add("mask", f"row {number} of the step has no token to learn from")
-        elif batch.sampled and trained not in spoken:
-            found.add(
-                "mask", f"row {number} of the step trains tokens that were not sampled, or not all of them"
+            diagnosis.add("mask", f"row {number} of the step has no trained token")
+        elif batch.sampled and trained not in sampled:
+            diagnosis.add(
+                "mask", f"the trained tokens of row {number} of the step differ from its sampled tokens"
             )

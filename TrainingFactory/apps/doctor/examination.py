@@ -1,5 +1,5 @@
-"""Examine a config or a model before a run: check all of it, then play two groups and make one update in a folder of
-their own, with the real model, tools and rewards."""
+"""The examination behind `tfactory doctor`: check the config and the model, then play two groups and make one update in
+a temporary folder, with the real model, tools and rewards."""
 
 from __future__ import annotations
 
@@ -36,157 +36,160 @@ from TrainingFactory.training.preflight import check, check_steps
 from TrainingFactory.training.source import StepGroups
 from TrainingFactory.types import Trajectory
 
-GROUPS = 2  # that are played
-OTHER_SEED = 104_729  # added to the config's: a run plays other episodes than the doctor
+GROUPS = 2  # groups that the dry run plays
+OTHER_SEED = 104_729  # added to the config's seed, so that a run does not replay the doctor's episodes
 
 
 def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
-    """Return what is found. Nothing is left behind, and no tracker is told."""
-    found, rows = Diagnosis(), config.data.dataset is not None
+    """Examine a config, or its model alone if it names no environment, tools or dataset. Leave no files behind and log
+    to no tracker."""
+    diagnosis = Diagnosis()
+    has_dataset = config.data.dataset is not None
     for text in [*notices(config), *unused(config)]:
-        found.add("ignored", text, "note")
+        diagnosis.add("ignored", text, "note")
     try:
-        if rows or config.environment.environment_id or config.environment.command or config.tools:
-            found.tried("config", lambda: check(config, rows))
-            found.tried("config", lambda: check_trackers(config.logging.trackers))
-            reward = found.tried("config", lambda: check_reward(config))
+        if has_dataset or config.environment.environment_id or config.environment.command or config.tools:
+            diagnosis.tried("config", lambda: check(config, has_dataset))
+            diagnosis.tried("config", lambda: check_trackers(config.logging.trackers))
+            reward = diagnosis.tried("config", lambda: check_reward(config))
             if KINDS[config.training.algorithm].samples:
-                found.tried("config", lambda: check_group(reward, config.training.group_size))
+                diagnosis.tried("config", lambda: check_group(reward, config.training.group_size))
             with tempfile.TemporaryDirectory(prefix="tfactory-doctor-") as folder:
-                dry = found.tried("config", lambda: DryRun(config, Path(folder), watcher, found))
-                if dry is not None:
-                    run_anywhere(dry.play)
+                dry_run = diagnosis.tried("config", lambda: DryRun(config, Path(folder), watcher, diagnosis))
+                if dry_run is not None:
+                    run_anywhere(dry_run.play)
         else:
-            found.facts["examined"] = "the model alone: no environment, tools or dataset are named"
-            found.tried("model", lambda: _model_alone(found, config))
+            diagnosis.facts["examined"] = "the model alone: the config names no environment, tools or dataset"
+            diagnosis.tried("model", lambda: _check_model_alone(diagnosis, config))
     except RuntimeError as error:
         if "out of memory" not in str(error):
             raise
-        found.add("memory", str(error).partition("\n")[0], remedy=remedy(config))
-    return found
+        diagnosis.add("memory", str(error).partition("\n")[0], remedy=remedy(config))
+    return diagnosis
 
 
 def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
-    """Return the memory that a config takes on a GPU that is not there, by the shape of its model, or of a size, and
-    where it fits the seconds of a step that `tfactory plan` tells; nothing is loaded."""
-    there = 2**30 * find_figures("native", gpu, None, ())["gpu_memory_gib"].value
-    found, shape = Diagnosis(), find_shape(config.model.name, size)
+    """Estimate the memory of a config on a GPU type that this machine need not have, from the shape of its model or of
+    a model of `size`. If it fits, add the step time that `tfactory plan` computes. Load nothing."""
+    available = 2**30 * find_figures("native", gpu, None, ())["gpu_memory_gib"].value
+    diagnosis = Diagnosis()
+    shape = find_shape(config.model.name, size)
     estimate_other = partial(_estimate_shape, shape, build_sampler.DEFAULT_MAX_LENGTH)
-    found.facts["model"] = f"{shape.name}: {shape.params:,} weights; nothing was loaded"
-    compare_memory(found, config, estimate_other(config), there, f"one {gpu.upper()}", estimate_other)
-    if KINDS[config.training.algorithm].samples and not found.failed:
+    diagnosis.facts["model"] = f"{shape.name}: {shape.params:,} weights; nothing was loaded"
+    compare_memory(diagnosis, config, estimate_other(config), available, f"one {gpu.upper()}", estimate_other)
+    if KINDS[config.training.algorithm].samples and not diagnosis.failed:
         seconds = Planner(config, 1, gpu, size).step(1, config.sampling.slots, config.optimization.bound)
         plan = f"tfactory plan CONFIG --gpus 1 --gpu {gpu}" + (f" --model-size {size}" if size else "")
-        found.facts["time"] = f"about {seconds:.3g} s a step, by assumed lengths and latencies: {plan}"
-    return found
+        diagnosis.facts["time"] = f"about {seconds:.3g} s a step, with assumed lengths and latencies: {plan}"
+    return diagnosis
 
 
 def _estimate_shape(shape: Shape, max_length: int, config: TrainingConfig) -> dict[str, float]:
-    """Return the bytes of a config by the shape of its model; `max_length` counts where the config has none."""
+    """Return the bytes of each part, from the model's shape; `max_length` applies where the config sets none."""
     length = config.model.max_length or max_length
     return needed(config, shape, shape.held(config), make_algorithm(config).needs, length)
 
 
-def _model_alone(found: Diagnosis, config: TrainingConfig) -> None:
+def _check_model_alone(diagnosis: Diagnosis, config: TrainingConfig) -> None:
     loaded = build_sampler.load(config)
     make_trainable(config, loaded)
-    _look_at_model(found, config, loaded, build_sampler.make_chat(config, loaded))
+    _check_model(diagnosis, config, loaded, build_sampler.make_chat(config, loaded))
 
 
-def _look_at_model(
-    found: Diagnosis, config: TrainingConfig, loaded: LoadedModel, chat: TemplateChatFormat
+def _check_model(
+    diagnosis: Diagnosis, config: TrainingConfig, loaded: LoadedModel, chat: TemplateChatFormat
 ) -> None:
-    checks.check_format(found, loaded, chat, config.model.family)
-    checks.check_tools(found, chat, [checks.PROBE])
+    checks.check_format(diagnosis, loaded, chat, config.model.family)
+    checks.check_tools(diagnosis, chat, [checks.PROBE])
     limit = build_sampler.max_length(config, loaded)
     parts = estimate(config, loaded.model, make_algorithm(config).needs, limit)
     shape = dense_shape(config.model.name, loaded.model.config.to_dict())
     other = None if shape is None else partial(_estimate_shape, shape, limit)
-    check_memory(found, config, parts, next(loaded.model.parameters()).device, other)
+    check_memory(diagnosis, config, parts, next(loaded.model.parameters()).device, other)
 
 
 class DryRun(Training):
-    """A run of one small step, whose folder is elsewhere; what it sees goes to `found`."""
+    """A run of one small step in `folder`; adds its findings to `diagnosis`."""
 
-    def __init__(self, asked: TrainingConfig, folder: Path, watcher: Watcher, found: Diagnosis) -> None:
-        self.asked, self.found, self._folder = asked, found, folder
-        self.chat: Any = None  # until the model is loaded
-        self.limits = 0, 0  # tokens of a turn, and of an episode
-        super().__init__(_small(asked), name="doctor", watcher=watcher)
+    def __init__(self, config: TrainingConfig, folder: Path, watcher: Watcher, diagnosis: Diagnosis) -> None:
+        self.requested, self.diagnosis, self._folder = config, diagnosis, folder
+        self.chat: Any = None  # None until the model is loaded
+        self.limits = 0, 0  # maximum tokens of a turn and of an episode
+        super().__init__(_small(config), name="doctor", watcher=watcher)
 
     def new_run(self, name: str, about: dict[str, Any]) -> RunFolder:
-        elsewhere = self.config.logging.model_copy(update={"output_dir": str(self._folder)})
-        config = self.config.model_copy(update={"logging": elsewhere})
+        logging = self.config.logging.model_copy(update={"output_dir": str(self._folder)})
+        config = self.config.model_copy(update={"logging": logging})
         return RunFolder.create(config, name, about, self.total)
 
     def load(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
         loaded, self.chat = super().load(day)
-        self.limits = self.asked.sampling.max_tokens, build_sampler.max_length(self.asked, loaded)
-        _look_at_model(self.found, self.asked, loaded, self.chat)
+        self.limits = self.requested.sampling.max_tokens, build_sampler.max_length(self.requested, loaded)
+        _check_model(self.diagnosis, self.requested, loaded, self.chat)
         return loaded, self.chat
 
     async def play(self) -> None:
-        """Make everything as for a run, and take its first step."""
-        total = steps_in(self.asked, make_order(self.asked, self.data.size))
-        self.found.tried("config", lambda: check_steps(self.asked, total))
-        async with AsyncExitStack() as held:
-            held.callback(self.run.unlock)
-            held.push_async_callback(self.tools.close)
+        """Assemble the run and execute its first step."""
+        total = steps_in(self.requested, make_order(self.requested, self.data.size))
+        self.diagnosis.tried("config", lambda: check_steps(self.requested, total))
+        async with AsyncExitStack() as stack:
+            stack.callback(self.run.unlock)
+            stack.push_async_callback(self.tools.close)
             try:
-                loop = await make_loop(self, held)
+                loop = await make_loop(self, stack)
             except (ValueError, OSError) as error:
-                self.found.add("model" if self.chat is None else "config", str(error))
+                self.diagnosis.add("model" if self.chat is None else "config", str(error))
                 return
-            held.push_async_callback(loop.source.close)
+            stack.push_async_callback(loop.source.close)
             try:
                 batch = await loop.source.take(0)
-            except ValueError as error:  # a demonstration that cannot be played
-                self.found.add("episodes_fail", str(error))
+            except ValueError as error:  # a demonstration cannot be replayed
+                self.diagnosis.add("episodes_fail", str(error))
                 return
-            self._look_at(batch.trajectories, batch.sampled)
+            self._check_episodes(batch.trajectories, batch.sampled)
             heldout, sampler = loop.heldout, loop.sampler
             if not batch.sampled and heldout.rollouts is not None and heldout.tasks and sampler is not None:
                 played = await heldout.rollouts.rollout_batch(
                     heldout.tasks[:1], sampler, recorded_as="doctor"
                 )
-                self._look_at(played[0], sampled=True)
+                self._check_episodes(played[0], sampled=True)
             await self._learn(loop, batch, total)
 
-    def _look_at(self, episodes: list[Trajectory], sampled: bool) -> None:
-        checks.check_tools(self.found, self.chat, episodes[0].tools)
-        checks.check_prompts(self.found, self.chat, episodes)
+    def _check_episodes(self, episodes: list[Trajectory], sampled: bool) -> None:
+        checks.check_tools(self.diagnosis, self.chat, episodes[0].tools)
+        checks.check_prompts(self.diagnosis, self.chat, episodes)
         if sampled:
-            checks.check_episodes(self.found, episodes, *self.limits)
+            checks.check_episodes(self.diagnosis, episodes, *self.limits)
 
     async def _learn(self, loop: TrainingLoop, batch: StepGroups, total: int) -> None:
-        """Update once, and look at the step as a run would, without waiting for a second one."""
-        checks.check_mask(self.found, batch)
+        """Update once, apply the run's finding rules to this single step, and report the expected step time."""
+        checks.check_mask(self.diagnosis, batch)
         if batch.problem is not None:
-            self.found.add("unscored", batch.problem)
+            self.diagnosis.add("unscored", batch.problem)
         started = time.perf_counter()
         learned = await loop.policy.step(batch.rows, 0) if batch.rows else {"rows": 0.0}
         spent = time.perf_counter() - started
         row = batch.metrics | learned | {"seconds/step": batch.seconds + spent}
         changes = Table(steps=1).look(1, row, batch.trajectories)
-        self.found.findings += [change.finding for change in changes if change.finding is not None]
-        # From all groups of a step side by side as fast as these, to one after the other.
-        parts = self.asked.training.batch_size / len(batch.groups)
-        update = spent * parts * self.asked.training.update_epochs
-        ends = [batch.seconds + update, batch.seconds * parts + update]
-        step = " to ".join(dict.fromkeys(f"{seconds:.3g}" for seconds in ends))
-        whole = " to ".join(dict.fromkeys(str(timedelta(seconds=round(seconds * total))) for seconds in ends))
-        unknown = "" if batch.rows else ", without its update, for which nothing was to be learned"
-        self.found.facts["time"] = (
+        self.diagnosis.findings += [change.finding for change in changes if change.finding is not None]
+        # Fastest case: all groups of a step run in parallel at this speed. Slowest: one after the other.
+        parts = self.requested.training.batch_size / len(batch.groups)
+        update = spent * parts * self.requested.training.update_epochs
+        times = [batch.seconds + update, batch.seconds * parts + update]
+        step = " to ".join(dict.fromkeys(f"{seconds:.3g}" for seconds in times))
+        whole = " to ".join(dict.fromkeys(str(timedelta(seconds=round(each * total))) for each in times))
+        unknown = "" if batch.rows else ", without an update, because no row had anything to learn"
+        self.diagnosis.facts["time"] = (
             f"{step} s a step{unknown}; {whole} for {count(total, 'step')}, without evaluations"
         )
 
 
 def _small(config: TrainingConfig) -> TrainingConfig:
-    """Return the config of a step of two groups and one update; of all rows where none is sampled. One process learns:
-    several learn the same, and need machines that may not be there yet."""
+    """Return the config of a step of two groups and one update; without sampling, of a full batch. Use one learner,
+    because several compute the same and may need machines that are not available yet."""
     training = config.training
-    few = min(GROUPS, training.batch_size) if KINDS[training.algorithm].samples else training.batch_size
-    changed = {"batch_size": few, "minibatches": 1, "update_epochs": 1, "seed": training.seed + OTHER_SEED}
+    groups = min(GROUPS, training.batch_size) if KINDS[training.algorithm].samples else training.batch_size
+    changed = {"batch_size": groups, "minibatches": 1, "update_epochs": 1, "seed": training.seed + OTHER_SEED}
     sections = {
         "training": training.model_copy(update=changed),
         "grpo": config.grpo.model_copy(update={"refill": 0}),

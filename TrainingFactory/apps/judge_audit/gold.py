@@ -1,4 +1,4 @@
-"""Gold files: what a judge should say, one JSON object a line."""
+"""Gold files: items with the verdicts that a judge should give, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from TrainingFactory.types import Completion, Message, Task, Trajectory, Turn
 
 FORM = 'like {"prompt": "...", "response": "...", "label": true}'
 SIDES = {"first": 1.0, "second": 0.0, "tie": 0.5}
-SMALL = 0.1  # gold scores that all lie in so small a part of the range are on another scale
+SMALL = 0.1  # if all gold scores lie within this share of the range, they are on another scale
 
 
 @dataclass(slots=True, frozen=True)
 class Gold:
-    """Holds one item. `value` is from 0 to 1; `other` is a second response, `better` how much better the first is."""
+    """One item; `value` is from 0 to 1. `better` compares with `other`, a second response: 1 if the first one wins."""
 
     trajectory: Trajectory
     value: float | None = None
@@ -35,8 +35,6 @@ class Gold:
 
 @checked_dataclass(config=STRICT | ConfigDict(extra="ignore"), kw_only=True)
 class Row:
-    """Checks one line of the file."""
-
     id: Any = None
     prompt: str | None = None
     response: str | None = None
@@ -49,28 +47,28 @@ class Row:
 
     def __post_init__(self) -> None:
         if not self.conversation and (self.prompt is None or self.response is None):
-            raise ValueError('it needs "prompt" and "response", or a "conversation"')
+            raise ValueError('"prompt" and "response", or "conversation", is required')
         if (self.pair is None) != (self.better is None):
-            raise ValueError('"pair", the other response, and "better" (first, second or tie) go together')
+            raise ValueError('"pair" (the other response) and "better" (first, second or tie) go together')
         if self.label is None and self.score is None and self.pair is None:
-            raise ValueError('it has neither a "label" nor a "score", nor a "pair"')
+            raise ValueError('"label", "score" or "pair" is required')
         if self.messages[-1].role != "assistant":
-            raise ValueError('"conversation" does not end with the assistant\'s message')
+            raise ValueError('"conversation" must end with an assistant message')
 
     @property
     def messages(self) -> list[Message]:
         if self.conversation:
-            return [message_from_dict(each) for each in self.conversation]
+            return [message_from_dict(message) for message in self.conversation]
         return [Message("user", self.prompt or ""), Message("assistant", self.response or "")]
 
     def value(self, low: float, high: float) -> float | None:
-        """Return the label or the score, from 0 to 1."""
+        """Return the label or the score scaled to 0..1; None if the line has neither."""
         if self.label is not None:
             return float(self.label)
         if self.score is None:
             return None
         if not low <= self.score <= high:
-            raise ValueError(f'has the "score" {self.score:g}; the judge\'s range is {low:g} to {high:g}')
+            raise ValueError(f'has a "score" of {self.score:g}; the judge\'s range is {low:g} to {high:g}')
         return (self.score - low) / (high - low)
 
     def trajectory(self, name: str, messages: Sequence[Message]) -> Trajectory:
@@ -81,22 +79,22 @@ class Row:
                 turns.append(Turn([], Completion([], [], "stop"), message))
             else:
                 turns[-1].replies.append(message)
-        asked = prompt if self.conversation else self.prompt or ""
-        return Trajectory(Task(name, asked, self.reference), name, prompt=prompt, turns=turns)
+        task_prompt = prompt if self.conversation else self.prompt or ""
+        return Trajectory(Task(name, task_prompt, self.reference), name, prompt=prompt, turns=turns)
 
 
 def load_gold(path: str | Path, judge: ModelJudge) -> list[Gold]:
-    """Read the file, whose scores are in the judge's own range; raise where a line is no `Row`."""
+    """Read a gold file, whose scores are in the judge's own range; raise ValueError for an invalid line."""
     scale = judge.verdict.scale if isinstance(judge.verdict, JsonVerdict) else judge.verdict
     low, high = (scale.low, scale.high) if isinstance(scale, Score) else (0.0, 1.0)
 
-    def read(found: FoundRow, number: int) -> Gold:
+    def read(source: FoundRow, number: int) -> Gold:
         try:
-            row: Row = make_from(Row, found.columns, "a gold item")
+            row: Row = make_from(Row, source.columns, "a gold item")
         except ValueError as error:
-            raise ValueError(f"is no gold item: {error}") from None
+            raise ValueError(f"is not a valid gold item: {error}") from None
         if "reference" in judge.prompt.fields and row.reference is None:
-            raise ValueError('has no "reference", which the judge\'s template shows')
+            raise ValueError('has no "reference", which the judge\'s template uses')
         name, messages = str(number if row.id is None else row.id), row.messages
         item, value = row.trajectory(name, messages), row.value(low, high)
         if row.pair is None or row.better is None:
@@ -109,7 +107,7 @@ def load_gold(path: str | Path, judge: ModelJudge) -> list[Gold]:
     if len(scores) > 1 and 0 < max(scores) <= SMALL:
         top = low + max(scores) * (high - low)
         raise ValueError(
-            f'{path}: no gold score is over {top:g}, but the judge\'s range is {low:g} to {high:g}, and "score" is in '
-            "that range; write the scores in it, change it with verdict_options, or add items that deserve more"
+            f'{path}: no "score" is above {top:g}, but the judge\'s range is {low:g} to {high:g}; rescale the scores, '
+            "change the range with verdict_options, or add items with higher scores"
         )
     return items

@@ -1,4 +1,4 @@
-"""The arithmetic of a judge's audit. None where a metric is not defined, such as the correlation with a constant."""
+"""Statistics of a judge audit. They return None if undefined, such as the correlation with a constant."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Hashable, Sequence
 from statistics import StatisticsError, correlation, linear_regression, mean
 
 
-def accuracy(given: Sequence[Hashable], right: Sequence[Hashable]) -> float | None:
-    return mean(a == b for a, b in zip(given, right, strict=True)) if given else None
+def accuracy(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | None:
+    return mean(a == b for a, b in zip(verdicts, gold, strict=True)) if verdicts else None
 
 
-def kappa(given: Sequence[Hashable], right: Sequence[Hashable]) -> float | None:
-    """Return Cohen's kappa: agreement beyond what two raters with these habits would reach by chance. None if both
-    always say the same thing, where chance explains everything."""
-    agreed = accuracy(given, right)
-    return None if agreed is None else beyond(agreed, chance(given, right))
+def kappa(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | None:
+    """Return Cohen's kappa: agreement beyond chance for two raters with these label frequencies. None if both raters
+    always give the same label, because chance explains all agreement then."""
+    agreed = accuracy(verdicts, gold)
+    return None if agreed is None else beyond(agreed, chance(verdicts, gold))
 
 
-def chance(given: Sequence[Hashable], right: Sequence[Hashable]) -> float:
-    """Return the agreement of two raters with these habits who do not look."""
-    habits, truths = Counter(given), Counter(right)
-    return sum(habits[label] * truths[label] for label in habits) / len(given) ** 2
+def chance(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float:
+    """Return the chance agreement of two independent raters with these label frequencies."""
+    habits, truths = Counter(verdicts), Counter(gold)
+    return sum(habits[label] * truths[label] for label in habits) / len(verdicts) ** 2
 
 
 def beyond(agreed: float, by_chance: float) -> float | None:
@@ -35,18 +35,18 @@ def pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
         return None
 
 
-def partial(xs: Sequence[float], ys: Sequence[float], given: Sequence[float]) -> float | None:
-    """Return the correlation of xs and ys that is left when what a straight line in `given` explains is taken off."""
-    return pearson(_rest(xs, given), _rest(ys, given))
+def partial(xs: Sequence[float], ys: Sequence[float], control: Sequence[float]) -> float | None:
+    """Return the partial correlation of xs and ys, controlling for a linear effect of `given`."""
+    return pearson(_residuals(xs, control), _residuals(ys, control))
 
 
-def _rest(values: Sequence[float], given: Sequence[float]) -> Sequence[float]:
+def _residuals(values: Sequence[float], predictor: Sequence[float]) -> Sequence[float]:
     try:
-        slope, start = linear_regression(given, values)
-    except StatisticsError:  # too few, or a constant, which explains nothing
+        slope, start = linear_regression(predictor, values)
+    except StatisticsError:  # too few values, or a constant, which explains nothing
         return values
-    # rounding alone is no correlation
-    return [round(v - start - slope * g, 9) for v, g in zip(values, given, strict=True)]
+    # rounded, because floating-point noise must not look like a correlation
+    return [round(v - start - slope * g, 9) for v, g in zip(values, predictor, strict=True)]
 
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
@@ -54,7 +54,7 @@ def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 
 
 def ranks(values: Sequence[float]) -> list[float]:
-    """Return places from 1; equal values share the mean of theirs."""
+    """Return ranks from 1; ties get their mean rank."""
     ordered = sorted(values)
     first = {value: place for place, value in reversed(list(enumerate(ordered, 1)))}
     counts = Counter(values)

@@ -1,4 +1,4 @@
-"""Estimate how much memory a run takes on its device, from the model and the config."""
+"""Estimates of a run's device memory, from the model and the config."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.runs.diagnosis import Diagnosis
 
-Estimate = Callable[[TrainingConfig], dict[str, float]]  # the bytes of a config, by part
-OPTIMIZER = {"adamw": 8, "adamw_8bit": 2, "muon": 8}  # bytes of state for each trained weight, at most
-# part -> options that make it smaller, the one that changes least first
+Estimate = Callable[[TrainingConfig], dict[str, float]]  # returns the bytes of a config by part
+OPTIMIZER = {"adamw": 8, "adamw_8bit": 2, "muon": 8}  # maximum bytes of optimizer state per trained weight
+# part -> options that reduce it, the least intrusive first
 CUTS = {
     "activations": ["training.gradient_checkpointing", "training.token_budget"],
     "optimizer": ["training.optimizer", "lora.enabled"],
     "weights": ["model.quantization"],
     "cache": ["sampling.slots", "model.max_length"],
-    "all": ["lora.enabled"],  # others: something for every weight that is trained
+    "all": ["lora.enabled"],  # all other parts, which grow with the number of trained weights
 }
-FULL = 0.9  # of the device's memory: more is reported
-LEAST_TOKENS = 1024  # that a smaller training.token_budget is suggested down to
-SMALL = 0.05  # of all: a part that is not worth a remedy
+FULL = 0.9  # share of the device's memory above which the doctor reports a finding
+LEAST_TOKENS = 1024  # smallest training.token_budget that is suggested
+SMALL = 0.05  # share of the total below which a part gets no remedy
 
 
 class Held(NamedTuple):
-    """Counts the weights of a model."""
+    """Number and size of a model's weights."""
 
     weights: int
-    stored: float  # bytes of all of them
+    stored: float  # bytes of all weights
     trained: int
-    exact: int  # trained ones that are stored in float32, and need no copy
-    size: int  # bytes of a number that is computed with
+    exact: int  # trained weights stored in float32, which need no master copy
+    size: int  # bytes per value of the compute dtype
 
     @classmethod
     def of(cls, model: Any) -> Held:
         params = list(model.parameters())
-        trained = [each for each in params if each.requires_grad]
-        exact = sum(each.numel() for each in trained if each.dtype == torch.float32)
-        counts = [sum(each.numel() for each in some) for some in (params, trained)]
-        stored, size = sum(each.nbytes for each in params), max(2, params[0].element_size())
+        trained = [param for param in params if param.requires_grad]
+        exact = sum(param.numel() for param in trained if param.dtype == torch.float32)
+        counts = [sum(param.numel() for param in group) for group in (params, trained)]
+        stored, size = sum(param.nbytes for param in params), max(2, params[0].element_size())
         return cls(counts[0], stored, counts[1], exact, size)
 
 
 def with_changes(config: TrainingConfig, changes: Mapping[str, Any]) -> TrainingConfig:
-    """Return a config with other values, by dotted keys."""
+    """Return a copy of the config with changed values, by dotted key."""
     for key, value in changes.items():
         section, _, name = key.partition(".")
         changed = getattr(config, section).model_copy(update={name: value})
@@ -57,139 +57,139 @@ def with_changes(config: TrainingConfig, changes: Mapping[str, Any]) -> Training
 
 
 def estimate(config: TrainingConfig, model: Any, needs: Set[str], max_length: int) -> dict[str, float]:
-    """Return the bytes that a run takes with a loaded model, by what they are for."""
+    """Return the bytes that a run needs for a loaded model, by part."""
     return needed(config, model.config.get_text_config(), Held.of(model), needs, max_length)
 
 
 def needed(
-    config: TrainingConfig, shape: Any, held: Held, needs: Set[str], max_length: int
+    config: TrainingConfig, shape: Any, counts: Held, needs: Set[str], max_length: int
 ) -> dict[str, float]:
-    """Return the bytes on the device of a learner that samples too; `shape` is a text config, or has its names."""
+    """Return the bytes by part on a device that learns and samples; `shape` has the attributes of a text config."""
     training, learners, ahead = config.training, config.compute.learners or 1, config.optimization.bound
     episodes = training.batch_size * training.group_size
-    found = learner_bytes(
-        config, shape, held, needs, learners, min(training.token_budget, episodes * max_length)
+    parts = learner_bytes(
+        config, shape, counts, needs, learners, min(training.token_budget, episodes * max_length)
     )
     if KINDS[training.algorithm].samples:
-        if ahead or learners > 1:  # of a sharded learner all are copied
-            found["the sampler's weights"] = held.stored if learners > 1 else held.size * held.trained
+        if ahead or learners > 1:  # the sampler of a sharded learner has a full copy
+            parts["the sampler's weights"] = counts.stored if learners > 1 else counts.size * counts.trained
         slots = min(config.sampling.slots, episodes * (1 + ahead))
-        found["cache"] = cache_bytes(shape, slots, max_length, held.size)
-    return {name: float(count) for name, count in found.items()}
+        parts["cache"] = cache_bytes(shape, slots, max_length, counts.size)
+    return {name: float(count) for name, count in parts.items()}
 
 
 def learner_bytes(
-    config: TrainingConfig, shape: Any, held: Held, needs: Set[str], learners: int, tokens: int
+    config: TrainingConfig, shape: Any, counts: Held, needs: Set[str], learners: int, tokens: int
 ) -> dict[str, float]:
-    """Return the bytes on each device that learns, with packs of so many tokens. The head's logits come in chunks and
-    are not counted. Alone it has the weights as they are stored, and float32 copies of those that are trained; shards
-    of these are float32, with two layers and the head at a time gathered as they are computed with."""
+    """Return the bytes on each learner's device, with packs of `tokens` tokens. Logits are computed in chunks and not
+    counted. A single learner holds the stored weights and float32 copies of the trained ones. Shards of trained weights
+    are float32, and two layers and the head at a time are gathered in the compute dtype."""
     ends = shape.hidden_size * shape.vocab_size
     tied = getattr(shape, "tie_word_embeddings", True)  # foreign object
-    layer = (held.weights - ends * (1 if tied else 2)) / shape.num_hidden_layers
-    gathered = 0.0 if learners == 1 else held.size * (2 * layer + ends)
-    kept = held.stored if learners == 1 else held.stored * (1 - held.trained / held.weights)
-    found = {
-        "weights": kept / learners + gathered,
-        "float32 copies": 4 * (held.trained - (held.exact if learners == 1 else 0)) / learners,
-        "gradients": 4 * held.trained / learners,
-        "optimizer": OPTIMIZER[config.training.optimizer] * held.trained / learners,
+    layer = (counts.weights - ends * (1 if tied else 2)) / shape.num_hidden_layers
+    gathered = 0.0 if learners == 1 else counts.size * (2 * layer + ends)
+    stored = counts.stored if learners == 1 else counts.stored * (1 - counts.trained / counts.weights)
+    parts = {
+        "weights": stored / learners + gathered,
+        "float32 copies": 4 * (counts.trained - (counts.exact if learners == 1 else 0)) / learners,
+        "gradients": 4 * counts.trained / learners,
+        "optimizer": OPTIMIZER[config.training.optimizer] * counts.trained / learners,
     }
-    learned = sum(found.values()) - gathered
+    learned = sum(parts.values()) - gathered
     alone = not config.lora.enabled and config.model.adapter is None
     if "reference" in needs and "precomputed" not in needs and alone:
-        found["reference model"] = held.stored / learners
+        parts["reference model"] = counts.stored / learners
     if "critic" in needs:
-        found["critic"] = learned
-    left = activation_bytes(shape, tokens, config.training.gradient_checkpointing, held.size)
-    if learners == 1:  # layer by layer the backward pass frees them and leaves gradients in as many bits
-        found["gradients"] += max(0, held.size * (held.trained - held.exact) - left)
-    return found | {"activations": float(left)}
+        parts["critic"] = learned
+    left = activation_bytes(shape, tokens, config.training.gradient_checkpointing, counts.size)
+    if learners == 1:  # layer by layer, backward frees activations and adds gradients in the compute dtype
+        parts["gradients"] += max(0, counts.size * (counts.trained - counts.exact) - left)
+    return parts | {"activations": float(left)}
 
 
 def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int) -> int:
-    """Return the bytes that a pack of tokens leaves for the backward pass; `shape` is the text config. A layer keeps
-    what comes in, what it adds, both norms, queries, keys and values before and after they are rotated, the mix of
-    values, and three times the width of its MLP."""
+    """Return the bytes of activations that a pack keeps for backward; `shape` is the text config. A layer keeps its
+    input, its output, both norms, queries, keys and values before and after rotary embedding, the attention output, and
+    three times the width of its MLP."""
     wide = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size  # foreign object
     queries, keys = attention_widths(shape)
     layer = 4 * shape.hidden_size + 3 * (queries + keys) + 3 * wide
-    each = shape.hidden_size if checkpointing else layer
-    return tokens * size * (shape.num_hidden_layers * each + layer * checkpointing)
+    per_layer = shape.hidden_size if checkpointing else layer
+    return tokens * size * (shape.num_hidden_layers * per_layer + layer * checkpointing)
 
 
 def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:
-    """Return the bytes of the native engine's keys and values when all slots are full; `shape` is the text config."""
+    """Return the bytes of the native engine's KV cache with all slots full; `shape` is the text config."""
     return 2 * shape.num_hidden_layers * attention_widths(shape)[1] * size * (slots + 1) * max_length
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
-    """Return the widths of a token's queries and of its keys."""
+    """Return the total width of a token's queries and of its keys, over all heads."""
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads  # foreign object
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     return shape.num_attention_heads * width, heads * width
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory that this process can still have on a device."""
+    """Return the bytes that this process can still allocate on a device."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for itself
-    return torch.cuda.mem_get_info(device)[0] + kept
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own cache
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def check_memory(
-    found: Diagnosis, config: TrainingConfig, needed: dict[str, float], device: torch.device,
+    diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], device: torch.device,
     estimate_other: Estimate | None = None,
 ) -> None:  # fmt: skip
-    """Add how much memory a run takes on a device, and a finding where it does not fit."""
+    """Report a run's memory on a device, with a finding if it exceeds it; `estimate_other` finds options that fit."""
     on_gpu = device.type == "cuda"
-    there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
-    compare_memory(found, config, needed, there, str(device), estimate_other)
+    available = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
+    compare_memory(diagnosis, config, needed, available, str(device), estimate_other)
 
 
 def compare_memory(
-    found: Diagnosis, config: TrainingConfig, needed: dict[str, float], there: float, device: str,
+    diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], available: float, device: str,
     estimate_other: Estimate | None = None,
 ) -> None:  # fmt: skip
     total = sum(needed.values())
     parts = ", ".join(f"{name} {amount(count)}" for name, count in needed.items() if count)
-    found.facts["memory"] = f"about {amount(total)} of {amount(there)} on {device}: {parts}"
-    if total > FULL * there:
+    diagnosis.facts["memory"] = f"about {amount(total)} of {amount(available)} on {device}: {parts}"
+    if total > FULL * available:
         largest = max(needed, key=lambda name: needed[name])
-        fitting = find_fitting(config, there, device, estimate_other) if estimate_other else ""
-        found.add(
+        fitting = find_fitting(config, available, device, estimate_other) if estimate_other else ""
+        diagnosis.add(
             "memory",
-            f"training takes about {amount(total)}, where {device} has {amount(there)}; largest part: {largest}",
-            "error" if total > there else "warning",
+            f"training needs about {amount(total)}, but {device} has {amount(available)}; largest part: {largest}",
+            "error" if total > available else "warning",
             f"{fitting}{remedy(config, needed, device)}",
         )
 
 
 def savings(config: TrainingConfig, device: str) -> dict[str, Any]:
-    """Return the options that save memory and can still be set, the one that changes a run least first."""
+    """Return the memory-saving options that are not set yet, the least intrusive first."""
     training, sampling, model = config.training, config.sampling, config.model
     alone, adapted = not config.compute.learners, config.lora.enabled or model.adapter is not None
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if not training.gradient_checkpointing:
-        found["training.gradient_checkpointing"] = True
+        options["training.gradient_checkpointing"] = True
     if training.token_budget > LEAST_TOKENS:
-        found["training.token_budget"] = max(LEAST_TOKENS, training.token_budget // 4)
+        options["training.token_budget"] = max(LEAST_TOKENS, training.token_budget // 4)
     if training.optimizer != "adamw_8bit" and alone and device != "cpu":
-        found["training.optimizer"] = "adamw_8bit"
+        options["training.optimizer"] = "adamw_8bit"
     if sampling.slots >= 8:
-        found["sampling.slots"] = sampling.slots // 4
+        options["sampling.slots"] = sampling.slots // 4
     if not adapted:
-        found["lora.enabled"] = True
+        options["lora.enabled"] = True
     if model.quantization != "4bit" and alone:
-        found["model.quantization"] = "4bit"
+        options["model.quantization"] = "4bit"
     if model.max_length:
-        found["model.max_length"] = model.max_length // 2
-    return found
+        options["model.max_length"] = model.max_length // 2
+    return options
 
 
-def find_fitting(config: TrainingConfig, there: float, device: str, estimate_other: Estimate) -> str:
-    """Return the smallest combination of `savings` that fits, with what it takes; an empty text where none does."""
+def find_fitting(config: TrainingConfig, available: float, device: str, estimate_other: Estimate) -> str:
+    """Return the smallest combination of `savings` that fits, with its memory; empty if none fits."""
     options = savings(config, device)
     for count in range(1, len(options) + 1):
         for keys in itertools.combinations(options, count):
@@ -198,9 +198,9 @@ def find_fitting(config: TrainingConfig, there: float, device: str, estimate_oth
             if "model.quantization" in keys and not adapted:
                 continue
             total = sum(estimate_other(changed).values())
-            if total <= FULL * there:
+            if total <= FULL * available:
                 text = " ".join(setting(key, options[key]) for key in keys)
-                return f"This fits, with about {amount(total)}: {text}. "
+                return f"To fit, in about {amount(total)}, set: {text}. "
     return ""
 
 
@@ -209,15 +209,15 @@ def setting(key: str, value: Any) -> str:
 
 
 def remedy(config: TrainingConfig, needed: dict[str, float] | None = None, device: str = "cuda") -> str:
-    """Return what to set, for the largest part first; for every part where their sizes are not known."""
+    """Return the options to set, for the largest part first; for every part if `needed` is None."""
     needed, options = needed or dict.fromkeys(CUTS, 1.0), savings(config, device)
     if not config.lora.enabled and config.model.adapter is None:
-        options.pop("model.quantization", None)  # weights that are trained are not quantized
+        options.pop("model.quantization", None)  # trained weights cannot be quantized
     large = [part for part in needed if needed[part] > SMALL * sum(needed.values())]
     parts = sorted(large, key=lambda part: -needed[part])
     keys = [key for part in parts for key in CUTS.get(part, CUTS["all"]) if key in options]
     listed = ", ".join(setting(key, options[key]) for key in dict.fromkeys(keys))
-    return f"Options that save memory, the largest part first: {listed}." if listed else ""
+    return f"Options that save memory, largest part first: {listed}." if listed else ""
 
 
 def amount(count: float) -> str:

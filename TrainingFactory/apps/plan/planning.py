@@ -1,4 +1,4 @@
-"""Plan a run on GPUs: the figures and their sources, the costs that follow from them, the best split."""
+"""The planner behind `tfactory plan`: figures with their sources, the costs that follow, and the best split of GPUs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.runs.folder import RunFolder
 
-SPLITS = 64  # numbers of learners that are tried
+SPLITS = 64  # maximum number of learner counts to try
 GIB = 2**30
-# part of a step -> the costs that it stands for
+# part of a step -> the costs in it
 PARTS = {
     "sampling": ("launch", "read", "compute", "row", "prompts", "renewal", "turn"),
     "tools": (),
@@ -33,8 +33,8 @@ PARTS = {
     "evaluations": ("evaluation",),
     "checkpoints": ("checkpoint",),
 }
-WAITS = {"tools": "tool", "reward": "reward"}  # part -> the seconds of episodes that it stands for
-LEARNER = ("update", "write", "load", "record", "checkpoint")  # costs that an evaluation does not have
+WAITS = {"tools": "tool", "reward": "reward"}  # part -> field of Episodes with its seconds
+LEARNER = ("update", "write", "load", "record", "checkpoint")  # costs that do not occur in an evaluation
 REMEDIES: dict[str, Any] = {
     "training.gradient_checkpointing": True, "training.token_budget": 4096, "lora.enabled": True
 }  # fmt: skip
@@ -47,26 +47,26 @@ class Figure(NamedTuple):
 
 
 def find_figures(engine: str, gpu: str, file: Path | None, rates: Sequence[str]) -> dict[str, Figure]:
-    """Return all figures; values of the user's file replace ours, and NAME=VALUE of `rates` replace both."""
+    """Return all figures; the user's file overrides the defaults, and NAME=VALUE in `rates` overrides both."""
     if gpu not in DATA["gpus"]:
-        raise ValueError(f"--gpu {gpu} is not known; there are {', '.join(DATA['gpus'])}")
+        raise ValueError(f"--gpu {gpu} is unknown; choose one of {', '.join(DATA['gpus'])}")
     rows = DATA["workload"] | DATA["gpus"][gpu] | DATA["engines"][engine] | DATA["figures"]
     figures = {name: Figure(*row) for name, row in rows.items()}
     in_file = {} if file is None else yaml.safe_load(file.read_text(encoding="utf-8"))
     if not isinstance(in_file, dict):
-        raise ValueError(f"--rates {file} must have a mapping from names to values")
+        raise ValueError(f"--rates {file} must be a mapping from names to values")
     settings = [(f"--rates {file}", name, value) for name, value in in_file.items()]
     settings += [("--rate", *rate.partition("=")[::2]) for rate in rates]
     for source, name, value in settings:
         if name not in figures:
-            raise ValueError(f"{source}: no figure {name!r}{did_you_mean(nearest(str(name), figures))}")
+            raise ValueError(f"{source}: unknown figure {name!r}{did_you_mean(nearest(str(name), figures))}")
         try:
             number = value if name in DATA["workload"] else float(value)
             if not distribution(value).mean and name in DATA["positive"]:
-                raise ValueError("must be more than 0")
+                raise ValueError("must be greater than 0")
         except (TypeError, ValueError) as error:
             raise ValueError(f"{source}: {name}: {error}") from None
-        figures[name] = Figure(number, figures[name].unit, f"given by {source}")
+        figures[name] = Figure(number, figures[name].unit, f"set by {source}")
     return figures
 
 
@@ -75,7 +75,7 @@ def in_gib(parts: dict[str, float]) -> dict[str, float]:
 
 
 class Planner:
-    """Plans a config on GPUs. A single GPU holds sampler and learner; of several, each has one of them."""
+    """Plans a config on `gpus` GPUs. A single GPU holds sampler and learner; otherwise each GPU holds one of them."""
 
     def __init__(
         self, config: TrainingConfig, gpus: int, gpu: str = "h200", size: str | None = None, run: str | None = None,
@@ -83,12 +83,14 @@ class Planner:
     ) -> None:  # fmt: skip
         if not KINDS[config.training.algorithm].samples:
             raise ValueError(
-                f"training.algorithm={config.training.algorithm} samples nothing; take grpo, ppo or rft"
+                f"training.algorithm={config.training.algorithm} does not sample; use grpo, ppo or rft"
             )
         self.config, self.gpus, self.shape = config, gpus, find_shape(config.model.name, size)
-        own, engine = config.sampling.engine, "vllm" if gpus > 1 else config.sampling.engine
+        configured, engine = config.sampling.engine, "vllm" if gpus > 1 else config.sampling.engine
         self.figures = find_figures(engine, gpu, file, rates)
-        text = "sampling.engine" if engine == own else f"assumed with several GPUs; sampling.engine is {own}"
+        text = "sampling.engine"
+        if engine != configured:
+            text = f"assumed with several GPUs; sampling.engine is {configured}"
         self.figures["engine"] = Figure(engine, "that samples", text)
         for name in ("sampler_overlap", "learner_overlap") if gpus > 1 else ():
             self.figures[name] = Figure(1.0, self.figures[name].unit, "they share no GPU")
@@ -101,11 +103,11 @@ class Planner:
             self.episodes = read_episodes(RunFolder.find(run, config.logging.output_dir), tool)
             for name in DATA["workload"].keys() - ({"tool_seconds"} if tool else set()):
                 self.figures[name] = Figure("recorded", self.figures[name].unit, f"from run {run}")
-        # Where others sample, the learner computes the log-probs of its own weights too.
+        # With separate samplers the learner recomputes the log-probs with its own weights.
         algorithm = make_algorithm(config)
         self.needs, self.refill = algorithm.needs | frozenset(["old"] if gpus > 1 else []), algorithm.refill
         self.room = GIB * (self["gpu_memory_gib"] - self["reserve_gib"])
-        # GPUs of a sampler: the config's number, else the smallest power of 2 that leaves a fifth free
+        # GPUs per sampler: from the config, else the smallest power of 2 that leaves a fifth of the memory free
         least = math.ceil(math.log2(max(1.0, 2 * self.shape.params / 0.8 / self.room)))
         self.width = int(config.sampling.engine_options.get("tensor_parallel_size", 2**least))
 
@@ -113,7 +115,7 @@ class Planner:
         return self.figures[name].value
 
     def least_learners(self, config: TrainingConfig) -> int:
-        """Return on how many GPUs the learner fits; 1025: on no number that is tried."""
+        """Return the smallest number of GPUs on which the learner fits; 1025 if it does not fit on 1024."""
         used = (sum(learner_bytes(self.shape, config, self.needs, n).values()) for n in range(1, 1025))
         return next((n for n, count in enumerate(used, 1) if count <= self.room), 1025)
 
@@ -121,17 +123,17 @@ class Planner:
         return max(1, (self.gpus - learners) // self.width)
 
     def costs(self, learners: int, group_size: int) -> Costs:
-        """Return the seconds of every part, without evaluations."""
+        """Return the seconds of each part of a step, without evaluations."""
         shape, width = self.shape, self.width
         flops, traffic = 1e12 * self["gpu_tflops"], 1e9 * self["gpu_bandwidth_gbs"] * self["bandwidth_share"]
         link = 1e9 * self["node_gbs" if learners <= self["gpus_per_node"] else "network_gbs"]
         trained = shape.adapter(self.config.lora.r) if self.config.lora.enabled else shape.params
-        read, kept = (count / traffic for count in sampler_bytes(shape, width, 1, 1.0).values())
+        read, per_token = (count / traffic for count in sampler_bytes(shape, width, 1, 1.0).values())
         computed = flops * width * self["prefill_mfu"]
         prompt, length = self.episodes.prompt, self.episodes.length
         replies, context = float(np.mean(self.episodes.replies)), self.episodes.context
-        # A prompt is computed once for a group in each sampler that has episodes of it.
-        own = prompt * min(group_size, self.samplers(learners)) / group_size
+        # Each sampler that has episodes of a group computes the group's prompt once.
+        prompt_share = prompt * min(group_size, self.samplers(learners)) / group_size
         pushed = 2e-9 * trained * (self.gpus > 1 or self.config.sampling.engine != "native")
         over = (learners > 1) * 1e9 / link + (self.gpus > self["gpus_per_node"]) / self["network_gbs"]
         saved = (
@@ -143,8 +145,8 @@ class Planner:
             * (self["layer_us"] + 2 * self["allreduce_us"] * (width > 1)),
             read=read,
             compute=2 * shape.params / flops / width / self["decode_mfu"],
-            row=1e-6 * self["row_us"] * shape.vocab_size / 151_936 + context * kept,
-            prompts=(shape.forward(own, prompt / 2) + shape.forward(replies, context)) / computed,
+            row=1e-6 * self["row_us"] * shape.vocab_size / 151_936 + context * per_token,
+            prompts=(shape.forward(prompt_share, prompt / 2) + shape.forward(replies, context)) / computed,
             renewal=shape.forward(length / 2, length / 4) / computed,
             turn=1e-3 * self["turn_ms"],
             driver=1e-3 * self["driver_ms"],
@@ -160,8 +162,8 @@ class Planner:
         )
 
     def update_seconds(self, learners: int, flops: float, gathered: float) -> float:
-        """Return the seconds of an update: its operations, or FSDP's traffic (`gathered` seconds for each pack: 16 bits
-        of every weight twice, 32 of every gradient), whichever is longer."""
+        """Return the seconds of an update: its compute, or FSDP's communication (`gathered` seconds per pack: 16 bits
+        of every weight twice, 32 bits of every gradient), whichever is longer."""
         training, shape, episodes = self.config.training, self.shape, self.episodes
         learned_from = 1 - (1 - episodes.taught) ** (self.refill + 1)
         groups, size = training.batch_size * learned_from, training.group_size
@@ -175,7 +177,7 @@ class Planner:
         return max(computed, training.update_epochs * packs * gathered)
 
     def model(self, learners: int, slots: int, max_staleness: int, without: str = "") -> StepModel:
-        """Return the model of a step, in which the part `without` takes no time."""
+        """Return the model of a step; the part `without` takes no time."""
         training, samplers = self.config.training, self.samplers(learners)
         free = dict.fromkeys(PARTS.get(without, ()), 0.0)
         costs, episodes = self.costs(learners, training.group_size)._replace(**free), self.episodes
@@ -183,23 +185,22 @@ class Planner:
             episodes = episodes._replace(**{WAITS[without]: np.zeros_like(episodes.turns)})
         if training.eval_every and without != "evaluations":
             alone = self.costs(learners, 1)._replace(**dict.fromkeys(LEARNER, 0.0) | free)
-            played = StepModel(episodes, alone, self.config.data.heldout_count, 1, slots, samplers).seconds()
-            costs = costs._replace(evaluation=played / training.eval_every)
+            seconds = StepModel(episodes, alone, self.config.data.heldout_count, 1, slots, samplers).seconds()
+            costs = costs._replace(evaluation=seconds / training.eval_every)
         size = training.batch_size, training.group_size
         return StepModel(episodes, costs, *size, slots, samplers, max_staleness, self.refill)
 
     def step(self, learners: int, slots: int, max_staleness: int, without: str = "") -> float:
-        """Return the seconds of a step."""
         return self.model(learners, slots, max_staleness, without).seconds()
 
     def plan(self, learners: int | None = None) -> dict[str, Any]:
-        """Return step time, bottleneck, split, memory and cost."""
+        """Return step time, bottleneck, split, memory and cost; try all splits unless `learners` is given."""
         config = self.config
         bound, length = config.optimization.bound, self.episodes.length
         least, spare = self.least_learners(config), self.room * self.width - 2 * self.shape.params
         if self.gpus == 1:
-            own = 2 * self.shape.params * (config.sampling.engine != "native")
-            spare = self.room - own - sum(learner_bytes(self.shape, config, self.needs, 1).values())
+            sampler = 2 * self.shape.params * (config.sampling.engine != "native")
+            spare = self.room - sampler - sum(learner_bytes(self.shape, config, self.needs, 1).values())
         slots = min(config.sampling.slots, int(spare / sampler_bytes(self.shape, 1, 1, length)["cache"]))
         most = max(1, self.gpus - self.width)
         if slots < 1 or not least <= (learners or least) <= most:
@@ -210,15 +211,15 @@ class Planner:
         modes = {n: self.step(best, slots, n) for n in sorted({0, bound or 1})}
         without = {part: self.step(best, slots, bound, part) for part in PARTS}
         steps = self._steps()
-        seconds, slowest = splits[best], min(without, key=without.__getitem__)
+        seconds, bottleneck = splits[best], min(without, key=without.__getitem__)
         tokens = self.model(best, slots, bound).count * float(np.mean(self.episodes.sampled))
         advice = dict[str, str]()
         if not bound and modes[1] < 0.9 * seconds:
             advice["optimization.async_rollout=true"] = f"{modes[1]:.3g} s a step"
-        if slowest == "push" and not config.lora.enabled:
-            advice["lora.enabled=true"] = "an adapter is pushed instead of all weights"
+        if bottleneck == "push" and not config.lora.enabled:
+            advice["lora.enabled=true"] = "pushes an adapter instead of all weights"
         return {
-            "step_seconds": seconds, "bottleneck": slowest, "learners": best, "samplers": self.samplers(best),
+            "step_seconds": seconds, "bottleneck": bottleneck, "learners": best, "samplers": self.samplers(best),
             "gpus_per_sampler": self.width, "episodes_per_sampler": slots,
             "gpu_memory_gib": self["gpu_memory_gib"], "room_gib": self.room / GIB,
             "learner_gib": in_gib(learner_bytes(self.shape, config, self.needs, best)),
@@ -231,7 +232,7 @@ class Planner:
         }  # fmt: skip
 
     def _steps(self) -> int:
-        """Return the steps of the run, and note where the number comes from."""
+        """Return the number of steps, and record its source in the figures."""
         training, count = self.config.training, self.config.data.count
         steps = training.num_epochs * math.ceil((count or 1000) / training.batch_size)
         source = "data.count" if count else "assumed: 1,000 tasks"
@@ -241,13 +242,13 @@ class Planner:
         return steps
 
     def _too_few(self, least: int, learners: int | None) -> str:
-        """Say how many GPUs it takes, and which options make it fewer."""
-        text = f"--gpus {self.gpus}" + (f" --learners {learners}" if learners else "") + " does not go with "
-        takes = f"takes {least} or more" if least < 1025 else "fits on no number of"
+        """Return an error text with the GPUs that are needed and the options that reduce their number."""
+        text = f"--gpus {self.gpus}" + (f" --learners {learners}" if learners else "") + " does not suit "
+        takes = f"needs {least} or more" if least < 1025 else "does not fit on 1024"
         text += f"{self.shape.name}: the learner {takes} GPUs of {self['gpu_memory_gib']:g} GiB"
-        text += f", a sampler takes {self.width}" + (", and one must hold both" if self.gpus == 1 else "")
+        text += f", a sampler needs {self.width}" + (", and one must hold both" if self.gpus == 1 else "")
         for key, value in REMEDIES.items():
             fewer = self.least_learners(with_changes(self.config, {key: value}))
             if fewer < least:
-                text += f"; with {key}={str(value).lower()} the learner takes {fewer}"
+                text += f"; with {key}={str(value).lower()} the learner needs {fewer}"
         return text

@@ -1,4 +1,4 @@
-"""Compute the seconds of a training step from the expected work of its parts."""
+"""A model of step time: the expected seconds of a training step from the costs of its parts."""
 
 from __future__ import annotations
 
@@ -9,31 +9,28 @@ import numpy as np
 
 from TrainingFactory.apps.plan.workload import Array, Episodes
 
-PASSES = 16  # of the fixed point for the rows that decode at a time
+PASSES = 16  # iterations of the fixed point for the number of concurrently decoding rows
 
 
 class Costs(NamedTuple):
-    """Seconds of the parts of a step. A decode step of n rows takes
-    `launch + max(read, n * compute) + n * row`."""
+    """Seconds of the parts of a step. A decode step of n rows takes `launch + max(read, n * compute) + n * row`."""
 
-    launch: float = 0.0  # of a decode step, whatever is in it
-    read: float = 0.0  # the weights, once for each decode step
-    compute: float = 0.0  # operations of one row's token
-    row: float = 0.0  # one row's sampling, and its keys and values
-    prompts: float = (
-        0.0  # prompts and tool replies of one episode, which hold up the other rows of its sampler
-    )
-    renewal: float = 0.0  # the context of one episode again, after new weights
-    turn: float = 0.0  # of a turn in its sampler, likewise
-    driver: float = 0.0  # of a turn in the process that plays all episodes
+    launch: float = 0.0  # fixed overhead of a decode step
+    read: float = 0.0  # reading the weights, once per decode step
+    compute: float = 0.0  # compute of one row's token
+    row: float = 0.0  # sampling and KV-cache reads of one row
+    prompts: float = 0.0  # prefill of one episode's prompts and tool replies; blocks its sampler's other rows
+    renewal: float = 0.0  # prefill of one episode's context after new weights; blocks the same rows
+    turn: float = 0.0  # overhead of a turn in its sampler; blocks the same rows
+    driver: float = 0.0  # overhead of a turn in the process that plays all episodes
     update: float = 0.0
-    write: float = 0.0  # of new weights, during which sampling continues
-    load: float = 0.0  # of new weights, during which sampling stops
+    write: float = 0.0  # writing new weights, while sampling continues
+    load: float = 0.0  # loading new weights, while sampling pauses
     record: float = 0.0  # between two steps
-    evaluation: float = 0.0  # a step's share
-    checkpoint: float = 0.0  # a step's share
-    sampler_overlap: float = 1.0  # speed of the sampler while the learner works, and the reverse
-    learner_overlap: float = 1.0
+    evaluation: float = 0.0  # per step, averaged
+    checkpoint: float = 0.0  # per step, averaged
+    sampler_overlap: float = 1.0  # relative speed of the sampler while the learner works on the same GPU
+    learner_overlap: float = 1.0  # relative speed of the learner while the sampler works on the same GPU
 
     @property
     def learner(self) -> float:
@@ -46,9 +43,9 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class StepModel:
-    """A step: `groups` of `group_size` episodes on `samplers` engines that run `slots` episodes each, then the
-    learner's part. A step waits for its last episode: the expected maximum of their durations counts, not the mean. Up
-    to `1 + max_staleness` steps are under way at a time."""
+    """A step: `groups` groups of `group_size` episodes on `samplers` engines with `slots` slots each, then the
+    learner's part. A step waits for its last episode, so the expected maximum of the durations counts, not the mean. Up
+    to `1 + max_staleness` steps overlap."""
 
     episodes: Episodes
     costs: Costs
@@ -61,19 +58,19 @@ class StepModel:
 
     @property
     def attempts(self) -> float:
-        """Return how often a group is sampled."""
+        """Return the expected number of times that a group is sampled."""
         return sum((1 - self.episodes.taught) ** attempt for attempt in range(self.refill + 1))
 
     @property
     def count(self) -> float:
-        """Return the episodes that are sampled for a step."""
+        """Return the expected number of episodes sampled for a step."""
         return self.groups * self.group_size * self.attempts
 
     def seconds(self) -> float:
         """Return the seconds of a step.
 
-        The more rows decode at a time, the longer an episode takes; by Little's law the rows in turn are episodes x
-        seconds of decoding / seconds of sampling. So the two are computed in turns until they agree.
+        The more rows decode concurrently, the longer an episode takes; by Little's law the number of rows in turn is
+        episodes x seconds of decoding / seconds of sampling. Both are iterated to a fixed point.
         """
         count, costs, depth = self.count / self.samplers, self.costs, 1 + self.max_staleness
         running = max(1.0, min(self.slots, depth * count))  # episodes of a sampler at a time
@@ -96,14 +93,14 @@ class StepModel:
         return step
 
     def _busy(self, rows: float, pushes: float) -> Array:
-        """Return the seconds of each episode in its sampler, where `rows` episodes decode at a time."""
+        """Return the seconds of each episode in its sampler while `rows` episodes decode concurrently."""
         costs = self.costs
         blocked = costs.prompts + pushes * costs.renewal + self.episodes.turns * costs.turn
         return self.episodes.sampled * costs.decode(rows) + rows * blocked
 
     def _wait_for_last(self, durations: Array, running: float) -> float:
-        """Return the expected seconds of the longest episode that a step waits for, in each round of refilled groups
-        by the probability that there is such a round."""
+        """Return the expected seconds of the longest episode that a step waits for, summed over the rounds of refilled
+        groups and weighted by the probability of each round."""
         equal, seconds = 1 - self.episodes.taught, 0.0
         for attempt in range(self.refill + 1):
             happens = 1 - (1 - equal**attempt) ** self.groups
@@ -112,9 +109,9 @@ class StepModel:
         return seconds
 
     def _ahead(self, sampling: float, work: float) -> float:
-        """Return the seconds of a step that is sampled while others are learned from: the episodes of a step may take
-        `1 + max_staleness` steps together with its learner's part, and in one step samplers and learner do the work of
-        one. While both work on one device each has its reduced speed; with devices of their own the speeds are 1."""
+        """Return the seconds of a step with overlapping sampling and learning. Latency: a step's episodes and its
+        learner's part may span `1 + max_staleness` steps. Throughput: each step takes the work of one step. On a shared
+        device both run at reduced speed while they overlap; on separate devices the speeds are 1."""
         depth, costs = 1 + self.max_staleness, self.costs
         learning = costs.learner - costs.load
         both = min(work / costs.sampler_overlap, learning / costs.learner_overlap)
@@ -124,7 +121,7 @@ class StepModel:
 
 
 def expected_maximum(values: Array, count: float) -> float:
-    """Return the expected maximum of `count` draws from values: of m sorted ones, the i-th is the maximum with
+    """Return the expected maximum of `count` draws from `values`: of m sorted values, the i-th is the maximum with
     probability (i / m) ** count - ((i - 1) / m) ** count."""
     below = (np.arange(len(values) + 1) / len(values)) ** count
     return float(np.sort(values) @ np.diff(below))

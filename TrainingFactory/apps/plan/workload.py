@@ -1,4 +1,4 @@
-"""Describe the episodes of a planned step: lengths, turns and latencies, by distributions or from a recorded run."""
+"""The episodes of a planned step: lengths, turns and latencies, from distributions or from a recorded run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
 from TrainingFactory.types import Trajectory
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-DRAWS = 4000  # episodes that stand for a workload given by distributions
+DRAWS = 4000  # episodes drawn for a workload that is given by distributions
 
 
 class Distribution(NamedTuple):
@@ -32,7 +32,7 @@ class Distribution(NamedTuple):
 
 
 def distribution(text: str) -> Distribution:
-    """Read a number, `exponential:MEAN` or `lognormal:MEAN:SIGMA`."""
+    """Parse a number, `exponential:MEAN` or `lognormal:MEAN:SIGMA`."""
     kind, *parameters = str(text).split(":")
     if not parameters:
         kind, parameters = "constant", [kind]
@@ -42,35 +42,35 @@ def distribution(text: str) -> Distribution:
         numbers = []
     expected = {"constant": 1, "exponential": 1, "lognormal": 2}.get(kind)
     if len(numbers) != expected or not all(0 <= number < math.inf for number in numbers):
-        raise ValueError(f"{text!r} must be a number, exponential:MEAN or lognormal:MEAN:SIGMA, none below 0")
+        raise ValueError(f"{text!r} is not a number >= 0, exponential:MEAN or lognormal:MEAN:SIGMA")
     return Distribution(kind, *numbers)
 
 
 class Episodes(NamedTuple):
-    """Holds one entry for each episode in every array. All that a plan takes from them are means, and the expected
-    maximum of N durations."""
+    """Workload of a step; every array has one entry per episode. A plan only uses means, and the expected maximum of N
+    durations."""
 
-    prompt: float  # tokens of a task's prompt
+    prompt: float  # mean tokens of a task's prompt
     turns: Array
     sampled: Array  # tokens of all turns
-    replies: Array  # tokens that tools returned
+    replies: Array  # tokens returned by tools
     tool: Array  # seconds of all tool calls
     reward: Array  # seconds
-    taught: float = 1.0  # share of the groups whose rewards differ, so that there is something to learn
+    taught: float = 1.0  # share of groups whose rewards differ, so that they are trained on
 
     @property
     def length(self) -> float:
-        """Return the tokens of an episode."""
+        """Return the mean tokens of an episode."""
         return self.prompt + float(np.mean(self.sampled + self.replies))
 
     @property
     def context(self) -> float:
-        """Return the tokens before a sampled one."""
+        """Return the mean number of tokens before a sampled token."""
         return (self.prompt + self.length) / 2
 
 
 def draw_episodes(figures: Mapping[str, Distribution], max_turns: int, max_tokens: int) -> Episodes:
-    """Return episodes whose turns all call a tool, except for the last."""
+    """Draw episodes in which every turn but the last calls a tool."""
     rng = np.random.default_rng(0)
     turns = np.clip(np.round(figures["turns"].draw(rng, (DRAWS,))), 1, max_turns)
     return Episodes(
@@ -91,7 +91,7 @@ def read_episodes(run: RunFolder, tool: Distribution | None = None) -> Episodes:
         if trajectory.turns:
             groups.setdefault(trajectory.group, []).append(trajectory)
     if not groups:
-        text = "a run has them with logging.save_trajectories and an algorithm that samples"
+        text = "use a run with logging.save_trajectories and an algorithm that samples"
         raise ValueError(f"--from-run: {run.path} has no episodes in {TRAJECTORIES}; {text}")
     rows = [row for row in run.metrics() if row.get("episodes")]
     reward = sum(row["seconds/reward"] for row in rows) / max(1, sum(row["episodes"] for row in rows))
@@ -101,35 +101,34 @@ def read_episodes(run: RunFolder, tool: Distribution | None = None) -> Episodes:
 def as_episodes(
     groups: list[list[Trajectory]], reward: float = 0.0, tool: Distribution | None = None
 ) -> Episodes:
-    """Return recorded groups as episodes; calls of one turn run in parallel."""
-    trajectories = [trajectory for group in groups for trajectory in group]
-    prompts = np.array([len(trajectory.turns[0].prompt_ids) for trajectory in trajectories], float)
-    sampled = [sum(len(turn.completion.token_ids) for turn in each.turns) for each in trajectories]
-    lengths = [
-        len(each.turns[-1].prompt_ids) + len(each.turns[-1].completion.token_ids) for each in trajectories
-    ]
+    """Convert recorded groups; tool calls of one turn count as parallel."""
+    episodes = [episode for group in groups for episode in group]
+    prompts = np.array([len(episode.turns[0].prompt_ids) for episode in episodes], float)
+    sampled = [sum(len(turn.completion.token_ids) for turn in episode.turns) for episode in episodes]
+    last_turns = [episode.turns[-1] for episode in episodes]
+    lengths = [len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in last_turns]
     waits = [
-        [max(result.seconds for result in turn.tool_results) for turn in each.turns if turn.tool_results]
-        for each in trajectories
+        [max(result.seconds for result in turn.tool_results) for turn in episode.turns if turn.tool_results]
+        for episode in episodes
     ]
     seconds = np.array([sum(of_turns) for of_turns in waits], float)
     if tool is not None:
         calls = np.array([len(of_turns) for of_turns in waits], float)
         seconds = _sum_draws(tool, calls, np.random.default_rng(0))
-    taught = [len({str(trajectory.reward) for trajectory in group}) > 1 for group in groups]
+    taught = [len({str(episode.reward) for episode in group}) > 1 for group in groups]
     return Episodes(
         prompt=float(prompts.mean()),
-        turns=np.array([len(each.turns) for each in trajectories], float),
+        turns=np.array([len(episode.turns) for episode in episodes], float),
         sampled=np.array(sampled, float),
         replies=np.maximum(0.0, np.array(lengths) - np.array(sampled) - prompts),
         tool=seconds,
-        reward=np.full(len(trajectories), reward),
+        reward=np.full(len(episodes), reward),
         taught=sum(taught) / len(taught),
     )
 
 
-def _sum_draws(of: Distribution, counts: Array, rng: np.random.Generator, most: float = math.inf) -> Array:
-    """Return the sum of `counts[i]` draws for every episode i, none of them over `most`."""
+def _sum_draws(law: Distribution, counts: Array, rng: np.random.Generator, most: float = math.inf) -> Array:
+    """Return the sum of `counts[i]` draws for every episode i, each draw capped at `most`."""
     width = int(counts.max(initial=0))
-    draws = np.minimum(of.draw(rng, (len(counts), width)), most)
+    draws = np.minimum(law.draw(rng, (len(counts), width)), most)
     return np.where(np.arange(width) < counts[:, None], draws, 0.0).sum(axis=1)

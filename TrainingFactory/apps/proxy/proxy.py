@@ -1,4 +1,4 @@
-"""`tfactory proxy`: the endpoint alone. Episodes are begun and rewarded by HTTP calls, and written when they end."""
+"""`tfactory proxy`: a stand-alone agent endpoint. HTTP calls begin and reward episodes; each is saved when it ends."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Trajectory
 
-MOST_OPEN = 1000  # episodes at a time
+MOST_OPEN = 1000  # maximum concurrent episodes
 
 
 class Asked(BaseModel):
-    """The body of `POST /v1/episodes`: the task as a row of a file of tasks, and a key that the caller chose."""
+    """Body of `POST /v1/episodes`: the task as a row of a task file, and an optional key chosen by the caller."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
     task: dict[str, Any] = Field(default_factory=dict)
@@ -44,28 +44,28 @@ class Asked(BaseModel):
 
 
 class Elsewhere(Scored):
-    """Is played by whoever has its key, until a reward is posted."""
+    """Episode played by the holder of its key, until a reward is posted."""
 
     async def play(self, calls: Calls) -> None:
         await calls.rewarded.wait()
         self.given = calls.given
         if self.given is None:
-            raise ProgramFailed("the proxy was stopped before a reward came")
+            raise ProgramFailed("the proxy stopped before a reward was posted")
 
 
 class Proxy:
-    """Plays episodes until it is closed. `out` gets each of them when it has ended."""
+    """Plays episodes until it is closed, and appends each finished episode to `out`."""
 
     def __init__(self, rollouts: RolloutEngine, sampler: Sampler, out: Path) -> None:
         if rollouts.group_reward is not None:
-            raise ValueError("the reward compares episodes, and here each comes alone; take another")
+            raise ValueError("this reward compares the episodes of a group; the proxy needs another reward")
         self.endpoint, self._rules, self._seed = Endpoint(), rollouts.rules, rollouts.seed
         self._sampler, self._out = sampler, out
         self._playing: set[asyncio.Task[None]] = set()
         self.begun = self.ended = self.scored = 0
 
     def app(self, token: str | None = None, local: bool = True) -> Any:
-        """Make its pages; with a token only who sends it can begin an episode."""
+        """Return the ASGI app; with a `token`, only clients that send it can begin episodes."""
         api = self.endpoint.api(token, local)
         api.post("/v1/episodes", self.begin)
         api.get("/health", lambda: {"begun": self.begun, "ended": self.ended} | self.endpoint.counts)
@@ -74,27 +74,27 @@ class Proxy:
     async def begin(self, body: bytes) -> Answer:
         """Begin an episode; return its key."""
         try:
-            asked = Asked.model_validate_json(body)
-            [task] = load_tasks([{"id": f"episode-{self.begun}", "prompt": "none"} | asked.task])
+            request = Asked.model_validate_json(body)
+            [task] = load_tasks([{"id": f"episode-{self.begun}", "prompt": "none"} | request.task])
         except ValueError as error:
-            raise ApiError(f"the episode cannot be begun: {error}", "body") from None
+            raise ApiError(f"invalid episode request: {error}", "body") from None
         open_calls, number = self.endpoint.open_calls, self.begun
-        if asked.key in open_calls or len(open_calls) >= MOST_OPEN:
-            text = f"an open episode has this key, or {MOST_OPEN} episodes are open"
+        if request.key in open_calls or len(open_calls) >= MOST_OPEN:
+            text = f"an open episode already has this key, or {MOST_OPEN} episodes are open"
             raise ApiError(text, "key", status=409, code="conflict")
         self.begun += 1
-        rules = replace(self._rules, environment=lambda task: Elsewhere(task, self.endpoint, asked.key))
+        rules = replace(self._rules, environment=lambda task: Elsewhere(task, self.endpoint, request.key))
         trajectory = Trajectory(task, group=f"proxy/{task.id}", member=number)
         run = ProgramRun(rules, trajectory, self._sampler, partial(turn_seed, self._seed, 0, task.id, number))
         playing = asyncio.create_task(self._play(run))
         self._playing.add(playing)
         playing.add_done_callback(self._playing.discard)
-        while asked.key not in open_calls and not playing.done():
+        while request.key not in open_calls and not playing.done():
             await asyncio.sleep(0)
-        return {"key": asked.key, "task": task.id}
+        return {"key": request.key, "task": task.id}
 
     async def close(self) -> None:
-        """End the episodes that are open; they are written as failed."""
+        """End the open episodes and save them as failed."""
         for calls in self.endpoint.open_calls.values():
             calls.rewarded.set()
         await asyncio.gather(*self._playing, return_exceptions=True)
@@ -102,7 +102,7 @@ class Proxy:
     async def _play(self, run: ProgramRun) -> None:
         try:
             await run.run()
-        except Exception as error:  # of the sampler: others may still work
+        except Exception as error:  # a sampler error: other episodes may still succeed
             run.trajectory.status, run.trajectory.error = "error", f"sampling failed: {describe(error)}"
         finally:
             run.leave()
@@ -114,18 +114,18 @@ class Proxy:
 async def serve_alone(
     config: TrainingConfig, bound: Any, out: Path, token: str | None, local: bool, say: Callable[[str], None]
 ) -> Proxy:
-    """Serve until Ctrl-C; return what was played."""
+    """Serve until Ctrl-C; return the proxy with its counts of episodes."""
     config = with_model(by_file(config, say))
-    async with AsyncExitStack() as held:
-        await join_cluster(config, held)
+    async with AsyncExitStack() as stack:
+        await join_cluster(config, stack)
         chat, sampler = await in_thread(make_sampler, config, at_once(config))
-        held.push_async_callback(sampler.close)
+        stack.push_async_callback(sampler.close)
         await await_engines(sampler)
         reward = build_rewards.make_reward(config)
-        await build_rewards.open_reward(reward, held, say)
+        await build_rewards.open_reward(reward, stack, say)
         proxy = Proxy(make_rollouts(config, ToolEnvironment, chat, reward=reward), sampler, out)
-        held.push_async_callback(proxy.close)
+        stack.push_async_callback(proxy.close)
         address = f"{listen.address_of(bound)}/v1"
-        say(f"proxy at {address} (POST {address}/episodes begins one; Ctrl-C stops); episodes go to {out}")
+        say(f"proxy at {address} (POST {address}/episodes begins an episode; Ctrl-C stops); saving to {out}")
         await listen.make_server(proxy.app(token, local)).serve([bound])
     return proxy

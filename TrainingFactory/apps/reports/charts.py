@@ -1,4 +1,4 @@
-"""Curves for pages, as places on a sheet that templates draw as SVG."""
+"""Charts for HTML pages, as coordinates that the templates draw as SVG."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 WIDTH, HEIGHT = 640, 240
-TOP, RIGHT, BOTTOM, LEFT = 14, 12, 44, 68  # free edges; numbers and steps stand in the last two
-MOST_POINTS = 320  # of a line; more are means of neighbours
+TOP, RIGHT, BOTTOM, LEFT = 14, 12, 44, 68  # margins in pixels; the last two hold the axis labels
+MOST_POINTS = 320  # maximum points of a curve; longer ones are averaged down
 
 Points = Sequence[tuple[float, float]]  # step, value
 
 
 @dataclass(slots=True, frozen=True)
 class Line:
-    """A curve; `low` and `high` are the borders of a band around it, `dots` makes single values of it."""
+    """A curve; `low` and `high` are the bounds of a band around it. `dots`: draw points instead of a line."""
 
     name: str
     points: Points
@@ -29,15 +29,15 @@ class Line:
 
 
 class Chart:
-    """Places lines on one sheet, from the lowest value to the highest, or from `bottom` to `top` where given."""
+    """Curves on common axes; the value axis spans the data, or `bottom` to `top` if given."""
 
     left, right = LEFT, WIDTH - RIGHT
 
     def __init__(
         self, title: str, lines: Sequence[Line], bottom: float | None = None, top: float | None = None
     ) -> None:
-        self.title, self.lines = title, [each.thinned() for each in lines if each.points]
-        points = [p for each in self.lines for part in (each.points, each.low, each.high) for p in part]
+        self.title, self.lines = title, [line.thinned() for line in lines if line.points]
+        points = [p for line in self.lines for part in (line.points, line.low, line.high) for p in part]
         steps, values = zip(*points, strict=True) if points else ([1.0], [1.0])
         self.bottom = min(values) if bottom is None else bottom
         self.top = max(values) if top is None else top
@@ -47,7 +47,7 @@ class Chart:
 
     @property
     def marks(self) -> list[tuple[float, str]]:
-        """(height, value) of the lines across the sheet"""
+        """(y, label) of the horizontal grid lines."""
         values = (self.bottom, (self.bottom + self.top) / 2, self.top)
         return [(self._y(value), f"{value:.3g}") for value in values]
 
@@ -70,23 +70,23 @@ class Chart:
 
 
 def thinned(points: Points) -> Points:
-    """Return finite points, as means of neighbours where there are too many to be seen."""
+    """Return the finite points; average neighbours if there are more than `MOST_POINTS`."""
     points = [point for point in points if math.isfinite(point[1])]
     if len(points) <= MOST_POINTS:
         return points
     starts = [len(points) * part // MOST_POINTS for part in range(MOST_POINTS + 1)]
     parts = [points[start:end] for start, end in pairwise(starts)]
-    return [tuple(sum(each) / len(part) for each in zip(*part, strict=True)) for part in parts]  # type: ignore[misc]
+    return [tuple(sum(column) / len(part) for column in zip(*part, strict=True)) for part in parts]  # type: ignore[misc]
 
 
 def running_mean(values: Sequence[float], window: int = 5) -> list[float]:
-    """Return the mean of each value and the ones before it."""
+    """Return the mean of the last `window` values at each position."""
     parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
     return [sum(part) / len(part) for part in parts]
 
 
 def with_mean(title: str, points: Points, bottom: float | None = None, top: float | None = None) -> Chart:
-    """Return a chart of single values and of a line through their running means."""
+    """Return a chart of points with a line of their running mean."""
     means = running_mean([value for _, value in points])
     line = Line("mean of 5", [(step, mean) for (step, _), mean in zip(points, means, strict=True)])
     return Chart(title, [Line("value", points, dots=True), line], bottom, top)

@@ -1,4 +1,4 @@
-"""Models on the same tasks, as one HTML page: the figures, and every task that flipped with both episodes."""
+"""The HTML page of a comparison: metrics of the models on the same tasks, and both episodes of every flipped task."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from TrainingFactory.evaluation.comparison import Comparison, Side
 from TrainingFactory.promotion.promotion import Decision
 from TrainingFactory.runs.episode_texts import conversation, ending
 
-MOST = 50  # flipped tasks of each direction on a page
+MOST = 50  # maximum flipped tasks per direction on a page
 
 
 def comparison_page(
-    sides: Sequence[Side], found: Sequence[Comparison], decision: Decision | None = None
+    sides: Sequence[Side], comparisons: Sequence[Comparison], decision: Decision | None = None
 ) -> str:
-    """Return a page that needs nothing beside it, with what was decided by it, if anything."""
+    """Return a self-contained HTML page; `decision` is the promotion decided by the comparison, if any."""
     parts = [
-        (each, word, len(flips), each.episodes(flips[:MOST]))
-        for each in found
-        for word, flips in (("better", each.better), ("worse", each.worse))
+        (comparison, word, len(flips), comparison.episodes(flips[:MOST]))
+        for comparison in comparisons
+        for word, flips in (("better", comparison.better), ("worse", comparison.worse))
     ]
-    known = {"sides": sides, "found": found, "parts": parts, "decision": decision}
-    return render("compare.html.jinja", **known, conversation=conversation, ending=ending)
+    values = {"sides": sides, "found": comparisons, "parts": parts, "decision": decision}
+    return render("compare.html.jinja", **values, conversation=conversation, ending=ending)

@@ -1,4 +1,4 @@
-"""Which token was rewarded how much: episodes with the advantages that training gave to what the model wrote.
+"""Credit assignment token by token: episodes with the advantages that training gave to the sampled tokens.
 
 credit = coloured(trajectories, GRPO(), tokenizer)
 Path("credit.html").write_text(credit.page("my episodes"), encoding="utf-8")
@@ -23,47 +23,47 @@ from TrainingFactory.protocols import Algorithm
 from TrainingFactory.runs.episode_texts import reward_text
 from TrainingFactory.types import Sample, Trajectory, Turn
 
-# advantage: what the gradient is multiplied with. weight: the same for demonstrations. reward: what ppo begins with.
+# advantage: factor of a token's gradient. weight: the same for demonstrations. reward: input of ppo's advantages.
 Measure = Literal["advantage", "weight", "reward"]
 Decode = Callable[[Sequence[int]], str]
-LEVELS = 8  # of a colour
-HALF = "\ufffd"  # what half a character is decoded to
-LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens at most
-EVERYTHING = 1 << 60  # tokens: one pack
-EQUAL = "its group teaches nothing: all of its scored episodes earned the same"
+LEVELS = 8  # shades of a colour
+HALF = "\ufffd"  # decoded form of an incomplete character
+LONGEST_CHARACTER = 4  # bytes in UTF-8, and therefore tokens at most
+EVERYTHING = 1 << 60  # token budget that puts all rows into one pack
+EQUAL = "no learning signal: all scored episodes of its group have the same reward"
 NOTES: dict[Measure, str] = {
-    "advantage": "advantages as the algorithm gave them to the tokens of this step",
-    "weight": "weights of the kept episodes, with a mean of 1 over the tokens of the step; training scales them so in "
-    "each mini-batch",
-    "reward": "rewards where they stand; the advantages of ppo come from these (less the KL if ppo.kl_in is reward) "
-    "and from the critic's expectations, which are not kept",
+    "advantage": "advantages that the algorithm gave to the tokens of this step",
+    "weight": "weights of the accepted episodes, with a mean of 1 over the tokens of the step; training normalises "
+    "them per mini-batch",
+    "reward": "rewards at the tokens that received them; ppo computes advantages from these (minus the KL if ppo.kl_in "
+    "is reward) and from the critic's values, which are not recorded",
 }
 
 
 @dataclass(slots=True, frozen=True)
 class Piece:
-    """Sampled tokens that are whole characters together: nearly always one token."""
+    """Smallest run of sampled tokens that decodes to whole characters: nearly always one token."""
 
     text: str
     token_ids: list[int]
     logprobs: list[float]
-    values: list[float]  # one per token; none where the tokens are not trained
+    values: list[float]  # one per token; empty if the tokens are not trained
 
     @property
     def value(self) -> float | None:
         return sum(self.values) / len(self.values) if self.values else None
 
     def details(self, measure: Measure) -> str:
-        """Return a line per token: its text, number, log-prob and value."""
+        """Return a line per token: its text, id, log-prob and value."""
         values = [f"{measure} {value:+.4f}" for value in self.values] or ["not trained"] * len(self.token_ids)
-        told = zip(self.token_ids, self.logprobs, values, strict=True)
-        return "\n".join(f"{self.text!r}, token {n}, log-prob {p:.4f}, {value}" for n, p, value in told)
+        tokens = zip(self.token_ids, self.logprobs, values, strict=True)
+        return "\n".join(f"{self.text!r}, token {n}, log-prob {p:.4f}, {value}" for n, p, value in tokens)
 
 
 @dataclass(slots=True, frozen=True)
 class TurnCredit:
     turn: Turn
-    step_reward: float | None  # None: the episode has no rewards for steps
+    step_reward: float | None  # None: the episode has no step rewards
     pieces: list[Piece]
 
     @property
@@ -71,26 +71,26 @@ class TurnCredit:
         return [value for piece in self.pieces for value in piece.values]
 
     def summary(self, measure: Measure) -> list[str]:
-        """Return such as: step reward +0.50, advantage +0.83"""
-        values, told = self.values, "not trained"
+        """Return texts such as `step reward +0.50`, `advantage +0.83`."""
+        values, text = self.values, "not trained"
         if values and measure == "reward":
-            told = f"reward {sum(values):+.2f}"
+            text = f"reward {sum(values):+.2f}"
         elif values:
             low, high = f"{min(values):+.2f}", f"{max(values):+.2f}"
-            varied = f" on average, from {low} to {high}" if low != high else ""
-            told = f"{measure} {sum(values) / len(values):+.2f}{varied}"
-        return [told] if self.step_reward is None else [f"step reward {self.step_reward:+.2f}", told]
+            varied = f" on average ({low} to {high})" if low != high else ""
+            text = f"{measure} {sum(values) / len(values):+.2f}{varied}"
+        return [text] if self.step_reward is None else [f"step reward {self.step_reward:+.2f}", text]
 
 
 @dataclass(slots=True, frozen=True)
 class EpisodeCredit:
     trajectory: Trajectory
     turns: list[TurnCredit]
-    left_out: str | None  # why nothing of it is trained
+    left_out: str | None  # why no token of it is trained
 
     @property
     def total(self) -> float | None:
-        """The episode's worth to the algorithm; None if it could not be scored."""
+        """Total reward that the algorithm sees; None if the episode was not scored."""
         if (reward := self.trajectory.reward) is None:
             return None
         return reward.outcome + sum(reward.steps) + reward.parts.get(OVERLONG, 0.0)
@@ -98,7 +98,7 @@ class EpisodeCredit:
 
 @dataclass(slots=True, frozen=True)
 class GroupCredit:
-    """Episodes that were compared with each other."""
+    """Episodes whose rewards were compared with each other."""
 
     name: str
     episodes: list[EpisodeCredit]
@@ -117,7 +117,7 @@ class GroupCredit:
 
     @property
     def overview(self) -> list[str]:
-        """The group in a line of the table under `Credit.columns`."""
+        """Cells of the group's row in the overview table, in the order of `Credit.columns`."""
         low, high = min(self.totals, default=None), max(self.totals, default=None)
         rewards = "none" if low is None else f"{low:g}" if low == high else f"{low:g} to {high:g}"
         trained = sum(episode.left_out is None for episode in self.episodes)
@@ -126,23 +126,23 @@ class GroupCredit:
 
 @dataclass(slots=True, frozen=True)
 class Credit:
-    """Episodes of one training step, those with the largest values first."""
+    """Groups of one training step, those with the largest absolute values first."""
 
     measure: Measure
     groups: list[GroupCredit]
     notes: list[str]
-    largest: float  # of the values, signs aside: the strongest colour
+    largest: float  # largest absolute value: the strongest colour
 
     @property
     def columns(self) -> list[str]:
         return ["task", "episodes", "trained", "rewards", f"largest {self.measure}"]
 
     def page(self, title: str) -> str:
-        """Return an HTML page that needs nothing beside it; `title` says which episodes these are."""
+        """Return a self-contained HTML page; `title` says which episodes it shows."""
         return render("credit.html.jinja", title=title, credit=self, levels=LEVELS, reward_text=reward_text)
 
     def level(self, value: float | None) -> int:
-        """Return the strength of a value's colour from -LEVELS to LEVELS; 0 only where there is nothing to show."""
+        """Return the shade of a value from -LEVELS to LEVELS; 0 only if the value is 0 or None."""
         if not value or not self.largest:
             return 0
         size = max(1, min(LEVELS, round(LEVELS * abs(value) / self.largest)))
@@ -150,45 +150,45 @@ class Credit:
 
 
 def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer: Any) -> Credit:
-    """Show what `algorithm` makes of the episodes of one step, token by token. Those with the same `group` are compared
-    with each other."""
+    """Return the credit that `algorithm` gives to each token of one step's episodes. Episodes with the same `group` are
+    compared with each other."""
     measure: Measure = "reward" if "values" in algorithm.needs else "advantage"
     if algorithm.accepted([]) is not None:
         measure = "weight"
-    groups: dict[str, list[Trajectory]] = {each.group: [] for each in trajectories}
-    for each in trajectories:
-        groups[each.group].append(each)
+    groups: dict[str, list[Trajectory]] = {trajectory.group: [] for trajectory in trajectories}
+    for trajectory in trajectories:
+        groups[trajectory.group].append(trajectory)
     rows = {name: algorithm.samples(group) for name, group in groups.items()}
-    _prepare([row for made in rows.values() for row in made], algorithm)
+    _prepare([row for episode_rows in rows.values() for row in episode_rows], algorithm)
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    found = []
+    credits = []
     for name, group in groups.items():
         reasons = [_reason_against(trajectory, group, algorithm) for trajectory in group]
-        made = _rows_of_episodes(group, rows[name], reasons)
+        episode_rows = _rows_of_episodes(group, rows[name], reasons)
         episodes = []
         for place, trajectory in enumerate(algorithm.adjusted(group)):
-            turns = list(_turns(trajectory, made.get(place), measure, decode))
+            turns = list(_turns(trajectory, episode_rows.get(place), measure, decode))
             trained = any(turn.values for turn in turns)
             episodes.append(EpisodeCredit(trajectory, turns, None if trained else reasons[place] or EQUAL))
-        found.append(GroupCredit(name, episodes))
-    found.sort(key=lambda group: -group.largest)
-    return Credit(measure, found, [NOTES[measure]], found[0].largest if found else 0.0)
+        credits.append(GroupCredit(name, episodes))
+    credits.sort(key=lambda group: -group.largest)
+    return Credit(measure, credits, [NOTES[measure]], credits[0].largest if credits else 0.0)
 
 
 def pieces_of(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, int, str]]:
-    """Yield (first token, the one after the last, text), of as few tokens as have whole characters. Tokens are decoded
-    after the ones before them, because with some tokenizers a text loses its first blank."""
-    before = start = 0  # of the piece before, and of the next one
+    """Yield (start, end, text) of the smallest runs of tokens that decode to whole characters. Each run is decoded
+    together with the previous one, because some tokenizers drop a leading space."""
+    before = start = 0  # start of the previous piece, and of the current one
     for end in range(1, len(token_ids) + 1):
-        text, known = decode(token_ids[before:end]), decode(token_ids[before:start]) if start else ""
+        text, previous = decode(token_ids[before:end]), decode(token_ids[before:start]) if start else ""
         if text.endswith(HALF) and end - start < LONGEST_CHARACTER and end < len(token_ids):
             continue
-        yield start, end, text[len(known) :] if text.startswith(known) else decode(token_ids[start:end])
+        yield start, end, text[len(previous) :] if text.startswith(previous) else decode(token_ids[start:end])
         before, start = start, end
 
 
 def _prepare(rows: Sequence[Sample], algorithm: Algorithm) -> None:
-    """Write into the rows what the algorithm makes of all of them together, where that takes no model."""
+    """Write the advantages that the algorithm computes over all rows into the rows, if that needs no model."""
     if not isinstance(algorithm, GRPO | RFT):
         return
     batch = make_batch(rows, EVERYTHING, sharing=False)
@@ -202,15 +202,15 @@ def _prepare(rows: Sequence[Sample], algorithm: Algorithm) -> None:
 def _rows_of_episodes(
     group: Sequence[Trajectory], rows: Sequence[Sample], reasons: Sequence[str | None]
 ) -> dict[int, list[Sample]]:
-    """Return the rows by the place in the group of the episode that they were made of. Rows come in the order of the
-    episodes, so that those with the same tokens are told apart."""
-    made = [list(own) for _, own in groupby(rows, lambda row: row.episode)]
-    found = {}
+    """Return the rows of each episode, by its index in the group. Rows are in the order of the episodes, which
+    distinguishes episodes with the same tokens."""
+    pending = [list(episode_rows) for _, episode_rows in groupby(rows, lambda row: row.episode)]
+    by_place = {}
     for place, trajectory in enumerate(group):
         tokens = [row.token_ids for row in to_samples(trajectory)] if reasons[place] is None else []
-        if made and tokens == [row.token_ids for row in made[0]]:
-            found[place] = made.pop(0)
-    return found
+        if pending and tokens == [row.token_ids for row in pending[0]]:
+            by_place[place] = pending.pop(0)
+    return by_place
 
 
 def _turns(
@@ -222,8 +222,8 @@ def _turns(
         values: list[float | None] = [None] * len(ids)
         if rows is not None:
             row, place = rows[span.row], slice(span.begin, span.end)
-            given = (row.rewards if measure == "reward" else row.advantages)[place]
-            values = [v if used else None for v, used in zip(given, row.loss_mask[place], strict=True)]
+            numbers = (row.rewards if measure == "reward" else row.advantages)[place]
+            values = [v if used else None for v, used in zip(numbers, row.loss_mask[place], strict=True)]
         pieces = [
             Piece(text, ids[start:end], logprobs[start:end], [v for v in values[start:end] if v is not None])
             for start, end, text in pieces_of(ids, decode)
@@ -232,15 +232,15 @@ def _turns(
 
 
 def _reason_against(trajectory: Trajectory, group: Sequence[Trajectory], algorithm: Algorithm) -> str | None:
-    """Say why an episode cannot be trained on, whatever the others of its group earned."""
+    """Return why an episode is excluded from training regardless of its group's rewards; None if it is not."""
     if trajectory.reward is None:
         return f"not scored: {trajectory.error or 'no reason given'}"
     if not trajectory.turns:
-        return "it has no turn"
+        return "it has no turns"
     accepted = algorithm.accepted(group)
     if accepted is not None:
-        return None if any(each is trajectory for each in accepted) else "not kept"
+        return None if any(each is trajectory for each in accepted) else "not accepted by the algorithm"
     cut = trajectory.status == "truncated"
     if cut and isinstance(algorithm, GRPO | PPO) and not algorithm.train_truncated:
-        return "a length limit cut it, and train_truncated is false"
+        return "truncated at a length limit, and train_truncated is false"
     return None

@@ -1,4 +1,4 @@
-"""HTML pages from templates: every page extends `base.html.jinja`, stands alone and shows foreign text as text."""
+"""HTML pages from templates. Every page extends `base.html.jinja`, is self-contained and escapes all values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(template: str, **values: object) -> str:
-    """Fill the template; what a value holds is escaped, and control characters are written out."""
+    """Render a template; escape HTML in the values and write out control characters."""
     return _environment().get_template(template).render(values)
 
 
@@ -31,5 +31,5 @@ def _environment() -> Environment:
 
 
 def _shown(value: object) -> object:
-    """Return HTML of our own (from a macro) as it is, anything else as text that is safe to show."""
+    """Return markup from our own macros unchanged, and any other value as text without control characters."""
     return value if isinstance(value, Markup) else clean(str(value))

@@ -1,4 +1,4 @@
-"""The episodes of a run's step with their credit, from the files in its folder."""
+"""The credit of a recorded step's episodes, from the files of its run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def run_credit(
     task: str | None = None,
     episodes: Sequence[Trajectory] | None = None,
 ) -> tuple[int, Credit]:
-    """Return the step (from 1; without one the last, or the last that took the task) and all its episodes, with the
-    credit that the run's own algorithm gave. `episodes` are those of the step, where they have been read."""
+    """Return the step, counted from 1, and the credit that the run's algorithm gave to its episodes. `step` None: the
+    last step, or the last one with `task`. `episodes`: the step's episodes, if the caller has read them."""
     step = resolve_step(run, step, task)
     model = as_started_from(run).model
-    place = str([model.name, *run.checkpoints()][-1])  # a checkpoint has the tokenizer, too
+    place = str([model.name, *run.checkpoints()][-1])  # a checkpoint includes the tokenizer
     tokenizer = load_tokenizer(place, model.revision, model.trust_remote_code)
     return step, coloured(episodes or run.episodes(step), make_algorithm(run.config), tokenizer)
 
@@ -33,18 +33,18 @@ def run_credit(
 def choose(
     credit: Credit, groups: Sequence[GroupCredit], best: int | None, worst: int | None
 ) -> list[GroupCredit]:
-    """Keep the best and the worst of the scored episodes of these groups, in their order; all if neither is asked for,
-    or where none is scored: then why is what there is to see. What is left out becomes a note."""
+    """Keep the `best` and the `worst` scored episodes of each group, in their order; all if both are None. A group
+    without scored episodes is kept whole, to show why. Note in `credit` what was left out."""
     if best is None and worst is None:
         return list(groups)
     scored = [group for group in groups if group.totals]
     if without := len(groups) - len(scored):
         credit.notes.append(
-            f"{without} of {len(groups)} tasks have no scored episode, so that none is best or worst: all are shown"
+            f"{without} of {len(groups)} tasks have no scored episode: all of their episodes are shown"
         )
     if left := sum(len(group.episodes) - len(group.totals) for group in scored):
         credit.notes.append(
-            f"best and worst are among scored episodes; {left} that could not be scored are not shown"
+            f"only scored episodes are ranked; {left} episodes without a reward are not shown"
         )
     return [_chosen(group, best or 0, worst or 0) if group.totals else group for group in groups]
 
@@ -52,37 +52,37 @@ def choose(
 def _chosen(group: GroupCredit, best: int, worst: int) -> GroupCredit:
     totals = {place: each.total for place, each in enumerate(group.episodes) if each.total is not None}
     ranked = sorted(totals, key=lambda place: -totals[place])
-    kept = {*ranked[:best], *ranked[max(0, len(ranked) - worst) :]}
-    return replace(group, episodes=[group.episodes[place] for place in sorted(kept)])
+    places = {*ranked[:best], *ranked[max(0, len(ranked) - worst) :]}
+    return replace(group, episodes=[group.episodes[place] for place in sorted(places)])
 
 
 def credit_title(run: RunFolder, step: int) -> str:
-    """Say which episodes these are, and what gave them their credit."""
+    """Return a title with the run, the step and the algorithm's credit options."""
     name, grpo = run.config.training.algorithm, run.config.grpo
     how = f", credit {grpo.credit}, advantage {grpo.advantage}" if name == "grpo" else ""
     return f"Run {run.name}, step {step}: {name}{how}"
 
 
 def resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
-    """Return the step that is meant; raise if it has no episodes or did not take the task."""
-    config, taken = run.config, run.consumed()
+    """Return `step`, or (None) the last step with `task`; raise ValueError if it has no episodes of it."""
+    config, tasks = run.config, run.consumed()
     name = config.training.algorithm
     if not KINDS[name].samples:
-        raise ValueError(f"run {run.name} is {name}, which learns from examples: it sampled no episodes")
-    if not taken:
-        raise ValueError(f"run {run.name} has finished no step yet, so there are no episodes to show")
+        raise ValueError(f"run {run.name} uses {name}, which trains on a dataset: it has no episodes")
+    if not tasks:
+        raise ValueError(f"run {run.name} has not finished a step yet: it has no episodes")
     if not (run.path / TRAJECTORIES).is_file():
         raise ValueError(
-            f"run {run.name} kept no episodes: it ran with logging.save_trajectories=false, or they were removed"
+            f"run {run.name} has no {TRAJECTORIES}: logging.save_trajectories was false, or the file was deleted"
         )
-    if step is not None and step not in taken:
-        raise ValueError(f"run {run.name} has no step {step}; it has steps {min(taken)} to {max(taken)}")
-    steps = [number for number, ids in taken.items() if task is None or task in ids]
+    if step is not None and step not in tasks:
+        raise ValueError(f"run {run.name} has no step {step}; it has steps {min(tasks)} to {max(tasks)}")
+    steps = [number for number, ids in tasks.items() if task is None or task in ids]
     if not steps:
-        known = [name for ids in taken.values() for name in ids]
-        near = did_you_mean(nearest(str(task), known)) or f"; there are for example {', '.join(known[:5])}"
-        raise ValueError(f"run {run.name} took no task {task!r}{near}")
+        names = [name for ids in tasks.values() for name in ids]
+        near = did_you_mean(nearest(str(task), names)) or f"; some of its tasks: {', '.join(names[:5])}"
+        raise ValueError(f"run {run.name} has no task {task!r}{near}")
     if step is not None and step not in steps:
-        told = ", ".join(map(str, steps))
-        raise ValueError(f"step {step} of run {run.name} took no task {task!r}, which was in step {told}")
+        listed = ", ".join(map(str, steps))
+        raise ValueError(f"step {step} of run {run.name} has no task {task!r}; it is in step {listed}")
     return step or max(steps)

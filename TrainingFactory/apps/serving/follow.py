@@ -1,5 +1,5 @@
-"""A server that follows an alias: when `agent@champion` names another version, that one is loaded beside the one that
-answers, and takes over. What cannot be loaded leaves the old one answering."""
+"""Hot-swapping a server's model: when the alias `agent@champion` moves to another version, load that version beside the
+current one and switch to it. If loading fails, the current version keeps serving."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from TrainingFactory.registry.rows import WRITTEN
 from TrainingFactory.resolve.model_names import Named, find_model
 
 log = logging.getLogger(__name__)
-EVERY = 1.0  # seconds between two looks at the alias
-AGAIN = 30.0  # seconds until a version that could not be loaded is tried once more
-LAST = 10.0  # seconds that a version which is being loaded is waited for at the end
+EVERY = 1.0  # seconds between two polls of the alias
+AGAIN = 30.0  # seconds until a failed load is retried
+LAST = 10.0  # seconds to wait at shutdown for a version that is being loaded
 
 
 @contextmanager
@@ -42,9 +42,9 @@ def following(
     registry: str | Path | None = None,
     say: Callable[[str], None] = log.warning,
 ) -> Iterator[None]:
-    """Let the server follow the alias that its model was named by; nothing is followed for any other name."""
-    written = WRITTEN.fullmatch(found.written)
-    if found.version is None or written is None or written["alias"] is None:
+    """Make the server follow the alias in its model's name; do nothing if the name has no alias."""
+    reference = WRITTEN.fullmatch(found.written)
+    if found.version is None or reference is None or reference["alias"] is None:
         yield
         return
     catalogue = Catalogue(registry_path(runs, registry))
@@ -54,9 +54,9 @@ def following(
 
     if elsewhere(config_of(str(found.version))):
         raise ValueError(
-            f"{found.written} is followed by engines of this process only: name a version, such as AGENT:3"
+            f"{found.written}: only engines in this process can follow an alias; name a version, such as AGENT:3"
         )
-    follower = Follower(server, catalogue, found.version.model, written["alias"], config_of, say)
+    follower = Follower(server, catalogue, found.version.model, reference["alias"], config_of, say)
     follower.tell(None)
     ended = threading.Event()
     # A daemon: a large model that is being loaded must not keep a stopped server alive.
@@ -71,7 +71,7 @@ def following(
 
 @dataclass(slots=True)
 class Follower:
-    """Looks at an alias, and frees what versions that answer no more leave behind."""
+    """Polls an alias, switches versions, and releases the memory of replaced ones."""
 
     server: ChatServer
     catalogue: Catalogue
@@ -79,31 +79,31 @@ class Follower:
     alias: str
     config_of: Callable[[str], TrainingConfig]
     say: Callable[[str], None]
-    _tried: str = ""  # the version that could not be loaded
-    _again: float = 0.0  # when it is tried once more
-    _loaded: int = 0  # models in memory beside the one that answers
+    _tried: str = ""  # the version that failed to load
+    _again: float = 0.0  # time of its next retry
+    _loaded: int = 0  # models in memory besides the current one
     _freed: bool = (
-        False  # just now, when the last answer of a model may still have held it: it is done once more
+        False  # memory was just released; release again, as the last response may still have held it
     )
 
     def watch(self, ended: threading.Event) -> None:
-        """Look every second until it has ended."""
+        """Poll every `EVERY` seconds until `ended` is set."""
         while not ended.wait(EVERY):
             try:
                 self.look()
-            except Exception as error:  # whatever it is, the old version answers
+            except Exception as error:  # whatever the error, the current version keeps serving
                 failed = f"{self._tried} cannot be loaded: " if self._tried else ""
-                self.tell(f"{failed}{error}; {self.server.served.version} goes on answering")
+                self.tell(f"{failed}{error}; {self.server.served.version} keeps serving")
             count, again = len(self.server.finishing()), self._freed
             if (fewer := count < self._loaded) or again:
                 _free()
             self._loaded, self._freed = count, fewer
 
     def look(self) -> None:
-        """Let the version that the alias names take over, where it is another one; raise where it cannot."""
+        """Switch to the alias's version if it has changed; raise if that version cannot be loaded."""
         tried, self._tried = self._tried, ""
         number = self.catalogue.alias(self.model, self.alias)
-        if number is None:  # the newest one is meant, or there is an error that tells what is there
+        if number is None:  # means the newest version; otherwise `get` raises and lists what exists
             number = self.catalogue.get(f"{self.model}@{self.alias}").number
         version = f"{self.model}:{number}"
         if version != self.server.served.version:
@@ -116,46 +116,46 @@ class Follower:
             self._loaded += 1
             self.server.switch(load_served(config, version))
             self._tried = ""
-            self.say(f"{self.model}@{self.alias} is {version} now, which answers new requests")
+            self.say(f"{self.model}@{self.alias} is now {version}, which serves new requests")
         self.tell(None)
 
     def tell(self, problem: str | None) -> None:
-        """Tell in /health what is wrong, and in the log where that is something new."""
-        told, name = self.server.follows, f"{self.model}@{self.alias}"
+        """Report a problem (None: none) in /health, and log it if it is new."""
+        before, name = self.server.follows, f"{self.model}@{self.alias}"
         self.server.follows = {"follows": name, "problem": problem}
-        if problem is not None and told != self.server.follows:
+        if problem is not None and before != self.server.follows:
             self.say(f"{name}: {problem}")
 
 
-def check_room(config: TrainingConfig, beside: Served) -> None:
-    """Raise MemoryError, with what is missing, where a model does not fit beside the one that answers."""
+def check_room(config: TrainingConfig, current: Served) -> None:
+    """Raise MemoryError, with the missing bytes, if a model does not fit in memory beside the current one."""
     device = pick_device(config.model.device)
-    needed, there = needed_bytes(config, beside), free_bytes(device)
-    if needed > there:
+    needed, available = needed_bytes(config, current), free_bytes(device)
+    if needed > available:
         raise MemoryError(
-            f"it needs {amount(needed)} beside {beside.version}, and {device} has {amount(there)} free: "
-            f"{amount(needed - there)} are missing"
+            f"it needs {amount(needed)} beside {current.version}, but {device} has {amount(available)} free; free "
+            f"{amount(needed - available)} more"
         )
 
 
-def needed_bytes(config: TrainingConfig, beside: Served) -> int:
-    """Return the memory for the weights and for the keys and values of all slots. What is in no folder, such as a base
-    of the hub under an adapter, is taken to be as large as what answers now."""
+def needed_bytes(config: TrainingConfig, current: Served) -> int:
+    """Return the bytes of the weights and of a full KV cache. A model without a local folder, such as an adapter's base
+    on the hub, counts as large as the current model."""
     model, base = config.model, Path(config.model.name)
     size = pick_dtype(model.dtype, pick_device(model.device)).itemsize
-    weights = size if model.quantization == "none" else 1  # bytes of one
-    needed = weights * sum(_values(Path(each)) for each in (base, model.adapter) if each is not None)
+    weights = size if model.quantization == "none" else 1  # bytes per weight
+    needed = weights * sum(_values(Path(folder)) for folder in (base, model.adapter) if folder is not None)
     if base.is_dir():
         shape = AutoConfig.from_pretrained(base, trust_remote_code=model.trust_remote_code)
     else:
-        shape = beside.model.config
-        needed += sum(each.nbytes for each in beside.model.parameters())
-    slots, length = config.sampling.slots, beside.sampler.max_length
+        shape = current.model.config
+        needed += sum(folder.nbytes for folder in current.model.parameters())
+    slots, length = config.sampling.slots, current.sampler.max_length
     return needed + cache_bytes(shape.get_text_config(), slots, length, size)
 
 
 def _values(folder: Path) -> int:
-    """Count the values in the safetensors of a folder, by their headers."""
+    """Count the values in a folder's safetensors files, from their headers."""
     total = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -164,7 +164,7 @@ def _values(folder: Path) -> int:
 
 
 def _free() -> None:
-    """Give back what nobody uses any more."""
+    """Release unreferenced models and torch's cached GPU memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

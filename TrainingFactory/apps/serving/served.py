@@ -1,4 +1,4 @@
-"""One loaded model that can answer requests, and the config that it is loaded by."""
+"""A loaded model that serves requests, and the config to load it with."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Served:
-    """What writes prompts, what samples, and what a client leaves out. `version`: of a registered model, as text."""
+    """A loaded model: chat format, sampler and default sampling parameters."""
 
     chat: TemplateChatFormat
     sampler: Sampler
-    slots: int  # choices that are sampled at a time
-    defaults: SamplingParams = field(default_factory=SamplingParams)
-    version: str | None = None
-    model: Any = None  # a transformers or PEFT model, where the sampler has it in this process
+    slots: int  # maximum choices sampled concurrently
+    defaults: SamplingParams = field(default_factory=SamplingParams)  # used where a request sets none
+    version: str | None = None  # such as agent:3; None: not a registered model
+    model: Any = None  # a transformers or PEFT model; None if the sampler runs in another process
     gate: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class Served:
 
 
 def load_served(config: TrainingConfig, version: str | None = None, say: Say = lambda _: None) -> Served:
-    """Load the model of a config; its sampling section holds what a client leaves out."""
+    """Load the model of a config; its sampling section gives the defaults of requests."""
     config = by_file(config)
     slots = at_once(config)
     sampling = config.sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
@@ -48,12 +48,12 @@ def load_served(config: TrainingConfig, version: str | None = None, say: Say = l
     return Served(chat, engine, slots, SamplingParams(**sampling), version, model)
 
 
-def served_config(found: Named, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """Return the config to serve a model with: what it was trained and sampled with, and the overrides over that."""
-    sections = sections_of(found)
-    given = [
+def served_config(model: Named, overrides: Sequence[str] = ()) -> TrainingConfig:
+    """Return the config to serve a model with: its training config's model and sampling sections, plus overrides."""
+    sections = sections_of(model)
+    own = [
         key_value(f"{section}.{key}", value)
         for section in ("model", "sampling")
         for key, value in sections.get(section, {}).items()
     ]
-    return load_config(None, [*given, *overrides])
+    return load_config(None, [*own, *overrides])

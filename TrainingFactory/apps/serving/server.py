@@ -1,9 +1,9 @@
-"""An OpenAI-compatible chat server on the native engine: what it answers. How it is reached is in `http/`.
+"""The OpenAI-compatible chat server on the native engine: its routes and responses. The HTTP layer is in `http/`.
 
-Requests of all clients are sampled in one engine, each choice in a session of its own. A stream samples its turn in
-pieces: the session keeps what was computed, and a random number depends on the seed and the token's place only, so
-that pieces give the tokens of the whole. Each request holds the loaded model that it was begun with, so that another
-can take over between two requests; the last request to let go of a model frees it."""
+One engine samples the requests of all clients, each choice in its own session. A stream samples its turn in pieces: the
+session keeps its KV cache, and random numbers depend only on the seed and the token's position, so the pieces give the
+same tokens as one call. Each request keeps the model that it started with, so that the model can be swapped between two
+requests; the last request that uses a model releases it."""
 
 from __future__ import annotations
 
@@ -26,28 +26,27 @@ from TrainingFactory.config import TrainingConfig
 
 
 class ChatServer:
-    """Answers requests on one event loop. `slots` choices are sampled at a time, and `queue` more may wait."""
+    """Serves requests on one event loop. Samples `slots` choices concurrently; at most `queue` more may wait."""
 
     def __init__(self, name: str, served: Served, *, queue: int = 256) -> None:
         self.name, self.served, self.queue = name, served, queue
-        self.pending = 0  # requests that are being read, choices that are being sampled or wait
-        self.refused = 0  # requests since the start
-        self.follows: dict[str, str | None] | None = None  # the alias that decides which version answers
+        self.pending = 0  # requests being parsed, plus choices being sampled or waiting
+        self.refused = 0  # rejected requests since the start
+        self.follows: dict[str, str | None] | None = None  # the followed alias and its problem, for /health
         self._before: list[weakref.ref[Served]] = []
         self._writer = ThreadPoolExecutor(1, "chat-template")  # a long prompt must not stop the event loop
         self._started = int(time.time())
 
     def switch(self, served: Served) -> None:
-        """Let another model answer the requests that come from now on; from any thread."""
+        """Serve new requests with another model; thread-safe."""
         self._before = [*(ref for ref in self._before if ref() is not None), weakref.ref(self.served)]
         self.served = served
 
     def finishing(self) -> list[str | None]:
-        """Return the versions that were switched away from and still answer requests."""
+        """Return the replaced versions that still serve requests."""
         return [served.version for ref in self._before if (served := ref()) is not None]
 
     def api(self, key: str | None = None, local: bool = True) -> Api:
-        """Make the pages of this server."""
         api = Api(key, local)
         api.post("/v1/chat/completions", self.chat)
         api.get("/v1/models", self.models)
@@ -60,7 +59,7 @@ class ChatServer:
         try:
             with self.admitted():
                 ask, prompt = await self.read(served, body)
-            with self.admitted(ask.request.n):  # a stream is refused here, while a status can still be told
+            with self.admitted(ask.request.n):  # rejects a stream here, while it can still send a status code
                 choose, n = partial(self._choice, served, ask, prompt), ask.request.n
                 head = head_of(self.name, ask.request.stream) | _known("system_fingerprint", served)
                 if ask.request.stream:
@@ -79,11 +78,11 @@ class ChatServer:
     def health(self) -> dict[str, Any]:
         running = min(self.pending, self.served.slots)
         counts = {"running": running, "waiting": self.pending - running, "refused": self.refused}
-        found = {"status": "ok", "model": self.name} | _known("version", self.served) | counts
-        return found | ({} if self.follows is None else self.follows | {"finishing": self.finishing()})
+        state = {"status": "ok", "model": self.name} | _known("version", self.served) | counts
+        return state | ({} if self.follows is None else self.follows | {"finishing": self.finishing()})
 
     async def read(self, served: Served, body: bytes) -> tuple[Ask, list[int]]:
-        """Return the request and its prompt, all checked."""
+        """Return the validated request and its prompt tokens."""
         limit = served.sampler.max_length
         check_size(body, limit)
         loop = asyncio.get_running_loop()
@@ -93,15 +92,15 @@ class ChatServer:
         room, param = limits["messages"], max(limits, key=lambda name: limits[name])
         if room < 1 or limits[param] > room:
             text = (
-                f"the messages take {len(prompt)} tokens of the {limit} of the model's context; shorten them, or ask "
-                f"for at most {max(room, 0)} with {param}"
+                f"the messages take {len(prompt)} of the {limit} tokens of the model's context; shorten them, or set "
+                f"{param} to at most {max(room, 0)}"
             )
             raise ApiError(text, "messages" if room < 1 else param, code="context_length_exceeded")
         ask.max_tokens = min(limits.values())
         return ask, prompt
 
     def _read(self, served: Served, body: bytes, limit: int) -> tuple[Ask, list[int]]:
-        """Do what may take long, on a thread of its own."""
+        """Parse the request and render its prompt; slow, so it runs on the writer thread."""
         ask = read_ask(body, served.defaults, limit)
         if (model := ask.request.model) not in (None, self.name):
             text = f"this server has no model {model:.60}; it serves {self.name}"
@@ -109,17 +108,17 @@ class ChatServer:
         try:
             return ask, served.chat.render(ask.messages, ask.tools)
         except (ValueError, RecursionError) as error:
-            text = f"the messages and tools cannot be written for this model: {error}"
+            text = f"the chat template cannot render these messages and tools: {error}"
             raise ApiError(text, "messages") from error
 
     @contextlib.contextmanager
     def admitted(self, n: int = 1) -> Iterator[None]:
-        """Around the work for a request: it counts as pending."""
+        """Count `n` choices as pending while the block runs; raise ApiError if the queue is full."""
         most = self.served.slots + self.queue
         if n > most:
-            raise ApiError(f"n is {n}, and this server takes {most} at a time", "n")
+            raise ApiError(f"n is {n}, but this server accepts at most {most}", "n")
         if self.pending + n > most:
-            text = f"{self.pending} answers are being written or wait, {most} is the limit; try again later"
+            text = f"the queue is full: {self.pending} of {most} choices are pending; try again later"
             raise ApiError(text, status=429, code="queue_full")
         self.pending += n
         try:
@@ -143,10 +142,10 @@ class ChatServer:
 def make_server(
     config: TrainingConfig, name: str, queue: int = 256, version: str | None = None, say: Say = lambda _: None
 ) -> ChatServer:
-    """Load the model of the config; its sampling section holds what a client leaves out."""
+    """Load the model of the config into a server; its sampling section gives the defaults of requests."""
     return ChatServer(name, load_served(config, version, say), queue=queue)
 
 
 def _known(key: str, served: Served) -> dict[str, str]:
-    """Return which version of a registered model it is, under this key; nothing for other models."""
+    """Return {key: version} of a registered model; empty for other models."""
     return {} if served.version is None else {key: served.version}

@@ -1,4 +1,4 @@
-"""The members of a group with the credit of every token. It takes torch and a tokenizer: for a process of its own."""
+"""The episodes of a group with the credit of every token. Needs torch and a tokenizer: for a worker process."""
 
 from __future__ import annotations
 
@@ -18,38 +18,39 @@ def group_credit(
     run: RunFolder, step: int | None, task: str, index: EpisodeIndex | None = None, learner: bool = False,
     group: str | None = None,
 ) -> GroupView:  # fmt: skip
-    """Return the episodes of a task in a step (None: the last that took it), of one of its groups or of all, with the
-    credit that the run's algorithm gave, and the learner's log-probs if they are wanted; raise ValueError where there
-    are none. An index that knows the run already saves reading it again."""
+    """Return a task's episodes in a step with the credit that the run's algorithm gave them; raise ValueError if there
+    are none. `step` None: the last step with this task. `group` None: all groups. `learner` adds the learner's
+    log-probs. Pass an existing `index` of the run to avoid indexing it again."""
     step = resolve_step(run, step, task)
     lines = (index or EpisodeIndex(run)).lines("step = ?", step)
     episodes = [trajectory_from_dict(json.loads(line)) for line, _ in lines]
     credit = run_credit(run, step, task, episodes)[1]
-    known = {(e.trajectory.group, e.trajectory.member): e for group in credit.groups for e in group.episodes}
-    found = GroupView(step=step, task=task, members=[], notes=credit.notes)
-    own = [(*line, played) for line, played in zip(lines, episodes, strict=True) if played.task.id == task]
-    own = [each for each in own if group in (None, each[-1].group)]
-    learned: list[list[list[float]]] = [[[] for _ in played.turns] for *_, played in own]
+    credited = [episode for group in credit.groups for episode in group.episodes]
+    credits = {(each.trajectory.group, each.trajectory.member): each for each in credited}
+    result = GroupView(step=step, task=task, members=[], notes=credit.notes)
+    members = [(*line, episode) for line, episode in zip(lines, episodes, strict=True)]
+    members = [each for each in members if each[-1].task.id == task and group in (None, each[-1].group)]
+    logprobs: list[list[list[float]]] = [[[] for _ in episode.turns] for *_, episode in members]
     if learner:
-        from TrainingFactory.apps.views.learned import learner_logprobs  # the models' code: seconds
+        from TrainingFactory.apps.views.learned import learner_logprobs  # slow: imports the model code
 
         try:
-            learned = learner_logprobs(run, [played for *_, played in own])
+            logprobs = learner_logprobs(run, [episode for *_, episode in members])
         except (ValueError, OSError) as error:
-            found.notes.append(f"the learner's log-probs are not known: {error}")
-    for (line, number, played), turns in zip(own, learned, strict=True):
-        told, view = known[played.group, played.member], episode_view(line, number)
+            result.notes.append(f"the learner's log-probs are not available: {error}")
+    for (line, number, episode), by_turn in zip(members, logprobs, strict=True):
+        view, own = episode_view(line, number), credits[episode.group, episode.member]
         view.credit = CreditView(
-            measure=credit.measure, largest=credit.largest, note=credit.notes[0], left_out=told.left_out,
-            turns=[{"pieces": list(_pieces(turn.pieces, each))} for turn, each in zip(told.turns, turns, strict=True)],
+            measure=credit.measure, largest=credit.largest, note=credit.notes[0], left_out=own.left_out,
+            turns=[{"pieces": list(_pieces(turn.pieces, p))} for turn, p in zip(own.turns, by_turn, strict=True)],
         )  # fmt: skip
-        found.members.append(view)
-    return found
+        result.members.append(view)
+    return result
 
 
 def _pieces(pieces: Sequence[Piece], learned: Sequence[float]) -> Iterator[Json]:
     at = 0
-    for each in pieces:
-        told = {"text": each.text, "ids": each.token_ids, "logprobs": each.logprobs, "values": each.values}
-        start, at = at, at + len(each.token_ids)
-        yield told | {"trained": bool(each.values), "learned": learned[start:at]}
+    for piece in pieces:
+        row = {"text": piece.text, "ids": piece.token_ids, "logprobs": piece.logprobs, "values": piece.values}
+        start, at = at, at + len(piece.token_ids)
+        yield row | {"trained": bool(piece.values), "learned": learned[start:at]}

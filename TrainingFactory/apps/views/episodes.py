@@ -1,4 +1,4 @@
-"""An episode as a shape: a line of trajectories.jsonl as a row of a list, or in full. No object of a run is made."""
+"""Views of an episode, a list row or the full episode, from a line of trajectories.jsonl; makes no Trajectory."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from TrainingFactory.data.trajectories import trajectory_to_dict
 from TrainingFactory.runs.folder import TRAJECTORIES
 from TrainingFactory.types import Trajectory
 
-# Most of a line is numbers, of which a view has only how many there are. Inside a text a quote has a \ before it.
+# Most of a line is lists of numbers, of which views show only the length. Quotes in texts are escaped: no match there.
 NUMBERS = re.compile(rb'"(new_ids|token_ids|logprobs|versions)": ?\[([^\]"]*)\]')
-NEVER_ESCAPED = re.compile(r"[ !#-.0-\[\]-~]+")  # in JSON
+NEVER_ESCAPED = re.compile(r"[ !#-.0-\[\]-~]+")  # characters that JSON writes as they are
 RESULT = ("content", "ok", "error", "cached", "seconds", "id")
 WRONG = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 def read_line(line: bytes) -> Json:
-    """Return what a line says, with a count in place of each list of tokens."""
-    found = read_json(NUMBERS.sub(lambda m: b'"%s":%d' % (m[1], m[2].count(b",") + bool(m[2].strip())), line))
-    if not isinstance(found, dict):
-        raise ValueError("it is not a JSON object")
-    return found
+    """Parse a line, with a count in place of each list of numbers."""
+    data = read_json(NUMBERS.sub(lambda m: b'"%s":%d' % (m[1], m[2].count(b",") + bool(m[2].strip())), line))
+    if not isinstance(data, dict):
+        raise ValueError("not a JSON object")
+    return data
 
 
 def read_row(line: bytes, number: int) -> tuple[EpisodeRow, list[str]]:
-    """Return the row of a line, and the tools that failed in it. What is no episode is a row that says so."""
+    """Return the list row of a line and the names of its failed tools. An invalid line gives a row with its error."""
     try:
         return row_of(read_line(line), number)
     except WRONG as error:
@@ -36,26 +36,26 @@ def read_row(line: bytes, number: int) -> tuple[EpisodeRow, list[str]]:
         return EpisodeRow(number=number, status="unreadable", error=text[:300]), []
 
 
-def row_of(found: Json, number: int) -> tuple[EpisodeRow, list[str]]:
-    turns, reward, group = found["turns"], found.get("reward"), str(found["group"])
+def row_of(data: Json, number: int) -> tuple[EpisodeRow, list[str]]:
+    turns, reward, group = data["turns"], data.get("reward"), str(data["group"])
     results = [result for turn in turns for result in _results(turn)]
     failed = [name for name, result in results if not result.get("ok", True)]
     sampled = [turn["completion"]["token_ids"] for turn in turns]
     step = group.partition("/")[0]
     row = EpisodeRow(
         number=number, step=int(step) + 1 if step.isdecimal() and len(step) < 16 else None,
-        task=str(found["task"]["id"]), group=group, member=int(found["member"]) % (1 << 53),
-        status=str(found["status"]),
+        task=str(data["task"]["id"]), group=group, member=int(data["member"]) % (1 << 53),
+        status=str(data["status"]),
         reward=None if reward is None else float(reward["outcome"]) + sum(reward.get("steps", ())),
-        turns=len(turns), tokens=sum(each if isinstance(each, int) else len(each) for each in sampled) % (1 << 53),
+        turns=len(turns), tokens=sum(ids if isinstance(ids, int) else len(ids) for ids in sampled) % (1 << 53),
         tool_calls=len(results), tool_failures=len(failed), cached=sum(bool(r.get("cached")) for _, r in results),
-        seconds=float(found.get("seconds", 0.0)), error=found.get("error") and str(found["error"]),
+        seconds=float(data.get("seconds", 0.0)), error=data.get("error") and str(data["error"]),
     )  # fmt: skip
     return row, sorted(set(failed))
 
 
 def _results(turn: Json) -> Iterator[tuple[str, Json]]:
-    """Yield the results of a turn, each with the name of its tool."""
+    """Yield (tool name, result) for each result of a turn."""
     calls = turn["message"].get("tool_calls") or []
     names = [(call.get("id"), str(call.get("function", call).get("name"))) for call in calls]
     for place, result in enumerate(turn.get("tool_results") or ()):
@@ -63,34 +63,34 @@ def _results(turn: Json) -> Iterator[tuple[str, Json]]:
         yield dict(names).get(result.get("id") or None) or beside, result
 
 
-def episode_view(given: bytes | Trajectory, number: int) -> EpisodeView:
-    """Return all of an episode but its token ids. `problem` names the parts that cannot be read."""
-    line = json.dumps(trajectory_to_dict(given)).encode() if isinstance(given, Trajectory) else given
+def episode_view(source: bytes | Trajectory, number: int) -> EpisodeView:
+    """Return an episode without its token ids. `problem` names the parts that cannot be read."""
+    line = json.dumps(trajectory_to_dict(source)).encode() if isinstance(source, Trajectory) else source
     view, problems = EpisodeView(row=read_row(line, number)[0]), Problems()
     with problems.reading(f"line {number}"):
-        found = read_line(line)
+        data = read_line(line)
         with problems.reading("task"):
-            view.task = dict(found["task"])
+            view.task = dict(data["task"])
         with problems.reading("prompt"):
-            view.prompt = [dict(message) for message in found["prompt"]]
+            view.prompt = [dict(message) for message in data["prompt"]]
         with problems.reading("tools"):
-            view.tools = [each.get("function", each)["name"] for each in found["tools"]]
+            view.tools = [spec.get("function", spec)["name"] for spec in data["tools"]]
         with problems.reading("reward"):
-            if (reward := found.get("reward")) is not None:
+            if (reward := data.get("reward")) is not None:
                 view.reward = Reward(*(reward[key] for key in ("outcome", "steps", "parts")))
         with problems.reading("turns"):
             steps = [] if view.reward is None else view.reward.steps
-            for place, turn in enumerate(found["turns"]):
-                view.turns.append(_turn(turn, steps[place] if place < len(steps) else None))
+            for index, turn in enumerate(data["turns"]):
+                view.turns.append(_turn(turn, steps[index] if index < len(steps) else None))
             view.answer = str(view.turns[-1].message.get("content") or "") if view.turns else ""
     if problems.texts:
-        view.problem = f"Some of this episode cannot be read: {'; '.join(problems.texts)}"[:300]
+        view.problem = f"Some parts of this episode cannot be read: {'; '.join(problems.texts)}"[:300]
     return view
 
 
 def _turn(turn: Json, step_reward: float | None) -> TurnView:
     sampled = turn["completion"]
-    results = [{key: each.get(key) for key in RESULT} | {"call": name} for name, each in _results(turn)]
+    results = [{key: result.get(key) for key in RESULT} | {"call": name} for name, result in _results(turn)]
     return TurnView(
         message=turn["message"], replies=turn.get("replies", []), tool_results=results, step_reward=step_reward,
         signals=turn.get("signals", {}), finish=str(sampled.get("finish")), tokens=sampled["token_ids"],
@@ -99,21 +99,21 @@ def _turn(turn: Json, step_reward: float | None) -> TurnView:
 
 
 def says(line: bytes, text: str) -> bool:
-    """Tell whether an episode says something in its messages, calls, error or task's id, in whatever case. It is
-    first looked for among the bytes; a line that is no episode is searched as it is."""
-    wanted = text.lower()
-    if NEVER_ESCAPED.fullmatch(wanted) and wanted.encode() not in line.lower():
+    """Return whether an episode's messages, calls, error or task id contain a text, ignoring case. Searches the raw
+    bytes first, which is fast; an invalid line is searched as plain text."""
+    needle = text.lower()
+    if NEVER_ESCAPED.fullmatch(needle) and needle.encode() not in line.lower():
         return False
     try:
-        return any(wanted in each.lower() for each in _texts(read_line(line)))
+        return any(needle in part.lower() for part in _texts(read_line(line)))
     except WRONG:
-        return wanted in line.decode("utf-8", "replace").lower()
+        return needle in line.decode("utf-8", "replace").lower()
 
 
-def _texts(found: Json) -> Iterator[str]:
-    yield from (str(found["task"]["id"]), str(found.get("error") or ""))
-    said = [message for turn in found["turns"] for message in (turn["message"], *turn["replies"])]
-    for message in [*found["prompt"], *said]:
+def _texts(data: Json) -> Iterator[str]:
+    yield from (str(data["task"]["id"]), str(data.get("error") or ""))
+    replies = [message for turn in data["turns"] for message in (turn["message"], *turn["replies"])]
+    for message in [*data["prompt"], *replies]:
         yield from (str(message.get(key) or "") for key in ("content", "reasoning_content"))
         for call in message.get("tool_calls") or ():
             yield from map(str, call.get("function", call).values())

@@ -1,4 +1,4 @@
-"""Files that grow while they are read, or that nobody of us wrote: only what is new of them, and never half a line."""
+"""Incremental reads of files that grow or that other programs wrote: only new bytes, and only whole lines."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ TAIL = 64  # bytes
 
 
 class Place(NamedTuple):
-    """Tells how far a file was read, and the bytes before: they show one that was cut back and grew again."""
+    """Position up to which a file was read. `tail`, the bytes before it, detects a file that was truncated and grew
+    again."""
 
     offset: int = 0
     tail: bytes = b""
 
 
 class Part(NamedTuple):
-    """Whole lines of a file. `again`: it was cut back, and these are from its beginning."""
+    """Whole lines of a file from byte `start`. `again`: the file was truncated, so it was read from the beginning."""
 
     start: int
     lines: list[bytes]
@@ -38,29 +39,29 @@ class Part(NamedTuple):
 
 
 class Problems:
-    """Collects what could not be read, so that it hides nothing else."""
+    """Collects read errors, so that one unreadable file does not hide the others."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
     @contextmanager
     def reading(self, what: str) -> Iterator[None]:
-        """Note why a file, or a part of one, could not be read; `what` names it."""
+        """Record an error raised in the block; `what` names the file or the part of it that is read."""
         try:
             yield
-        except Exception as error:  # anybody may have changed the files
+        except Exception as error:  # users may have edited the files in any way
             reason = reason_of(error)
             self.texts.append(reason if what in reason else f"{what}: {reason}")
 
 
 def reason_of(error: Exception) -> str:
-    """Return in one line why something could not be read."""
+    """Return an error message in one line."""
     return f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
 
 
 def read_on(path: Path, place: Place, most: int) -> Part:
-    """Return the lines after a place: about `most` bytes, but at least one line. A missing file is empty; raise
-    ValueError for one that must not be read (see `open_regular`), and for a line over `MAX_LINE` bytes."""
+    """Read the lines after `place`: about `most` bytes, but at least one line. A missing file counts as empty. Raise
+    ValueError if the file is not a regular one (see `open_regular`) or a line exceeds `MAX_LINE` bytes."""
     try:
         file = open_regular(path)
     except FileNotFoundError:
@@ -80,23 +81,22 @@ def read_on(path: Path, place: Place, most: int) -> Part:
 
 
 def read_end(path: Path, most: int) -> tuple[list[bytes], int]:
-    """Return the whole lines within the last `most` bytes of a file, and the number of bytes before them. A missing
-    file is empty."""
+    """Return the whole lines in the last `most` bytes of a file (none if missing), and the number of bytes before."""
     start = max(0, read_on(path, Place(), 1).size - most)
     if start:
-        start = read_on(path, Place(start - 1), 1).place.offset  # not half a line
+        start = read_on(path, Place(start - 1), 1).place.offset  # start of the next whole line
     return read_on(path, Place(start), most).lines, start
 
 
 def read_json(line: bytes) -> Any:
-    """Return the value of a line of JSON. Replace invalid bytes and lone surrogates, which only the slower parser of
-    the standard library accepts; raise ValueError for what is not JSON."""
+    """Parse a line of JSON; raise ValueError if it is invalid. Replace invalid bytes and lone surrogates, which only
+    the slower parser of the standard library accepts."""
     try:
         return from_json(line)
     except ValueError:
         text = line.decode("utf-8", "replace")
     try:
-        found = json.loads(text)
-        return json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
+        value = json.loads(text)
+        return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError("nested too deeply") from error

@@ -1,6 +1,6 @@
-"""An index over the episodes of a run, so that no request reads the whole file: where each line begins, and what lists
-are filtered and sorted by. It is built as the file grows, in a file of its own that goes with the process: nothing is
-written into the folder of a run, and no index can be older than what it is of."""
+"""An SQLite index of a run's episodes, so that no request reads the whole file: the offset of each line and the columns
+that lists filter and sort by. It grows with the file and lives in a temporary file of the process: nothing is written
+into the run's folder, and no index can be stale."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from TrainingFactory.apps.views.shapes import EpisodePage, EpisodeRow, EpisodeVi
 from TrainingFactory.data.disk import open_regular
 from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
 
-BLOCK = 4 << 20  # bytes that are read at once
-BUILT = 8 << 20  # bytes that a request adds to the index
-SEARCHED = 32 << 20  # bytes that a request looks through for a text
-MOST = 1000  # rows of a page
+BLOCK = 4 << 20  # bytes per read
+BUILT = 8 << 20  # maximum bytes that one request indexes
+SEARCHED = 32 << 20  # maximum bytes that one request searches for a text
+MOST = 1000  # maximum rows of a page
 COLUMNS = tuple(EpisodeRow.model_fields)
 INSERT = f"INSERT INTO episodes VALUES ({', '.join('?' * (len(COLUMNS) + 3))})"
 SORTS: dict[Sort, str] = {
@@ -28,39 +28,39 @@ SORTS: dict[Sort, str] = {
 
 @dataclass(slots=True, frozen=True)
 class Query:
-    """Says which episodes are asked for, in which order, and after which one (`next` of the page before)."""
+    """Filter, order and position of a page of episodes."""
 
     step: int | None = None
     task: str | None = None
     status: str | None = None
-    failed_tool: str | None = None  # a tool of which a call failed; * is any
-    least: float | None = None  # of the reward
-    most: float | None = None
+    failed_tool: str | None = None  # a tool with a failed call; *: any tool
+    least: float | None = None  # minimum reward
+    most: float | None = None  # maximum reward
     text: str | None = None
     sort: Sort = "place"
     down: bool = False
-    after: str | None = None
+    after: str | None = None  # `next` of the previous page
     limit: int = 50
 
     def where(self) -> tuple[str, list[Any]]:
-        """Return the condition, but for the text and the place."""
+        """Return the SQL condition and its parameters, without `text` and `after`."""
         tool = self.failed_tool
-        given = [
+        conditions = [
             ("step = ?", self.step), ("task = ?", self.task), ("status = ?", self.status), ("reward >= ?", self.least),
             ("reward <= ?", self.most), ("tool_failures > ?", 0 if tool == "*" else None),
             ("instr(failed, ?)", None if tool in (None, "*") else f"\n{tool}\n"),
         ]  # fmt: skip
-        found = [(text, value) for text, value in given if value is not None]
-        return " AND ".join(["1", *(text for text, _ in found)]), [value for _, value in found]
+        used = [(text, value) for text, value in conditions if value is not None]
+        return " AND ".join(["1", *(text for text, _ in used)]), [value for _, value in used]
 
 
 class EpisodeIndex:
-    """The index of one run, for any thread."""
+    """Thread-safe index of one run."""
 
     def __init__(self, run: RunFolder) -> None:
         self.run, self.path = run, run.path / TRAJECTORIES
         self._place, self._count, self._lock = Place(), 0, threading.Lock()
-        # Without a name SQLite keeps it in a file of its own as soon as it is large.
+        # With an empty name SQLite uses a temporary database, which it moves to disk when it grows large.
         self._db = sqlite3.connect("", check_same_thread=False)
         self._db.row_factory = sqlite3.Row
         columns = ", ".join(f'"{name}"' for name in (*COLUMNS[1:], "start", "length", "failed"))
@@ -68,7 +68,7 @@ class EpisodeIndex:
         self._db.execute("CREATE INDEX by_step ON episodes (step, task)")
 
     def page(self, query: Query, whole: bool = False) -> EpisodePage:
-        """Return the episodes that are asked for, of as much as a request may look at, or of the whole file."""
+        """Return a page of matching episodes. A request reads a limited number of bytes unless `whole` is set."""
         with self._lock:
             read, part = self._grow()
             while whole and part.more:
@@ -77,25 +77,25 @@ class EpisodeIndex:
             where, values = query.where()
             sql = f"SELECT count(*) FROM episodes WHERE {where}"
             matched = self._db.execute(sql, values).fetchone()[0] if values else self._count
-            key, way = SORTS[query.sort], "DESC" if query.down else "ASC"
+            key, direction = SORTS[query.sort], "DESC" if query.down else "ASC"
             limit = max(1, min(query.limit, MOST))
             if query.after is not None:
                 value, _, number = query.after.rpartition(":")
                 where += f" AND ({key}, number) {'<' if query.down else '>'} (?, ?)"
                 values += [float(value), int(number)]
             most = "" if query.text else f" LIMIT {limit + 1}"
-            sql = f"SELECT *, {key} AS at FROM episodes WHERE {where} ORDER BY at {way}, number {way}{most}"
+            sql = f"SELECT *, {key} AS at FROM episodes WHERE {where} ORDER BY at {direction}, number {direction}{most}"
             rows, last, searched, cut = list[EpisodeRow](), None, 0, False
-            for found in self._db.execute(sql, values):
+            for row in self._db.execute(sql, values):
                 if cut := len(rows) == limit or searched > SEARCHED:
                     break
-                last = f"{found['at']!r}:{found['number']}"
+                last = f"{row['at']!r}:{row['number']}"
                 if query.text:
-                    line = self._line(found)
+                    line = self._line(row)
                     searched += len(line)
                     if not says(line, query.text):
                         continue
-                rows.append(EpisodeRow(**{name: found[name] for name in COLUMNS}))
+                rows.append(EpisodeRow(**{name: row[name] for name in COLUMNS}))
         if query.text:
             matched = None if cut or part.more or query.after is not None else len(rows)
         return EpisodePage(
@@ -105,28 +105,28 @@ class EpisodeIndex:
         )  # fmt: skip
 
     def episode(self, number: int) -> EpisodeView:
-        """Return one episode by its line; raise ValueError where there is none."""
-        if not (found := self.lines("number = ?", number)):
+        """Return one episode by its line number; raise ValueError if there is none."""
+        if not (lines := self.lines("number = ?", number)):
             raise ValueError(f"run {self.run.name} has no episode {number}")
-        return episode_view(*found[0])
+        return episode_view(*lines[0])
 
     def group(self, step: int, task: str, group: str | None = None) -> GroupView:
-        """Return the episodes of a task in a step, of one group or of all; raise ValueError where there are none."""
+        """Return a task's episodes in a step, of `group` or (None) all groups; raise ValueError if there are none."""
         where = 'step = ? AND task = ? AND "group" = coalesce(?, "group")'
-        if not (found := self.lines(where, step, task, group)):
+        if not (lines := self.lines(where, step, task, group)):
             raise ValueError(f"run {self.run.name} has no episodes of task {task!r} in step {step}")
-        return GroupView(step=step, task=task, members=[episode_view(*each) for each in found])
+        return GroupView(step=step, task=task, members=[episode_view(*line) for line in lines])
 
     def lines(self, where: str, *values: Any) -> list[tuple[bytes, int]]:
-        """Return the lines of some episodes that stand together, such as a step's, with their numbers."""
+        """Return (line, number) of the matching episodes, which must be consecutive, such as those of a step."""
         with self._lock:
             while True:
                 more = self._grow()[1].more
                 sql = f"SELECT * FROM episodes WHERE {where} ORDER BY number"
-                found = self._db.execute(sql, values).fetchall()
-                # where another line follows, all of them are known
-                if not more or (found and found[-1]["number"] < self._count):
-                    return [(self._line(row), row["number"]) for row in found]
+                rows = self._db.execute(sql, values).fetchall()
+                # a later line is indexed already, so all matching lines are known
+                if not more or (rows and rows[-1]["number"] < self._count):
+                    return [(self._line(row), row["number"]) for row in rows]
 
     def _line(self, row: sqlite3.Row) -> bytes:
         with open_regular(self.path) as file:
@@ -134,7 +134,7 @@ class EpisodeIndex:
             return file.read(row["length"])
 
     def _grow(self) -> tuple[int, Part]:
-        """Add what is new in the file, as much as a request may; return the bytes that were read, and the last part."""
+        """Index new lines, up to `BUILT` bytes; return the bytes read and the last chunk."""
         read = 0
         while True:
             part = read_on(self.path, self._place, BLOCK)

@@ -13,7 +13,7 @@ from TrainingFactory.runs.episode_texts import best_and_worst, conversation, end
 from TrainingFactory.runs.folder import CONFIG, TRAJECTORIES, RunFolder
 from TrainingFactory.types import Trajectory
 
-# title -> metrics on one sheet, with the names they are shown by
+# title of a chart -> metrics in it, with their labels
 CURVES: dict[str, dict[str, str]] = {
     "Loss": {"loss": "training", "eval/loss": "held-out"},
     "Share of episodes rewarded": {"accuracy": "accuracy"},
@@ -21,8 +21,8 @@ CURVES: dict[str, dict[str, str]] = {
     "Entropy": {"entropy": "entropy"},
     "Clip fraction": {"clip_fraction": "clip fraction"},
     "Gradient norm": {"grad_norm": "gradient norm"},
-    "Sampled tokens an episode": {"length": "mean", "length_max": "longest"},
-    "Tool calls that worked": {"tool_success": "tool success"},
+    "Sampled tokens per episode": {"length": "mean", "length_max": "longest"},
+    "Tool-call success": {"tool_success": "tool success"},
     "Seconds by phase": {
         "seconds/generate": "generate", "seconds/update": "update", "seconds/reward": "reward",
         "eval/seconds": "evaluate",
@@ -41,25 +41,25 @@ Rows = Sequence[dict[str, Any]]
 
 
 def run_page(run: RunFolder) -> str:
-    """Return the page of a run, which needs nothing beside it."""
+    """Return the report as a self-contained HTML page."""
     versions = ", ".join(f"{name} {version}" for name, version in run.about["versions"].items())
     rows = [*state_rows(run), ("versions", versions)]
-    told = [(name, conversation(each), ending(each)) for name, each in samples(run)]
+    episodes = [(name, conversation(episode), ending(episode)) for name, episode in samples(run)]
     return render(
         "run.html.jinja", title=f"Run {run.name}", rows=rows, findings=findings(run), charts=charts(run.metrics()),
-        episodes=told, config=(run.path / CONFIG).read_text(encoding="utf-8"),
+        episodes=episodes, config=(run.path / CONFIG).read_text(encoding="utf-8"),
     )  # fmt: skip
 
 
 def charts(metrics: Rows) -> list[Chart]:
-    """Return the curves for which a run has metrics."""
-    found = [_spread(metrics), _heldout(metrics)]
+    candidates = [_spread(metrics), _heldout(metrics)]
     for title, names in CURVES.items():
         ends = (
             (0.0, 1.0) if names.keys() <= SHARES else (0.0, None) if names.keys() <= AMOUNTS else (None, None)
         )
-        found.append(Chart(title, [Line(shown, points(metrics, key)) for key, shown in names.items()], *ends))
-    return [chart for chart in found if chart.lines]
+        lines = [Line(label, points(metrics, key)) for key, label in names.items()]
+        candidates.append(Chart(title, lines, *ends))
+    return [chart for chart in candidates if chart.lines]
 
 
 def _spread(metrics: Rows) -> Chart:
@@ -67,7 +67,7 @@ def _spread(metrics: Rows) -> Chart:
     low, high = (
         [(r["step"], r["reward"] + sign * r.get("reward_std", 0.0)) for r in rows] for sign in (-1, 1)
     )
-    return Chart("Reward, with its deviation", [Line("reward", points(rows, "reward"), low, high)])
+    return Chart("Reward, with its standard deviation", [Line("reward", points(rows, "reward"), low, high)])
 
 
 def _heldout(metrics: Rows) -> Chart:
@@ -80,11 +80,11 @@ def points(metrics: Rows, name: str) -> list[tuple[float, float]]:
 
 
 def samples(run: RunFolder) -> list[tuple[str, Trajectory]]:
-    """Return the best and the worst episode of the first and of the last step, as far as they were kept."""
+    """Return the best and the worst recorded episode of the first and of the last step."""
     if not (run.path / TRAJECTORIES).is_file() or not (steps := run.consumed()):
         return []
-    found: list[tuple[str, Trajectory]] = []
+    episodes: list[tuple[str, Trajectory]] = []
     for step in dict.fromkeys((min(steps), max(steps))):
-        for which, each in best_and_worst(run.episodes(step)).items():
-            found.append((f"Step {step}, {which}: task {each.task.id}", each))
-    return found
+        for which, episode in best_and_worst(run.episodes(step)).items():
+            episodes.append((f"Step {step}, {which}: task {episode.task.id}", episode))
+    return episodes

@@ -1,4 +1,4 @@
-"""A run in rows, and its metrics: for `tfactory runs`."""
+"""Tables of a run's state and metrics, for `tfactory runs`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.runs.folder import RESOLVED, RunFolder
 
-# Metrics that are shown where a run has them -> format
+# metric shown if the run has it -> format
 FORMATS = {
     "steps_per_second": "{:.3g}", "loss": "{:.4f}", "reward": "{:.3f}", "reward_std": "{:.3f}", "accuracy": "{:.3f}",
     "eval/success": "{:.3f}", "eval/loss": "{:.4f}", "eval/perplexity": "{:.3f}", "eval/accuracy": "{:.3f}",
@@ -20,20 +20,20 @@ FORMATS = {
     "episodes/failed": "{:.0f}",
     **{f"rows_left_out/{why}": "{:.0f}" for why in ("bad", "long", "unused")},
 }  # fmt: skip
-# What to look at first, in plain words -> the metric, the first of these that the run has
+# label of a headline metric -> candidates, of which the first that the run has is shown
 PLAIN = {
     "steps per second": ("steps_per_second",),
     "reward": ("reward",),
     "tool-call success": ("tool_success", "eval/tool_success"),
     "accuracy": ("eval/success", "eval/accuracy", "accuracy"),
 }
-PARTED = {"reward": "reward/", "eval/success": "eval/reward/"}  # parts of the reward go after these
+PARTED = {"reward": "reward/", "eval/success": "eval/reward/"}  # metric -> prefix of its parts
 ASKED = ("judge/", "pool/")
 Rows = Sequence[dict[str, Any]]
 
 
 def state_rows(run: RunFolder) -> list[tuple[str, str]]:
-    """Return what a run is and how far it is, one thing a row."""
+    """Return (name, value) rows that describe a run and its progress."""
     status, about = run.status, run.about
     commit = f", commit {about['commit']}" if about["commit"] else ""
     return [
@@ -47,42 +47,44 @@ def state_rows(run: RunFolder) -> list[tuple[str, str]]:
 
 
 def what(config: TrainingConfig, about: dict[str, Any]) -> str:
-    """Say by which algorithm a run learns, and from what."""
+    """Return a run's algorithm and its environment or dataset, such as `grpo in search`."""
     algorithm, place = config.training.algorithm, config.environment.environment_id
     if place is not None:
         return f"{algorithm} in {place}"
     if config.data.dataset is not None:
         return f"{algorithm} on {config.data.dataset}"
-    given = about.get("objects")
-    return f"{algorithm} with {' and '.join(given)} from Python" if given else f"{algorithm} in conversations"
+    objects = about.get("objects")
+    if objects:
+        return f"{algorithm} with {' and '.join(objects)} from Python"
+    return f"{algorithm} in conversations"
 
 
 def latest(metrics: Rows) -> dict[str, Any]:
-    """Return the last value of each metric; not every step has all."""
+    """Return the last value of each metric; a step need not have all metrics."""
     return {key: value for row in metrics for key, value in row.items()}
 
 
 def shown(metrics: Rows) -> dict[str, str]:
-    """Return the names of the metrics that are shown, with their format: those of FORMATS, each with its parts."""
+    """Return the metrics to show with their formats: those of FORMATS that exist, each followed by its parts."""
     names = dict.fromkeys(key for row in metrics for key in row)
-    found: dict[str, str] = {}
+    formats: dict[str, str] = {}
     for key, form in FORMATS.items():
         parts = [name for name in names if key in PARTED and name.startswith(PARTED[key])]
-        found |= dict.fromkeys([key, *parts] if key in names else parts, form)
-    return found
+        formats |= dict.fromkeys([key, *parts] if key in names else parts, form)
+    return formats
 
 
 def named(metrics: Rows) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, metric, format) of all that is shown: first what PLAIN has, under its plain name."""
-    found = shown(metrics)
+    """Yield (label, metric, format) of all metrics to show, those of PLAIN first."""
+    formats = shown(metrics)
     for name, keys in PLAIN.items():
-        if (key := next((key for key in keys if key in found), None)) is not None:
-            yield name if name == key else f"{name} ({key})", key, found.pop(key)
-    yield from ((key, key, form) for key, form in found.items())
+        if (key := next((key for key in keys if key in formats), None)) is not None:
+            yield name if name == key else f"{name} ({key})", key, formats.pop(key)
+    yield from ((key, key, form) for key, form in formats.items())
 
 
 def asked(metrics: Rows) -> dict[str, float]:
-    """Add up what judges and pools were asked and have spent in all steps, evaluations included."""
+    """Sum the judge and pool metrics (requests, costs) over all steps, evaluations included."""
     total: dict[str, float] = {}
     for row in metrics:
         for key, value in row.items():
@@ -92,10 +94,10 @@ def asked(metrics: Rows) -> dict[str, float]:
 
 
 def asked_in_words(metrics: Rows) -> Iterator[tuple[str, str]]:
-    """Yield a row for judges and one for pools, without what is 0."""
+    """Yield a (name, text) row for judges and one for pools, without zero values."""
     total = asked(metrics)
     for prefix in ASKED:
         spent = {key.removeprefix(prefix): value for key, value in total.items() if key.startswith(prefix)}
-        told = [f"{name.replace('_', ' ')} {value:.6g}" for name, value in spent.items() if value]
-        if told:
-            yield prefix.removesuffix("/"), f"in all: {', '.join(told)}"
+        texts = [f"{name.replace('_', ' ')} {value:.6g}" for name, value in spent.items() if value]
+        if texts:
+            yield prefix.removesuffix("/"), f"total: {', '.join(texts)}"

@@ -1,4 +1,4 @@
-"""Runs as shapes: all of a folder in a list, one in full, its metrics and its log from a byte on."""
+"""Views of runs: the list of a folder, one run in full, and its metrics and log from a byte offset on."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from TrainingFactory.runs import folder as kept
 from TrainingFactory.runs.folder import ABOUT, CONFIG, FINDINGS, METRICS, STATUS, RunFolder, is_run
 from TrainingFactory.tools.recording import SPECS
 
-SPARK, LOCKED = 60, ("running", "killed")  # points of a small curve; states that only the lock tells apart
-PART = 8 << 20  # bytes of metrics in an answer
-LOG, LOG_PART = "run.log", 256 << 10  # what a run's process has printed, where something kept it
+SPARK, LOCKED = 60, ("running", "killed")  # points of a sparkline; states that only the lock distinguishes
+PART = 8 << 20  # maximum bytes of metrics in a response
+LOG, LOG_PART = "run.log", 256 << 10  # a run's output, if it was redirected; maximum bytes in a response
 LISTED = (
     "step",
     "reward",
@@ -37,14 +37,14 @@ LISTED = (
     "eval/success_high",
 )
 NUMBERS = (int, float)
-SEEN = (METRICS, STATUS, CONFIG, ABOUT, FINDINGS, kept.EVALUATIONS)  # what a row is made of
-BEGAN = "the model it began with"
+SEEN = (METRICS, STATUS, CONFIG, ABOUT, FINDINGS, kept.EVALUATIONS)  # files that a row is computed from
+BEGAN = "the base model"
 COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "serve", "runs episodes")
 
 
 @dataclass(slots=True)
-class _Known:
-    """Holds what was read of a run, what its files were then, and how far metrics.jsonl was read."""
+class _CachedRun:
+    """Cached row of a run, the state of its files at that time, and how far metrics.jsonl was read."""
 
     seen: list[tuple[int, int]] = field(default_factory=list)
     row: shapes.RunRow | None = None
@@ -75,51 +75,51 @@ class _Known:
 
 
 class Runs:
-    """The runs of a folder, for any thread. What has not changed is not read again: its row is the same object."""
+    """The runs of a folder; thread-safe. An unchanged run is not read again: its row stays the same object."""
 
     def __init__(self, folder: str | Path = "runs") -> None:
         self.folder = Path(folder).expanduser()
-        self._known, self._lock = dict[Path, _Known](), threading.Lock()
+        self._cached, self._lock = dict[Path, _CachedRun](), threading.Lock()
 
     def rows(self) -> list[shapes.RunRow]:
-        """Return a row for each run, the oldest first. One that cannot be read says why."""
+        """Return a row for each run, the oldest first. `problem` says why a run cannot be read."""
         with self._lock:
-            self._known = {path: self._known.get(path, _Known()) for path in self._folders()}
-            return [self._row(RunFolder(path)) for path in self._known]
+            self._cached = {path: self._cached.get(path, _CachedRun()) for path in self._folders()}
+            return [self._row(RunFolder(path)) for path in self._cached]
 
     def row(self, run: RunFolder) -> shapes.RunRow:
         with self._lock:
             return self._row(run)
 
     def find(self, name: str) -> RunFolder:
-        """Return the run of that name in this folder, which is looked up; raise ValueError where there is none."""
+        """Return the run of that name; raise ValueError if the folder has none. The name is never used as a path."""
         if name in {path.name for path in self._folders()}:
             return RunFolder(self.folder / name)
         raise ValueError(f"there is no run {name!r} in {self.folder}")
 
     def _folders(self) -> list[Path]:
         files = [file for name in (ABOUT, CONFIG) for file in self.folder.glob(f"[!.]*/{name}")]
-        made = {file.parent: (stat_of(file)[0], file) for file in files}
-        return sorted(made, key=made.__getitem__)
+        by_time = {file.parent: (stat_of(file)[0], file) for file in files}
+        return sorted(by_time, key=by_time.__getitem__)
 
     def _row(self, run: RunFolder) -> shapes.RunRow:
-        known = self._known.setdefault(run.path, _Known())
+        cached = self._cached.setdefault(run.path, _CachedRun())
         seen = [stat_of(run.path / name) for name in SEEN]
-        row = known.row
-        if row is None or seen != known.seen or (row.state in LOCKED and row.state != run.state):
-            known.seen, known.row = seen, (row := _run_row(run, known, max(seen)[0] / 1e9))
+        row = cached.row
+        if row is None or seen != cached.seen or (row.state in LOCKED and row.state != run.state):
+            cached.seen, cached.row = seen, (row := _run_row(run, cached, max(seen)[0] / 1e9))
         return row
 
 
 def stat_of(path: Path) -> tuple[int, int]:
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return 0, 0
-    return found.st_mtime_ns, found.st_size
+    return stat.st_mtime_ns, stat.st_size
 
 
-def _run_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
+def _run_row(run: RunFolder, cached: _CachedRun, updated: float) -> shapes.RunRow:
     """Summarise one run for the list; `problem` names a file that cannot be read, which hides nothing else."""
     row = shapes.RunRow(name=valid_text(run.name), state="unreadable", updated=updated)
     if row.name != run.name:
@@ -127,8 +127,8 @@ def _run_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
         return row
     problems, config = Problems(), None
     with problems.reading(METRICS):
-        known.add_metrics(run.path / METRICS)
-        _add_metrics(row, known)
+        cached.add_metrics(run.path / METRICS)
+        _add_metrics(row, cached)
     if not is_run(run.path):
         row.problem = f"Incomplete run: {CONFIG} or {ABOUT} is missing."
         return row
@@ -142,7 +142,7 @@ def _run_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
     with problems.reading(FINDINGS):
         row.findings = sum(finding.last_step is None for finding in findings(run, problems.texts.append))
     with problems.reading(kept.EVALUATIONS):
-        if config is not None and row.state != "running":  # while it runs, its own are the newest
+        if config is not None and row.state != "running":  # a running run's own evaluations are the newest
             row.heldout = _newest_evaluation(run, row.heldout, config) or row.heldout
     with problems.reading(ABOUT):
         row.started = str(run.about["started"]).replace(" ", "T")
@@ -150,11 +150,11 @@ def _run_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
     return row
 
 
-def _add_metrics(row: shapes.RunRow, known: _Known) -> None:
-    last = known.last
+def _add_metrics(row: shapes.RunRow, cached: _CachedRun) -> None:
+    last = cached.last
     row.reward, row.loss, row.tokens_per_second = map(last.get, ("reward", "loss", "tokens_per_second"))
-    row.spark_of = "reward" if "reward" in known.curves else "loss"
-    row.spark = _thinned(known.curves.get(row.spark_of, ()))
+    row.spark_of = "reward" if "reward" in cached.curves else "loss"
+    row.spark = _thinned(cached.curves.get(row.spark_of, ()))
     if isfinite(last.get("eval/step", nan)):
         low, high = last.get("eval/success_low"), last.get("eval/success_high")
         row.heldout = shapes.Heldout(
@@ -170,21 +170,21 @@ def _add_config(row: shapes.RunRow, config: TrainingConfig) -> None:
 
 
 def _newest_evaluation(
-    run: RunFolder, own: shapes.Heldout | None, config: TrainingConfig
+    run: RunFolder, heldout: shapes.Heldout | None, config: TrainingConfig
 ) -> shapes.Heldout | None:
     """Return the most recent `tfactory eval` result in the run's environment (in any, if the run has none), if it
     evaluates the best checkpoint or no earlier step than the run's own evaluation."""
     place = config.environment.environment_id
     for line in reversed(read_end(run.path / kept.EVALUATIONS, PART)[0]):
-        with contextlib.suppress(*WRONG):  # the page of the run says which cannot be read
-            found = evaluation_row(read_json(line)) if b'"by": "eval"' in line else None
-            if found is None or found.success is None or found.step is None or found.suite:
+        with contextlib.suppress(*WRONG):  # the run's page reports unreadable lines
+            row = evaluation_row(read_json(line)) if b'"by": "eval"' in line else None
+            if row is None or row.success is None or row.step is None or row.suite:
                 continue
-            if place is not None and found.environment not in (place, Path(place).name):
+            if place is not None and row.environment not in (place, Path(place).name):
                 continue
-            if own is None or found.step >= own.step or run.checkpoint_folder(found.step) == run.best():
-                by = f"tfactory eval, {found.tasks} tasks of {found.environment or 'conversation'}"
-                return shapes.Heldout(**found.model_dump() | {"value": found.success, "by": by})
+            if heldout is None or row.step >= heldout.step or run.checkpoint_folder(row.step) == run.best():
+                by = f"tfactory eval, {row.tasks} tasks of {row.environment or 'conversation'}"
+                return shapes.Heldout(**row.model_dump() | {"value": row.success, "by": by})
     return None
 
 
@@ -197,20 +197,19 @@ def _thinned(values: Sequence[float]) -> list[float]:
 
 
 def findings(run: RunFolder, say: Callable[[str], None] = lambda _: None) -> list[shapes.FindingRow]:
-    """Return what was seen going wrong in a run, each once, with the steps of the last time. A row of the file that is
-    no finding is skipped; `say` names it."""
-    found: dict[str, shapes.FindingRow] = {}
-    for number, row in enumerate(run.findings(), 1):
+    """Return each finding of a run once, with the steps of its last occurrence. Report invalid rows to `say`."""
+    rows: dict[str, shapes.FindingRow] = {}
+    for number, data in enumerate(run.findings(), 1):
         try:
-            old = found.get(row["name"])
-            if not row.get("gone"):
-                times = old.times + 1 if old else 1
-                found[row["name"]] = shapes.FindingRow(**row, first_step=row["step"], times=times)
-            elif old is not None and old.last_step is None:
-                old.last_step = row["step"] - 1
+            earlier = rows.get(data["name"])
+            if not data.get("gone"):
+                times = earlier.times + 1 if earlier else 1
+                rows[data["name"]] = shapes.FindingRow(**data, first_step=data["step"], times=times)
+            elif earlier is not None and earlier.last_step is None:
+                earlier.last_step = data["step"] - 1
         except WRONG as error:
             say(f"{FINDINGS}: row {number} is not a finding: {reason_of(error)}")
-    return list(found.values())
+    return list(rows.values())
 
 
 def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
@@ -224,8 +223,8 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
     with problems.reading(ABOUT):
         about = run.about
         view.about = {key: value for key, value in about.items() if key != "model"}
-        parent, began = parent_of({"about": about}), {"name": row.model, "what": BEGAN, "rows": []}
-        view.lineage = lineage_rows(parent) if parent else [began]
+        parent, start = parent_of({"about": about}), {"name": row.model, "what": BEGAN, "rows": []}
+        view.lineage = lineage_rows(parent) if parent else [start]
     with problems.reading(STATUS):
         view.reason = run.status.reason
     with problems.reading("checkpoints"):
@@ -243,43 +242,42 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
         view.evaluations = [evaluation_row(record.model_dump(exclude={"outcomes"})) for record in records]
     with problems.reading("tools"):
         for name in (SPECS, kept.TRAJECTORIES):
-            read_on(run.path / name, Place(), 1)  # raises for what must not be read
+            read_on(run.path / name, Place(), 1)  # raises for a file that is not a regular one
         view.tools = tools_of(run)["names"]
     view.notes = problems.texts
     return view
 
 
 def lineage_rows(node: shapes.Json) -> list[shapes.Json]:
-    """Return the way from the base model to a node."""
-    made = [(each.get("run"), *told(each)) for each in chain(node)]
-    found = [{"name": run, "what": what, "rows": rows} for run, what, rows in made if run]
-    return [{"name": origin(node), "what": BEGAN, "rows": []}, *found]
+    steps = [(each.get("run"), *told(each)) for each in chain(node)]
+    runs = [{"name": run, "what": what, "rows": rows} for run, what, rows in steps if run]
+    return [{"name": origin(node), "what": BEGAN, "rows": []}, *runs]
 
 
 def evaluation_row(record: shapes.Json) -> shapes.EvaluationRow:
-    """Return what a record of an evaluation says, be it of a version that this one does not know."""
+    """Return the row of an evaluation record; keys that another version did not write are optional."""
     success, low, high = (record.get("metrics", {}).get(f"success{end}") for end in ("", "_low", "_high"))
-    asked, suite = record.get("conditions", {}), [record.get("suite"), record.get("entry")]
+    conditions, suite = record.get("conditions", {}), [record.get("suite"), record.get("entry")]
     return shapes.EvaluationRow(
         id=record.get("id", ""), step=record.get("model", {}).get("step"), success=success, low=low, high=high,
-        by=record.get("by", ""), suite="/".join(filter(None, suite)) or None, environment=asked.get("environment"),
-        tasks=asked.get("count", 0), time=record.get("time", ""),
+        by=record.get("by", ""), suite="/".join(filter(None, suite)) or None, environment=conditions.get("environment"),
+        tasks=conditions.get("count", 0), time=record.get("time", ""),
     )  # fmt: skip
 
 
 def config_view(run: RunFolder) -> shapes.ConfigView:
-    """Return the options of a run, and which are not as they are by default."""
+    """Return the options of a run, and the keys that differ from the defaults."""
     text = read_whole(run.path / CONFIG).decode("utf-8", "replace")
     try:
-        options, usual = (_flat(each.model_dump()) for each in (run.config, TrainingConfig()))
+        options, defaults = (_flat(config.model_dump()) for config in (run.config, TrainingConfig()))
     except ValueError as error:
         return shapes.ConfigView(yaml=text, options={}, changed=[], problem=str(error))
-    changed = [key for key, value in options.items() if key not in usual or usual[key] != value]
+    changed = [key for key, value in options.items() if key not in defaults or defaults[key] != value]
     return shapes.ConfigView(yaml=text, options=options, changed=changed)
 
 
 def diff(runs: Sequence[RunFolder]) -> shapes.Diff:
-    """Return the options in which runs differ, and their last metrics."""
+    """Return the options in which the runs differ, and the last value of each metric."""
     options = _beside([_flat(run.config.model_dump()) for run in runs])
     last = [{key: value for row in run.metrics() for key, value in row.items()} for run in runs]
     rows = [row for row in options if any(value != row["values"][0] for value in row["values"])]
@@ -299,32 +297,32 @@ def _flat(data: shapes.Json, prefix: str = "") -> shapes.Json:
 
 
 def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
-    """Return the metrics of the steps after a byte, as columns."""
+    """Return the metrics after byte `after` as columns."""
     part = read_on(run.path / METRICS, _after(after), PART)
-    found = shapes.MetricsPart(offset=part.place.offset, again=part.again, more=part.more)
+    result = shapes.MetricsPart(offset=part.place.offset, again=part.again, more=part.more)
     for line in part.lines:
         try:
             row: shapes.Json = read_json(line)
             step, time = int(row.pop("step")), row.pop("time", None)
             numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
         except WRONG:
-            found.unread += 1
+            result.unread += 1
             continue
-        found.steps.append(step)
-        found.times.append(time if isinstance(time, int | float) else None)
+        result.steps.append(step)
+        result.times.append(time if isinstance(time, int | float) else None)
         for name, value in numbers.items():
-            column = found.series.setdefault(kept.OLD_METRICS.get(name, name), [])
-            column += [None] * (len(found.steps) - 1 - len(column)) + [value]
-    for column in found.series.values():
-        column += [None] * (len(found.steps) - len(column))
-    return found
+            column = result.series.setdefault(kept.OLD_METRICS.get(name, name), [])
+            column += [None] * (len(result.steps) - 1 - len(column)) + [value]
+    for column in result.series.values():
+        column += [None] * (len(result.steps) - len(column))
+    return result
 
 
 def log_part(run: RunFolder, after: int = 0) -> shapes.LogPart:
-    """Return what a run's process has printed after a byte; a negative one counts from the end."""
+    """Return the log after byte `after`; a negative value counts from the end."""
     path = run.path / LOG
     if after < 0 and (after := max(0, stat_of(path)[1] + after)):
-        after = read_on(path, Place(after), 1).place.offset  # not half a line
+        after = read_on(path, Place(after), 1).place.offset  # start of the next whole line
     part = read_on(path, _after(after), LOG_PART)
     text = "".join(f"{line.decode('utf-8', 'replace')}\n" for line in part.lines)
     return shapes.LogPart(offset=part.place.offset, again=part.again, more=part.more, text=text)

@@ -1,6 +1,5 @@
-"""Shape what is on disk as the web page and `--json` show it: what the API answers where it only looks.
-`model_dump_json` is the one serialiser; numbers that JSON has not (NaN, infinity) become null in it. docs/UI.md says
-what is what."""
+"""Response models of the read-only web API, also printed by `--json`. `model_dump_json` is the only serialiser; it
+writes NaN and infinity as null. docs/UI.md describes the fields."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ State = Literal["running", "finished", "interrupted", "failed", "killed", "unrea
 Sort = Literal["place", "reward", "length", "seconds"]
 Number = float | None
 Json = dict[str, Any]
-Chat = Json  # a message as OpenAI writes it, so that it can be sent on as it is
+Chat = Json  # a message in OpenAI's format
 
 
 class Heldout(BaseModel):
@@ -22,28 +21,28 @@ class Heldout(BaseModel):
     low: Number = None  # 95 % interval
     high: Number = None
     step: int
-    by: str = "training"  # or: tfactory eval, 64 tasks of search
+    by: str = "training"  # or such as: tfactory eval, 64 tasks of search
 
 
 class RunRow(BaseModel):
     name: str
     state: State
-    problem: str | None = None  # what could not be read, and why
+    problem: str | None = None  # first unreadable file, and why
     algorithm: str = ""
     model: str = ""
-    environment: str | None = None  # or a command, a dataset; conversation: tools or tasks alone
+    environment: str | None = None  # or a command or dataset; "conversation": only tools or tasks
     step: int = 0
-    steps: int = 0  # 0: not known
+    steps: int = 0  # 0: unknown
     seconds: float = 0.0
     started: str = ""  # ISO
     updated: float = 0.0  # seconds since 1970
     reward: Number = None
     loss: Number = None
-    spark: list[float] = []  # 60 at most, of what `spark_of` names
+    spark: list[float] = []  # at most 60 values of the metric `spark_of`
     spark_of: Literal["reward", "loss"] = "reward"
     tokens_per_second: Number = None
-    heldout: Heldout | None = None  # the last success on held-out tasks
-    findings: int = 0  # those that are not gone
+    heldout: Heldout | None = None  # last success rate on held-out tasks
+    findings: int = 0  # open findings
     tags: dict[str, str] = {}
 
 
@@ -57,15 +56,15 @@ class FindingRow(BaseModel):
     remedy: str
     severity: str
     first_step: int
-    last_step: int | None = None  # None: it is not gone
-    times: int = 1  # that it came; the steps are those of the last time
+    last_step: int | None = None  # None: still open
+    times: int = 1  # number of occurrences; the steps are those of the last one
 
     @computed_field
     @property
     def when(self) -> str:
         first, last = self.first_step, self.last_step
-        again = f", {self.times} times in all" if self.times > 1 else ""
-        return (f"since step {first}" if last is None else f"steps {first} to {last}, gone since") + again
+        again = f", {self.times} times in total" if self.times > 1 else ""
+        return (f"since step {first}" if last is None else f"steps {first} to {last}, resolved") + again
 
 
 class EvaluationRow(BaseModel):
@@ -75,7 +74,7 @@ class EvaluationRow(BaseModel):
     low: Number  # 95 % interval
     high: Number
     by: str  # eval or training
-    suite: str | None  # with its entry: release/search
+    suite: str | None  # with its entry, such as release/search
     environment: str | None
     tasks: int
     time: str
@@ -84,35 +83,35 @@ class EvaluationRow(BaseModel):
 class RunView(BaseModel):
     row: RunRow
     about: Json = {}  # environment.json
-    reason: str | None = None  # why it stopped, as status.json says
+    reason: str | None = None  # why it stopped, from status.json
     checkpoints: list[Json] = []  # name, step, best
     findings: list[FindingRow] = []
     evaluations: list[EvaluationRow] = []
-    lineage: list[Json] = []  # name, what, rows: from the base model to what it was started from
+    lineage: list[Json] = []  # name, what, rows: from the base model to the run's initial model
     commands: dict[str, str]  # show, stop, resume, report, eval, serve, episodes
     files: list[Json]  # name, bytes
     tools: list[str] = []
-    notes: list[str]  # what could not be read
+    notes: list[str]  # files that could not be read, and why
 
 
 class ConfigView(BaseModel):
     yaml: str
     options: Json  # by dotted key
     changed: list[str]  # keys that differ from their defaults
-    problem: str | None = None  # of a config that this version does not take, whose options are not known
+    problem: str | None = None  # why this version cannot load the config; `options` is empty then
 
 
 class Diff(BaseModel):
     runs: list[str]
-    rows: list[Json]  # key, values: one a run, in the order that they were named
-    metrics: list[Json]  # the same of the last value of each; null where a run has none
+    rows: list[Json]  # key, values: one per run, in the requested order
+    metrics: list[Json]  # key, values: the last value of each metric; null if a run has none
 
 
 class FilePart(BaseModel):
-    offset: int  # to ask from the next time
-    start: int = 0  # of an event: the byte that it goes on from
-    again: bool  # the file was cut back: this is from its beginning, and replaces what was read before
-    more: bool  # there is more already: ask at once
+    offset: int  # `after` of the next request
+    start: int = 0  # of an event: the byte at which the part starts
+    again: bool  # the file was truncated: the part starts at byte 0 and replaces everything read before
+    more: bool  # more data is available: request it at once
 
 
 class LogPart(FilePart):
@@ -120,44 +119,44 @@ class LogPart(FilePart):
 
 
 class MetricsPart(FilePart):
-    unread: int = 0  # lines that are no metrics
+    unread: int = 0  # invalid lines
     steps: list[int] = []
     times: list[Number] = []  # seconds since 1970
     series: dict[str, list[Number]] = {}  # columns as long as `steps`
 
 
 class EpisodeRow(BaseModel):
-    number: int  # the line of trajectories.jsonl, from 1
-    step: int | None = None  # from 1; None where the group's name has none
+    number: int  # line of trajectories.jsonl, from 1
+    step: int | None = None  # from 1; None if the group's name has no step
     task: str = ""
     group: str = ""
     member: int = 0
-    status: str  # done, max_turns, truncated, tool_failure, error; unreadable: the line is no episode
-    reward: Number = None  # outcome and steps together; None: it was not scored
+    status: str  # done, max_turns, truncated, tool_failure, error; unreadable: the line is invalid
+    reward: Number = None  # outcome plus step rewards; None: not scored
     turns: int = 0
     tokens: int = 0  # sampled
     tool_calls: int = 0
     tool_failures: int = 0
-    cached: int = 0  # calls that the cache answered
+    cached: int = 0  # tool calls answered from the cache
     seconds: float = 0.0
     error: str | None = None
 
 
 class EpisodePage(BaseModel):
-    total: int  # episodes that are known
-    matched: int | None  # None: a text is looked for, and not all has been read
+    total: int  # indexed episodes
+    matched: int | None  # None: a text search that has not read all episodes
     rows: list[EpisodeRow]
-    next: str | None  # `after` of the next page; None: there is none yet
-    bytes_read: int  # of trajectories.jsonl, for this answer
-    partial: bool  # not all was looked at, because a request may not read more: ask again
-    indexed: int  # bytes of the file that the index knows of
+    next: str | None  # `after` of the next page; None: no further page
+    bytes_read: int  # of trajectories.jsonl, for this response
+    partial: bool  # the request reached its read limit: repeat it to continue
+    indexed: int  # indexed bytes of the file
     size: int
 
 
 class TurnView(BaseModel):
     message: Chat
     replies: list[Chat]
-    tool_results: list[Json]  # content, ok, error, cached, seconds, id, and call: the tool's name
+    tool_results: list[Json]  # content, ok, error, cached, seconds, id, call (name of the tool)
     step_reward: Number
     signals: Json
     finish: str
@@ -167,12 +166,12 @@ class TurnView(BaseModel):
 
 class CreditView(BaseModel):
     measure: Literal["advantage", "weight", "reward"]
-    largest: float  # in the step, signs aside: the strongest colour
+    largest: float  # largest absolute value in the step: the strongest colour
     note: str
-    # pieces: text, ids, logprobs (the sampler's), values (none: not trained), trained, learned (the learner's
-    # log-probs; none: not asked for, or not known)
+    # pieces: text, ids, logprobs (the sampler's), values (empty: not trained), trained, learned (the learner's
+    # log-probs; empty: not requested or not available)
     turns: list[Json]
-    left_out: str | None  # why nothing of it is trained
+    left_out: str | None  # why no token of the episode is trained
 
 
 class EpisodeView(BaseModel):
@@ -180,11 +179,11 @@ class EpisodeView(BaseModel):
     prompt: list[Chat] = []
     turns: list[TurnView] = []
     reward: Reward | None = None
-    answer: str = ""  # the last message of the model
+    answer: str = ""  # the model's last message
     task: Json = {}  # id, prompt, answer, metadata
     tools: list[str] = []
-    problem: str | None = None  # what of the line could not be read
-    credit: CreditView | None = None  # by the worker
+    problem: str | None = None  # unreadable parts of the line
+    credit: CreditView | None = None  # computed by the worker process
 
 
 class GroupView(BaseModel):
@@ -203,9 +202,9 @@ class VersionRow(BaseModel):
     who: str
     description: str
     digest: str
-    run: str | None  # that made it
+    run: str | None  # the run that trained it
     step: int | None
-    base: str | None  # the model under an adapter
+    base: str | None  # base model of an adapter
     kind: Literal["model", "adapter"]
     tags: dict[str, str]
     evaluations: list[EvaluationRow]
@@ -224,9 +223,9 @@ class ModelList(BaseModel):
 class VersionView(BaseModel):
     version: VersionRow
     folder: str
-    lineage: list[Json]  # as of a run
-    commands: list[str]  # that make it again
-    decisions: list[Json]  # of the model: kind, alias, number, was, who, created, evidence
+    lineage: list[Json]  # as in RunView
+    commands: list[str]  # commands that reproduce it
+    decisions: list[Json]  # decisions on the model: kind, alias, number, was, who, created, evidence
 
 
 class TaskPair(BaseModel):
@@ -234,14 +233,14 @@ class TaskPair(BaseModel):
     first: float  # share of the scored episodes that succeeded
     second: float
     flipped: Literal["better", "worse"] | None = None
-    episodes: list[EpisodeView | None] = []  # those that tell a flip best, side by side; None: not kept
+    episodes: list[EpisodeView | None] = []  # the most telling episode of each side; None: not recorded
 
 
 class ComparisonView(BaseModel):
-    tasks: list[TaskPair]  # those that flipped first
-    summary: Json  # what `tfactory compare --json` prints: records, difference, p, better, worse, notes
+    tasks: list[TaskPair]  # flipped tasks first
+    summary: Json  # output of `tfactory compare --json`: records, difference, p, better, worse, notes
 
 
 class AuditList(BaseModel):
-    audits: list[Json]  # time, judge, gold, rows (metric, value, meaning), and what `judge audit` prints
-    left_out: int = 0  # bytes of older ones, of a file that is too long
+    audits: list[Json]  # time, judge, gold, rows (metric, value, meaning), output of `judge audit --json`
+    left_out: int = 0  # bytes of older audits that were not read, because the file is too long

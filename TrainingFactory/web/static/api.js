@@ -1,6 +1,6 @@
-// Talks to the server: JSON in and out, errors with the field they belong to, and jobs that tell how far they are.
+// Client of the server's API: JSON requests, errors with their field, and jobs with progress events.
 
-export let where = ""; // what a command needs to find the runs of this page
+export let where = ""; // the --runs option that a command needs to find these runs
 
 class ApiError extends Error {
   constructor(status, error) {
@@ -11,7 +11,7 @@ class ApiError extends Error {
   }
 }
 
-/** Tells version and folder. */
+/** Returns the version and the folder of runs. */
 export async function about() {
   const told = await get("/api/about");
   where = told.where;
@@ -35,7 +35,7 @@ export async function post(address, body = {}, signal) {
   return await answer(await send(address, body, signal));
 }
 
-/** Posts a job and returns its result; `heard` gets what the server tells on the way. */
+/** Posts a job and returns its result; `heard` gets its progress messages. */
 export async function job(address, body, heard, signal) {
   const response = await send(address, body, signal);
   const kind = response.headers.get("content-type") ?? "";
@@ -46,7 +46,7 @@ export async function job(address, body, heard, signal) {
     if (event === "done") last = data;
     else heard(data);
   }
-  if (last === null) throw new ApiError(500, { message: "The server ended before the work was done." });
+  if (last === null) throw new ApiError(500, { message: "The server closed the connection before the job was done." });
   return last;
 }
 
@@ -61,14 +61,14 @@ async function answer(response) {
   try {
     told = JSON.parse(text);
   } catch {
-    throw new ApiError(response.status, { message: "The server answered with something that is no JSON." });
+    throw new ApiError(response.status, { message: "The server's response is not JSON." });
   }
   if (!response.ok)
-    throw new ApiError(response.status, told.error ?? { message: "The server answered " + response.status });
+    throw new ApiError(response.status, told.error ?? { message: "The server responded with status " + response.status });
   return told;
 }
 
-/** Reads server-sent events from the body of an answer. */
+/** Reads server-sent events from the body of a response. */
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let waiting = "";

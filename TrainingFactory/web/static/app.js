@@ -1,4 +1,4 @@
-// The frame: rail, routes, theme and keys. Each page is a module with show(place), which ends when place.signal aborts.
+// The frame: navigation, routes, theme and keys. Each page is a module with show(place); place.signal aborts when it is left.
 import { about } from "./api.js";
 import { h, put } from "./dom.js";
 import { icon } from "./icons.js";
@@ -27,14 +27,14 @@ const main = document.getElementById("main");
 let leave = new AbortController();
 let shown = null;
 
-/** Takes #/run/NAME/episodes?step=3 apart. */
+/** Parses the address, such as #/run/NAME/episodes?step=3. */
 function route() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const parts = path.split("/").filter(Boolean).map(decoded);
   return { parts: parts.length ? parts : ["runs"], query: new URLSearchParams(query ?? ""), path };
 }
 
-/** What is no such text stays as it is. */
+/** Decodes a part of the address; an invalid one is returned unchanged. */
 function decoded(part) {
   try {
     return decodeURIComponent(part);
@@ -65,17 +65,17 @@ function show() {
     signal: leave.signal,
     setQuery: (next) => keepQuery(path, next),
   };
-  const thing = parts.slice(0, 2).join("/"); // its views share a place on the screen
+  const thing = parts.slice(0, 2).join("/"); // views of the same item keep the scroll position
   if (thing !== shown) {
     window.scrollTo(0, 0);
-    if (shown !== null) main.focus({ preventScroll: true }); // those who hear the page begin at its top
+    if (shown !== null) main.focus({ preventScroll: true }); // screen readers start at the top of the page
   }
   shown = thing;
   main.className = "page-" + parts[0];
   page.show(place).catch((error) => error.name === "AbortError" || put(main, failed(error)));
 }
 
-/** Writes filters and choices of a page into its address, so that it can be kept and sent. */
+/** Writes the filters and choices of a page into its address, so that it can be bookmarked and shared. */
 function keepQuery(path, query) {
   const kept = Object.entries(query).filter(
     ([, value]) => value !== null && value !== undefined && value !== "",
@@ -139,7 +139,7 @@ function nextTheme() {
 function tellTheme() {
   const chosen = localStorage.getItem("theme") ?? "auto";
   const theme = document.getElementById("theme");
-  const label = "Theme: " + { auto: "as the system", light: "light", dark: "dark" }[chosen];
+  const label = "Theme: " + { auto: "system", light: "light", dark: "dark" }[chosen];
   put(theme, icon({ auto: "auto", light: "sun", dark: "moon" }[chosen]));
   theme.setAttribute("aria-label", label);
   theme.title = label;
@@ -148,8 +148,8 @@ function tellTheme() {
 async function begin() {
   keys(undefined, [
     ...PAGES.map(({ path, title, key }) => ["g " + key, title, () => (location.hash = "#/" + path)]),
-    ["t", "Light, dark or as the system", nextTheme],
-    ["?", "This list", showKeys],
+    ["t", "Switch theme: light, dark or system", nextTheme],
+    ["?", "Show this list", showKeys],
   ]);
   addEventListener("hashchange", show);
   document.querySelector("a.skip").addEventListener("click", (event) => {

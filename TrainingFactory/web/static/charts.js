@@ -1,4 +1,4 @@
-// Curves by uPlot: a board of cards that share cursor, zoom and x axis.
+// Charts with uPlot: a board of cards that share cursor, zoom and x axis.
 import { h, put } from "./dom.js";
 import { duration, number } from "./format.js";
 import { iconButton, table } from "./parts.js";
@@ -9,7 +9,7 @@ const TALL = 420;
 const WHOLE = [...Array(8).keys()].flatMap((power) => [1, 2, 5].map((each) => each * 10 ** power)); // no half steps
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
 
-/** Returns the colour of the n-th line in the theme of now. */
+/** Returns the colour of the n-th line in the current theme. */
 export function colour(at) {
   return token("--line-" + ((at % 8) + 1));
 }
@@ -18,7 +18,7 @@ function token(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-/** Smooths by an exponential mean that starts without bias; 0 leaves the values as they are. */
+/** Smooths with a bias-corrected exponential moving average; weight 0 returns the values unchanged. */
 export function smooth(values, weight) {
   if (!weight) return values;
   let mean = 0;
@@ -103,7 +103,7 @@ class Card {
     this.canvas = h("div", { class: "canvas", role: "img", tabindex: "0" });
     this.canvas.card = this;
     this.values = h("div", { class: "values" });
-    const grow = iconButton("wide", "Larger, with its values as a table", () => this.grow());
+    const grow = iconButton("wide", "Enlarge, with a table of values", () => this.grow());
     this.element = h(
       "figure",
       { class: "chart" },
@@ -116,7 +116,7 @@ class Card {
     board.sizes.observe(this.canvas);
   }
 
-  /** Shows new lines; only the data changes where the lines are the same ones. */
+  /** Shows new lines; if only the data has changed, updates it in place. */
   show(chart, view) {
     this.chart = chart;
     this.view = view;
@@ -137,17 +137,17 @@ class Card {
     if (this.tall) this.tell();
   }
 
-  /** A logarithm needs something above zero; else the scale stays linear. */
+  /** The scale stays linear if no value is above zero. */
   get log() {
     return this.view.log && this.chart.lines.some(({ y }) => y.some((value) => value > 0));
   }
 
-  /** Makes uPlot's columns: x, then for each line its curve, the raw one if smoothed, and its band. */
+  /** Returns uPlot's columns: x, then for each line its curve, the raw values if smoothed, and its band. */
   table() {
     const { smoothing } = this.view;
     const drawn = this.log ? positive : (values) => values;
     const tables = this.chart.lines.map(({ x, y, low, high, sparse }) => {
-      const weight = sparse ? 0 : smoothing; // of a few points each one counts
+      const weight = sparse ? 0 : smoothing; // do not smooth lines of a few points
       const columns = [x, drawn(smooth(y, weight))];
       if (smoothing) columns.push(drawn(y));
       if (low) columns.push(drawn(smooth(high, weight)), drawn(smooth(low, weight)));
@@ -257,7 +257,7 @@ class Card {
     this.plot.setScale("x", { min: min - room, max: max + room });
   }
 
-  /** Zooms around the cursor; a range as wide as all of it is the whole one. */
+  /** Zooms around the cursor; resets the zoom if the range covers everything. */
   closer(factor) {
     const { min, max } = this.plot.scales.x;
     const [first, last] = this.board.whole;
@@ -327,7 +327,7 @@ class Card {
     this.tell();
   }
 
-  /** Shows the values as a table below a chart that is large. */
+  /** Shows the values as a table below an enlarged chart. */
   tell() {
     if (!this.tall) return put(this.values);
     const { lines } = this.chart;
@@ -356,7 +356,7 @@ function wide(_, values) {
   return 14 + Math.max(1, ...(values ?? []).map((text) => text.length)) * 6.5;
 }
 
-/** What is not above zero has no place on a logarithmic scale. */
+/** Replaces values that a logarithmic scale cannot show by null. */
 function positive(values) {
   return values.map((value) => (value > 0 ? value : null));
 }

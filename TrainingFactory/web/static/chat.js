@@ -1,9 +1,9 @@
-// The messages of a conversation that goes on: shown with their calls and results, or in an editor.
+// The messages of a live conversation: with their tool calls and results, or in an editor.
 import { h, visible } from "./dom.js";
 import { button } from "./parts.js";
 import { block, callOf, reasoning, text } from "./turns.js";
 
-/** What came of an answer, as entries: each message, with what is known of the turn that it is. */
+/** The entries of an answer: each message, with the data of its turn. */
 export function entryOf({ messages, turns }) {
   const left = [...turns];
   return messages.map((message) =>
@@ -11,7 +11,7 @@ export function entryOf({ messages, turns }) {
   );
 }
 
-/** All messages; replies of tools stand with the calls that they answer. */
+/** All messages; tool replies are shown with their calls. */
 export function entriesOf(entries, actsOf) {
   return entries.map(({ message, turn }, at) => {
     if (
@@ -30,7 +30,7 @@ export function entriesOf(entries, actsOf) {
   });
 }
 
-/** What tools gave: as the turn has it, with times, or as the messages after it say. */
+/** Tool results: from the turn, with times, or from the messages after it. */
 function resultsOf(message, turn, after) {
   if (turn?.tool_results.length) return turn.tool_results;
   return after
@@ -58,12 +58,12 @@ export function answerOf(message, results, turn = null) {
       "div",
       { class: "facts" },
       `${turn.tokens} tokens`,
-      turn.finish === "stop" ? null : h("span", { class: "tag warn" }, "cut"),
+      turn.finish === "stop" ? null : h("span", { class: "tag warn" }, "truncated"),
     );
   return block("assistant", null, [reasoning(message), text(message.content), calls, facts]);
 }
 
-/** A message as fields; `done(message, go)` gets it changed, or null. */
+/** An editor of a message; `done(message, go)` gets the edited message, or null if cancelled. */
 export function editorOf(message, done) {
   const words = h("textarea", {
     rows: Math.min(12, 2 + String(message.content ?? "").split("\n").length),
@@ -98,7 +98,7 @@ export function editorOf(message, done) {
       try {
         JSON.parse(input.value);
       } catch (error) {
-        wrong.textContent = "The arguments are no JSON: " + error.message;
+        wrong.textContent = "The arguments are not valid JSON: " + error.message;
         return input.focus();
       }
     }
@@ -109,10 +109,10 @@ export function editorOf(message, done) {
     "div",
     { class: "buttons" },
     runs &&
-      button(calls.length ? "Make the calls and go on" : "Answer from here", () => end(true), {
+      button(calls.length ? "Run the calls and continue" : "Answer from here", () => end(true), {
         class: "small main edit-go",
       }),
-    button("Only change it", () => end(false), { class: "small edit-only" }),
+    button("Save without answering", () => end(false), { class: "small edit-only" }),
     button("Cancel", () => done(null, false), { class: "small" }),
   );
   const editor = h(
@@ -121,7 +121,7 @@ export function editorOf(message, done) {
     words,
     calls.map(({ call, input }) => [h("code", {}, visible(call.function.name)), input]),
     wrong,
-    h("p", { class: "soft" }, "What comes after this message will be dropped."),
+    h("p", { class: "soft" }, "All messages after this one will be deleted."),
     foot,
   );
   requestAnimationFrame(() => words.focus());

@@ -1,4 +1,4 @@
-// Two models on the same tasks: what one can and the other cannot, task by task.
+// Comparison of two models on the same tasks, task by task.
 import { get, url, where } from "./api.js";
 import { h, put, scroller, visible } from "./dom.js";
 import { number, percent, plain, signed } from "./format.js";
@@ -34,7 +34,7 @@ export async function show({ main, query, signal, setQuery }, models) {
     const other = next.first !== undefined || next.second !== undefined || !told;
     Object.assign(state, next);
     setQuery(state);
-    if (!state.first || !state.second) return put(place, empty("Which two?", "Choose the versions above."));
+    if (!state.first || !state.second) return put(place, empty("No versions selected", "Choose two versions above."));
     try {
       if (other) told = await get(url(["compare"], { first: state.first, second: state.second }), signal);
       draw();
@@ -77,7 +77,7 @@ function summary({ tasks: all, summary: told }, { first, second }) {
     [first, percent(share("first")), null],
     [second, percent(share("second")), null],
     [
-      "Points of difference",
+      "Difference in points",
       points(told.difference ?? share("second") - share("first")),
       range && "95%: " + range,
     ],
@@ -98,7 +98,7 @@ function tasks({ tasks: all }, { first, second, only }) {
   if (!shown.length)
     return empty(
       only === "flipped" ? "No task flipped" : "No such task",
-      "Both did the same on all of them.",
+      "Both have the same result on all tasks.",
     );
   const rows = shown
     .slice(0, MOST)
@@ -134,7 +134,7 @@ function pair(task, first, second) {
       h("header", {}, h("b", {}, name), h("b", { class: "num score" }, number(episode?.row.reward))),
       episode
         ? [messages(episode.prompt), rewards(episode), conversation(episode, null, "text")]
-        : h("p", { class: "soft" }, "Its episode was not kept."),
+        : h("p", { class: "soft" }, "Its episode was not recorded."),
     );
   return h(
     "details",

@@ -1,4 +1,4 @@
-// Which curves a run has: metrics become sections of charts. What no section names is shown as well, at the end.
+// Sections of charts from a run's metrics. Metrics that no section names are shown at the end.
 
 const DIRECT = [
   [
@@ -25,7 +25,7 @@ const DIRECT = [
       { title: "Entropy", of: ["entropy"] },
       { title: "Clip fraction", of: ["clip_fraction"] },
       { title: "Gradient norm", of: ["grad_norm"] },
-      { title: "Sampler vs learner, log-prob (mean distance)", of: ["logprob_diff"] },
+      { title: "Sampler vs learner, mean log-prob difference", of: ["logprob_diff"] },
       { title: "Learning rate", of: ["learning_rate"] },
     ],
   ],
@@ -35,7 +35,7 @@ const DIRECT = [
       { title: "Length in tokens", of: ["length", "length_max"], names: ["mean", "longest"] },
       { title: "Turns", of: ["turns"] },
       {
-        title: "How episodes end",
+        title: "Episode status",
         of: ["done", "max_turns", "truncated", "tool_failure", "error", "unscored"].map(
           (how) => "episodes/" + how,
         ),
@@ -50,12 +50,12 @@ const DIRECT = [
     "Tools",
     [
       { title: "Tool success", each: "success", share: true },
-      { title: "Latency, half of the calls (s)", each: "p50" },
-      { title: "Latency, 95% of the calls (s)", each: "p95" },
+      { title: "Latency p50 (s)", each: "p50" },
+      { title: "Latency p95 (s)", each: "p95" },
       { title: "Calls", each: "calls" },
       { title: "Cache hits", each: "cache_hits", nonzero: true },
       {
-        title: "Calls that failed",
+        title: "Failed calls",
         of: ["malformed", "unknown", "schema_errors", "timeouts", "unavailable"].map((how) => "tools/" + how),
         nonzero: true,
       },
@@ -71,7 +71,7 @@ const DIRECT = [
   ],
 ];
 
-/** Adds new rows of metrics, {steps, times, series}, to those there are. */
+/** Appends new rows of metrics, {steps, times, series}, to `data`. */
 export function extend(data, more) {
   const before = data.steps.length;
   data.steps.push(...more.steps);
@@ -84,7 +84,7 @@ export function extend(data, more) {
     while (values.length < data.steps.length) values.push(null);
 }
 
-/** Makes the sections of charts of some runs, [{name, data}]; `time`: the x axis is the time since the first step. */
+/** Returns the sections of charts of runs [{name, data}]; `time`: the x axis is the time since the first step. */
 export function sections(runs, { time = false, find = "" } = {}) {
   const names = [...new Set(runs.flatMap(({ data }) => Object.keys(data.series)))].sort();
   const used = new Set(["epoch"]);
@@ -107,7 +107,7 @@ export function sections(runs, { time = false, find = "" } = {}) {
     .filter(({ charts }) => charts.length);
 }
 
-/** Makes one chart of a spec, or nothing where no run has its metrics. */
+/** Returns the chart of a spec, or null if no run has its metrics. */
 function chartOf(spec, runs, names, used, time) {
   const metrics = wanted(spec, names).filter((name) => names.includes(name));
   for (const name of [...metrics, spec.spread, ...(spec.interval ?? [])]) used.add(name);
@@ -142,7 +142,7 @@ function shorten(metric, spec) {
     : metric.split("/").at(-1).replaceAll("_", " ");
 }
 
-/** Takes one metric of one run, without its gaps, with its band if the spec has one. */
+/** Returns the line of one metric of one run without gaps, with a band if the spec has one. */
 function lineOf(data, metric, spec, time) {
   const values = data.series[metric];
   if (!values) return null;

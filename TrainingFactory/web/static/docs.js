@@ -1,4 +1,4 @@
-// Shows the description of the API: each route with what it takes and the shape of what it gives.
+// The API documentation: each route with its parameters and the schemas of its request and response.
 
 const api = await (await fetch("/api/openapi.json")).json();
 const shapes = api.components?.schemas ?? {};
@@ -10,8 +10,8 @@ for (const [path, methods] of Object.entries(api.paths)) {
     title.append(element("b", method.toUpperCase()), element("code", path));
     routes.append(title, element("p", route.description ?? route.summary ?? ""));
     if (route.parameters?.length) routes.append(parameters(route.parameters));
-    shape("takes", route.requestBody);
-    shape("gives", route.responses?.["200"]);
+    shape("request", route.requestBody);
+    shape("response", route.responses?.["200"]);
   }
 }
 
@@ -20,7 +20,7 @@ function parameters(list) {
   for (const { name, in: place, required, schema } of list) {
     const row = table.insertRow();
     row.insertCell().textContent = name;
-    row.insertCell().textContent = place + (required ? "" : ", may be left out") + ", " + text(schema, 0);
+    row.insertCell().textContent = place + (required ? "" : ", optional") + ", " + text(schema, 0);
   }
   return table;
 }
@@ -33,7 +33,7 @@ function shape(what, body) {
   routes.append(details);
 }
 
-/** Writes a schema as a sketch of the JSON. */
+/** Returns a schema as a sketch of the JSON. */
 function text(schema, depth, seen = []) {
   if (!schema) return "anything";
   if (schema.$ref) {

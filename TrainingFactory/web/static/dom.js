@@ -1,4 +1,4 @@
-// Makes elements. Children are nodes or text: nothing in this page is ever read as HTML.
+// Creates elements. Children are nodes or text: no string is ever parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -56,7 +56,7 @@ export function scroller(element) {
   return element;
 }
 
-/** Gives a function that waits until nobody has called it for so many milliseconds. */
+/** Returns a function that runs `call` once it has not been called for this many milliseconds. */
 export function debounce(milliseconds, call) {
   let timer;
   return (...given) => {
@@ -65,7 +65,7 @@ export function debounce(milliseconds, call) {
   };
 }
 
-// Control codes in what models, tools and files say would be invisible: they are shown as their pictures.
+// Control characters in texts of models, tools and files would be invisible: show their Unicode pictures.
 const CONTROLS = /[\u0000-\u0008\u000b-\u001f\u007f]/g;
 const HIDDEN = /[\u0080-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\u{e0000}-\u{e007f}]/gu;
 

@@ -1,4 +1,4 @@
-// One episode, or all members of its group side by side: every turn with its calls and results, rewards, and tokens.
+// One episode, or all members of its group side by side: turns with tool calls and results, rewards, and tokens.
 import { get, url } from "./api.js";
 import { h, put, visible } from "./dom.js";
 import { barOf } from "./figures.js";
@@ -29,7 +29,7 @@ export class Detail {
   clear() {
     this.number = null;
     this.bar.hidden = true;
-    put(this.body, h("p", { class: "waiting" }, "Choose an episode: by the mouse, or with j and k."));
+    put(this.body, h("p", { class: "waiting" }, "Choose an episode with the mouse, or with j and k."));
   }
 
   async open(wanted) {
@@ -60,7 +60,7 @@ export class Detail {
     put(
       this.bar,
       button("All episodes", this.close, { iconName: "list", class: "small back" }),
-      iconButton("left", "Episode before (k)", () => this.move(-1)),
+      iconButton("left", "Previous episode (k)", () => this.move(-1)),
       iconButton("right", "Next episode (j)", () => this.move(1)),
       segments(
         "What to show",
@@ -71,7 +71,7 @@ export class Detail {
         this.group ? "1" : "",
         choose,
       ),
-      segments("Colour of tokens", WAYS, this.way, colour),
+      segments("Token colouring", WAYS, this.way, colour),
     );
   }
 
@@ -91,13 +91,13 @@ export class Detail {
     this.draw();
   }
 
-  /** Draws what is chosen; credit and groups are read when they are asked for, since a model's tokenizer is needed. */
+  /** Draws the selection. Credit and groups are fetched on demand, because they need a model's tokenizer. */
   async draw() {
     const { view, way, number: wanted } = this;
     if (!view) return;
     if (!this.group && way === "text") return void put(this.body, one(view, null, "text", this.filterBy));
     const { step, task, group: own } = view.row;
-    const learner = way === "difference"; // it takes the model itself
+    const learner = way === "difference"; // needs the model itself
     const key = own + (learner ? "/learner" : "");
     if (!this.groups.has(key))
       put(
@@ -106,8 +106,8 @@ export class Detail {
           "p",
           { class: "legend-note", role: "status", "aria-busy": "true" },
           learner
-            ? "Loading the weights that sampled this group, to see what the learner makes of its tokens…"
-            : "Computing the credit of the group's tokens. The first time a process is started for it…",
+            ? "Loading the weights that sampled this group, to compute the learner's log-probs…"
+            : "Computing the token credit of the group; the first time takes longer…",
         ),
         one(view, null, "text", this.filterBy),
       );
@@ -135,26 +135,26 @@ export class Detail {
         h(
           "p",
           { class: "why", role: "alert" },
-          "The credit of the tokens could not be computed: " + error.message,
+          "Cannot compute the token credit: " + error.message,
         ),
         one(view, null, "text", this.filterBy),
       );
     }
   }
 
-  /** Says what is known of the difference between sampler and learner where it is not known by token. */
+  /** Returns a note with the step's mean difference between sampler and learner, if there are no values per token. */
   async difference({ row }) {
     const told = await get(url(["runs", this.name, "metrics"]), this.signal);
     const at = told.steps.indexOf(row.step);
     const value = told.series.logprob_diff?.[at];
     const known =
       value === undefined || value === null
-        ? "it was not measured at this step"
+        ? "it was not measured in this step"
         : `at step ${row.step} it was ${number(value)} on average`;
     return h(
       "p",
       { class: "legend-note" },
-      `The difference between the log-probs of sampler and learner is not known token by token: ${known} (logprob_diff, among the curves of the run).`,
+      `The log-prob difference of sampler and learner is not available per token: ${known} (logprob_diff in the run's curves).`,
     );
   }
 }
@@ -171,7 +171,7 @@ function one(view, credit, way, filterBy) {
   const alike = h(
     "button",
     { type: "button", class: "small", onclick: () => filterBy({ task: row.task }) },
-    "All of this task",
+    "All episodes of this task",
   );
   return h(
     "article",
@@ -198,7 +198,7 @@ function facts(row) {
     (row.cached ? `, ${row.cached} from the cache` : "");
   const tiles = [
     ["Reward", number(row.reward)],
-    ["Ended as", row.status.replace("_", " ")],
+    ["Status", row.status.replace("_", " ")],
     ["Turns", row.turns],
     ["Tokens", number(row.tokens)],
     ["Tool calls", tools],
@@ -220,9 +220,9 @@ function answer(name, text) {
   );
 }
 
-/** What the reward is made of, and which turn earned it. */
+/** The parts of the reward, and the reward of each turn. */
 export function rewards({ reward }) {
-  if (!reward) return h("p", { class: "soft note" }, "It could not be scored, so it has no reward.");
+  if (!reward) return h("p", { class: "soft note" }, "This episode was not scored, so it has no reward.");
   const parts = Object.entries(reward.parts).map(([name, value]) => [visible(name), value]);
   const steps = reward.steps.map((value, at) => ["turn " + (at + 1), value]);
   const rows = [
@@ -235,7 +235,7 @@ export function rewards({ reward }) {
   return h(
     "section",
     { class: "rewards" },
-    h("h3", {}, "What it earned"),
+    h("h3", {}, "Reward"),
     h(
       "dl",
       { class: "bars" },
@@ -254,7 +254,7 @@ function metadata(task) {
     h(
       "details",
       { class: "metadata" },
-      h("summary", {}, "The task's own data"),
+      h("summary", {}, "Task metadata"),
       pairs(rows.map(([key, value]) => [visible(key), h("code", {}, visible(plain(value)))])),
     )
   );

@@ -1,4 +1,4 @@
-// The rows of a run's episodes, read page by page as they come into sight.
+// The rows of a run's episodes, fetched page by page as they scroll into view.
 import { get, url } from "./api.js";
 
 const PAGE = 100;
@@ -8,37 +8,37 @@ export class EpisodeRows {
   constructor(name, filter, signal, changed) {
     this.end = new AbortController();
     Object.assign(this, { name, filter, changed, signal: AbortSignal.any([signal, this.end.signal]) });
-    this.rows = []; // by place in the list; holes are not read yet
-    this.pages = new Map(); // number of a page -> the promise of its reading
+    this.rows = []; // by index in the list; holes are not fetched yet
+    this.pages = new Map(); // page number -> promise of its fetch
     this.total = 0;
-    this.matched = null; // not known while a text is looked for
-    this.next = null; // where the page after the last one begins
+    this.matched = null; // null during a text search
+    this.next = null; // `after` of the next page
     this.ended = false;
-    this.building = true; // the server has not yet looked at the whole file
-    this.indexed = 0; // the share of it that it knows
+    this.building = true; // the server has not indexed the whole file yet
+    this.indexed = 0; // indexed share of the file
     this.error = null;
   }
 
-  /** In the order of the file and without a filter any page can be read at once; else one follows the other. */
+  /** Whether any page can be fetched directly: in file order and without a filter. Otherwise pages follow each other. */
   get direct() {
     const { sort, down: _, ...rest } = this.filter;
     return (!sort || sort === "place") && Object.values(rest).every((value) => !value);
   }
 
-  /** How many rows the list has: all that fit, or those that are read and a hint that there are more. */
+  /** Length of the list: all matching rows if known, else the fetched rows and a placeholder. */
   get count() {
     if (this.direct) return this.total;
     if (this.ended) return this.rows.length;
     return this.matched ?? this.rows.length + 1;
   }
 
-  /** Reads the first page, and again as long as the server has not yet looked at the whole file. */
+  /** Fetches the first page, repeatedly until the server has indexed the whole file. */
   async begin() {
     const { text, down } = this.filter;
     do {
-      if (!this.direct || down) this.forget(); // another order may come of what is new
+      if (!this.direct || down) this.forget(); // new rows may change the order
       this.pages.set(0, Promise.resolve());
-      await this.read(null, 0, text ? { limit: 1, text: "" } : {}); // a text is looked for when every line is known
+      await this.read(null, 0, text ? { limit: 1, text: "" } : {}); // a text search starts once every line is indexed
       if (this.building || !text) this.changed();
     } while (this.building);
     if (!text || this.error) return;

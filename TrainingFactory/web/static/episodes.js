@@ -1,4 +1,4 @@
-// Episodes: a filter, a list of any length, and the episode or its group beside it.
+// Episodes: filters, a virtual list, and the selected episode or its group beside it.
 import { debounce, h, put } from "./dom.js";
 import { Detail } from "./episode.js";
 import { EpisodeRows } from "./episode_rows.js";
@@ -74,12 +74,12 @@ class EpisodesPage {
     live.on("metrics", this.signal, (news) => news && (this.fresh.hidden = false));
     keys(this.signal, [
       ["j", "Next episode", () => this.move(1)],
-      ["k", "Episode before", () => this.move(-1)],
+      ["k", "Previous episode", () => this.move(-1)],
       ["ArrowDown", "", () => this.move(1)],
       ["ArrowUp", "", () => this.move(-1)],
-      ["/", "Search in the text of episodes", () => this.search.focus()],
-      ["v", "One episode, or its whole group", () => this.detail.toggleGroup()],
-      ["c", "Next way to colour tokens", () => this.detail.nextWay()],
+      ["/", "Search the text of episodes", () => this.search.focus()],
+      ["v", "Switch between episode and group", () => this.detail.toggleGroup()],
+      ["c", "Next token colouring", () => this.detail.nextWay()],
       ["Escape", "Close the episode", () => this.close()],
     ]);
   }
@@ -97,7 +97,7 @@ class EpisodesPage {
       });
     const tools = [
       ["", "All tools"],
-      ["*", "Some tool failed"],
+      ["*", "Any tool failed"],
       ...this.view.tools.map((tool) => [tool, tool + " failed"]),
     ];
     const text = searchField("Search the text", this.filter.text, (value) => typed({ text: value }));
@@ -105,7 +105,7 @@ class EpisodesPage {
     const way = h("button", {
       type: "button",
       "aria-label": "Direction",
-      title: "Turn the order round",
+      title: "Reverse the order",
       onclick: () => this.change({ down: this.filter.down ? "" : "1" }),
     });
     this.way = way;
@@ -114,7 +114,7 @@ class EpisodesPage {
       { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() },
       text,
       field("step", "Step", { type: "number", min: 1, class: "short" }),
-      field("task", "Task, exactly", { class: "middle", placeholder: "Task id" }),
+      field("task", "Task id (exact)", { class: "middle", placeholder: "Task id" }),
       select(
         "Status",
         [["", "All statuses"], ...STATUSES.map((each) => [each, each.replace("_", " ")])],
@@ -177,7 +177,7 @@ class EpisodesPage {
     this.fresh.hidden = true;
     this.cleared.hidden = Object.values(this.filter).every((value) => !value);
     put(this.way, this.filter.down ? "↓" : "↑");
-    this.rows?.end.abort(); // what is asked for an older filter
+    this.rows?.end.abort(); // cancels requests of the previous filter
     const rows = new EpisodeRows(
       this.name,
       { ...this.filter },
@@ -209,11 +209,11 @@ class EpisodesPage {
   }
 
   nothing(rows) {
-    if (rows.error) return empty("The episodes could not be read", rows.error.message);
-    if (rows.total) return empty("No episode fits", "Change or clear the filter.");
+    if (rows.error) return empty("Cannot read the episodes", rows.error.message);
+    if (rows.total) return empty("No matching episodes", "Change or clear the filter.");
     return empty(
       "No episodes",
-      "Runs that learn from data that exist play none; others need logging.save_trajectories.",
+      "Runs that train on a dataset have none; others need logging.save_trajectories.",
     );
   }
 
@@ -279,7 +279,7 @@ class EpisodesPage {
   }
 }
 
-/** A reward between 0 and 1 as a short bar; what is outside is only a number. */
+/** A reward as a short bar, clipped to 0..1. */
 function meter(reward) {
   const share = Math.max(0, Math.min(1, reward ?? 0));
   return h("i", { class: "meter", "aria-hidden": "true" }, h("i", { style: { width: share * 100 + "%" } }));

@@ -1,4 +1,4 @@
-// Small figures in tables: a curve as a line, a success with its interval.
+// Small drawings for tables: sparklines, and success rates with their intervals.
 import { svg } from "./dom.js";
 import { number, percent } from "./format.js";
 

@@ -1,9 +1,9 @@
-// One option of the config as a field: a control by its kind, its help, its range, and what is wrong with it.
+// A form field for one option of the config: a control by its kind, its help, its range and its problems.
 import { h, put } from "./dom.js";
 import { plain } from "./format.js";
 import { iconButton } from "./parts.js";
 
-// Where the key's last part is no name that people say.
+// Labels where the last part of the key is not a common name.
 const NAMES = {
   kl: "KL",
   r: "Rank",
@@ -12,18 +12,18 @@ const NAMES = {
   "eval every": "Evaluate every",
 };
 
-/** Tells whether two values of options are the same. */
+/** Returns whether two option values are equal. */
 export function same(a, b) {
   return JSON.stringify(a ?? null) === JSON.stringify(b ?? null);
 }
 
 export class Field {
-  /** `changed(key, value)` is called as it is typed. */
+  /** `changed(key, value)` is called on every input. */
   constructor(option, changed) {
     Object.assign(this, { option, changed, id: "option-" + option.key.replaceAll(".", "-") });
     this.control = this.make();
     this.wrong = h("p", { class: "wrong", id: this.id + "-wrong", role: "alert" });
-    const reset = iconButton("close", "Back to the default", () => this.back());
+    const reset = iconButton("close", "Reset to default", () => this.back());
     const name = option.key.split(".").slice(1).join(".") || option.key;
     const words = name.replaceAll("_", " ");
     const label = h("label", { for: this.id, title: option.key }, NAMES[words] ?? words);
@@ -47,8 +47,8 @@ export class Field {
     const { least, most, above, kind } = this.option;
     if (kind !== "number" && kind !== "integer") return null;
     const parts = [
-      least !== null && least !== undefined && (above ? "over " : "from ") + least,
-      most !== null && most !== undefined && "up to " + most,
+      least !== null && least !== undefined && (above ? "> " : "≥ ") + least,
+      most !== null && most !== undefined && "≤ " + most,
     ].filter(Boolean);
     return parts.length > 0 && h("small", { class: "limits" }, parts.join(", "));
   }
@@ -95,7 +95,7 @@ export class Field {
     });
   }
 
-  /** Returns the value as the config has it; what cannot be read stays text, and the check says what is wrong. */
+  /** Returns the value for the config; an invalid one stays text, and the server's check reports it. */
   read() {
     const { kind, nullable, default: usual } = this.option;
     if (this.control.type === "checkbox") return this.control.checked;

@@ -1,4 +1,4 @@
-// Writes numbers, times and sizes the same way everywhere.
+// Formats of numbers, times and sizes.
 
 const NONE = "–";
 
@@ -39,7 +39,7 @@ export function duration(seconds) {
   return Math.floor(whole / 86400) + "d " + Math.floor((whole % 86400) / 3600) + "h";
 }
 
-/** Writes how long ago a moment was: just now, 5 min, 3 h, 12 d. */
+/** Formats how long ago a moment was: just now, 5 min, 3 h, 12 d. */
 export function ago(unix) {
   if (!unix) return NONE;
   const seconds = Date.now() / 1000 - unix;
@@ -50,7 +50,7 @@ export function ago(unix) {
   return Math.floor(seconds / 86400) + " d ago";
 }
 
-/** Writes a moment in the reader's own time. */
+/** Formats a moment in the browser's time zone. */
 export function moment(value) {
   const date = typeof value === "number" ? new Date(value * 1000) : new Date(value);
   if (Number.isNaN(date.getTime())) return String(value ?? NONE);
@@ -77,12 +77,12 @@ export function plain(value) {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
-/** Writes which held-out success that is: of which step, and who asked for it where the run did not. */
+/** Formats the source of a held-out success: its step, and the command if the run did not evaluate itself. */
 export function measured({ step, by }) {
   return "step " + number(step) + (by === "training" ? "" : ", " + by);
 }
 
-/** Writes the task of an episode, and which of its groups that is where a step took it more than once: t-7#2. */
+/** Formats the task of an episode, with the number of its group if a step has several groups of the task: t-7#2. */
 export function taskOf({ task, group }) {
   const name = group.slice(group.indexOf("/") + 1);
   return name.startsWith(task) ? name : task;

@@ -1,4 +1,4 @@
-// Judges: how far they agree with labels, by the audits that were made; and a place to label.
+// Judges: their agreement with labels, from recorded audits; and labelling of episodes.
 import { get, url, where } from "./api.js";
 import { h, put, svg, visible } from "./dom.js";
 import { counted, moment, number, percent } from "./format.js";
@@ -30,9 +30,9 @@ export async function show(place) {
     return void put(
       content,
       empty(
-        "No judge was audited yet",
+        "No judge audits yet",
         link("judges/label", "Label some episodes"),
-        ", then compare a judge with your labels in a terminal:",
+        ", then audit a judge with your labels in a terminal:",
       ),
       command(
         `tfactory judge audit --gold ${where.replace(" --runs ", "") || "runs"}/labels/RUN.jsonl${where} base_url=URL model=NAME`,
@@ -61,7 +61,7 @@ function overview(audits) {
       number(each.length_bias),
     ]);
   return panel(
-    "Judges side by side",
+    "All audits",
     table(
       "Audits",
       [
@@ -103,7 +103,7 @@ function auditOf(audit) {
       "div",
       { class: "audit" },
       verdictOf(visible(audit.verdict)),
-      table("Metrics of " + audit.judge, ["Metric", { text: "Value", class: "num" }, "What it means"], rows),
+      table("Metrics of " + audit.judge, ["Metric", { text: "Value", class: "num" }, "Meaning"], rows),
       audit.points?.length > 0 && plot(audit.points),
     ),
     more,
@@ -112,7 +112,7 @@ function auditOf(audit) {
   return shown;
 }
 
-/** The verdict in words, its first ones as a sign of how good it is. */
+/** The verdict as text; its first words are highlighted by how good it is. */
 function verdictOf(text) {
   const [head, ...rest] = text.split(": ");
   const kind = /^(Can be trusted|Good enough)/.test(head) ? "good" : /^Not/.test(head) ? "bad" : "warn";
@@ -124,7 +124,7 @@ function verdictOf(text) {
   );
 }
 
-/** The judge's verdict over the gold label; on the dashed line both say the same. */
+/** A plot of the judge's verdicts over the gold labels; on the dashed line both agree. */
 function plot(points) {
   const counts = new Map();
   for (const [gold, judge] of points) {
@@ -180,7 +180,7 @@ function plot(points) {
     h(
       "figcaption",
       { class: "soft" },
-      "Each dot: what the label says, what the judge says, and how often. On the line they agree.",
+      "Each dot: a label, the judge's verdict, and how often they occur together. Dots on the line agree.",
     ),
   );
 }

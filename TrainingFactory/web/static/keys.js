@@ -1,4 +1,4 @@
-// Keyboard: what the frame and the page of the moment listen to, and the list of it that ? shows.
+// Keyboard shortcuts of the frame and the current page, and the list that ? shows.
 import { h } from "./dom.js";
 import { dialog } from "./parts.js";
 
@@ -32,7 +32,7 @@ document.addEventListener("keydown", (event) => {
   found.call();
 });
 
-/** Shows every key that does something now. */
+/** Shows all active shortcuts. */
 export function showKeys() {
   const seen = new Set();
   const rows = listening.filter(({ key, what }) => what && !seen.has(key) && seen.add(key));

@@ -1,4 +1,4 @@
-// Labels for the episodes of a run: good or bad, or a score; kept as the gold rows that an audit of a judge reads.
+// Labels for the episodes of a run: good or bad, or a score; saved as gold rows for judge audits.
 import { get, post, url } from "./api.js";
 import { h, put, visible } from "./dom.js";
 import { counted, number, percent, plain } from "./format.js";
@@ -18,8 +18,8 @@ export async function show(content, place) {
     return void put(
       content,
       empty(
-        "There are no episodes to label",
-        "A run that samples episodes, such as one of GRPO, keeps them.",
+        "No episodes to label",
+        "Runs that sample episodes, such as GRPO runs, are listed here.",
       ),
     );
   const page = new LabelPage(content, place, names);
@@ -69,7 +69,7 @@ class LabelPage {
     const which = segments(
       "Which episodes",
       [
-        ["1", "Without a label"],
+        ["1", "Unlabelled"],
         ["", "All"],
       ],
       this.fresh ? "1" : "",
@@ -104,8 +104,8 @@ class LabelPage {
       ]),
       [" ", "Skip", () => this.move(1)],
       ["j", "Next episode", () => this.move(1)],
-      ["k", "Episode before", () => this.move(-1)],
-      ["u", "Take the label back", () => this.give({})],
+      ["k", "Previous episode", () => this.move(-1)],
+      ["u", "Remove the label", () => this.give({})],
     ]);
   }
 
@@ -164,11 +164,11 @@ class LabelPage {
         return await this.show(at);
       if (at < this.rows.length) at += 1;
     }
-    put(this.head, h("h2", {}, "Nothing is left"));
+    put(this.head, h("h2", {}, "All labelled"));
     put(this.verdicts);
     return void put(
       this.body,
-      empty("Every episode has its label", "Choose another run, or look at all of them again."),
+      empty("Every episode has a label", "Choose another run, or show all episodes."),
     );
   }
 
@@ -195,7 +195,7 @@ class LabelPage {
       this.head,
       h("h2", {}, visible(view.row.task)),
       h("span", { class: "soft" }, `step ${view.row.step ?? "–"} · line ${number(view.row.number)}`),
-      iconButton("left", "Episode before (k)", () => this.move(-1)),
+      iconButton("left", "Previous episode (k)", () => this.move(-1)),
       iconButton("right", "Next episode (j)", () => this.move(1)),
     );
     put(
@@ -213,7 +213,7 @@ class LabelPage {
   drawVerdicts() {
     if (!this.view) return;
     const found = this.known.get(this.view.row.number);
-    const now = found?.task === this.view.row.task ? found : undefined; // the run may have been cut back since
+    const now = found?.task === this.view.row.task ? found : undefined; // the run may have been truncated and rewritten since
     const press = (on) => ({ "aria-pressed": String(on) });
     const key = (text) => h("kbd", { "aria-hidden": "true" }, text);
     const made =
@@ -255,15 +255,15 @@ class LabelPage {
               ),
             ),
           );
-    // What the run gave is told afterwards: who knows it before is led by it.
+    // The run's reward is shown only afterwards, because it would bias the label.
     const gave = now
-      ? `The run gave ${number(this.view.row.reward)}.`
-      : this.last || "What the run gave is told when you have decided.";
+      ? `The run's reward: ${number(this.view.row.reward)}.`
+      : this.last || "The run's reward is shown after you have labelled the episode.";
     put(
       this.verdicts,
       made,
       h("button", { type: "button", onclick: () => this.move(1) }, key("space"), now ? "Next" : "Skip"),
-      now && button("Take back", () => this.give({})),
+      now && button("Remove label", () => this.give({})),
       h("span", { class: "gap" }),
       h("span", { class: "soft", role: "status" }, gave),
     );
@@ -278,7 +278,7 @@ class LabelPage {
       const given = Object.keys(label).length > 0;
       this.last =
         given &&
-        `Line ${number(numbered)}: ${label.label === true ? "good" : label.label === false ? "bad" : label.score}; the run gave ${number(this.view.row.reward)}.`;
+        `Line ${number(numbered)}: ${label.label === true ? "good" : label.label === false ? "bad" : label.score}; the run's reward: ${number(this.view.row.reward)}.`;
       if (given) await this.move(1);
       else this.draw();
     } catch (error) {
@@ -332,7 +332,7 @@ class LabelPage {
         "div",
         { class: "view" },
         panel(
-          "Compare a judge with them",
+          "Audit a judge with these labels",
           h(
             "div",
             { class: "commands" },
@@ -340,9 +340,9 @@ class LabelPage {
             h(
               "p",
               { class: "soft" },
-              "The labels are kept in ",
+              "The labels are saved in ",
               h("code", {}, path),
-              unread > 0 && `; ${counted(unread, "line")} of it are none of this page`,
+              unread > 0 && `; ${counted(unread, "line")} of it were not written by this page`,
               ".",
             ),
           ),

@@ -1,14 +1,14 @@
-// Lineage as a drawing: from the base model, over runs and data, to a version. Drawn by us, as SVG.
+// Lineage as an SVG drawing: from the base model through runs and data to a version.
 import { h, svg } from "./dom.js";
 import { pairs } from "./parts.js";
 
 const WIDTH = 200;
 const HEIGHT = 70;
 const GAP = 44;
-const SMALLEST = 0.75; // of its size; where there is less room, it is scrolled
+const SMALLEST = 0.75; // smallest scale; a wider drawing is scrolled
 const LONGEST = 29; // characters in a line
 
-/** Draws nodes [{name, what, rows?}] from left to right; a chain that is too wide is scrolled. */
+/** Draws nodes [{name, what, rows?}] from left to right; a drawing that is too wide is scrolled. */
 export function chain(nodes) {
   const width = nodes.length * (WIDTH + GAP) - GAP + 4;
   const named = "Lineage: " + nodes.map(({ name, what }) => name + ", " + what).join("; then ");
@@ -68,7 +68,7 @@ function box({ name, what }, x, last) {
   );
 }
 
-/** Breaks a text into two lines, at words. */
+/** Breaks a text into two lines between words. */
 function lines(text) {
   if (text.length <= LONGEST) return [text];
   const at = text.lastIndexOf(" ", LONGEST);

@@ -1,4 +1,4 @@
-// Keeps what all pages share up to date: the rows of all runs, the state of the connection, and news of one run.
+// Live state shared by all pages: rows of all runs, state of the connection, and changes of one run.
 import { get, url } from "./api.js";
 
 export const news = new EventTarget(); // "runs", "connection", "metrics", "log", "findings"
@@ -24,7 +24,7 @@ export function watch(name = null) {
   source.onopen = () => {
     state("live");
     refresh();
-    // What was written while nobody listened is asked for by whoever shows it.
+    // Views fetch what was written while the stream was closed.
     tell("metrics", null);
     tell("log", null);
   };
@@ -38,7 +38,7 @@ export function watch(name = null) {
   }
 }
 
-/** Reads all rows anew. */
+/** Fetches all rows again. */
 export async function refresh() {
   try {
     const told = await get(url(["runs"]));

@@ -1,4 +1,4 @@
-// Curves of one run or several over each other, with their controls: used by the runs' table and by a run's page.
+// Overlaid curves of one or several runs, with their controls: used by the table of runs and by a run's page.
 import { get, url } from "./api.js";
 import { Board } from "./charts.js";
 import { extend, sections } from "./curves.js";
@@ -7,7 +7,7 @@ import { on } from "./live.js";
 import { button, empty, searchField, segments } from "./parts.js";
 
 export class Overlay {
-  /** `names`: the runs to show. `kept`: how, as the address has it. `first`: what stands before the controls. */
+  /** `names`: the runs to show. `kept`: view options from the address. `first`: element before the controls. */
   constructor(names, signal, kept = {}, changed = () => {}, first = null) {
     this.signal = signal;
     this.names = names;
@@ -35,7 +35,7 @@ export class Overlay {
     await this.read();
   }
 
-  /** Reads what is new of each run, and draws. */
+  /** Reads the new metrics of each run, and draws. */
   async read() {
     if (this.reading) return void (this.again = true);
     this.reading = true;
@@ -43,7 +43,7 @@ export class Overlay {
       await Promise.all(this.names.map((name) => this.readOne(name)));
       this.draw();
     } catch (error) {
-      if (error.name !== "AbortError") put(this.place, empty("The metrics could not be read", error.message));
+      if (error.name !== "AbortError") put(this.place, empty("Cannot read the metrics", error.message));
     } finally {
       this.reading = false;
     }
@@ -56,7 +56,7 @@ export class Overlay {
   async readOne(name) {
     const known = this.runs.get(name) ?? { offset: 0, steps: [], times: [], series: {} };
     const more = await get(url(["runs", name, "metrics"], { after: known.offset }), this.signal);
-    // A run that was resumed from a checkpoint has its file cut back: what was drawn is no longer so.
+    // Resuming from a checkpoint truncates the file: discard what was read before.
     const whole = more.again ? { steps: [], times: [], series: {} } : known;
     whole.offset = more.offset;
     extend(whole, more);
@@ -75,8 +75,8 @@ export class Overlay {
       put(
         this.place,
         empty(
-          this.view.find ? "No metric is called so" : "No steps yet",
-          "The curves begin with the first step that is written.",
+          this.view.find ? "No matching metric" : "No steps yet",
+          "Curves appear after the first step.",
         ),
       );
     }

@@ -1,4 +1,4 @@
-// Small parts that all pages are made of.
+// Components that all pages share.
 import { h, put, scroller } from "./dom.js";
 import { icon } from "./icons.js";
 import { number } from "./format.js";
@@ -27,7 +27,7 @@ export function button(text, onclick, more = {}) {
   );
 }
 
-/** A button that is only a drawing, with a name for those who hear it. */
+/** A button with only an icon, and a label for screen readers. */
 export function iconButton(name, label, onclick, more = {}) {
   return h(
     "button",
@@ -36,12 +36,12 @@ export function iconButton(name, label, onclick, more = {}) {
   );
 }
 
-/** A button that copies the text of the moment. */
+/** A button that copies the current text. */
 export function copyButton(label, text) {
   const copy = iconButton("copy", label, async () => {
-    // Browsers give the clipboard to pages of this machine and to encrypted ones only.
+    // Browsers allow clipboard access only on localhost and over HTTPS.
     if (!navigator.clipboard)
-      return toast("The browser does not let this page copy: select the text instead.", "error");
+      return toast("The browser blocks copying; select the text instead.", "error");
     await navigator.clipboard.writeText(text());
     put(copy, icon("check"));
     setTimeout(() => put(copy, icon("copy")), 1500);
@@ -99,8 +99,8 @@ export async function act(element, action) {
   }
 }
 
-/** What the pages that start runs show meanwhile. */
-export const STARTING = "Starting the run. Its page opens when it has checked the config and the tasks.";
+/** Text shown while a run starts. */
+export const STARTING = "Starting the run. Its page opens once the config and the tasks are checked.";
 
 /** Shows a text and the seconds that have passed in `place` until the action ends. */
 export async function timed(place, text, action) {
@@ -142,7 +142,7 @@ export function dialog(title, content, buttons = []) {
   });
 }
 
-/** Asks before something is done; true if it shall be. */
+/** Asks for confirmation; resolves to true if confirmed. */
 export async function confirm(title, content, yes, kind = "main") {
   const no = { text: "Cancel", value: () => false };
   return (await dialog(title, content, [no, { text: yes, value: () => true, kind }])) === true;
@@ -192,12 +192,12 @@ export function progress(step, steps) {
   return h("span", named, h("span", { class: "bar" }, bar), h("span", { class: "num" }, text));
 }
 
-/** What a list shows when there is nothing in it, with what helps. */
+/** The empty state of a list, with a hint. */
 export function empty(title, ...help) {
   return h("div", { class: "empty" }, h("strong", {}, title), h("p", {}, ...help));
 }
 
-/** A page for an address that leads nowhere. */
+/** The page for an unknown address. */
 export function notFound() {
   return [
     h("header", { class: "head" }, h("h1", {}, "Page not found")),
@@ -216,7 +216,7 @@ export function failed(error) {
   return h(
     "div",
     { class: "empty bad", role: "alert" },
-    h("strong", {}, "This could not be read"),
+    h("strong", {}, "Loading failed"),
     h("p", {}, error.message),
   );
 }

@@ -1,4 +1,4 @@
-// Play: talk with a model of this machine, with the tools of an environment; edit a turn; compare two answers; keep rows.
+// Play: chat with a local model and an environment's tools; edit turns; compare two answers; save training rows.
 import { get, job, post, url } from "./api.js";
 import { answerOf, editorOf, entriesOf, entryOf } from "./chat.js";
 import { h, put, visible } from "./dom.js";
@@ -7,17 +7,17 @@ import { act, button, command, empty, iconButton, toast, waiting } from "./parts
 import { PlayFrame } from "./play_frame.js";
 
 const WRITTEN = {
-  rewritten: "A turn was edited, so the conversation was written anew for the model.",
-  cut: "An answer was cut before its end, so the conversation was written anew for the model.",
-  template: "The model's template does not write this after an answer, so the conversation was written anew.",
+  rewritten: "A turn was edited, so the whole conversation was tokenized again.",
+  cut: "An answer was truncated, so the whole conversation was tokenized again.",
+  template: "The chat template cannot append this to an answer, so the whole conversation was tokenized again.",
 };
-const ANEW = "The environment began anew; calls before this point were not made again.";
+const ANEW = "The environment was restarted; earlier tool calls were not repeated.";
 const ENDS = {
-  truncated: "It was cut: the turn is longer than Max tokens, or the conversation than the model's context.",
-  max_turns: "It ended after the most turns of an episode.",
+  truncated: "Truncated: the turn reached Max tokens, or the conversation the model's context length.",
+  max_turns: "Ended: the maximum number of turns is reached.",
   stopped: "Stopped.",
-  error: "It failed.",
-  tool_failure: "A tool was lost.",
+  error: "Failed.",
+  tool_failure: "A tool became unavailable.",
 };
 
 export async function show(place) {
@@ -33,7 +33,7 @@ class PlayPage extends PlayFrame {
     const chosen = { model: this.model.value, environment: this.environment.value || null };
     const fresh = task === undefined;
     this.setQuery({ model: chosen.model, environment: chosen.environment });
-    this.wait("Loading the model. The first time a process is started for it…");
+    this.wait("Loading the model; the first time takes longer…");
     await act(this.start, async () => {
       try {
         let opened = await post(url(["play"]), { ...chosen, task: fresh ? null : task }, this.signal);
@@ -46,7 +46,7 @@ class PlayPage extends PlayFrame {
         if (error.name === "AbortError") return;
         this.opened = null;
         this.wait("");
-        put(this.talk, empty("This cannot be played", visible(error.message)));
+        put(this.talk, empty("Cannot start the conversation", visible(error.message)));
       }
     });
   }
@@ -58,7 +58,7 @@ class PlayPage extends PlayFrame {
     this.other = null;
     put(
       this.task,
-      h("option", { value: "" }, "words of my own"),
+      h("option", { value: "" }, "my own message"),
       opened.tasks.map(({ id, prompt }) => h("option", { value: id }, visible(prompt.slice(0, 100)))),
     );
     this.task.value = task;
@@ -104,7 +104,7 @@ class PlayPage extends PlayFrame {
     this.allowWriting();
   }
 
-  /** Opens the field for messages when a conversation has begun. */
+  /** Enables the message field once a conversation has begun. */
   allowWriting() {
     this.input.disabled = !this.opened;
     this.input.placeholder = this.opened ? "Write to the model" : "Choose a model and press Begin first";
@@ -145,7 +145,7 @@ class PlayPage extends PlayFrame {
       "div",
       { class: "acts" },
       message.role !== "tool" &&
-        iconButton("edit", `Edit this message of the ${message.role}, and go on from there`, () =>
+        iconButton("edit", `Edit this ${message.role} message and continue from there`, () =>
           this.edit(at),
         ),
       last && iconButton("again", "Another answer, side by side (a)", () => this.another()),
@@ -178,7 +178,7 @@ class PlayPage extends PlayFrame {
     this.answer();
   }
 
-  /** Has the conversation answered; what is new is appended. */
+  /** Requests an answer and appends it to the conversation. */
   async answer() {
     const found = await this.ask(
       this.entries.map(({ message }) => message),
@@ -191,11 +191,11 @@ class PlayPage extends PlayFrame {
     this.draw();
   }
 
-  /** Asks for an answer and shows it in `place` as it is written; null where it failed. */
+  /** Requests an answer and shows it in `place` while it is sampled; returns null on failure. */
   async ask(messages, seed, place) {
     const live = h("div", { class: "message live role-assistant" });
     const said = h("pre", {});
-    let asked = null; // the turn whose calls are being made
+    let asked = null; // the turn whose tool calls are running
     put(live, h("div", { class: "role" }, "assistant"), h("div", { class: "said" }, said));
     const heard = ({ text: words, message, results }) => {
       if (words !== undefined) said.textContent = visible(words);
@@ -207,7 +207,7 @@ class PlayPage extends PlayFrame {
       if (results?.length) live.previousElementSibling?.replaceWith(answerOf(asked, results));
       live.scrollIntoView({ block: "nearest" });
     };
-    this.wait("Writing…");
+    this.wait("Sampling…");
     this.writing = true;
     this.stopButton.hidden = false;
     place.append(live);
@@ -245,7 +245,7 @@ class PlayPage extends PlayFrame {
 
   // another answer
 
-  /** Where the last answer begins: behind the last message that is neither the model's nor a tool's. */
+  /** Returns the index at which the last answer starts: after the last user or system message. */
   answerStart() {
     return (
       this.entries.findLastIndex(({ message }) => message.role === "user" || message.role === "system") + 1
@@ -297,7 +297,7 @@ class PlayPage extends PlayFrame {
                 button("Better", () => this.choose(at, true), { class: "small main", id: "better-" + at }),
               whole &&
                 !this.busy &&
-                button("Go on with it", () => this.choose(at, false), { class: "small" }),
+                button("Continue with it", () => this.choose(at, false), { class: "small" }),
             ),
             entriesOf(column, () => null),
           ),
@@ -306,7 +306,7 @@ class PlayPage extends PlayFrame {
     );
   }
 
-  /** Goes on with one of the two answers; `keep`: as a preference over the other one. */
+  /** Continues with one of the two answers; `keep`: save it as a preference over the other one. */
   async choose(at, keep) {
     const { columns, before } = this.other;
     const whole = (column) => [...before, ...column].map(({ message }) => message);
@@ -332,7 +332,7 @@ class PlayPage extends PlayFrame {
     };
     await act(pressed, async () => {
       const told = await post(url(["play", this.opened.id, "keep"]), body);
-      toast(`Kept: ${counted(told.rows, "row")} in ${told.path.split("/").at(-1)}.`, "good");
+      toast(`Saved: ${counted(told.rows, "row")} in ${told.path.split("/").at(-1)}.`, "good");
       put(
         this.kept,
         h("p", { class: "soft" }, h("b", {}, counted(told.rows, "row")), " in ", h("code", {}, told.path)),

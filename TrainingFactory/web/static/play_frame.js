@@ -1,4 +1,4 @@
-// What the page Play is made of: model and environment, the conversation, the composer, sampling, and what is kept.
+// The elements of the page Play: model and environment, conversation, composer, sampling, and saving.
 import { h, put } from "./dom.js";
 import { keys } from "./keys.js";
 import { button, panel } from "./parts.js";
@@ -19,7 +19,7 @@ export class PlayFrame {
       writing: false,
       notes: [],
     });
-    signal.addEventListener("abort", () => this.stop()); // who leaves stops the answer; the model stays loaded
+    signal.addEventListener("abort", () => this.stop()); // leaving the page stops the answer; the model stays loaded
   }
 
   build() {
@@ -61,7 +61,7 @@ export class PlayFrame {
     this.task = h(
       "select",
       { id: "play-task", disabled: true, onchange: () => this.begin(this.task.value || null) },
-      h("option", { value: "" }, "words of my own"),
+      h("option", { value: "" }, "my own message"),
     );
     this.start = button("Begin", () => this.begin(), { class: "main", id: "begin" });
     const asked = this.query.get("model");
@@ -152,7 +152,7 @@ export class PlayFrame {
     this.toolList = h(
       "div",
       {},
-      h("p", { class: "soft" }, "Those of the environment are listed when it has begun."),
+      h("p", { class: "soft" }, "The environment's tools are listed once the conversation has begun."),
     );
     this.dataset = h("input", { id: "dataset", value: "play", autocomplete: "off", spellcheck: "false" });
     this.keepButtons = [
@@ -174,7 +174,7 @@ export class PlayFrame {
       h(
         "p",
         { class: "soft" },
-        "A demonstration is learned from as it is (SFT). Good and bad are verdicts on the conversation (KTO). For a preference (DPO) ask for another answer, and pick the better one.",
+        "Demonstration: train on the conversation (SFT). Good and bad: label the conversation (KTO). For a preference (DPO), request another answer and pick the better one.",
       ),
       h("div", { class: "buttons" }, this.keepButtons),
       this.kept,
@@ -183,7 +183,7 @@ export class PlayFrame {
       "aside",
       { class: "side" },
       panel("Sampling", h("div", { class: "settings" }, rows)),
-      panel("Keep the conversation", keep),
+      panel("Save the conversation", keep),
       panel("Tools", this.toolList),
     );
   }

@@ -1,33 +1,33 @@
-// A promotion: which suite, which alias; then the gate's work as it goes, and its verdict.
+// A promotion: choice of suite and alias, progress of the gate, and its verdict.
 import { get, job, url, where } from "./api.js";
 import { h, put } from "./dom.js";
 import { number } from "./format.js";
 import { icon } from "./icons.js";
 import { command, dialog, empty, panel, toast } from "./parts.js";
 
-/** Asks for suite and alias, and shows in `place` how the promotion goes. */
+/** Asks for suite and alias, and shows the progress of the promotion in `place`. */
 export async function promote(model, version, place, again) {
   const asked = await ask(model, version);
   if (!asked) return;
   const name = model.name + ":" + version.number;
-  const heard = h("p", { role: "status" }, "Reading the models…");
+  const heard = h("p", { role: "status" }, "Loading the models…");
   const bar = h("progress", { max: 1, hidden: true, "aria-label": "Episodes played" });
   const log = h("ol", { class: "soft steps" });
   put(place, panel("Promotion of " + name, h("div", {}, heard, bar, log)));
   try {
-    // Without a signal: it goes on while other pages are looked at, and ends with the tab.
+    // Without a signal: the promotion continues on other pages, and ends with the tab.
     const told = await job(
       url(["models", model.name, "promote"]),
       { number: version.number, ...asked },
       (news) => progress(news, heard, bar, log),
     );
-    const verdict = told.promoted ? `${name} is ${model.name}@${asked.alias}` : `${name} stays out`;
+    const verdict = told.promoted ? `${name} is ${model.name}@${asked.alias}` : `${name} was not promoted`;
     toast(verdict + ".", told.promoted ? "good" : "info");
     await again();
     const fresh = document.querySelector(".job");
     if (fresh) put(fresh, panel(verdict, h("div", {}, h("p", {}, told.text), checks(told.checks))));
   } catch (error) {
-    put(place, panel("Promotion of " + name, empty("It came to nothing", error.message)));
+    put(place, panel("Promotion of " + name, empty("The promotion failed", error.message)));
   }
 }
 
@@ -47,7 +47,7 @@ function checks(rows) {
         "li",
         { class: holds ? "holds" : "fails" },
         icon(holds ? "check" : "close"),
-        h("span", {}, h("b", {}, (holds ? "holds: " : "fails: ") + name), " ", found),
+        h("span", {}, h("b", {}, (holds ? "passed: " : "failed: ") + name), " ", found),
       ),
     ),
   );
@@ -60,8 +60,8 @@ async function ask(model, version) {
     await dialog(
       "Promote",
       empty(
-        "There is no suite with a gate here",
-        "Write one as a YAML file with entries and a gate into the folder in which the page was started.",
+        "No suite with a gate",
+        "Save a YAML file with entries and a gate in the folder in which you started tfactory ui.",
       ),
     );
     return null;
@@ -85,8 +85,8 @@ async function ask(model, version) {
     put(
       note,
       first()
-        ? `${model.name} has no ${alias.value} yet: ${name} becomes it if it holds the guards.`
-        : `${name} becomes ${alias.value} only if it proves better than ${model.name}:${model.aliases[alias.value]} and holds the guards.`,
+        ? `${model.name} has no ${alias.value} yet: ${name} becomes it if it passes the guards.`
+        : `${name} becomes ${alias.value} only if it is better than ${model.name}:${model.aliases[alias.value]} and passes the guards.`,
     );
   };
   for (const input of [suite, alias]) input.addEventListener("input", draw);

@@ -1,4 +1,4 @@
-// Registry: models with their versions and aliases; where a version comes from; compare two; promote; roll back.
+// Registry: models with their versions and aliases; lineage of a version; comparison; promotion; rollback.
 import { get, post, url, where } from "./api.js";
 import * as compare from "./compare.js";
 import { h, put, visible } from "./dom.js";
@@ -33,8 +33,8 @@ export async function show(place) {
       main,
       head(),
       empty(
-        "No model is registered",
-        "A run registers itself with registry.name, or by hand: ",
+        "No registered models",
+        "Set registry.name in a run's config, or register a run by hand: ",
         h("code", {}, "tfactory registry register NAME RUN" + where),
       ),
     );
@@ -92,11 +92,11 @@ function keyboard(model, version, signal) {
   };
   keys(signal, [
     ["j", "Next version", () => go(1)],
-    ["k", "Version before", () => go(-1)],
+    ["k", "Previous version", () => go(-1)],
   ]);
 }
 
-/** The versions of a model, the newest first, with what can be done with them. */
+/** The versions of a model, the newest first, with their actions. */
 function versions(model, chosen, job, again) {
   const back = Object.keys(model.aliases).map((alias) =>
     button("Roll back " + alias, (event) => rollback(event.currentTarget, model, alias, again), {
@@ -140,7 +140,7 @@ async function rollback(pressed, model, alias, again) {
   const text = h(
     "p",
     {},
-    `${model.name}@${alias} is ${now}. It gets the version back that it had before; what serves the alias follows.`,
+    `${model.name}@${alias} is ${now}. It will be set to its previous version; servers that follow the alias switch too.`,
   );
   if (
     !(await confirm(
@@ -165,7 +165,7 @@ async function showVersion(place, model, chosen, signal) {
     const others = model.versions.filter(({ number: each }) => each !== chosen.number);
     const facts = [
       ["Created", moment(version.created) + (version.who ? " by " + version.who : "")],
-      ["Made by", version.run ? `run ${version.run}, step ${number(version.step)}` : "–"],
+      ["Source", version.run ? `run ${version.run}, step ${number(version.step)}` : "–"],
       ["Base", version.base ?? "–"],
       ["Kind", version.kind],
       ["Digest", h("code", {}, version.digest)],
@@ -192,16 +192,16 @@ async function showVersion(place, model, chosen, signal) {
         version.description && h("span", { class: "soft" }, version.description),
         h("div", { class: "actions" }, others.length > 0 && picker),
       ),
-      panel("Lineage", lineage.length ? chain(lineage) : empty("Nothing is known", "")),
+      panel("Lineage", lineage.length ? chain(lineage) : empty("No lineage recorded", "")),
       panel("Evaluations", evaluations(version.evaluations)),
       h(
         "div",
         { class: "columns" },
-        panel("About it", pairs(facts)),
+        panel("Details", pairs(facts)),
         panel("Decisions", decided(decisions, model.name)),
         commands.length > 0 &&
           panel(
-            "To make it again",
+            "Commands to reproduce it",
             h(
               "div",
               { class: "commands" },
@@ -215,9 +215,9 @@ async function showVersion(place, model, chosen, signal) {
   }
 }
 
-/** What was decided of a model's aliases, the newest first. */
+/** The decisions on a model's aliases, the newest first. */
 function decided(decisions, model) {
-  if (!decisions.length) return empty("None", "Aliases that move and promotions are kept here.");
+  if (!decisions.length) return empty("No decisions", "Alias changes and promotions are listed here.");
   return h(
     "ul",
     { class: "decisions" },

@@ -1,4 +1,4 @@
-// A run: its state and numbers on top, then one of its views: curves, findings, episodes, config, lineage, log.
+// A run: its state and metrics, and one of its views: curves, findings, episodes, config, lineage, log.
 import { get, post, url } from "./api.js";
 import { h, put } from "./dom.js";
 import { duration, measured, number, percent } from "./format.js";
@@ -33,9 +33,9 @@ const TABS = [
   ["log", "Log", log],
 ];
 
-const PLAYING = ["grpo", "ppo", "rft"]; // they have rewards, also before the first step
+const PLAYING = ["grpo", "ppo", "rft"]; // algorithms with rewards, which are shown even before the first step
 
-const SUMMED = ["", "findings"]; // views with the numbers on top; the others need the room
+const SUMMED = ["", "findings"]; // views that show the metrics on top; the others need the space
 
 export async function show(place) {
   const { main, parts, signal } = place;
@@ -47,7 +47,7 @@ export async function show(place) {
   const nav = h("nav", { class: "tabs", "aria-label": "Views of the run" });
   put(main, waiting());
   const view = await get(url(["runs", name]), signal);
-  const heard = []; // what the view of the run wants to draw when there is news
+  const heard = []; // callbacks that redraw the view after a change
   const draw = () => {
     head.update(view);
     drawTabs(nav, name, shown[0], view);
@@ -67,7 +67,7 @@ export async function show(place) {
   const at = TABS.indexOf(shown);
   const go = (by) => (location.hash = "#/" + pathOf(name, TABS[(at + by + TABS.length) % TABS.length][0]));
   keys(signal, [
-    ["[", "View before", () => go(-1)],
+    ["[", "Previous view", () => go(-1)],
     ["]", "Next view", () => go(1)],
   ]);
   return await shown[2].show({ ...place, content, name, view, changed: (call) => heard.push(call) });
@@ -101,7 +101,7 @@ function drawTabs(nav, name, current, view) {
   );
 }
 
-/** The top of the page. Its buttons are made anew only with another state, so that no click is lost to news. */
+/** The header. Its buttons are recreated only when the state changes, so that updates lose no click. */
 class Head {
   constructor(summed) {
     this.summed = summed;
@@ -145,17 +145,17 @@ function numbers({ row }) {
       : null;
   const held = row.heldout;
   const figures = [
-    ["Progress", progress(row.step, row.steps), left !== null && "about " + duration(left) + " to go"],
+    ["Progress", progress(row.step, row.steps), left !== null && "about " + duration(left) + " left"],
     row.spark_of === "reward" || (!row.spark.length && PLAYING.includes(row.algorithm))
       ? ["Reward", number(row.reward, 4), "at the last step"]
       : ["Loss", number(row.loss, 4), "at the last step"],
     [
       "Held-out success",
       held ? percent(held.value) : "–",
-      held ? between(held) + measured(held) : "never evaluated",
+      held ? between(held) + measured(held) : "not evaluated",
     ],
     ["Tokens/s", row.tokens_per_second ? number(Math.round(row.tokens_per_second)) : "–", null],
-    ["Time", duration(row.seconds), row.step > 0 && duration(row.seconds / row.step) + " a step"],
+    ["Time", duration(row.seconds), row.step > 0 && duration(row.seconds / row.step) + " per step"],
   ];
   return tiles(figures);
 }
@@ -187,12 +187,12 @@ async function stop(pressed, name) {
   const told = h(
     "p",
     {},
-    "The step that is under way is finished, a checkpoint is saved, and the run can be resumed from there. It is what Ctrl-C does in its terminal.",
+    "The run finishes its current step and saves a checkpoint, from which you can resume it. This is the same as Ctrl-C in its terminal.",
   );
   if (!(await confirm("Stop " + name + "?", told, "Stop the run", "danger"))) return;
   await act(pressed, async () => {
     const { command: same } = await post(url(["runs", name, "stop"]));
-    toast(`${name} is asked to stop, as by ${same}; it saves a checkpoint first.`);
+    toast(`Stopping ${name} after a checkpoint. The same in a terminal: ${same}`);
   });
 }
 
@@ -200,16 +200,16 @@ async function resume(pressed, name, commands) {
   const told = h(
     "p",
     {},
-    "It goes on from its last checkpoint, as a process of its own that outlives this page.",
+    "The run continues from its last checkpoint, in a separate process that keeps running when you close this page.",
   );
   if (!(await confirm("Resume " + name + "?", [told, command(commands.resume)], "Resume the run"))) return;
   await act(pressed, async () => {
     await post(url(["runs", name, "resume"]));
-    toast(name + " goes on.", "good");
+    toast(name + " has resumed.", "good");
   });
 }
 
 function showCommands(name, commands) {
   const rows = Object.entries(commands).map(([what, text]) => command(text, what));
-  dialog("Commands of " + name, [h("p", { class: "soft" }, "What this page does, in a terminal."), rows]);
+  dialog("Commands of " + name, [h("p", { class: "soft" }, "The same actions in a terminal."), rows]);
 }

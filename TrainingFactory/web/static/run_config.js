@@ -1,4 +1,4 @@
-// The config of a run: what differs from the defaults, everything, or what differs from another run.
+// The config of a run: changed options, all options, YAML, or the differences from another run.
 import { get, url, where } from "./api.js";
 import { h, put, visible } from "./dom.js";
 import { counted, plain } from "./format.js";
@@ -37,7 +37,7 @@ export async function show({ content, name, view, query, signal, setQuery }) {
     ["changed", "Changed"],
     ["all", "All"],
     ["yaml", "YAML"],
-    ["diff", "Against another run"],
+    ["diff", "Compare with a run"],
   ];
   put(
     content,
@@ -58,10 +58,10 @@ async function body(told, view, { mode, against, find }, signal) {
   const fits = (key) => key.toLowerCase().includes(find.toLowerCase());
   if (mode === "yaml") return h("pre", { class: "panel yaml" }, visible(told.yaml));
   if (mode === "diff") {
-    if (!against) return empty("Against which run?", "Choose one above.");
+    if (!against) return empty("No run selected", "Choose a run above.");
     const { rows } = await get(url(["runs", name, "diff", against]), signal);
     const shown = rows.filter(({ key }) => fits(key));
-    if (!shown.length) return empty("The same", "No option differs.");
+    if (!shown.length) return empty("No differences", "All options are the same.");
     const same = view.commands.show?.replace("runs show", "runs compare") + " " + against + where;
     return [
       view.commands.show && command(same),
@@ -80,8 +80,8 @@ async function body(told, view, { mode, against, find }, signal) {
   const keys = Object.keys(told.options).filter((key) => fits(key) && (mode === "all" || changed.has(key)));
   if (!keys.length)
     return empty(
-      "Nothing to show",
-      mode === "changed" ? "Every option has its default." : "No option is called so.",
+      "No options",
+      mode === "changed" ? "Every option has its default." : "No option matches.",
     );
   const rows = keys.map((key) => [
     h("code", { class: changed.has(key) ? "changed" : null }, key),

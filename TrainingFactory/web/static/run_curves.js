@@ -1,4 +1,4 @@
-// The curves of a run, with those of others laid over them.
+// The curves of a run, with other runs overlaid.
 import { h, put } from "./dom.js";
 import { keys } from "./keys.js";
 import * as live from "./live.js";
@@ -26,8 +26,8 @@ export async function show({ content, name, query, signal, setQuery }) {
     const rest = [...live.runs.keys()].filter((each) => each !== name && !others.includes(each)).sort();
     const picker = h(
       "select",
-      { "aria-label": "Lay another run over it", onchange: () => change([...others, picker.value]) },
-      h("option", { value: "" }, "Lay another run over it…"),
+      { "aria-label": "Overlay another run", onchange: () => change([...others, picker.value]) },
+      h("option", { value: "" }, "Overlay another run…"),
       rest.map((each) => h("option", { value: each }, each)),
     );
     const chip = (each, at) =>
@@ -41,7 +41,7 @@ export async function show({ content, name, query, signal, setQuery }) {
       );
     put(bar, others.length > 0 && [name, ...others].map(chip), picker);
   };
-  keys(signal, [["+ - 0", "On a chart: closer, farther, the whole range", () => {}]]);
+  keys(signal, [["+ - 0", "On a chart: zoom in, zoom out, whole range", () => {}]]);
   drawBar();
   live.on("runs", signal, (changed) => changed === null && drawBar());
   document.addEventListener("theme", drawBar, { signal });

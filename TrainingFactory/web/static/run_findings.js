@@ -1,4 +1,4 @@
-// What the doctor has found in a run, with what helps; and its evaluations.
+// The findings of a run with their remedies, and its evaluations.
 import { h, put } from "./dom.js";
 import { interval } from "./figures.js";
 import { moment, number, percent } from "./format.js";
@@ -12,7 +12,7 @@ export async function show({ content, view, changed }) {
       h(
         "div",
         { class: "columns" },
-        panel("What the doctor found", list(view.findings)),
+        panel("Findings", list(view.findings)),
         panel("Evaluations", evaluations(view.evaluations)),
       ),
     );
@@ -23,7 +23,7 @@ export async function show({ content, view, changed }) {
 /** Findings with their remedies, open ones first. */
 export function list(findings) {
   if (!findings.length)
-    return empty("Nothing", "Template, stop token, mask, reward variance and tools look as they should.");
+    return empty("No findings", "No problems in template, stop token, mask, reward variance and tools.");
   const open = (each) => each.last_step === null || each.last_step === undefined;
   const sorted = [...findings].sort((a, b) => open(b) - open(a));
   return h(
@@ -49,7 +49,7 @@ function one({ name, sentence, remedy, severity, when }, open) {
   );
 }
 
-/** A success with its interval, as a figure and in words. */
+/** A success rate with its interval, as a drawing and as text. */
 export function share(value, low, high) {
   return value === null
     ? "–"
@@ -63,7 +63,7 @@ export function share(value, low, high) {
 
 export function evaluations(rows) {
   if (!rows.length)
-    return empty("None yet", "training.eval_every evaluates on held-out tasks as the run goes.");
+    return empty("No evaluations yet", "Set training.eval_every to evaluate on held-out tasks during training.");
   const heads = ["Success", "Tasks", "By", "When"];
   return table(
     "Evaluations",

@@ -1,4 +1,4 @@
-// Where a run comes from and what it has made: lineage, checkpoints, files, machine.
+// The lineage, checkpoints, files and machine of a run.
 import { h, put } from "./dom.js";
 import { bytes, moment, number } from "./format.js";
 import { chain } from "./lineage.js";
@@ -13,7 +13,7 @@ export async function show({ content, view }) {
   ]);
   const made = checkpoints.length
     ? table("Checkpoints", ["Name", { text: "Step", class: "num" }, "Best"], steps)
-    : empty("No checkpoint yet", "logging.checkpoint_every says when one is saved.");
+    : empty("No checkpoint yet", "The run saves one every logging.checkpoint_every steps.");
   const sizes = table(
     "Files",
     ["File", { text: "Size", class: "num" }],
@@ -28,7 +28,7 @@ export async function show({ content, view }) {
       { class: "columns" },
       panel("Checkpoints", made),
       panel("Files", sizes),
-      panel("Where it ran", pairs(facts)),
+      panel("Environment", pairs(facts)),
     ),
   );
 }

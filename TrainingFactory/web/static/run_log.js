@@ -1,10 +1,10 @@
-// The log of a run, which goes on as it is written.
+// The log of a run, updated as it is written.
 import { get, url } from "./api.js";
 import { h, put, visible } from "./dom.js";
 import { on } from "./live.js";
 import { empty } from "./parts.js";
 
-const MOST = 400_000; // characters that are kept on the page
+const MOST = 400_000; // characters kept on the page
 
 export async function show({ content, name, signal }) {
   const text = h("pre", { class: "panel log", tabindex: "0", "aria-label": "Log" });
@@ -12,11 +12,11 @@ export async function show({ content, name, signal }) {
   const note = h(
     "p",
     { class: "soft note", hidden: true },
-    "The beginning is not shown; it is in the run's folder.",
+    "Only the end is shown; the whole log is in the run's folder.",
   );
   const none = empty(
-    "This run keeps no log",
-    "One that is started or resumed on this page does; one from a terminal has printed there.",
+    "This run has no log",
+    "Only runs started or resumed on this page have one; others print to their terminal.",
   );
   const bar = h("div", { class: "controls", hidden: true }, h("label", {}, follow, " Follow the end"));
   put(content, bar, note, text, none);
@@ -39,7 +39,7 @@ export async function show({ content, name, signal }) {
       .then(read)
       .catch(
         (error) =>
-          error.name === "AbortError" || put(content, empty("The log could not be read", error.message)),
+          error.name === "AbortError" || put(content, empty("Cannot read the log", error.message)),
       ));
   on("log", signal, again);
   await again();

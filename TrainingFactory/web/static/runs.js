@@ -1,4 +1,4 @@
-// Runs: every run as a row that keeps itself up to date; filter, sort, select some and lay their curves over each other.
+// Runs: a live table of all runs, with filters, sorting, and overlaid curves of the selected runs.
 import { debounce, h, put, scroller } from "./dom.js";
 import { interval, spark } from "./figures.js";
 import { ago, counted, duration, measured, moment, number, percent } from "./format.js";
@@ -47,7 +47,7 @@ export async function show(place) {
   signal.addEventListener("abort", () => clearInterval(clock));
 }
 
-/** Shows for a moment that a row has news. */
+/** Highlights a changed row for a moment. */
 function flash(row) {
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
   row.animate([{ background: "var(--accent-soft)" }, {}], { duration: 1200 });
@@ -125,7 +125,7 @@ class RunsPage {
   keyboard(filter) {
     keys(this.signal, [
       ["j", "Next run", () => this.move(1)],
-      ["k", "Run before", () => this.move(-1)],
+      ["k", "Previous run", () => this.move(-1)],
       ["Enter", "Open the run", () => this.at && (location.hash = "#/run/" + encodeURIComponent(this.at))],
       ["x", "Select the run", () => this.at && this.toggle(this.at)],
       ["/", "Filter", () => filter.focus()],
@@ -145,10 +145,10 @@ class RunsPage {
     this.update(null);
   }
 
-  /** Shows the rows as they are now; `changed` names those that have news, null means all. */
+  /** Redraws the rows in `changed`; null: all. */
   update(changed) {
     if (live.trouble && !live.runs.size)
-      return void put(this.none, empty("The runs could not be read", live.trouble));
+      return void put(this.none, empty("Cannot read the runs", live.trouble));
     if (!live.loaded) return void put(this.none, waiting());
     for (const name of [...this.rows.keys()]) if (!live.runs.has(name)) this.rows.delete(name);
     for (const row of live.runs.values()) {
@@ -170,7 +170,7 @@ class RunsPage {
     return undefined;
   }
 
-  /** Puts the rows in order; only where it is another one, since a row that is moved loses the focus. */
+  /** Sorts the rows, only if the order has changed, because a moved row loses the focus. */
   order(rows) {
     const { children } = this.body;
     if (rows.length === children.length && rows.every((row, at) => row === children[at])) return;
@@ -181,12 +181,12 @@ class RunsPage {
   }
 
   nothing() {
-    if (live.runs.size) return empty("No run fits", "Change the filter, or show all states.");
+    if (live.runs.size) return empty("No matching runs", "Change the filter or show all states.");
     return empty(
       "No runs yet",
-      "Start one here, or with ",
+      "Start a run here or with ",
       h("code", {}, "tfactory demo"),
-      ": it appears within a second.",
+      ". It appears here within a second.",
     );
   }
 
@@ -209,7 +209,7 @@ class RunsPage {
     return [...live.runs.values()].filter(fits).sort(order);
   }
 
-  /** Makes a row; what changes of it is filled in later, so that focus and clicks outlive the news. */
+  /** Creates a row. `fill` updates its cells in place, so that focus and clicks survive updates. */
   rowOf(row) {
     const pick = h("input", {
       type: "checkbox",
@@ -331,7 +331,7 @@ class RunsPage {
     this.set({ selected: new Set(every ? this.shown().map(({ name }) => name) : []) });
   }
 
-  /** Shows what is selected and its curves, up to as many as can be told apart by colour. */
+  /** Shows the selected runs and the curves of the first MOST_OVERLAID, which colours can distinguish. */
   tellSelection() {
     const chosen = [...this.selected].filter((name) => live.runs.has(name));
     this.bar.hidden = !chosen.length;
@@ -341,7 +341,7 @@ class RunsPage {
     const over = chosen.slice(0, MOST_OVERLAID);
     const note =
       chosen.length > MOST_OVERLAID &&
-      h("span", { class: "soft" }, "the curves are of the first " + MOST_OVERLAID);
+      h("span", { class: "soft" }, "curves of the first " + MOST_OVERLAID + " are shown");
     put(
       this.bar,
       h("b", {}, counted(chosen.length, "run") + " selected"),

@@ -1,4 +1,4 @@
-// Start: the config as a form made from its schema, beside the YAML that the command would read; the doctor; the start.
+// Start: the config as a form generated from its schema, beside its YAML; the doctor; the start of the run.
 import { get, job, post, url } from "./api.js";
 import { debounce, h, put } from "./dom.js";
 import { Field, same } from "./form.js";
@@ -34,7 +34,7 @@ const TITLES = {
 };
 const titleOf = (name) => TITLES[name] ?? name[0].toUpperCase() + name.slice(1);
 
-/** The sections of the algorithms stand behind `training`, since only the chosen one is shown. */
+/** Moves the sections of algorithms behind `training`; only the chosen algorithm's section is shown. */
 function ordered(sections) {
   const own = sections.filter(({ algorithm }) => algorithm);
   return sections
@@ -85,7 +85,7 @@ class StartPage {
     const levels = segments(
       "Options",
       [
-        ["", "Usual"],
+        ["", "Common"],
         ["1", "All"],
       ],
       "",
@@ -103,7 +103,7 @@ class StartPage {
     this.drawForm();
   }
 
-  /** Where the config begins: a template, a run that is there, or nothing. */
+  /** The starting point: a template, an existing run, or an empty config. */
   sources() {
     const { templates, runs } = this.starts;
     const group = (label, kind, names) =>
@@ -115,42 +115,42 @@ class StartPage {
       );
     this.source = h(
       "select",
-      { "aria-label": "Begin with", id: "source", onchange: () => this.load(this.source.value) },
-      h("option", { value: "empty:" }, "An empty config"),
+      { "aria-label": "Start from", id: "source", onchange: () => this.load(this.source.value) },
+      h("option", { value: "empty:" }, "Empty config"),
       group(
         "Templates",
         "template",
         templates.map(({ name }) => name),
       ),
-      group("The config of a run", "run", runs),
+      group("Config of a run", "run", runs),
     );
-    return h("label", { class: "source" }, "Begin with ", this.source);
+    return h("label", { class: "source" }, "Start from ", this.source);
   }
 
   side() {
     this.yaml = h("textarea", {
       rows: 16,
       spellcheck: "false",
-      "aria-label": "The config as YAML",
+      "aria-label": "Config as YAML",
       id: "yaml",
       oninput: debounce(400, () => this.ask({ yaml: this.yaml.value }, true)),
     });
     this.told = h("div", { class: "told-config", role: "status" });
     this.name = h("input", {
       id: "run-name",
-      placeholder: "made from algorithm and time",
+      placeholder: "generated from algorithm and time",
       autocomplete: "off",
     });
     this.wrongName = h("p", { class: "wrong", role: "alert" });
     this.starting = h("p", { class: "soft", role: "status" });
     this.doctor = h("div", {});
     this.go = button("Start the run", () => this.start(), { class: "main", id: "start" });
-    this.examine = button("Ask the doctor", () => this.diagnose(), { id: "doctor" });
+    this.examine = button("Run the doctor", () => this.diagnose(), { id: "doctor" });
     return h(
       "aside",
       { class: "side" },
       panel(
-        "The config",
+        "Config",
         [this.yaml, this.told],
         copyButton("Copy the config", () => this.yaml.value),
       ),
@@ -159,12 +159,12 @@ class StartPage {
         h(
           "div",
           { class: "go" },
-          h("label", { for: "run-name" }, "Name of the run"),
+          h("label", { for: "run-name" }, "Run name"),
           this.name,
           this.wrongName,
           h("div", { class: "buttons" }, this.examine, this.go),
           this.starting,
-          h("p", { class: "soft" }, "With this text in config.yaml the same is"),
+          h("p", { class: "soft" }, "Save the config as config.yaml to start the same run in a terminal:"),
           command("tfactory train config.yaml"),
           this.doctor,
         ),
@@ -190,8 +190,8 @@ class StartPage {
       kind === "template"
         ? template.what + "."
         : kind === "run"
-          ? "As run " + name + " was started."
-          : "Every option has its default.",
+          ? "The config of run " + name + "."
+          : "Every option has its default value.",
     );
     try {
       const yaml =
@@ -211,21 +211,21 @@ class StartPage {
     if (same(value, option.default)) delete this.given[key];
     else this.given[key] = value;
     this.fields.get(key).show(this.given[key]);
-    this.go.disabled = true; // until it is checked
+    this.go.disabled = true; // until the server has checked it
     this.check();
   }
 
-  /** Has the config checked by the server; `read`: the form shows what came of it. */
+  /** Has the server check the config; `read`: update the form with the result. */
   async ask(draft, read = false) {
     const asked = (this.asked += 1);
     try {
       const told = await post(url(["check"]), draft, this.signal);
-      if (asked !== this.asked) return; // something was typed since
+      if (asked !== this.asked) return; // the input has changed since
       this.problems = told.problems;
-      // A config that can be read comes with all options and its text, even where it cannot start.
+      // A parsable config comes with all options and its YAML, even if it cannot start.
       const readable = Object.keys(told.options).length >= this.fields.size;
       if (read && readable) this.take(told.options);
-      const stale = !readable && !told.yaml; // a form with invalid values has no text
+      const stale = !readable && !told.yaml; // a form with invalid values has no YAML
       if (!stale && this.yaml !== document.activeElement) this.yaml.value = told.yaml;
       this.yaml.classList.toggle("stale", stale);
       this.drawTold(told, stale);
@@ -261,7 +261,7 @@ class StartPage {
       this.told,
       verdict,
       lines.length > 0 && h("ul", {}, lines),
-      stale && h("p", { class: "soft" }, "The text above is the last valid config."),
+      stale && h("p", { class: "soft" }, "The YAML above is the last valid config."),
       notices.map((text) => h("p", { class: "notice" }, text)),
     );
   }
@@ -307,7 +307,7 @@ class StartPage {
     );
   }
 
-  /** Shows the fields that are usual, changed, wrong or looked for; of algorithms only the chosen one's. */
+  /** Shows the fields that are common, changed, invalid or searched for; of algorithms only the chosen one's. */
   filter(change) {
     Object.assign(this, change);
     const algorithm =
@@ -332,7 +332,7 @@ class StartPage {
   }
 
   async diagnose() {
-    const heard = h("p", { class: "soft", role: "status" }, "Reading the model…");
+    const heard = h("p", { class: "soft", role: "status" }, "Loading the model…");
     put(this.doctor, heard);
     await act(this.examine, async () => {
       try {
@@ -344,7 +344,7 @@ class StartPage {
         );
         put(
           this.doctor,
-          h("h3", {}, "What the doctor says"),
+          h("h3", {}, "Doctor"),
           findings(told.findings),
           told.rows.length > 0 &&
             pairs(
@@ -355,7 +355,7 @@ class StartPage {
             ),
         );
       } catch (error) {
-        put(this.doctor, empty("The doctor could not look at it", error.message));
+        put(this.doctor, empty("The doctor failed", error.message));
       }
     });
   }

@@ -1,11 +1,11 @@
-// Tokens coloured by advantage, log-prob, or how far the learner's log-prob is from the sampler's. Trained ones are underlined: that is the loss mask.
+// Tokens coloured by advantage, log-prob, or the log-prob difference of learner and sampler. Trained tokens (the loss mask) are underlined.
 import { h, visible } from "./dom.js";
 import { number, signed } from "./format.js";
 
 const SURPRISING = 4; // a log-prob of -4 or less has the strongest colour
-const APART = 0.02; // what bfloat16 alone makes at times: smaller differences have weaker colours
+const APART = 0.02; // a difference that bfloat16 alone can cause: smaller ones get weaker colours
 
-/** The pieces of a turn, each with its numbers for the mouse. */
+/** The pieces of a turn, each with its numbers in a tooltip. */
 export function tokens(pieces, way, credit) {
   return h(
     "pre",
@@ -26,7 +26,7 @@ function token(piece, way, { measure, largest, furthest }) {
   const told = [
     `token ${piece.ids.join(", ")}`,
     `log-prob ${piece.logprobs.map((each) => number(each)).join(", ")}`,
-    off !== null && `the learner's ${piece.learned.map((each) => number(each)).join(", ")}, which is ${signed(off)}`,
+    off !== null && `learner's log-prob ${piece.learned.map((each) => number(each)).join(", ")}, difference ${signed(off)}`,
     piece.trained ? `${measure} ${signed(value)}` : "not trained",
   ].filter(Boolean);
   return h(
@@ -75,12 +75,12 @@ export function legend(way, credit) {
     return h(
       "p",
       { class: "legend-note" },
-      "There is no credit of these tokens: their text is shown as it is.",
+      "No token credit is available: the text is shown without colours.",
     );
   const mask = [
     h("span", { class: "token trained" }, "trained"),
     h("span", { class: "token untrained" }, "sampled, not trained"),
-    h("span", { class: "soft" }, "prompts and results of tools are never trained"),
+    h("span", { class: "soft" }, "prompts and tool results are never trained"),
   ];
   const both = (largest, what) => [
     signed(-largest),
@@ -88,7 +88,7 @@ export function legend(way, credit) {
     signed(largest),
     h("span", { class: "soft" }, what),
   ];
-  const off = `the learner's log-prob less the sampler's, by the weights that sampled: ${number(credit.typical)} on average, ${number(credit.furthest)} at most`;
+  const off = `learner's log-prob minus the sampler's, with the same weights: mean ${number(credit.typical)}, maximum ${number(credit.furthest)}`;
   const scale =
     way === "advantage"
       ? both(credit.largest, credit.measure)
@@ -98,11 +98,11 @@ export function legend(way, credit) {
             "likely",
             h("i", { class: "scale rare", "aria-hidden": "true" }),
             "log-prob of −" + SURPRISING + " or less",
-            h("span", { class: "soft" }, "as the sampler had it"),
+            h("span", { class: "soft" }, "of the sampler"),
           ];
   return h(
     "div",
-    { class: "token-legend", role: "note", "aria-label": "What the colours mean" },
+    { class: "token-legend", role: "note", "aria-label": "Legend of the colours" },
     h("span", {}, scale),
     h("span", {}, mask),
     way === "advantage" && credit.note && h("span", { class: "soft" }, credit.note),

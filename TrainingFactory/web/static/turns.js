@@ -1,4 +1,4 @@
-// A conversation: prompt, turns of the model, tool calls with their results. Every text here is foreign: shown, never read.
+// A conversation: prompt, turns of the model, tool calls with their results. All texts are untrusted and only displayed.
 import { h, scroller, visible } from "./dom.js";
 import { counted, duration, signed } from "./format.js";
 import { icon } from "./icons.js";
@@ -123,7 +123,7 @@ function resultOf(result, name) {
   );
 }
 
-/** A text as it is; a long one is folded, and says how long it is. */
+/** A text verbatim; a long one is folded, with its length. */
 export function text(content) {
   if (content === null || content === undefined || content === "") return null;
   const shown = visible(content);

@@ -1,10 +1,10 @@
-// A list of any length: only the rows in sight exist. Rows come from a source in pages.
+// A virtual list: only visible rows exist in the DOM. Rows are fetched in pages.
 import { h, put } from "./dom.js";
 
-const AHEAD = 12; // rows that are made beyond the visible ones
+const AHEAD = 12; // rows rendered beyond the visible ones
 
 export class VirtualList {
-  /** `rowOf(index)` makes a row or returns null where it is not read yet; `need(from, to)` asks for it. */
+  /** `rowOf(index)` returns a row, or null if it is not fetched yet; `need(from, to)` requests it. */
   constructor({ label, height, rowOf, need }) {
     Object.assign(this, { height, rowOf, need, count: 0 });
     this.inner = h("div", { class: "rows" });

@@ -10,8 +10,8 @@ import { RewardChoice } from "./wizard_reward.js";
 import { ToolsStep } from "./wizard_tools.js";
 
 const TASKS =
-  '{"prompt": "How many files are here?", "answer": "3"}\n\nor CSV with the columns prompt and answer, or a question a line with its answer after a tab';
-// Key of the config, its name as on the page Start, a value for a first try, and what it means.
+  '{"prompt": "How many files are here?", "answer": "3"}\n\nor CSV with the columns prompt and answer, or one question per line, with its answer after a tab';
+// Key of the config, its label as on the page Start, a value for a first run, and its help.
 const LENGTHS = [
   ["training.max_steps", "Max steps", 20, "Training steps. Each updates the model once."],
   ["training.batch_size", "Batch size", 4, "Tasks per step."],
@@ -41,7 +41,7 @@ class Wizard {
     this.later = debounce(150, () => this.check());
   }
 
-  /** What stands in the form is used when it has been checked. */
+  /** Schedules a check of the form's config. */
   changed() {
     for (const each of [this.play, this.go]) each.disabled = true;
     this.later();
@@ -74,15 +74,15 @@ class Wizard {
         "header",
         { class: "head" },
         h("h1", {}, "Wizard"),
-        h("p", { class: "soft" }, "From tools and tasks to a run, the shortest way."),
+        h("p", { class: "soft" }, "Set up a run from tools and tasks in six steps."),
       ),
       h("div", { class: "wizard" }, h("div", { class: "steps-of" }, panels), this.side()),
     );
-    this.mark("tools", "none: the model answers by itself");
+    this.mark("tools", "none: the model answers without tools");
     this.check();
   }
 
-  /** Marks a step as done, or as open, and says in a word what came of it. */
+  /** Marks a step as done or open, with a short result. */
   mark(step, text, done = false) {
     const { mark, told, at } = this.marks.get(step);
     put(mark, done ? icon("check", 14) : at + 1);
@@ -115,7 +115,7 @@ class Wizard {
       h(
         "p",
         { class: "soft" },
-        "What the model is asked, and what is right: JSONL, JSON, CSV, or a question a line.",
+        "Questions with their reference answers: JSONL, JSON, CSV, or one question per line.",
       ),
       this.pasted,
       h(
@@ -215,7 +215,7 @@ class Wizard {
     this.yaml = scroller(h("pre", { class: "yaml", id: "wizard-yaml" }));
     this.told = h("div", { class: "told-config", role: "status" });
     this.link = h("a", { class: "button small", download: "train.yaml", id: "download" }, "Download");
-    return h("aside", { class: "side" }, panel("The config", [this.yaml, this.told], this.link));
+    return h("aside", { class: "side" }, panel("Config", [this.yaml, this.told], this.link));
   }
 
   async check() {
@@ -273,7 +273,7 @@ class Wizard {
       h(
         "p",
         { class: "soft" },
-        "The untrained model tries the first two tasks, so that you see whether tools, tasks and reward fit. Nothing is kept.",
+        "The untrained model tries the first two tasks, so that you can check tools, tasks and reward. Nothing is saved.",
       ),
       h("div", { class: "buttons" }, this.play),
       this.played,
@@ -281,7 +281,7 @@ class Wizard {
   }
 
   async samples() {
-    const heard = h("p", { class: "soft", role: "status" }, "Reading the model…");
+    const heard = h("p", { class: "soft", role: "status" }, "Loading the model…");
     put(this.played, heard);
     await act(this.play, async () => {
       try {
@@ -308,7 +308,7 @@ class Wizard {
   trainStep() {
     this.name = h("input", {
       id: "wizard-name",
-      placeholder: "made from algorithm and time",
+      placeholder: "generated from algorithm and time",
       autocomplete: "off",
     });
     this.wrongName = h("p", { class: "wrong", role: "alert" });
@@ -318,7 +318,7 @@ class Wizard {
       h(
         "div",
         { class: "buttons" },
-        h("label", { for: "wizard-name" }, "Name of the run"),
+        h("label", { for: "wizard-name" }, "Run name"),
         this.name,
         this.go,
       ),
@@ -368,11 +368,11 @@ function tasksOf({ count, answered, first }) {
       : h("span", { class: "clip" }, visible(plain(answer))),
   ]);
   return [
-    table("The first tasks", ["Task", "Prompt", "Answer"], rows),
+    table("First tasks", ["Task", "Prompt", "Answer"], rows),
     h(
       "p",
       { class: "soft" },
-      `${counted(count, "task")}, ${number(answered)} with an answer to compare with.`,
+      `${counted(count, "task")}, ${number(answered)} with a reference answer.`,
     ),
   ];
 }

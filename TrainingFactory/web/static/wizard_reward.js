@@ -1,4 +1,4 @@
-// Who scores an episode, in plain words, with what it needs; as the config's section `reward`.
+// The choice of a reward and its options, as the config's section `reward`.
 import { h, put } from "./dom.js";
 import { number } from "./format.js";
 
@@ -6,18 +6,18 @@ const KINDS = [
   [
     "environment",
     "The exact answer",
-    "1 if the model's last message is the task's answer and nothing else, 0 if not.",
+    "1 if the model's last message is exactly the task's answer, else 0.",
   ],
   [
     "rule_based",
     "A rule",
-    "The answer is taken out of the last message and compared: as a number, apart from case and quotes, as JSON, and so on.",
+    "Extracts the answer from the last message and compares it: as a number, as text ignoring case and quotes, as JSON, and so on.",
   ],
-  ["tool_verified", "By running it", "The answer is run, a query or code, and what comes of it is compared."],
+  ["tool_verified", "Execution", "Executes the answer, a query or code, and compares its result."],
   ["model_judge", "A judge", "Another model reads the episode and gives a score."],
 ];
 const WHERE = [
-  ["", "as the rule takes it"],
+  ["", "default of the rule"],
   ["whole", "the whole last message"],
   ["last_line", "its last line"],
   ["last_number", "its last number"],
@@ -28,34 +28,34 @@ const WHERE = [
 const RULES = [
   [
     "auto",
-    "The same number where the right answer is one, else the same text apart from case, spaces and quotes.",
+    "The same number if the reference is a number, else the same text ignoring case, spaces and quotes.",
   ],
-  ["exact", "The same text, letter by letter."],
-  ["normalised", "The same text apart from case, spaces, quotes, emphasis and a full stop."],
+  ["exact", "Exactly the same text."],
+  ["normalised", "The same text ignoring case, spaces, quotes, emphasis and a full stop."],
   ["numeric", "The same number; the answer must state exactly one."],
   ["choice", "The letter of the right choice, or its text."],
-  ["contains", "The right answer occurs in the given one, as whole words."],
-  ["em", "Exact match as for SQuAD: case, punctuation and articles do not count."],
-  ["f1", "How far the words are the same, from 0 to 1."],
-  ["math", "The same mathematical object, however it is written."],
+  ["contains", "The model's answer contains the reference as whole words."],
+  ["em", "Exact match as in SQuAD: ignores case, punctuation and articles."],
+  ["f1", "Word overlap (F1), from 0 to 1."],
+  ["math", "Mathematically equal, in any notation."],
   ["json", "The same JSON value."],
-  ["schema", "JSON that fits a schema; no answer is needed."],
+  ["schema", "JSON that matches a schema; needs no reference answer."],
   ["regex", "The answer matches a pattern."],
-  ["format", "The whole last message matches a pattern; no answer is needed."],
-  ["length", "Short enough; no answer is needed."],
-  ["code_tests", "Code that passes the task's tests, run with the tool python."],
-  ["sql_result", "A query that gives the rows of the right one, run with the tool sql."],
+  ["format", "The whole last message matches a pattern; needs no reference answer."],
+  ["length", "Short enough; needs no reference answer."],
+  ["code_tests", "Code that passes the task's tests, run with the python tool."],
+  ["sql_result", "A query with the same rows as the reference query, run with the sql tool."],
 ];
 const VERIFIERS = [
-  ["sql_execution", "A query is run with the tool sql: it must give the rows of the right one."],
-  ["code_cases", "A function is called with the task's cases by the tool python."],
-  ["code_tests", "Code is run against the task's tests by the tool python."],
-  ["calculated", "The calculator's result for the task's expression, or the task's answer."],
+  ["sql_execution", "Runs a query with the sql tool; it must return the rows of the reference query."],
+  ["code_cases", "Calls a function with the task's test cases, using the python tool."],
+  ["code_tests", "Runs code against the task's tests, using the python tool."],
+  ["calculated", "Compares with the calculator's result for the task's expression, or with the task's answer."],
 ];
-// What a rule needs or takes besides: name, label, kind.
+// Further options of a rule: name, label, kind.
 const NUMBER = [
-  ["tolerance", "May differ by", "number"],
-  ["relative", "or by this share", "number"],
+  ["tolerance", "Absolute tolerance", "number"],
+  ["relative", "Relative tolerance", "number"],
 ];
 const MORE = {
   auto: NUMBER,
@@ -65,26 +65,26 @@ const MORE = {
     ["pattern", "Pattern (empty: the task's answer)", "text"],
     ["full", "The whole answer must match", "switch"],
   ],
-  format: [["pattern", "Pattern of the whole text", "text"]],
+  format: [["pattern", "Pattern of the whole message", "text"]],
   length: [
     ["soft", "Full reward up to", "number"],
-    ["hard", "None from", "number"],
+    ["hard", "No reward from", "number"],
     ["unit", "Counted in", ["tokens", "turns", "words", "characters"]],
   ],
   schema: [["schema", "JSON schema", "json"]],
-  json: [["partial", "Reward the share of keys that are right", "switch"]],
+  json: [["partial", "Reward the share of right keys", "switch"]],
   code_cases: [
-    ["entry", "Name of the function", "text"],
+    ["entry", "Function name", "text"],
     ["partial", "Reward the share of cases", "switch"],
   ],
   code_tests: [["partial", "Reward the share of tests", "switch"]],
 };
 const NO_EXTRACT = ["length", "format"];
 const JUDGE = [
-  ["base_url", "Address of its API", "text", "http://localhost:8000/v1"],
-  ["model", "Its name there", "text", "QwQ-32B"],
-  ["api_key_env", "Variable with the key", "text", "none"],
-  ["rubric", "What it shall look at", "long", "as usual: is the answer right and complete?"],
+  ["base_url", "Base URL of the API", "text", "http://localhost:8000/v1"],
+  ["model", "Model name", "text", "QwQ-32B"],
+  ["api_key_env", "Environment variable with the API key", "text", "none"],
+  ["rubric", "Rubric", "long", "default: is the answer right and complete?"],
 ];
 
 export class RewardChoice {
@@ -119,7 +119,7 @@ export class RewardChoice {
     put(this.more);
     if (type === "model_judge") this.draw(JUDGE);
     if (type === "rule_based") this.list(RULES, "Rule", "rule");
-    if (type === "tool_verified") this.list(VERIFIERS, "What is run", "verify");
+    if (type === "tool_verified") this.list(VERIFIERS, "Verifier", "verify");
     this.changed();
   }
 
@@ -188,7 +188,7 @@ export class RewardChoice {
     }
   }
 
-  /** The keys of the config; what is empty is left to its default. */
+  /** Returns the config's options; empty fields keep their defaults. */
   options() {
     const made = {};
     for (const { key, kind, input } of this.controls) {
@@ -209,7 +209,7 @@ export class RewardChoice {
     if (this.named) made[this.type === "rule_based" ? "rule" : "verify"] = this.named.value;
     const { model, ...options } = made;
     if (this.type !== "model_judge") return { "reward.type": this.type, "reward.options": made };
-    options.api_key_env = options.api_key_env ?? null; // most judges of one's own have no key
+    options.api_key_env = options.api_key_env ?? null; // most self-hosted judges have no key
     return {
       "reward.type": this.type,
       "reward.options": options,
@@ -217,18 +217,18 @@ export class RewardChoice {
     };
   }
 
-  /** What is missing, in words; the server's own check comes on top. */
+  /** Returns the missing inputs as texts, in addition to the server's check. */
   problems(tasks) {
     const lacking = [];
     const unanswered = tasks ? tasks.count - tasks.answered : 0;
     if (this.type === "environment" && unanswered)
       lacking.push(
-        `${number(unanswered)} of the tasks have no answer to compare with; choose a rule, a judge, or give answers.`,
+        `${number(unanswered)} of the tasks have no reference answer; add answers, or choose a rule or a judge.`,
       );
     if (this.type === "model_judge")
       for (const { key, input } of this.controls)
         if (["base_url", "model"].includes(key) && !input.value.trim())
-          lacking.push("The judge needs " + (key === "model" ? "a name." : "an address."));
+          lacking.push("The judge needs a " + (key === "model" ? "model name." : "base URL."));
     if (this.named?.value === "length")
       for (const { key, input } of this.controls)
         if (["soft", "hard"].includes(key) && !input.value.trim())
@@ -243,6 +243,6 @@ function parsed(text) {
   try {
     return JSON.parse(text);
   } catch {
-    return text; // the server says what is wrong with it
+    return text; // the server reports the problem
   }
 }

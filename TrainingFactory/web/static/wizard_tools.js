@@ -8,7 +8,7 @@ import { act, button, empty } from "./parts.js";
 const EXAMPLE =
   '{\n  "mcpServers": {\n    "files": {\n      "command": "npx",\n      "args": ["-y", "@modelcontextprotocol/server-filesystem", "."]\n    }\n  }\n}';
 
-/** `mark(text, done)` tells in the step's head what came of it; `tools` are the entries of the config. */
+/** `mark(text, done)` shows the result in the step's header; `tools` are the entries of the config. */
 export class ToolsStep {
   constructor({ signal, mark, changed }) {
     Object.assign(this, { signal, mark, changed, tools: [] });
@@ -21,14 +21,14 @@ export class ToolsStep {
       oninput: () => this.forget(),
     });
     this.shown = h("div", { class: "shown" });
-    this.read = button("Show what this would start", () => this.readServers(), { id: "read-servers" });
+    this.read = button("Show the servers", () => this.readServers(), { id: "read-servers" });
     this.element = [
       h(
         "p",
         { class: "soft" },
         "Paste the ",
         h("code", {}, "mcpServers"),
-        " that you have for another program. Nothing is started yet. Without tools, go on to the tasks.",
+        " of another program. Nothing is started yet. Skip this step to train without tools.",
       ),
       this.servers,
       h("div", { class: "buttons" }, this.read),
@@ -39,7 +39,7 @@ export class ToolsStep {
   forget() {
     put(this.shown);
     this.tools = [];
-    this.mark("none: the model answers by itself");
+    this.mark("none: the model answers without tools");
     this.changed();
   }
 
@@ -53,7 +53,7 @@ export class ToolsStep {
       const wrong = told.problems.map((each) => h("p", { class: "wrong", role: "alert" }, visible(each)));
       const go =
         told.problems.length === 0 &&
-        button("Start these and list their tools", () => this.openServers(go, text, told.servers), {
+        button("Start the servers and list their tools", () => this.openServers(go, text, told.servers), {
           class: "main",
           id: "confirm-servers",
         });
@@ -62,7 +62,7 @@ export class ToolsStep {
         told.servers.length > 0 &&
           h(
             "div",
-            { class: "confirm", role: "region", "aria-label": "What would be started" },
+            { class: "confirm", role: "region", "aria-label": "Servers to start" },
             h(
               "p",
               { class: "warn-line" },
@@ -70,7 +70,7 @@ export class ToolsStep {
               h(
                 "span",
                 {},
-                "These commands run on this machine with your rights, now and in every run that uses them. Start only what you trust.",
+                "These commands run on this machine with your permissions, now and in every run that uses them. Start only servers that you trust.",
               ),
             ),
             told.servers.map(serverOf),
@@ -83,7 +83,7 @@ export class ToolsStep {
   }
 
   async openServers(pressed, text, servers) {
-    const heard = h("p", { class: "soft", role: "status" }, "Starting them…");
+    const heard = h("p", { class: "soft", role: "status" }, "Starting the servers…");
     this.shown.append(heard);
     await act(pressed, async () => {
       try {
@@ -113,7 +113,7 @@ export class ToolsStep {
       const single = chosen.filter(({ server }) => !whole.includes(server)).map(({ name }) => name);
       this.tools = [...whole, ...single].map((name) => ({ name, config }));
       this.mark(
-        chosen.length ? `${chosen.length} of ${counted(tools.length, "tool")}` : "none chosen",
+        chosen.length ? `${chosen.length} of ${counted(tools.length, "tool")}` : "none selected",
         chosen.length > 0,
       );
       this.changed();
@@ -149,17 +149,17 @@ export class ToolsStep {
       h(
         "div",
         { class: "buttons" },
-        h("b", {}, "Which of them may the model call?"),
+        h("b", {}, "Tools that the model may call"),
         button("All", () => all(true), { class: "small" }),
         button("None", () => all(false), { class: "small" }),
       ),
-      h("div", { class: "offered" }, rows.length ? rows : empty("They offer no tools", "")),
+      h("div", { class: "offered" }, rows.length ? rows : empty("The servers have no tools", "")),
     );
     take();
   }
 }
 
-/** One server as it would be started or reached, whole. */
+/** One server with its full command or address. */
 function serverOf({ name, command: parts, url: address, cwd, variables: names }) {
   const line = parts.map((part) => h("span", { class: "word" }, visible(part)));
   const more = [
