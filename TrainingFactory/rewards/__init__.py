@@ -1,5 +1,5 @@
-"""Rewards that are handed to a rollout instead of the environment's own. Rules, verifiers and judges have their own
-entrances: rule_based.py, tool_verified.py and model_judge.py."""
+"""Rewards that replace the environment's own reward in a rollout. Import rules, verifiers and judges from
+rule_based.py, tool_verified.py and model_judge.py."""
 
 from TrainingFactory.rewards.adapt import Unscored, as_reward
 from TrainingFactory.rewards.combined import Combined
