@@ -2,9 +2,9 @@
 
     v = min(p_old / p_sampled, cap)          p_old: the learner before the step; p_sampled: the sampler
 
-Ratio and clip are taken against p_old, and the loss of a token is multiplied by v, which has no gradient. This is the
-decoupled form: the trust region does not depend on the sampler. With `mask` = (low, high), tokens whose ratio
-p_old / p_sampled is outside get weight 0 (IcePop). Losses are divided by all trained tokens, masked ones included.
+Ratio and clip are taken against p_old, and the loss of a token is multiplied by v, which has no gradient (decoupled
+form: the trust region does not depend on the sampler). With `mask` = (low, high), tokens whose p_old / p_sampled is
+outside get weight 0 (IcePop). Losses are divided by all trained tokens, masked ones included.
 
 `anchored` is for stale tokens. Updates since a token was sampled may already have moved it as far as the clip allows
 one update to, and its gradient keeps pushing until fresher groups arrive. Such a token gets weight 0: where A > 0 and
@@ -51,8 +51,8 @@ def corrected(
     if correction.anchored and clip is not None:
         mean = (trained.per_episode(gap) / trained.lengths)[trained.episode] if whole else gap
         drift = ratio_of(mean)
-        outside = torch.where(trained.advantages > 0, drift > 1 + clip[1], drift < 1 - clip[0])
-        moved = outside & (trained.advantages != 0)
+        moved = torch.where(trained.advantages > 0, drift > 1 + clip[1], drift < 1 - clip[0])
+        moved &= trained.advantages != 0
     if correction.by == "sequence":
         gap = trained.per_episode(gap)[trained.episode]
     ratio = ratio_of(gap)
@@ -60,7 +60,5 @@ def corrected(
     kept = (low <= ratio) & (ratio <= high)
     weight = ratio.clamp(max=correction.cap) * (kept & ~moved)
     sums = {"weight": weight, "masked": ~kept, "capped": (ratio > correction.cap) & kept, "moved": moved}
-    metrics = {
-        f"importance_{name}": float(values.sum()) / trained.step_tokens for name, values in sums.items()
-    }
+    metrics = {f"importance_{name}": float(term.sum()) / trained.step_tokens for name, term in sums.items()}
     return trained.old, weight, metrics

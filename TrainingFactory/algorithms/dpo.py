@@ -44,12 +44,11 @@ class DPO(BaseAlgorithm):
     def __post_init__(self) -> None:
         if self.label_smoothing and self.loss_kind not in SMOOTHED:
             raise ValueError(
-                f"label_smoothing is {self.label_smoothing:g}, but loss_kind {self.loss_kind} does not support it; "
-                f"set it to 0, or use loss_kind {', '.join(SMOOTHED)}"
+                f"label_smoothing requires loss_kind {', '.join(SMOOTHED)}; set it to 0 for {self.loss_kind}"
             )
         if self.reference == "precomputed" and self.loss_kind in WITHOUT_REFERENCE:
             raise ValueError(
-                f"reference is precomputed, but loss_kind {self.loss_kind} uses no reference model; set it to live"
+                f"reference is precomputed, but {self.loss_kind} uses no reference; set it to live"
             )
 
     @property

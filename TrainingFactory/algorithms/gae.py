@@ -3,9 +3,8 @@
     delta_t = r_t + gamma V_{t+1} - V_t
     A_t     = delta_t + gamma lam A_{t+1}
 
-t counts sampled tokens only. Tool output between two sampled tokens belongs to the state of the later one and is
-skipped: a turn's last token is followed by the first token of the next turn. After an episode's last token, V and A
-are 0.
+t counts sampled tokens only. Tool output belongs to the state of the next sampled token and is skipped: a turn's last
+token is followed by the first token of the next turn. After an episode's last token, V and A are 0.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np
     """Return the advantages of one episode's tokens, in order. [T], [T] -> [T], in float64"""
     values = values.astype(np.float64)
     deltas = rewards + gamma * np.append(values[1:], 0.0) - values
-    advantages = np.empty(len(deltas))
-    following = 0.0
+    advantages = np.zeros(len(deltas) + 1)
     for t in reversed(range(len(deltas))):
-        following = advantages[t] = deltas[t] + gamma * lam * following
-    return advantages
+        advantages[t] = deltas[t] + gamma * lam * advantages[t + 1]
+    return advantages[:-1]
 
 
 def gae_of_episodes(

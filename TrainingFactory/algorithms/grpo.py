@@ -116,8 +116,7 @@ class GRPO(BaseAlgorithm):
         return episodes
 
     def _penalties(self, group: Sequence[Trajectory], limit: int) -> np.ndarray:
-        """Return the overlong penalties: linear from 0 to `overlong_penalty` over the last `overlong_buffer` tokens
-        before the limit. [n]"""
+        """Return the penalties, which grow linearly over the last `overlong_buffer` tokens before the limit. [n]"""
         lengths = np.array([sum(len(turn.completion.token_ids) for turn in t.turns) for t in group])
         over = (lengths - (limit - self.overlong_buffer)) / self.overlong_buffer
         return self.overlong_penalty * np.clip(over, 0.0, 1.0)
@@ -157,8 +156,7 @@ class GRPO(BaseAlgorithm):
         return self._reduced(trained, terms), metrics
 
     def _reduced(self, trained: Trained, terms: torch.Tensor) -> torch.Tensor:
-        """Reduce the per-token terms to the pack's share of the step's loss. An episode with several rows counts
-        once."""
+        """Return the pack's share of the step's loss from per-token terms. An episode of several rows counts once."""
         if self.normalization == "token":
             return terms.sum() / trained.step_tokens
         if self.normalization == "constant":

@@ -40,13 +40,9 @@ class RewardModel(BaseAlgorithm):
 
     def __post_init__(self) -> None:
         if self.kind == "outcome" and self.threshold:
-            raise ValueError(
-                "threshold is set, but kind=outcome learns from pairs; remove threshold or set kind=process"
-            )
+            raise ValueError("threshold requires kind=process; kind=outcome learns from pairs")
         if self.kind == "process" and (self.margin or self.center):
-            raise ValueError(
-                "margin or center is set, but kind=process learns from turn labels; remove them or set kind=outcome"
-            )
+            raise ValueError("margin and center require kind=outcome; kind=process learns from turn labels")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -54,14 +50,11 @@ class RewardModel(BaseAlgorithm):
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         if self.kind == "process":
-            scored = [
-                (episode, episode.reward.steps)
-                for episode in group
-                if episode.reward and episode.reward.steps
-            ]
-            return [
-                row for episode, steps in scored for row in to_samples(episode, None, steps, tokens="last")
-            ]
+            rows: list[Sample] = []
+            for trajectory in group:
+                if trajectory.reward and trajectory.reward.steps:
+                    rows += to_samples(trajectory, None, trajectory.reward.steps, tokens="last")
+            return rows
         return rows_of_pair(group, turns="last", tokens="last")
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, Metrics]:

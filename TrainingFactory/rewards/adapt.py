@@ -195,13 +195,11 @@ def _shape_of(function: Callable[..., Any], name: str) -> Shape:
 
 
 def _completion(trajectory: Trajectory) -> str | list[dict[str, Any]]:
-    """Return the completion in TRL's format: the last text, truncated or not, for a string prompt; else all messages
-    after the prompt."""
+    """Return TRL's completion: the last text (truncated or not) for a string prompt, else the model's messages."""
     if isinstance(trajectory.task.prompt, str):
         return trajectory.turns[-1].message.content if trajectory.turns else ""
-    return [
-        message_to_dict(message) for turn in trajectory.turns for message in (turn.message, *turn.replies)
-    ]
+    messages = [message for turn in trajectory.turns for message in (turn.message, *turn.replies)]
+    return list(map(message_to_dict, messages))
 
 
 def checked(value: Any, turns: int, name: str) -> Reward:
@@ -212,9 +210,7 @@ def checked(value: Any, turns: int, name: str) -> Reward:
     if not isinstance(value, Reward):
         return Reward(as_float(value, who))
     if value.steps and len(value.steps) != turns:
-        raise Unscored(
-            f"{who} returned {len(value.steps)} step rewards for {turns} turns; return one per turn"
-        )
+        raise Unscored(f"{who} returned {len(value.steps)} step rewards for {turns} turns")
     return Reward(
         as_float(value.outcome, who, "as outcome"),
         [as_float(step, who, f"for turn {turn}") for turn, step in enumerate(value.steps)],
@@ -223,8 +219,7 @@ def checked(value: Any, turns: int, name: str) -> Reward:
 
 
 def as_float(value: Any, who: str, what: str = "") -> float:
-    """Return a finite number of any library as a float, else raise Unscored. `what` says which part of the reward it
-    is; empty: the whole reward."""
+    """Return a number of any library as a float; raise Unscored if it is not finite. `what` names a reward's part."""
     try:
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # such as an array of several numbers
@@ -293,7 +288,5 @@ async def environment_reward(episode: Episode) -> Reward:
     """Return the reward of the environment's own `reward` method, for use as a part of other rewards."""
     method = getattr(episode.environment, "reward", None)
     if method is None:
-        raise Unscored(
-            f"{type(episode.environment).__name__} has no reward method; add one, or set reward.type"
-        )
+        raise Unscored(f"{type(episode.environment).__name__} has no reward method; set reward.type")
     return await Adapted(method, "environment", "episode")(episode)

@@ -74,14 +74,13 @@ class Combined:
 
 def weighted(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:
     """Return the weighted sum of one episode's rewards. A reward without steps counts as zero steps."""
-    steps = [0.0] * max(len(reward.steps) for reward in rewards.values())
     outcome = 0.0
+    steps = [0.0] * max(len(reward.steps) for reward in rewards.values())
     parts: dict[str, float] = {}
     for name, reward in rewards.items():
-        weight = weights[name]
-        outcome += weight * reward.outcome
+        outcome += weights[name] * reward.outcome
         for turn, step in enumerate(reward.steps):
-            steps[turn] += weight * step
+            steps[turn] += weights[name] * step
         parts[name] = reward.outcome + sum(reward.steps)
         if len(reward.parts) > 1:
             parts |= {f"{name}/{inner}": value for inner, value in reward.parts.items()}

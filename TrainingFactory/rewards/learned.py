@@ -16,8 +16,7 @@ class LearnedReward:
     """Batch episodes that end at about the same time: a batch waits `patience` seconds before it is scored."""
 
     def __init__(self, scorer: Scorer, patience: float = 0.005) -> None:
-        self.scorer = scorer
-        self.patience = patience
+        self.scorer, self.patience = scorer, patience
         # The object may outlive a run and its event loop; the state below belongs to one loop.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: Waiting = []
@@ -34,8 +33,7 @@ class LearnedReward:
         return await answer
 
     async def _work(self) -> None:
-        """Score until the queue is empty. There is no await between the last check and the return, so that no request
-        is missed."""
+        """Score until the queue is empty. No await follows the last check, so that no request is missed."""
         while self._waiting:
             await asyncio.sleep(self.patience)
             batch = [(trajectory, answer) for trajectory, answer in self._waiting if not answer.done()]
@@ -56,9 +54,7 @@ class LearnedReward:
             results = list(await in_thread(self.scorer.score, trajectories))
             rewards = [result for result in results if isinstance(result, Reward)]
             if not len(rewards) == len(results) == len(trajectories):
-                raise ValueError(
-                    f"the scorer returned {len(rewards)} rewards for {len(trajectories)} episodes"
-                )
+                raise ValueError(f"the scorer gave {len(rewards)} rewards for {len(trajectories)} episodes")
             return [*rewards]
         except (Exception, SystemExit) as error:  # the scorer may be user code
             if len(trajectories) == 1:

@@ -34,10 +34,7 @@ from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Message, Reward, ToolCall, ToolResult, Trajectory, Turn
 
 StepRule = Callable[[Trajectory, int], float | bool]
-MARKS = {
-    "correct_tool": "tool_call_correct",
-    "clear_reasoning": "reasoning_clear",
-}  # rule -> attribute of a step
+MARKS = {"correct_tool": "tool_call_correct", "clear_reasoning": "reasoning_clear"}  # rule -> step attribute
 STEP_REWARDS = {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2}
 MAX_EXPERT_TURNS = 100
 ROUNDING = 1e-9
@@ -67,9 +64,8 @@ ClawBack = Annotated[Any, AfterValidator(_check_claw_back)]
 
 
 def correct_tool(trajectory: Trajectory, turn: int) -> bool:
-    """Return whether the turn has calls, and all of them are expected by the task and succeeded. The task's metadata
-    `correct_tool` is a tool name, a call ({"name": ..., "arguments": {...}}), or a list of these. Default: every
-    offered tool."""
+    """Return whether the turn has calls, and all are expected by the task and succeeded. The task's metadata
+    `correct_tool` is a tool, a call ({"name": ..., "arguments": {...}}), or a list of these. Default: all tools."""
     calls = _answered(trajectory.turns[turn])
     expected = trajectory.task.metadata.get("correct_tool")
     if expected is None:
@@ -129,9 +125,8 @@ def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
 
 
 def efficient_path(trajectory: Trajectory, turn: int) -> float:
-    """Return the efficiency of a successful episode at its last turn, else 0: the task's metadata `shortest` divided by
-    the number of turns, or without it the share of turns with no failed and no repeated call. It is multiplied by the
-    outcome, limited to 1."""
+    """Return the efficiency at the last turn of a successful episode: metadata `shortest` of the task / turns, or
+    without it the share of turns with no failed or repeated call; times the outcome, limited to 1. Else 0."""
     outcome = min(1.0, trajectory.reward.outcome) if trajectory.reward else 0.0
     if trajectory.status != "done" or turn != len(trajectory.turns) - 1 or outcome <= 0:
         return 0.0
@@ -145,9 +140,7 @@ def efficient_path(trajectory: Trajectory, turn: int) -> float:
         )
         return outcome * (1.0 - wasted / (turn + 1))
     if not shortest > 0:
-        raise ValueError(
-            f"the task's metadata shortest is {shortest!r}; it must be a positive number of turns"
-        )
+        raise ValueError(f"the task's metadata shortest is {shortest!r}; it must be a number above 0")
     return outcome * min(1.0, shortest / (turn + 1))
 
 
@@ -294,9 +287,8 @@ def calculate_process_reward(
     outcome_weight: float = 1.0,
     **options: Any,
 ) -> Reward:
-    """Return the process reward of a trajectory. `outcome` defaults to the trajectory's own outcome, else 0; `options`
-    are those of ProcessReward. A sequence of steps is scored by their attributes or keys `tool_call_correct` and
-    `reasoning_clear`."""
+    """Return the process reward of a trajectory with the options of ProcessReward. `outcome` defaults to that of the
+    trajectory, else 0. A sequence of steps is scored by their `tool_call_correct` and `reasoning_clear`."""
     if not isinstance(trajectory, Trajectory):
         if isinstance(trajectory, Sequence) and not isinstance(trajectory, str):
             return _reward_marked_steps(trajectory, step_rewards, outcome)
@@ -325,9 +317,7 @@ def _reward_marked_steps(
 def _mark(step: Any, name: str, number: int) -> bool:
     value = step.get(name) if isinstance(step, Mapping) else getattr(step, name, None)
     if value is None:
-        raise ValueError(
-            f"step {number} has no {name}; every step needs tool_call_correct and reasoning_clear"
-        )
+        raise ValueError(f"step {number} has no {name}; a step needs tool_call_correct and reasoning_clear")
     return bool(value)
 
 

@@ -40,8 +40,7 @@ class Reply:
 
 @runtime_checkable
 class JudgeModel(Protocol):
-    """Model that judges. `ask` returns a reply or raises ModelError; `number` is the index of a prompt's sample.
-    `identity` is the model's part of the cache key."""
+    """Model that replies or raises ModelError. `number` is the sample's index; `identity` is part of the cache key."""
 
     @property
     def identity(self) -> str: ...
@@ -50,8 +49,7 @@ class JudgeModel(Protocol):
 
 
 class OpenAIEndpoint(Endpoint):
-    """Client of a `/chat/completions` endpoint: vLLM, SGLang, hosted models. `options` are request fields
-    (temperature, ...)."""
+    """Client of any `/chat/completions`: vLLM, SGLang, hosted models. `options` are request fields (temperature)."""
 
     @property
     def identity(self) -> str:
@@ -103,9 +101,7 @@ class SampledJudge:
     """Judge model sampled in this process. `name` identifies its weights in the cache: use one name per model."""
 
     def __init__(self, sampler: Sampler, chat: ChatFormat, params: SamplingParams, name: str) -> None:
-        self.sampler = sampler
-        self.chat = chat
-        self.name = name
+        self.sampler, self.chat, self.name = sampler, chat, name
         self.params = dataclasses.replace(params, stop_ids=params.stop_ids or chat.stop_ids)
 
     @property
@@ -138,11 +134,11 @@ def fault_of(finish: Any, refused: str, cut: str) -> Kind | None:
 
 
 def counted(
-    text: str, messages: Sequence[Message], input_tokens: Any, output_tokens: Any, fault: Kind | None
+    text: str, messages: Sequence[Message], prompt: Any, completion: Any, fault: Kind | None
 ) -> Reply:
     """Return the reply with the endpoint's token counts, or with estimates if it reports none."""
-    if isinstance(input_tokens, int) and isinstance(output_tokens, int):
-        return Reply(text, input_tokens, output_tokens, fault=fault)
+    if isinstance(prompt, int) and isinstance(completion, int):
+        return Reply(text, prompt, completion, fault=fault)
     characters = sum(len(message.content) for message in messages)
     tokens = characters // CHARS_PER_TOKEN + 1, len(text) // CHARS_PER_TOKEN + 1
     return Reply(text, *tokens, estimated=True, fault=fault)

@@ -50,8 +50,7 @@ class Judge:
         await self.client.close()
 
     def failed(self, trajectory: Trajectory) -> bool:
-        """Return whether the episode fails without a request: it did not finish, or it has neither an answer nor tool
-        calls that the prompt shows. Counts these in `unfinished`. With `judge_unfinished`, no episode fails."""
+        """Return, and count, whether the episode fails unjudged: unfinished, or without an answer or shown calls."""
         check_known(trajectory)
         shows_calls = self.prompt.kind != SINGLE or "conversation" in self.prompt.fields
         acted = shows_calls and any(turn.message.tool_calls for turn in trajectory.turns)
@@ -71,8 +70,7 @@ class Judge:
         return await self.client.ask(key, messages, number, read)
 
     def _boundary(self, key: Sequence[str], number: int) -> str:
-        """Return a random boundary, or with `fence_seed` a digest of the whole prompt, which no text in the prompt can
-        contain."""
+        """Return a random boundary, or with `fence_seed` a digest of the prompt, which the prompt cannot contain."""
         if self.fence_seed is None:
             return new_boundary()
         return digest("fence", f"{self.fence_seed}", f"{number}", *key)[: len(new_boundary())]
@@ -116,12 +114,10 @@ class ModelJudge(Judge):
         return self._rewarded(await self.judge(trajectory))
 
     async def put(self, messages: Sequence[Message], read: Callable[[str], float] | None = None) -> float:
-        """Return the score that `read` parses from the replies to these messages. `read` None: append this judge's
-        instruction to the last message, and parse its verdict."""
+        """Return the score that `read` parses from the replies. None: this judge's verdict, with its instruction."""
         if read is None:
             last = replace(messages[-1], content=f"{messages[-1].content}\n\n{self.verdict.instruction}")
-            messages = [*messages[:-1], last]
-            read = self.verdict.read
+            messages, read = [*messages[:-1], last], self.verdict.read
         key = [message.content for message in messages]
         requests = [self.client.ask(key, lambda: messages, number, read) for number in range(self.samples)]
         return voted(self.vote, await most_of(requests))
@@ -145,12 +141,11 @@ class PairJudge(Judge):
 
     async def ordered(self, first: Trajectory, second: Trajectory, repeat: int = 0) -> float:
         """Return the verdict with the texts in this order only: 1 if the first is better, 0 if the second is."""
-        reasoning = self.prompt.reasoning
         verdict = Pairwise()
         values = self.prompt.values(
             first.task,
-            first=trajectory_text(first, reasoning, prompt=False),
-            second=trajectory_text(second, reasoning, prompt=False),
+            first=trajectory_text(first, self.prompt.reasoning, prompt=False),
+            second=trajectory_text(second, self.prompt.reasoning, prompt=False),
         )
         return await self._samples(values, verdict.instruction, verdict.read, repeat)
 
@@ -160,8 +155,7 @@ class PairJudge(Judge):
         return (forward + 1 - backward) / 2
 
     async def __call__(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
-        """Return each episode's share of wins, or the failure if at most half of its comparisons succeeded. Raise if
-        this is so for all episodes."""
+        """Return each episode's share of wins, or its failure if half of its comparisons fail; raise if all fail."""
         trajectories = _several(episodes)
         failed = [self.failed(trajectory) for trajectory in trajectories]
         count = len(trajectories)
@@ -179,7 +173,7 @@ class PairJudge(Judge):
         for (first, second), result in zip(pairs, results, strict=True):
             wins[first].append(result)
             wins[second].append(result if isinstance(result, BaseException) else 1 - result)
-        rewards = [self._share(results) for results in wins]
+        rewards = [self._share(comparisons) for comparisons in wins]
         if all(isinstance(reward, Exception) for reward in rewards):
             more_than_half(wins[0])  # raises the first failure
         return rewards
@@ -194,8 +188,7 @@ class PairJudge(Judge):
 
 @dataclass(kw_only=True, eq=False)
 class RankingJudge(Judge):
-    """Judge that ranks a whole group. Every sample shows the candidates in a rotated order. Failed episodes get 0 and
-    are not shown."""
+    """Judge that ranks a group. Each sample rotates the order of the candidates. Failed episodes get 0 unseen."""
 
     async def __call__(self, episodes: Sequence[Episode]) -> list[Reward]:
         trajectories = _several(episodes)
@@ -208,7 +201,7 @@ class RankingJudge(Judge):
         count = len(trajectories)
         if count > MAX_CANDIDATES:
             raise ValueError(
-                f"the group has {count} episodes, but a judge ranks at most {MAX_CANDIDATES}; reduce group_size"
+                f"a judge ranks at most {MAX_CANDIDATES} episodes, not {count}; reduce group_size"
             )
         if count < 2:
             return [1.0] * count
@@ -236,13 +229,11 @@ def _several(episodes: Sequence[Episode]) -> list[Trajectory]:
 
 
 async def most_of(requests: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run the requests concurrently; return the results if more than half succeed, else raise the first failure."""
     return more_than_half(await asyncio.gather(*requests, return_exceptions=True))
 
 
 def more_than_half(results: Sequence[T | BaseException]) -> list[T]:
-    """Return the successful results if they are more than half; else raise the first failure. An exception other than
-    JudgeFailure is always raised."""
+    """Return the successes if they are more than half, else raise the first failure. Raise any other exception."""
     successes = [result for result in results if not isinstance(result, BaseException)]
     too_few = 2 * len(successes) <= len(results)
     for error in results:

@@ -117,14 +117,10 @@ def judges_at(
     """Return one judge per worker of a pool. Workers are assigned to the addresses in turn and share one budget."""
     urls = [base_url] if isinstance(base_url, str) else list(base_url)
     if not urls or not all(isinstance(url, str) for url in urls) or len(set(urls)) < len(urls):
-        raise ValueError(
-            f"base_url is {base_url!r:.100}; it must be an address, or a list of distinct addresses"
-        )
+        raise ValueError(f"base_url is {base_url!r:.100}; it must be an address or a list of distinct ones")
     count = len(urls) if workers is None else workers
     if count < len(urls):
-        raise ValueError(
-            f"num_workers is {count}, but base_url has {len(urls)} addresses; use at least one worker per address"
-        )
+        raise ValueError(f"num_workers is {count}, but base_url has {len(urls)} addresses; raise num_workers")
     options = dict(options)
     options.setdefault("concurrency", 8 * -(-count // len(urls)))  # 8 per worker that shares the judge
     judges: list[Any] = []

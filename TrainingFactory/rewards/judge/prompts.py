@@ -71,9 +71,7 @@ class JudgePrompt:
         allowed = ("rubric", *self.kind)
         for name in self.fields - {*allowed}:
             hint = did_you_mean(nearest(name, allowed))
-            raise ValueError(
-                f"unknown field {name} in the judge's template{hint} (fields: {', '.join(allowed)})"
-            )
+            raise ValueError(f"unknown field {name} in the judge's template{hint} ({', '.join(allowed)})")
         word, enough = ("or", any) if self.kind == SINGLE else ("and", all)
         if not enough(name in self.fields for name in NEEDED[self.kind]):
             needed = f" {word} ".join(f"{{{name}}}" for name in NEEDED[self.kind])
@@ -111,10 +109,9 @@ class JudgePrompt:
             if isinstance(value, str):
                 filled[name] = fenced(value, name, boundary)
             else:
-                lettered = zip(string.ascii_uppercase, value, strict=False)
-                filled[name] = "\n\n".join(
-                    f"{letter}:\n{fenced(text, name, boundary)}" for letter, text in lettered
-                )
+                fences = [fenced(text, name, boundary) for text in value]
+                lettered = zip(string.ascii_uppercase, fences, strict=False)
+                filled[name] = "\n\n".join(f"{letter}:\n{fence}" for letter, fence in lettered)
         # A single pass, so that a field inside a value is not expanded.
         text = self.template.format_map(filled)
         rules = RULES.format(open=OPEN, close=CLOSE, boundary=boundary)

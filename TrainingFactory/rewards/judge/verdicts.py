@@ -63,17 +63,13 @@ class Score:
             raise without_line(text, "score")
         value, out_of = match.groups()
         if out_of and float(out_of) != self.high:
-            raise JudgeFailure(
-                f"the judge's score is out of {out_of}; it must be out of {self.high:g}", "out_of_range"
-            )
+            raise JudgeFailure(f"the judge's score is out of {out_of}, not {self.high:g}", "out_of_range")
         return self.scaled(float(value))
 
     def scaled(self, value: float) -> float:
         if not self.low <= value <= self.high:  # also rejects nan
-            raise JudgeFailure(
-                f"the judge's score is {value:g}; it must be from {self.low:g} to {self.high:g}",
-                "out_of_range",
-            )
+            text = f"the judge's score is {value:g}; it must be from {self.low:g} to {self.high:g}"
+            raise JudgeFailure(text, "out_of_range")
         return (value - self.low) / (self.high - self.low)
 
 
@@ -121,9 +117,8 @@ class JsonVerdict:
         numeric = self._key_schema.get("type") in ("number", "integer")
         low, high = self.scale.low, self.scale.high
         hint = f" {self.key} is from {low:g} (worst) to {high:g} (best)." if numeric else ""
-        return (
-            f"Answer with one JSON object of this schema and nothing else.{hint}\n{json.dumps(self.schema)}"
-        )
+        schema = json.dumps(self.schema)
+        return f"Answer with one JSON object of this schema and nothing else.{hint}\n{schema}"
 
     def read(self, text: str) -> float:
         value = strict_json(self._verdict_in(without_reasoning(text).strip()))
@@ -145,8 +140,7 @@ class JsonVerdict:
         return self.scale.scaled(verdict if abs(verdict) < LARGE else math.inf)
 
     def _verdict_in(self, text: str) -> str:
-        """Return the fenced block at the end of the text, or the whole text if it has none. Return "" if the text
-        before the block contains the key too, because that may be another verdict."""
+        """Return the fenced block at the end, else the text; "" if the key before it may mean another verdict."""
         before, fence, block = text.removesuffix(FENCE).rpartition(FENCE)
         if not fence or not text.endswith(FENCE):
             return text

@@ -125,9 +125,7 @@ class AnswerRule(ReferenceRule):
 
     def __call__(self, episode: Episode) -> Reward:
         correct = self.right_answers(episode)
-        scores = [
-            self.score(answer, reference) for answer in self.answers_of(episode) for reference in correct
-        ]
+        scores = [self.score(answer, one) for answer in self.answers_of(episode) for one in correct]
         return self.rewarded(max(scores, default=0.0))
 
     def score(self, answer: str, reference: Any) -> float:

@@ -68,31 +68,27 @@ class CodeTests(ToolRule):
             return values is not None and asserts.hold(values)
         if not self.trusting:
             raise ValueError(
-                f"task {episode.task.id}: the code could fake the result of the test {test.strip()[:60]!r}, which is "
-                "not of the form assert f(2) == 4; rewrite the test, use tool_verified with code_cases, or set "
-                "trusting: true"
+                f"task {episode.task.id}: the code could fake the test {test.strip()[:60]!r}; rewrite the test in the "
+                "form assert f(2) == 4, use tool_verified with code_cases, or set trusting: true"
             )
         return await value_after(ask, f"{code}\n\n{test}", "''") is not None
 
 
 def through(episode: Episode, tool: str, argument: str) -> Ask:
-    """Return a function that calls the environment's tool. It raises ToolFailure if the tool is missing, because that
-    is not the model's fault."""
+    """Return a function that calls the environment's tool; it raises ToolFailure if the environment lacks the tool."""
 
     async def ask(text: str) -> ToolResult:
         result = await episode.call(tool, **{argument: text})
         if result.error == "unknown":
-            raise ToolFailure(
-                f"the environment has no tool {tool!r}, which the reward needs; add it under tools"
-            )
+            raise ToolFailure(f"the environment has no tool {tool!r}, which the reward needs")
         return result
 
     return ask
 
 
 async def value_after(ask: Ask, code: str, shown: str, expected: int = 0) -> str | None:
-    """Return the value of the string expression `shown` after the code has run, or None if the code failed. Raise
-    ValueError if the tool truncated output that may be correct; `expected` is the length of the correct output."""
+    """Return the value of the string expression `shown` after the code has run; None if the code failed. Raise
+    ValueError if the tool truncated output that may be correct; `expected` is the length of the correct value."""
     # The digest marks our line among the output of the code, so that exiting early does not pass. It depends only on
     # the code, so that recorded calls can be replayed; code that guesses it gains nothing.
     word = digest(code)

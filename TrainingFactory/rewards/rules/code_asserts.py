@@ -58,9 +58,7 @@ class Asserts:
 
     script: str  # computes the values and appends their literals to `_found`
     wanted: Sequence[Holds]  # the condition on each value
-    size: int = (
-        0  # characters of the test that are not in the script: upper bound of the expected values' length
-    )
+    size: int = 0  # upper bound of the expected values' length: characters of the test outside the script
 
     def hold(self, shown: str) -> bool:
         """Return whether the values, formatted as a list literal, meet the conditions."""
@@ -96,8 +94,7 @@ class _NotSplittable(Exception):
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yield the statements of a test, with calls such as `check(double)` inlined: `candidate = double`, then the
-    function's body."""
+    """Yield the statements of a test; a call `check(double)` is inlined as `candidate = double` and the body."""
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     checks = {function.name: function for function in functions if _is_check(function)}
     for statement in tree.body:
@@ -210,8 +207,7 @@ class _Splitter:
             left, kind = right, TURNED[kind]
         if expected is None:
             raise _NotSplittable
-        compare = OPERATORS[kind]
-        value = expected[0]
+        compare, value = OPERATORS[kind], expected[0]
         match left:
             case ast.Call(ast.Name("abs"), [ast.BinOp(one, ast.Sub(), other)], []):
                 computed, reference = self._split(one, other)
@@ -235,10 +231,9 @@ class _Splitter:
         return node
 
     def _call(self, node: ast.expr) -> ast.expr:
-        """Return the expression; raise unless it is a direct call of the code with plain arguments. Required where the
-        value can be guessed."""
-        inner = [descendant for child in ast.iter_child_nodes(node) for descendant in ast.walk(child)]
-        nested = any(isinstance(child, ast.Call | ast.comprehension | ast.Lambda) for child in inner)
+        """Return a direct call of the code with plain arguments, as guessable values require; else raise."""
+        parts = [part for child in ast.iter_child_nodes(node) for part in ast.walk(child)]
+        nested = any(isinstance(part, ast.Call | ast.comprehension | ast.Lambda) for part in parts)
         if nested or not isinstance(node, ast.Call) or not self._is_of_code(node):
             raise _NotSplittable
         return self._computed(node)

@@ -32,8 +32,7 @@ Seconds = Annotated[float, Field(ge=0.001)]
 
 
 def matches(pattern: Any, text: str, full: bool, timeout: float) -> bool:
-    """Return whether the pattern matches; raise ValueError after `timeout` seconds. The search releases the GIL, so
-    that a slow pattern does not block other threads."""
+    """Return whether the pattern matches, without holding the GIL; raise ValueError after `timeout` seconds."""
     search = pattern.fullmatch if full else pattern.search
     try:
         return search(text, timeout=timeout, concurrent=True) is not None
@@ -57,12 +56,10 @@ class Pattern(Extraction):
         answer = self.answer_of(episode.trajectory)
         try:
             regexes = [compiled(str(pattern)) for pattern in patterns]
-            matched = answer is not None and any(
-                matches(one, answer, self.full, self.timeout) for one in regexes
-            )
+            hit = answer is not None and any(matches(one, answer, self.full, self.timeout) for one in regexes)
         except ValueError as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
-        return self.rewarded(matched)
+        return self.rewarded(hit)
 
 
 Part = Literal["tool_call", "marked_answer", "reasoning", "readable_calls", "json"]

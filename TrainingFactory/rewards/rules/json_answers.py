@@ -57,8 +57,7 @@ def _refuse(name: str) -> None:
 
 
 def same_json(value: Any, reference: Any) -> bool:
-    """Return whether two JSON values are equal; numbers that are not both integers may differ by rounding. True is
-    not 1."""
+    """Return whether two JSON values are equal, floats up to rounding; true is not 1."""
     if isinstance(value, bool) or isinstance(reference, bool):
         return value is reference
     if isinstance(value, int | float) and isinstance(reference, int | float):
@@ -68,9 +67,8 @@ def same_json(value: Any, reference: Any) -> bool:
         except OverflowError:  # an integer that does not fit into a float
             return False
     if isinstance(value, dict) and isinstance(reference, dict):
-        return value.keys() == reference.keys() and all(
-            same_json(value[key], reference[key]) for key in reference
-        )
+        same_keys = value.keys() == reference.keys()
+        return same_keys and all(same_json(value[key], reference[key]) for key in reference)
     if isinstance(value, list) and isinstance(reference, list):
         return len(value) == len(reference) and all(map(same_json, value, reference))
     return type(value) is type(reference) and value == reference
@@ -109,8 +107,7 @@ class JsonMatch(Extraction):
         return self.rewarded(0.0 if answer is NOTHING else self._share(answer, reference))
 
     def _share(self, answer: Any, reference: Any) -> float:
-        objects = isinstance(reference, dict) and isinstance(answer, dict)
-        if not self.partial or not objects or not reference:
+        if not (self.partial and reference and isinstance(reference, dict) and isinstance(answer, dict)):
             return float(same_json(answer, reference))
         hits = sum(key in answer and same_json(answer[key], value) for key, value in reference.items())
         return hits / len(reference.keys() | answer.keys())

@@ -115,23 +115,20 @@ def _figure(text: str, start: int, end: int, decimal_comma: bool) -> Figure:
         return Figure(start, end, None)
     value = -value if "-" in signs else value
     money = (lead["money"] or "").strip()
-    units = UNITS.get(money, ())
-    percent = False
-    word = None
+    units, word = UNITS.get(money, ()), None
     for scale in (_MONEY_SCALE if money else _SCALE, _SCALE, _SCALE):  # 5 hundred thousand
         if match := scale.match(after):
             value *= _SCALES[match.group(1).lower().removesuffix("s")]
             end += match.end()
             after = after[match.end() :]
-    if mark := _PERCENT.match(after):
+    if percent := _PERCENT.match(after):
         value /= 100
-        percent = True
-        end += mark.end()
+        end += percent.end()
     elif not money:
         units, length = units_of(after)
         end += length
         word = None if units else _OTHER_UNIT.match(after)
-    return Figure(start, end, Number(value, percent, units, word[1] if word else ""))
+    return Figure(start, end, Number(value, percent is not None, units, word[1] if word else ""))
 
 
 def _value(run: str, decimal_comma: bool) -> Fraction | None:

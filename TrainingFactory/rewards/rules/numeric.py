@@ -30,9 +30,8 @@ MAX_BYTES = 4 * 2**30  # memory limit of the worker process
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Numeric(AnswerRule):
-    """Reward an answer that states exactly one number, equal to the reference. `tolerance` is absolute, `relative` a
-    share of the reference; the larger one counts. Without them, integers must be equal, other numbers within a
-    relative 1e-6."""
+    """Reward an answer that states exactly one number, equal to the reference up to `tolerance` (absolute) or `relative`
+    (share of the reference), whichever is larger. Default: integers must be equal, others within a relative 1e-6."""
 
     rule: ClassVar[str] = "numeric"
     tolerance: NotNegative | None = None
@@ -127,8 +126,7 @@ class Maths(ReferenceRule):
         return str(reference).rpartition("####")[2].strip()
 
     async def _same(self, answer: str, reference: str) -> bool:
-        number = only_number(answer)
-        expected = only_number(reference)
+        number, expected = only_number(answer), only_number(reference)
         if number is not None and expected is not None and is_number(reference):
             return same_number(number, expected)
         if normalised(answer) == normalised(reference):

@@ -56,9 +56,7 @@ class SqlExecution(ToolRule):
             return await self._same_in(source.path, source.timeout, query, reference)
         files = [paths] if isinstance(paths, str | Path) else list(paths)
         if not files:
-            raise ValueError(
-                "its metadata database is empty; it must be a SQLite file, or a list of SQLite files"
-            )
+            raise ValueError("its metadata database is empty; list at least one SQLite file")
         return all([await self._same_in(Path(path), self.timeout, query, reference) for path in files])
 
     async def _same_in(self, path: Path, timeout: float, query: str, reference: str) -> bool:

@@ -62,8 +62,7 @@ class F1(AnswerRule):
     whole_too: ClassVar[bool] = False
 
     def score(self, answer: str, reference: Any) -> float:
-        words = squad_words(answer)
-        expected = squad_words(reference)
+        words, expected = squad_words(answer), squad_words(reference)
         if words == expected:
             return 1.0
         if " ".join(words) in _VERDICTS or " ".join(expected) in _VERDICTS:
@@ -95,8 +94,7 @@ def holds(answer: str, reference: str) -> bool:
     """Return whether the answer contains the reference as whole words, and a number only as a whole number: 7.72, -72,
     1/72, x^72 and 72,000 do not contain 72. A dash between numbers (1939-1945) is not a minus."""
     target = normalised(reference)
-    before = r"(?<!\w)(?<!\d[.,])"
-    after = r"(?!\w)(?![.,]\d)"
+    before, after = r"(?<!\w)(?<!\d[.,])", r"(?!\w)(?![.,]\d)"
     if target[:1].isdigit():
         before += r"(?<![.,/^\\])(?<!\d')(?<![\s(\[=:$]-)(?<!\A-)"
     if target[-1:].isdigit():
@@ -106,9 +104,8 @@ def holds(answer: str, reference: str) -> bool:
 
 
 def squad_words(text: str) -> list[str]:
-    """Return the words as SQuAD compares them: in lower case, without punctuation and articles. Unlike SQuAD, a text of
-    only articles or punctuation keeps them, so that `The` and `A` differ, and numbers keep their marks, so that 1.5 and
-    15 differ."""
+    """Return the words as SQuAD compares them: in lower case, without punctuation and articles. Unlike SQuAD, keep the
+    articles of a text of nothing else (`The` and `A` differ) and the marks in numbers (1.5 and 15 differ)."""
     lower = unicodedata.normalize("NFKC", lowered(text)).lower()
     bare = _IN_NUMBER.sub(_protect, lower).translate(_PUNCTUATION)
     return _ARTICLES.sub(" ", bare).split() or bare.split() or lower.split()

@@ -71,8 +71,7 @@ class RewardWorkerPool:
         patience: NotNegative = 10.0,
         **judge_options: Any,
     ) -> None:
-        self.timeout = timeout
-        self.patience = patience
+        self.timeout, self.patience = timeout, patience
         self._opened: list[Any] = []  # closed with the pool
         if base_url is not None:
             models = judges_at(base_url, {"model": model} | judge_options, num_workers)
@@ -99,10 +98,10 @@ class RewardWorkerPool:
         count = num_workers or len(models)
         if not models or len(models) not in (1, count):
             raise ValueError(
-                f"num_workers is {count}, but there are {len(models)} models; pass one model, or one per worker"
+                f"num_workers is {count}, but there are {len(models)} models; pass one per worker"
             )
         if len(models) == 1:
-            models = models * count
+            models *= count
         rewards = [RewardProcess(one, self.timeout) if isinstance(one, str) else one for one in models]
         self._opened += [reward for reward, one in zip(rewards, models, strict=True) if isinstance(one, str)]
         return rewards
@@ -208,9 +207,7 @@ class RewardWorkerPool:
             untried = [worker for worker in self.workers if worker not in tried]
             if not untried:
                 last = next(reversed(tried.values()))
-                raise WorkersDown(
-                    f"all {len(tried)} reward workers failed on this row; last error: {failure(last)}"
-                )
+                raise WorkersDown(f"all {len(tried)} reward workers failed; last error: {failure(last)}")
             up = [worker for worker in untried if not worker.breaker.is_open]
             free = [worker for worker in up if worker.running < self.per_worker]
             if free:
@@ -222,9 +219,7 @@ class RewardWorkerPool:
             if up:  # only busy
                 deadline = time.monotonic() + self.patience
             elif time.monotonic() > deadline:
-                raise WorkersDown(
-                    f"all reward workers left for this row have been down for {self.patience:g} s"
-                )
+                raise WorkersDown(f"all reward workers have been down for {self.patience:g} s")
             await self._wait_for_change()
 
     async def _wait_for_change(self) -> None:
@@ -248,9 +243,7 @@ class RewardWorkerPool:
         try:
             return await within(limit, score(worker))
         except OutOfTime:
-            raise TimeoutError(
-                f"reward worker {worker.number} did not answer within {self.timeout:g} s"
-            ) from None
+            raise TimeoutError(f"{worker.name} did not answer within {self.timeout:g} s") from None
 
 
 def _blame(error: Exception) -> tuple[bool | None, bool]:

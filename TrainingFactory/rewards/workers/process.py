@@ -39,18 +39,15 @@ class FinishedEpisode:
 
     @property
     def environment(self) -> Environment:
-        raise ToolFailure(
-            "the environment of this episode is closed; a reward that uses it must run in the run's process"
-        )
+        raise ToolFailure("the environment of this episode is closed; score it in the run's process")
 
     async def call(self, tool: str, **arguments: Any) -> ToolResult:
         raise ToolFailure(f"cannot call {tool}: the environment of this episode is closed")
 
 
 class RewardProcess:
-    """Reward that runs in a process, one call at a time: the one at `target`, or with `options` the one that the
-    factory at `target` returns. A call that times out or crashes the process leaves its episodes unscored; the next
-    call starts a new process."""
+    """Reward at `target` (with `options`: of the factory at `target`) that runs in a process, one call at a time. A call
+    that times out or crashes the process leaves its episodes unscored; the next call starts a new process."""
 
     def __init__(
         self,
@@ -101,10 +98,8 @@ class RewardProcess:
 
 def _check_json(task: Task) -> None:
     """Raise Unscored for a task that JSON would change on its way to the process, because its reward could change."""
-    parts = {"answer": task.answer} | {
-        f"metadata.{key}": {key: value} for key, value in task.metadata.items()
-    }
-    for name, part in parts.items():
+    parts: dict[str, Any] = {f"metadata.{key}": {key: value} for key, value in task.metadata.items()}
+    for name, part in ({"answer": task.answer} | parts).items():
         try:
             _JSON.validate_python(part, strict=True)
         except ValidationError:
@@ -127,10 +122,9 @@ async def _score(reward: Adapted, rows: Rows) -> dict[str, Any]:
         results = await reward.group([FinishedEpisode(trajectory_from_dict(row)) for row in rows])
     except Exception as error:  # rewards are user code
         return _failure_to_dict(error)
-    rewards = [
-        _failure_to_dict(result) if isinstance(result, Exception) else asdict(result) for result in results
-    ]
-    return {"rewards": rewards}
+    return {
+        "rewards": [_failure_to_dict(row) if isinstance(row, Exception) else asdict(row) for row in results]
+    }
 
 
 def is_rows_own(error: Exception) -> bool:
