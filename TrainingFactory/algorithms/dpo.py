@@ -43,13 +43,9 @@ class DPO(BaseAlgorithm):
 
     def __post_init__(self) -> None:
         if self.label_smoothing and self.loss_kind not in SMOOTHED:
-            raise ValueError(
-                f"label_smoothing requires loss_kind {', '.join(SMOOTHED)}; set it to 0 for {self.loss_kind}"
-            )
+            raise ValueError(f"label_smoothing must be 0, or loss_kind one of {', '.join(SMOOTHED)}")
         if self.reference == "precomputed" and self.loss_kind in WITHOUT_REFERENCE:
-            raise ValueError(
-                f"reference is precomputed, but {self.loss_kind} uses no reference; set it to live"
-            )
+            raise ValueError(f"reference is precomputed, but {self.loss_kind} has none; set it to live")
 
     @property
     def needs(self) -> frozenset[str]:

@@ -63,14 +63,12 @@ class GRPO(BaseAlgorithm):
     def __post_init__(self) -> None:
         """Reject contradictory options; the config checks the range of each option."""
         if self.overlong_length is not None and self.overlong_buffer > self.overlong_length:
-            raise ValueError(
-                f"grpo.overlong_buffer is {self.overlong_buffer}; it must be at most grpo.overlong_length "
-                f"({self.overlong_length})"
-            )
+            limit = f"grpo.overlong_length ({self.overlong_length})"
+            raise ValueError(f"grpo.overlong_buffer is {self.overlong_buffer}; it must be at most {limit}")
         if self.scale_rewards and self._whitened:
             raise ValueError(
-                f"grpo.scale_rewards is true, but grpo.advantage {self.advantage} already divides by the standard "
-                "deviation of the whole batch; set grpo.scale_rewards to false"
+                f"grpo.scale_rewards is true, but grpo.advantage={self.advantage} normalises over the whole batch; "
+                "set grpo.scale_rewards to false"
             )
 
     @property
@@ -138,9 +136,8 @@ class GRPO(BaseAlgorithm):
             gain = ratio.clamp(max=1 + self.clip_high).detach() * trained.advantages * trained.logprobs
             clipped = ratio > 1 + self.clip_high
         else:
-            gain, clipped = clipped_gain(
-                ratio, trained.advantages, self.clip_low, self.clip_high, self.clip_dual
-            )
+            low, high, dual = self.clip_low, self.clip_high, self.clip_dual
+            gain, clipped = clipped_gain(ratio, trained.advantages, low, high, dual)
         metrics = weight_metrics | {
             "clip_fraction": float(clipped.sum()) / trained.step_tokens,
             "logprob_diff": _mean(trained, (trained.logprobs - trained.sampled).abs()),

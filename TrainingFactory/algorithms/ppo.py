@@ -103,9 +103,8 @@ class PPO(BaseAlgorithm):
         }
         if trained.baseline > SMALLEST**2:  # the variance of the returns
             assert trained.returns is not None and trained.old_values is not None
-            sums["explained_variance"] = (
-                1 - (trained.returns - trained.old_values) ** 2 / trained.baseline
-            ).sum()
+            errors = (trained.returns - trained.old_values) ** 2
+            sums["explained_variance"] = (1 - errors / trained.baseline).sum()
         if trained.reference is not None:
             divergence = kl_terms(trained.logprobs, trained.reference, self.kl_estimator).sum()
             total = total + (self.kl * divergence if self.kl_in == "loss" else 0.0)

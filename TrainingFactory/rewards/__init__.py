@@ -6,11 +6,4 @@ from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.rewards.learned import LearnedReward
 from TrainingFactory.rewards.process_reward import ProcessReward, calculate_process_reward
 
-__all__ = [
-    "Combined",
-    "LearnedReward",
-    "ProcessReward",
-    "Unscored",
-    "as_reward",
-    "calculate_process_reward",
-]
+__all__ = ["Combined", "LearnedReward", "ProcessReward", "Unscored", "as_reward", "calculate_process_reward"]

@@ -128,17 +128,16 @@ class Adapted:
             "task_id": [task.id for task in tasks],
         }
         parameters = inspect.signature(self.function).parameters.values()
-        named = {
-            parameter.name: parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD
-        }
-        required = {key for key, parameter in named.items() if parameter.default is parameter.empty}
+        named = [parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+        required = {parameter.name for parameter in named if parameter.default is parameter.empty}
         if missing := sorted(required - columns.keys()):
             raise Unscored(
                 f"the reward {self.name} requires the columns {', '.join(missing)}, which the tasks do not have; "
                 f"available columns: {', '.join(sorted(columns))}"
             )
-        takes_all = len(named) < len(parameters)
-        return {key: column for key, column in columns.items() if takes_all or key in named}
+        if len(named) < len(parameters):  # **columns takes all
+            return columns
+        return {parameter.name: columns[parameter.name] for parameter in named if parameter.name in columns}
 
     async def _limited(self, call: Coroutine[Any, Any, Any]) -> Any:
         async def contain_exit() -> Any:  # SystemExit would stop the event loop

@@ -214,9 +214,8 @@ class ProcessReward:
         self._rules = {name: available[name] for name in self._weights}
         positive = sum(weight for weight in self._weights.values() if weight > 0)
         self._cap = positive if self.cap is None else self.cap
-        self.outcome = as_reward(
-            environment_reward if self.outcome is None else self.outcome, OUTCOME, self.timeout
-        )
+        outcome = environment_reward if self.outcome is None else self.outcome
+        self.outcome = as_reward(outcome, OUTCOME, self.timeout)
 
     async def __call__(self, episode: Episode) -> Reward:
         trajectory = await self._with_outcome(episode)

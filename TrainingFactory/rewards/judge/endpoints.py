@@ -114,9 +114,8 @@ class SampledJudge:
         if room < 1:
             limit = self.sampler.max_length
             raise JudgeFailure(f"the judge's prompt has {len(prompt)} tokens; max_length is {limit}", "error")
-        params = dataclasses.replace(
-            self.params, seed=self.params.seed + number, max_tokens=min(room, self.params.max_tokens)
-        )
+        max_tokens = min(room, self.params.max_tokens)
+        params = dataclasses.replace(self.params, seed=self.params.seed + number, max_tokens=max_tokens)
         completion = await self.sampler.sample(prompt, params)
         text = self.chat.parse(completion.token_ids, prompt).content
         fault = fault_of(completion.finish, "", "length")
@@ -133,12 +132,10 @@ def fault_of(finish: Any, refused: str, cut: str) -> Kind | None:
     return "cut" if finish == cut else None
 
 
-def counted(
-    text: str, messages: Sequence[Message], prompt: Any, completion: Any, fault: Kind | None
-) -> Reply:
+def counted(text: str, messages: Sequence[Message], prompt: Any, output: Any, fault: Kind | None) -> Reply:
     """Return the reply with the endpoint's token counts, or with estimates if it reports none."""
-    if isinstance(prompt, int) and isinstance(completion, int):
-        return Reply(text, prompt, completion, fault=fault)
+    if isinstance(prompt, int) and isinstance(output, int):
+        return Reply(text, prompt, output, fault=fault)
     characters = sum(len(message.content) for message in messages)
     tokens = characters // CHARS_PER_TOKEN + 1, len(text) // CHARS_PER_TOKEN + 1
     return Reply(text, *tokens, estimated=True, fault=fault)

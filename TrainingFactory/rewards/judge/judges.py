@@ -43,7 +43,6 @@ class Judge:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return requests, tokens, cost and failures so far."""
         return self.client.usage.metrics | {"judge/unfinished": float(self.unfinished)}
 
     async def close(self) -> None:
@@ -80,9 +79,8 @@ class Judge:
     ) -> float:
         first = repeat * self.samples
         numbers = range(first, first + self.samples)
-        return voted(
-            self.vote, await most_of([self._ask(values, instruction, number, read) for number in numbers])
-        )
+        requests = [self._ask(values, instruction, number, read) for number in numbers]
+        return voted(self.vote, await most_of(requests))
 
     def _rewarded(self, value: float) -> Reward:
         return Reward(value, parts={self.name: value})
@@ -200,9 +198,7 @@ class RankingJudge(Judge):
     async def rank(self, trajectories: Sequence[Trajectory]) -> list[float]:
         count = len(trajectories)
         if count > MAX_CANDIDATES:
-            raise ValueError(
-                f"a judge ranks at most {MAX_CANDIDATES} episodes, not {count}; reduce group_size"
-            )
+            raise ValueError(f"a judge ranks at most {MAX_CANDIDATES} episodes; the group has {count}")
         if count < 2:
             return [1.0] * count
         rankings = await most_of([self._ranked(trajectories, number) for number in range(self.samples)])

@@ -80,9 +80,8 @@ def model_judge(
         raise error.within("verdict_options") from None
     prompt = JudgePrompt(template, rubric, KINDS.get(verdict, SINGLE), reference, reasoning)
     if isinstance(model, str):
-        model = _endpoint(
-            APIS[api], base_url, model, api_key_env=api_key_env, timeout=timeout, options=options
-        )
+        request: dict[str, Any] = {"api_key_env": api_key_env, "timeout": timeout, "options": options}
+        model = _endpoint(APIS[api], base_url, model, **request)
     client = JudgeClient(
         model=model,
         concurrency=concurrency,

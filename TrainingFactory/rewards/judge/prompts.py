@@ -88,9 +88,7 @@ class JudgePrompt:
         except ValueError:
             parsed = [("", "", None)]
         if not all(str(name).isidentifier() and not spec and not how for name, spec, how in parsed):
-            raise ValueError(
-                "invalid field in the judge's template; a field is a plain name in braces: write {{ for a literal {"
-            )
+            raise ValueError("invalid field in the judge's template; write {name}, or {{ for a literal {")
         return {str(name) for name, _, _ in parsed}
 
     def for_pairs(self) -> JudgePrompt:

@@ -100,9 +100,7 @@ class JsonMatch(Extraction):
         if isinstance(reference, str):
             reference = read_json(reference)
         if reference is None or reference is NOTHING:
-            raise ValueError(
-                f"task {episode.task.id}: its answer is not a JSON value, which the rule json needs to compare with"
-            )
+            raise ValueError(f"task {episode.task.id}: its answer is not JSON, which the rule json needs")
         answer = read_json(self.answer_of(episode.trajectory) or "")
         return self.rewarded(0.0 if answer is NOTHING else self._share(answer, reference))
 

@@ -59,10 +59,7 @@ def is_number(text: str, decimal_comma: bool = False) -> bool:
 
 
 def same_number(
-    answer: Number,
-    reference: Number,
-    tolerance: float | None = None,
-    relative: float | None = None,
+    answer: Number, reference: Number, tolerance: float | None = None, relative: float | None = None
 ) -> bool:
     """Return whether two numbers match. Without tolerances, integers must be equal, and other numbers within a relative
     1e-6. Known units are converted; units of different kinds never match. A percentage matches its value, and the

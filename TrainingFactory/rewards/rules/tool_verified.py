@@ -49,9 +49,7 @@ class CodeCases(ToolRule):
         task = episode.task
         entry = task.metadata.get("entry", self.entry)
         if not isinstance(entry, str) or not re.fullmatch(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", entry):
-            raise ValueError(
-                f"task {task.id}: entry is {entry!r}; set it to the name of the function to call"
-            )
+            raise ValueError(f"task {task.id}: entry is {entry!r}; it must be the name of a function")
         cases = _cases(task)
         code = self.code_of(episode)
         if not code:

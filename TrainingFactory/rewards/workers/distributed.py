@@ -77,9 +77,7 @@ class RewardWorkerPool:
             models = judges_at(base_url, {"model": model} | judge_options, num_workers)
             self._opened += dict.fromkeys(models)
         elif judge_options:
-            raise ValueError(
-                f"{', '.join(judge_options)}: only a judge model has these options; set base_url, or remove them"
-            )
+            raise ValueError(f"{', '.join(judge_options)}: options of a judge model, which needs base_url")
         else:
             models = self._models(model, num_workers)
         self.workers = [
@@ -97,9 +95,7 @@ class RewardWorkerPool:
         models = list(model) if isinstance(model, Sequence) and not isinstance(model, str) else [model]
         count = num_workers or len(models)
         if not models or len(models) not in (1, count):
-            raise ValueError(
-                f"num_workers is {count}, but there are {len(models)} models; pass one per worker"
-            )
+            raise ValueError(f"num_workers is {count}, but there are {len(models)} models; pass 1 or {count}")
         if len(models) == 1:
             models *= count
         rewards = [RewardProcess(one, self.timeout) if isinstance(one, str) else one for one in models]

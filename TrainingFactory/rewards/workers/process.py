@@ -46,8 +46,8 @@ class FinishedEpisode:
 
 
 class RewardProcess:
-    """Reward at `target` (with `options`: of the factory at `target`) that runs in a process, one call at a time. A call
-    that times out or crashes the process leaves its episodes unscored; the next call starts a new process."""
+    """Reward at `target` (with `options`: of the factory at `target`), run in a process, one call at a time. A call that
+    times out or crashes the process leaves its episodes unscored; the next call starts a new process."""
 
     def __init__(
         self,
@@ -76,9 +76,8 @@ class RewardProcess:
         try:
             answer = await self._worker.ask(rows, self.timeout)
         except WorkerTooSlow:
-            raise Unscored(
-                f"the reward {self.like.name} took longer than {self.timeout:g} s; its process was killed"
-            ) from None
+            text = f"the reward {self.like.name} took longer than {self.timeout:g} s; its process was killed"
+            raise Unscored(text) from None
         except WorkerDied as error:
             raise ConnectionError(f"the process of the reward {self.target} {error}") from None
         except WorkerError as error:
@@ -122,9 +121,10 @@ async def _score(reward: Adapted, rows: Rows) -> dict[str, Any]:
         results = await reward.group([FinishedEpisode(trajectory_from_dict(row)) for row in rows])
     except Exception as error:  # rewards are user code
         return _failure_to_dict(error)
-    return {
-        "rewards": [_failure_to_dict(row) if isinstance(row, Exception) else asdict(row) for row in results]
-    }
+    rows = [
+        _failure_to_dict(result) if isinstance(result, Exception) else asdict(result) for result in results
+    ]
+    return {"rewards": rows}
 
 
 def is_rows_own(error: Exception) -> bool:
