@@ -30,8 +30,8 @@ MAX_BYTES = 4 * 2**30  # memory limit of the worker process
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Numeric(AnswerRule):
-    """Reward an answer that states exactly one number, equal to the reference up to the larger of `tolerance` (absolute)
-    and `relative` (share of the reference). Default: integers must be equal, others within a relative 1e-6."""
+    """Reward an answer that states exactly one number, equal to the reference up to `tolerance` (absolute) or
+    `relative` (a share of it), whichever is larger. Default: integers must be equal, others within a relative 1e-6."""
 
     rule: ClassVar[str] = "numeric"
     tolerance: NotNegative | None = None

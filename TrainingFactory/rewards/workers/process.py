@@ -46,7 +46,7 @@ class FinishedEpisode:
 
 
 class RewardProcess:
-    """Reward at `target` (with `options`: of the factory at `target`), run in a process, one call at a time. A call that
+    """Reward at `target` (with `options`: of the factory at `target`) in a process, one call at a time. A call that
     times out or crashes the process leaves its episodes unscored; the next call starts a new process."""
 
     def __init__(
