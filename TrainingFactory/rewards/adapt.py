@@ -179,9 +179,9 @@ def _shape_of(function: Callable[..., Any], name: str) -> Shape:
     try:
         signature.bind(None)
     except TypeError:
-        listed = ", ".join(map(str, parameters.values())) or "nothing"
+        parameter_list = ", ".join(map(str, parameters.values())) or "nothing"
         raise ValueError(
-            f"the reward {name} takes {listed}; it must take one episode, one trajectory, "
+            f"the reward {name} takes {parameter_list}; it must take one episode, one trajectory, "
             "episodes or trajectories (a list of them), or (completions, **columns)"
         ) from None
     first = next(iter(parameters.values()))

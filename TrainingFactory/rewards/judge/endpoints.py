@@ -62,8 +62,8 @@ class OpenAIEndpoint(Endpoint):
         return self.read(await self.exchange(body), lambda answer: self.reply(answer, messages))
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
-        listed = [{"role": message.role, "content": message.content} for message in messages]
-        return self.options | {"model": self.model, "messages": listed}
+        dialogue = [{"role": message.role, "content": message.content} for message in messages]
+        return self.options | {"model": self.model, "messages": dialogue}
 
     def reply(self, answer: Any, messages: Sequence[Message]) -> Reply:
         [choice, *_] = answer["choices"]
@@ -84,11 +84,11 @@ class AnthropicEndpoint(OpenAIEndpoint):
         return {"anthropic-version": ANTHROPIC_VERSION} | ({"x-api-key": key} if key else {})
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
-        dialogue = [message for message in messages if message.role != "system"]
+        others = [message for message in messages if message.role != "system"]
         system = "\n\n".join(message.content for message in messages if message.role == "system")
         options = {"max_tokens": DEFAULT_MAX_TOKENS} | self.options
-        listed = [{"role": message.role, "content": message.content} for message in dialogue]
-        return options | {"model": self.model, "system": system, "messages": listed}
+        dialogue = [{"role": message.role, "content": message.content} for message in others]
+        return options | {"model": self.model, "system": system, "messages": dialogue}
 
     def reply(self, answer: Any, messages: Sequence[Message]) -> Reply:
         fault = fault_of(answer.get("stop_reason"), "refusal", "max_tokens")

@@ -49,7 +49,8 @@ class Judge:
         await self.client.close()
 
     def failed(self, trajectory: Trajectory) -> bool:
-        """Return, and count, whether the episode fails unjudged: unfinished, or without an answer or shown calls."""
+        """Return whether the episode fails without a request: it did not finish, or has neither an answer nor calls
+        that the prompt shows. Counts these episodes in `unfinished`."""
         check_known(trajectory)
         shows_calls = self.prompt.kind != SINGLE or "conversation" in self.prompt.fields
         acted = shows_calls and any(turn.message.tool_calls for turn in trajectory.turns)
@@ -153,7 +154,8 @@ class PairJudge(Judge):
         return (forward + 1 - backward) / 2
 
     async def __call__(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
-        """Return each episode's share of wins, or its failure if half of its comparisons fail; raise if all fail."""
+        """Return each episode's share of wins, or the failure if half or more of its comparisons failed. Raise if no
+        episode has a share."""
         trajectories = _several(episodes)
         failed = [self.failed(trajectory) for trajectory in trajectories]
         count = len(trajectories)
@@ -186,7 +188,8 @@ class PairJudge(Judge):
 
 @dataclass(kw_only=True, eq=False)
 class RankingJudge(Judge):
-    """Judge that ranks a group. Each sample rotates the order of the candidates. Failed episodes get 0 unseen."""
+    """Judge that ranks a whole group. Every sample shows the candidates in a rotated order. Failed episodes get 0 and
+    are not shown."""
 
     async def __call__(self, episodes: Sequence[Episode]) -> list[Reward]:
         trajectories = _several(episodes)
@@ -229,7 +232,8 @@ async def most_of(requests: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def more_than_half(results: Sequence[T | BaseException]) -> list[T]:
-    """Return the successes if they are more than half, else raise the first failure. Raise any other exception."""
+    """Return the successes if they are more than half; else raise the first JudgeFailure. Always raise exceptions of
+    other types."""
     successes = [result for result in results if not isinstance(result, BaseException)]
     too_few = 2 * len(successes) <= len(results)
     for error in results:

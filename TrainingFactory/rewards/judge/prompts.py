@@ -71,7 +71,8 @@ class JudgePrompt:
         allowed = ("rubric", *self.kind)
         for name in self.fields - {*allowed}:
             hint = did_you_mean(nearest(name, allowed))
-            raise ValueError(f"unknown field {name} in the judge's template{hint} ({', '.join(allowed)})")
+            fields = ", ".join(allowed)
+            raise ValueError(f"unknown field {name} in the judge's template{hint} (fields: {fields})")
         word, enough = ("or", any) if self.kind == SINGLE else ("and", all)
         if not enough(name in self.fields for name in NEEDED[self.kind]):
             needed = f" {word} ".join(f"{{{name}}}" for name in NEEDED[self.kind])
@@ -87,7 +88,9 @@ class JudgePrompt:
             parsed = [piece[1:] for piece in string.Formatter().parse(self.template) if piece[1] is not None]
         except ValueError:
             parsed = [("", "", None)]
-        if not all(str(name).isidentifier() and not spec and not how for name, spec, how in parsed):
+        if not all(
+            str(name).isidentifier() and not spec and not conversion for name, spec, conversion in parsed
+        ):
             raise ValueError("invalid field in the judge's template; write {name}, or {{ for a literal {")
         return {str(name) for name, _, _ in parsed}
 

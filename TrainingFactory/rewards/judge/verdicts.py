@@ -140,7 +140,8 @@ class JsonVerdict:
         return self.scale.scaled(verdict if abs(verdict) < LARGE else math.inf)
 
     def _verdict_in(self, text: str) -> str:
-        """Return the fenced block at the end, else the text; "" if the key before it may mean another verdict."""
+        """Return the fenced block at the end of the text, or the whole text if there is none. Return "" if the key also
+        occurs before the block, because that may be another verdict."""
         before, fence, block = text.removesuffix(FENCE).rpartition(FENCE)
         if not fence or not text.endswith(FENCE):
             return text

@@ -348,8 +348,8 @@ def _is_unclear(equation: str, stated: str, decimal_comma: bool) -> bool:
     if not re.search(r"\d", left) and (_DENIAL.search(left) or _CHOICE.search(left)):
         return True
     sides = f"{line}={stated}".split("=")
-    named = [_NEXT.split(right)[0] for left, right in pairwise(sides) if _NAME.search(left)]
-    single = [spans for spans in (figures(side, decimal_comma) for side in named) if len(spans) == 1]
+    right_sides = [_NEXT.split(right)[0] for left, right in pairwise(sides) if _NAME.search(left)]
+    single = [spans for spans in (figures(side, decimal_comma) for side in right_sides) if len(spans) == 1]
     return len({figure.number.value for [figure] in single if figure.number}) > 1
 
 

@@ -41,7 +41,7 @@ class Numeric(AnswerRule):
     def read_reference(self, reference: Any) -> Any:
         number = as_number(reference, self.decimal_comma)
         if number is None:
-            raise ValueError(f"its answer {str(reference)[:60]!r} is not one number; use another rule")
+            raise ValueError(f"its answer {str(reference)[:60]!r} is not one number; correct it")
         return number
 
     def score(self, answer: str, reference: Any) -> float:
