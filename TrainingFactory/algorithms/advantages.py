@@ -1,15 +1,14 @@
-"""Credit: from the rewards of the episodes of one task to one advantage per turn. No critic is needed, because
-episodes of the same task are compared with each other.
+"""Critic-free advantages: one advantage per turn, from comparing the rewards of a task's episodes.
 
-Shapes: n members, T turns of the longest; what comes after a member's last turn is zero. Axes in front of these are
-groups side by side.
+Shapes: n episodes (the members of a group), T turns of the longest episode; entries after a member's last turn are
+zero. Leading axes are a batch of groups.
 
-    R[i, t] = outcome_i + (step rewards of i, all of them, or with credit `turn` those from t on)
+    R[i, t] = outcome_i + (sum of step rewards of i: all of them, or with credit `turn` those from turn t on)
     A[i, t] = R[i, t] - baseline[t]
 
-The baseline `rloo` is the mean of R[j, t] over the other members j; `group` is that over all members, which makes A
-shorter by the factor (n - 1) / n; `none` is 0. A member that has stopped stays in the baseline of later turns with its
-outcome. The gradient is unbiased, also with credit `turn` if the reward of a step is settled when its turn ends.
+The baseline `rloo` is the mean of R[j, t] over the other members j; `group` is the mean over all members, which shrinks
+A by the factor (n - 1) / n; `none` is 0. A finished member stays in the baseline of later turns with its outcome. The
+gradient is unbiased; with credit `turn` this requires step rewards that are fixed when their turn ends.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from TrainingFactory.types import Trajectory
 Baseline = Literal["group", "rloo", "none"]
 Credit = Literal["trajectory", "turn"]
 
-OVERLONG = "overlong_penalty"  # a part of rewards, taken off beside their outcome
-TOLERANCE = 1e-6  # of the largest reward: what differs by less is equal
+OVERLONG = "overlong_penalty"  # name of the reward part; the penalty is subtracted from the outcome
+TOLERANCE = 1e-6  # relative to the largest reward: smaller differences count as equal
 
 
 def reward_tables(scored: Sequence[Trajectory]) -> tuple[np.ndarray, np.ndarray]:
-    """Outcomes [n] and step rewards [n, T] of episodes that have a reward."""
+    """Return the outcomes [n] and step rewards [n, T] of scored episodes."""
     outcomes = np.zeros(len(scored))
     steps = np.zeros((len(scored), max((len(t.turns) for t in scored), default=0)))
     for member, trajectory in enumerate(scored):
@@ -41,27 +40,27 @@ def reward_tables(scored: Sequence[Trajectory]) -> tuple[np.ndarray, np.ndarray]
 
 
 def equal(outcomes: np.ndarray) -> bool:
-    """Tell whether outcomes [n] differ by no more than rounding."""
+    """Return whether the outcomes [n] are equal up to rounding."""
     return bool(np.ptp(outcomes) <= TOLERANCE * np.abs(outcomes).max())
 
 
 def advantages(
     outcomes: np.ndarray, steps: np.ndarray, credit: Credit, baseline: Baseline, scale: bool = False
 ) -> np.ndarray:
-    """[..., n], [..., n, T] -> [..., n, T]. With `scale` in units of the deviation of the members' whole rewards
-    (n - 1 in its denominator); where those are equal nothing can be said, and all is zero."""
+    """Return the advantages: [..., n], [..., n, T] -> [..., n, T]. `scale` divides by the standard deviation (n - 1 in
+    the denominator) of the members' total rewards; where these are equal, all advantages are zero."""
     members = outcomes.shape[-1]
     to_go = np.flip(np.cumsum(np.flip(steps, -1), -1), -1)
     gains = outcomes[..., None] + (to_go if credit == "turn" else to_go[..., :1])
     if baseline == "none":
         return gains * np.ones(steps.shape[-1])
     distance = gains - gains.mean(-2, keepdims=True)
-    # What is below this is rounding; a deviation made of it would blow it up to the size of a reward.
+    # Differences below this are rounding errors; dividing by their deviation would scale them up to a reward's size.
     least = TOLERANCE * (np.abs(outcomes) + np.abs(steps).sum(-1)).max(-1)[..., None, None]
     distance = np.where(np.abs(distance) > least, distance, 0.0) * np.ones(steps.shape[-1])
     if baseline == "rloo":
         distance = distance * (members / (members - 1))
     if scale:
-        deviation = gains[..., :1].std(-2, ddof=1, keepdims=True)  # from the first turn on: the whole reward
+        deviation = gains[..., :1].std(-2, ddof=1, keepdims=True)  # at the first turn: the total reward
         distance = distance / np.where(deviation > least, deviation, np.inf)
     return distance

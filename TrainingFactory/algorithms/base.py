@@ -1,4 +1,4 @@
-"""What an algorithm says about itself, with the answers that most of them give."""
+"""Base class of the algorithms, and whitening of advantages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from TrainingFactory.data.packing import Batch, Pack
 from TrainingFactory.types import Sample, Trajectory
 
-SMALLEST = 1e-6  # deviation; numbers that are closer together than that are the same but for rounding
+SMALLEST = 1e-6  # standard deviation; values that are closer together are equal up to rounding
 
 
 class BaseAlgorithm:
-    """Answers for an algorithm that needs nothing special; each overrides what is different."""
+    """Defaults of the `Algorithm` protocol; an algorithm overrides those that differ."""
 
     refill: int = 0
 
@@ -37,13 +37,13 @@ class BaseAlgorithm:
 
 
 def moments(arrays: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Return mean and deviation of all numbers in the arrays; 0 where there are none."""
-    every = np.concatenate([np.zeros(0), *arrays])  # float64
-    return (float(every.mean()), float(every.std())) if len(every) else (0.0, 0.0)
+    """Return mean and standard deviation over all arrays; both are 0 if the arrays are empty."""
+    values = np.concatenate([np.zeros(0), *arrays])  # float64
+    return (float(values.mean()), float(values.std())) if len(values) else (0.0, 0.0)
 
 
 def whiten(packs: Sequence[Pack]) -> None:
-    """Give the advantages of all trained tokens of a step mean 0 and deviation 1."""
+    """Normalise the advantages of a step's trained tokens to mean 0 and standard deviation 1, in place."""
     mean, deviation = moments([pack.advantages for pack in packs])
     for pack in packs:
         pack.advantages = ((pack.advantages - mean) / max(deviation, SMALLEST)).astype(np.float32)

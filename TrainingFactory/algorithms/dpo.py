@@ -1,7 +1,7 @@
-"""DPO and its relatives: of two dialogues about the same task, make the better one likelier than the worse one.
+"""DPO and variants: make the chosen dialogue of a pair more likely than the rejected one.
 
-Every dialogue y has a score s(y), a pair (w better, l worse) has the lead d = s(w) - s(l), and the loss is the mean
-over pairs. With R = sum over trained tokens of log p_now - log p_reference, and n trained tokens:
+Every dialogue y has a score s(y), a pair (w chosen, l rejected) has the margin d = s(w) - s(l), and the loss is the
+mean over pairs. With R = sum over trained tokens of log p_now - log p_reference, and n trained tokens:
 
     sigmoid  s = beta R                        -(1 - e) log sig(d) - e log sig(-d)
     robust   s = beta R                        (-(1 - e) log sig(d) + e log sig(-d)) / (1 - 2 e)
@@ -10,8 +10,8 @@ over pairs. With R = sum over trained tokens of log p_now - log p_reference, and
     simpo    s = beta mean(log p)              as sigmoid, of d - margin
     orpo     s = log odds of exp mean(log p)   -mean(log p(w)) - beta log sig(d)
 
-e is `label_smoothing`, the share of pairs that are labelled the wrong way round (with sigmoid: cDPO). simpo and orpo
-have no reference model. A group of scored episodes gives one pair, its best against its worst.
+e is `label_smoothing`, the assumed share of flipped preference labels (with sigmoid: cDPO). simpo and orpo use no
+reference model. A group of scored episodes yields one pair: the best and the worst episode.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from TrainingFactory.types import Sample, Trajectory
 
 SMOOTHED = ("sigmoid", "robust", "simpo")
 WITHOUT_REFERENCE = ("orpo", "simpo")
-SURE = -1e-6  # mean log-probs above it count as this: the odds of certainty are infinite
+SURE = -1e-6  # upper clamp of mean log-probs, because the odds of probability 1 are infinite
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,15 +39,13 @@ class DPO(BaseAlgorithm):
     beta: float = 0.1
     label_smoothing: float = 0.0
     margin: float = 0.5
-    reference: Literal["live", "precomputed"] = "live"  # who computes it is not the loss's business
+    reference: Literal["live", "precomputed"] = "live"  # read by the learner; the loss is the same
 
     def __post_init__(self) -> None:
         if self.label_smoothing and self.loss_kind not in SMOOTHED:
-            raise ValueError(
-                f"label_smoothing is for {', '.join(SMOOTHED)}; {self.loss_kind} has no use for it: leave it at 0"
-            )
+            raise ValueError(f"label_smoothing must be 0, or loss_kind one of {', '.join(SMOOTHED)}")
         if self.reference == "precomputed" and self.loss_kind in WITHOUT_REFERENCE:
-            raise ValueError(f"reference is precomputed, but {self.loss_kind} has none: leave it at live")
+            raise ValueError(f"reference is precomputed, but {self.loss_kind} has none; set it to live")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -60,21 +58,21 @@ class DPO(BaseAlgorithm):
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
         scores = self._scores(trained)
-        better, worse = scores[trained.pairs].unbind(1)  # [P] each
-        total = self._losses(better - worse).sum()
+        chosen, rejected = scores[trained.pairs].unbind(1)  # [P] each
+        total = self._losses(chosen - rejected).sum()
         if self.loss_kind == "orpo":
             total = total - _mean_logprobs(trained)[trained.pairs[:, 0]].sum()
         sums = {
-            "accuracy": better > worse,
-            "rewards/margin": better - worse,
-            "rewards/chosen": better,
-            "rewards/rejected": worse,
+            "accuracy": chosen > rejected,
+            "rewards/margin": chosen - rejected,
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
         }
-        metrics = {name: float(each.detach().sum()) / trained.step_pairs for name, each in sums.items()}
+        metrics = {name: float(values.detach().sum()) / trained.step_pairs for name, values in sums.items()}
         return total / trained.step_pairs, metrics
 
     def _scores(self, trained: Trained) -> torch.Tensor:
-        """s of every dialogue. [E]"""
+        """Return the score s of every dialogue. [E]"""
         if self.loss_kind == "simpo":
             return self.beta * _mean_logprobs(trained)
         if self.loss_kind == "orpo":
@@ -84,23 +82,24 @@ class DPO(BaseAlgorithm):
         ratios = trained.per_episode(trained.logprobs - trained.reference)
         return ratios / trained.lengths if self.loss_kind == "ipo" else self.beta * ratios
 
-    def _losses(self, lead: torch.Tensor) -> torch.Tensor:
-        """[P] -> [P]"""
+    def _losses(self, margin: torch.Tensor) -> torch.Tensor:
+        """Return the loss of every pair from its margin d. [P] -> [P]"""
         if self.loss_kind == "hinge":
-            return torch.relu(1 - lead)
+            return torch.relu(1 - margin)
         if self.loss_kind == "ipo":
-            return (lead - 1 / (2 * self.beta)).square()
+            return (margin - 1 / (2 * self.beta)).square()
         if self.loss_kind == "orpo":
-            return -self.beta * logsigmoid(lead)
+            return -self.beta * logsigmoid(margin)
         if self.loss_kind == "simpo":
-            lead = lead - self.margin
-        wrong = self.label_smoothing
-        right_way, other_way = -(1 - wrong) * logsigmoid(lead), -wrong * logsigmoid(-lead)
-        return (
-            (right_way - other_way) / (1 - 2 * wrong) if self.loss_kind == "robust" else right_way + other_way
-        )
+            margin = margin - self.margin
+        flipped = self.label_smoothing
+        as_labelled = -(1 - flipped) * logsigmoid(margin)
+        as_flipped = -flipped * logsigmoid(-margin)
+        if self.loss_kind == "robust":
+            return (as_labelled - as_flipped) / (1 - 2 * flipped)
+        return as_labelled + as_flipped
 
 
 def _mean_logprobs(trained: Trained) -> torch.Tensor:
-    """Per trained token of each dialogue. [E]"""
+    """Return the mean log-prob of each dialogue's trained tokens. [E]"""
     return trained.per_episode(trained.logprobs) / trained.lengths

@@ -1,10 +1,10 @@
-"""Generalised advantage estimation over the tokens that the policy sampled.
+"""Generalised advantage estimation (GAE) over sampled tokens.
 
     delta_t = r_t + gamma V_{t+1} - V_t
     A_t     = delta_t + gamma lam A_{t+1}
 
-t counts sampled tokens only. What a tool wrote between two of them is part of the later one's state, so it is stepped
-over: after a turn's last token comes the first token of the next turn. After the last token of all, V and A are 0.
+t counts sampled tokens only. Tool output belongs to the state of the next sampled token and is skipped: a turn's last
+token is followed by the first token of the next turn. After an episode's last token, V and A are 0.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import numpy as np
 
 def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
     """Return the advantages of one episode's tokens, in order. [T], [T] -> [T], in float64"""
-    expected = values.astype(np.float64)
-    deltas = rewards + gamma * np.append(expected[1:], 0.0) - expected
-    advantages, later = np.empty(len(deltas)), 0.0
-    for place in range(len(deltas) - 1, -1, -1):
-        later = advantages[place] = deltas[place] + gamma * lam * later
-    return advantages
+    values = values.astype(np.float64)
+    deltas = rewards + gamma * np.append(values[1:], 0.0) - values
+    advantages = np.zeros(len(deltas) + 1)
+    for t in reversed(range(len(deltas))):
+        advantages[t] = deltas[t] + gamma * lam * advantages[t + 1]
+    return advantages[:-1]
 
 
 def gae_of_episodes(
     rewards: np.ndarray, values: np.ndarray, episode: np.ndarray, row: np.ndarray, gamma: float, lam: float
 ) -> np.ndarray:
-    """Do so for many episodes [M]; rows of an episode are numbered in the order they were played."""
+    """Return the advantages of many episodes' tokens [M]; `row` numbers an episode's rows in chronological order."""
     advantages = np.zeros(len(rewards))
     order = np.lexsort((row, episode))  # stable
-    borders = np.flatnonzero(np.diff(episode[order])) + 1
-    for places in np.split(order, borders):
-        advantages[places] = gae(rewards[places], values[places], gamma, lam)
+    starts = np.flatnonzero(np.diff(episode[order])) + 1
+    for tokens in np.split(order, starts):
+        advantages[tokens] = gae(rewards[tokens], values[tokens], gamma, lam)
     return advantages

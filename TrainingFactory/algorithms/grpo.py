@@ -1,16 +1,16 @@
-"""GRPO and its relatives: a policy gradient whose baseline is what the task's other episodes earned.
+"""GRPO and variants: a policy gradient whose baseline is the reward of the task's other episodes.
 
     L = -mean over tokens of v min(w A, clip(w, 1 - low, 1 + high) A)  +  kl * KL(now, reference)  -  entropy * H
 
-A is the advantage of the token's turn (`credit.py`); w = p_now / p_sampled, of the token, or with ratio `sequence`
-the geometric mean of those of its episode, with the gradient of the token's own (GSPO-token); v is 1. Where A < 0 the
-minimum is `clip_dual` A at least. The loss `cispo` has min(w, 1 + high) A log p_now in place of the minimum, with no
-gradient through w. With a `correction`, for what the learner did not sample itself, w = p_now / p_old and v is the
-weight of `correction.py`.
+A is the advantage of the token's turn (`advantages.py`). w = p_now / p_sampled is the token's ratio; with ratio
+`sequence` it is the geometric mean over the episode, with the gradient of the token's own ratio (GSPO-token). v is 1.
+Where A < 0, the minimum is at least `clip_dual` A. The loss `cispo` replaces the minimum by
+min(w, 1 + high) A log p_now, with no gradient through w. With a `correction`, for off-policy tokens, w = p_now / p_old
+and v is the weight of `correction.py`.
 
-With advantage `reinforce_plus_plus`, A is the reward, whitened over all trained tokens of the step, and with
-`reinforce_plus_plus_baseline` that of `group`, whitened. But for the first, groups whose episodes all earned the same
-teach nothing and are left out; so are episodes without a reward.
+With advantage `reinforce_plus_plus`, A is the reward, whitened over all trained tokens of the step; with
+`reinforce_plus_plus_baseline`, A is the whitened `group` advantage. Groups with identical rewards have no gradient and
+are dropped, except with `reinforce_plus_plus`. Unscored episodes are always dropped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GRPO(BaseAlgorithm):
     ratio: Ratio = "token"
     clip_low: float = 0.2
     clip_high: float = 0.28  # above clip_low: unlikely tokens may grow faster (clip-higher)
-    clip_dual: float | None = 3.0  # None: a negative advantage counts any number of times
+    clip_dual: float | None = 3.0  # None: no dual clip
     kl: float = 0.0
     kl_estimator: Estimator = "k3"
     entropy: float = 0.0
@@ -56,21 +56,19 @@ class GRPO(BaseAlgorithm):
     overlong_length: int | None = None
     overlong_buffer: int = 128
     overlong_penalty: float = 1.0
-    refill: int = 0  # rounds; whoever samples the episodes does it
+    refill: int = 0  # rounds of resampling; done by the episode source
     refill_by: Literal["reward", "outcome"] = "reward"
-    correction: Correction | None = None  # of who samples, not of the algorithm
+    correction: Correction | None = None  # set if the sampler is off-policy
 
     def __post_init__(self) -> None:
-        """Refuse options that contradict each other; the range of each is checked by the config."""
+        """Reject contradictory options; the config checks the range of each option."""
         if self.overlong_length is not None and self.overlong_buffer > self.overlong_length:
-            raise ValueError(
-                f"grpo.overlong_buffer is {self.overlong_buffer}; it must be at most overlong_length "
-                f"({self.overlong_length})"
-            )
+            limit = f"grpo.overlong_length ({self.overlong_length})"
+            raise ValueError(f"grpo.overlong_buffer is {self.overlong_buffer}; it must be at most {limit}")
         if self.scale_rewards and self._whitened:
             raise ValueError(
-                f"grpo.scale_rewards is true; it must be false where grpo.advantage is {self.advantage}, which divides "
-                "by the deviation of the whole batch"
+                f"grpo.scale_rewards is true, but grpo.advantage={self.advantage} normalises over the whole batch; "
+                "set grpo.scale_rewards to false"
             )
 
     @property
@@ -79,12 +77,12 @@ class GRPO(BaseAlgorithm):
 
     @property
     def needs(self) -> frozenset[str]:
-        wanted = {"reference": self.kl > 0, "old": self.correction is not None}
-        return frozenset(name for name, needed in wanted.items() if needed)
+        inputs = {"reference": self.kl > 0, "old": self.correction is not None}
+        return frozenset(name for name, needed in inputs.items() if needed)
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         scored = [trajectory for trajectory in group if trajectory.reward is not None and trajectory.turns]
-        alone = self.advantage == "reinforce_plus_plus"  # not compared with its group
+        alone = self.advantage == "reinforce_plus_plus"  # no comparison within the group
         if len(scored) < (1 if alone else 2):
             return []
         outcomes, steps = reward_tables(scored)
@@ -103,20 +101,20 @@ class GRPO(BaseAlgorithm):
         return rows
 
     def adjusted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the episodes with what their length costs among the parts of their rewards, for logs and files."""
+        """Return the episodes with the overlong penalty added to the parts of their rewards, for logs and files."""
         if self.overlong_length is None:
             return list(group)
         penalties = self._penalties(group, self.overlong_length).tolist()
-        rows = []
-        for each, penalty in zip(group, penalties, strict=True):
-            if each.reward is not None:
-                parts = each.reward.parts | {OVERLONG: 0.0 - penalty}  # -0.0 reads badly
-                each = replace(each, reward=replace(each.reward, parts=parts))
-            rows.append(each)
-        return rows
+        episodes = []
+        for trajectory, penalty in zip(group, penalties, strict=True):
+            if trajectory.reward is not None:
+                parts = trajectory.reward.parts | {OVERLONG: 0.0 - penalty}  # `0.0 -` avoids printing -0.0
+                trajectory = replace(trajectory, reward=replace(trajectory.reward, parts=parts))
+            episodes.append(trajectory)
+        return episodes
 
     def _penalties(self, group: Sequence[Trajectory], limit: int) -> np.ndarray:
-        """Return what episodes lose that come near the length limit. [n]"""
+        """Return the penalties, which grow linearly over the last `overlong_buffer` tokens before the limit. [n]"""
         lengths = np.array([sum(len(turn.completion.token_ids) for turn in t.turns) for t in group])
         over = (lengths - (limit - self.overlong_buffer)) / self.overlong_buffer
         return self.overlong_penalty * np.clip(over, 0.0, 1.0)
@@ -127,36 +125,35 @@ class GRPO(BaseAlgorithm):
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
         clip = (self.clip_low, self.clip_high) if self.loss_kind == "clip" else None
-        before, weight, weighed = corrected(trained, self.correction, clip, self.ratio == "sequence")
-        gap = trained.logprobs - before
+        anchor, weight, weight_metrics = corrected(trained, self.correction, clip, self.ratio == "sequence")
+        gap = trained.logprobs - anchor
         if self.ratio == "sequence":
-            whole = (trained.per_episode(gap) / trained.lengths)[trained.episode]
-            # Through the mean, every token would be given the mean of its episode's advantages.
-            gap = whole.detach() + trained.logprobs - trained.logprobs.detach()
+            mean_gap = (trained.per_episode(gap) / trained.lengths)[trained.episode]
+            # A gradient through the mean would give every token the mean advantage of its episode.
+            gap = mean_gap.detach() + trained.logprobs - trained.logprobs.detach()
         ratio = ratio_of(gap)
         if self.loss_kind == "cispo":
             gain = ratio.clamp(max=1 + self.clip_high).detach() * trained.advantages * trained.logprobs
-            stopped = ratio > 1 + self.clip_high
+            clipped = ratio > 1 + self.clip_high
         else:
-            gain, stopped = clipped_gain(
-                ratio, trained.advantages, self.clip_low, self.clip_high, self.clip_dual
-            )
-        metrics = weighed | {
-            "clip_fraction": float(stopped.sum()) / trained.step_tokens,
+            low, high, dual = self.clip_low, self.clip_high, self.clip_dual
+            gain, clipped = clipped_gain(ratio, trained.advantages, low, high, dual)
+        metrics = weight_metrics | {
+            "clip_fraction": float(clipped.sum()) / trained.step_tokens,
             "logprob_diff": _mean(trained, (trained.logprobs - trained.sampled).abs()),
         }
         terms = -gain * weight
         if self.kl:
             assert trained.reference is not None
-            distance = kl_terms(trained.logprobs, trained.reference, self.kl_estimator)
-            terms = terms + self.kl * distance
-            metrics["kl"] = _mean(trained, distance)
+            divergence = kl_terms(trained.logprobs, trained.reference, self.kl_estimator)
+            terms = terms + self.kl * divergence
+            metrics["kl"] = _mean(trained, divergence)
         if self.entropy:
             terms = terms - self.entropy * trained.entropy
         return self._reduced(trained, terms), metrics
 
     def _reduced(self, trained: Trained, terms: torch.Tensor) -> torch.Tensor:
-        """From a term per token to the pack's part of the loss. An episode of several rows counts once."""
+        """Return the pack's share of the step's loss from per-token terms. An episode of several rows counts once."""
         if self.normalization == "token":
             return terms.sum() / trained.step_tokens
         if self.normalization == "constant":
@@ -165,5 +162,5 @@ class GRPO(BaseAlgorithm):
 
 
 def _mean(trained: Trained, values: torch.Tensor) -> float:
-    """A pack's part of the mean over the step's tokens."""
+    """Return the pack's share of the mean over the step's tokens."""
     return float(values.detach().sum()) / trained.step_tokens

@@ -1,4 +1,4 @@
-"""Describe every algorithm without importing torch: where its class is, and how a run has to feed it."""
+"""Table of the algorithms: class and data requirements of each, readable without importing torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 @dataclass(slots=True, frozen=True)
 class Kind:
     home: str  # module:class in this package
-    samples: bool = False  # learns from episodes that it samples itself, and takes no dataset
-    form: Callable[[Any], Form] | None = None  # of the rows it learns from, by the options of its section
-    demonstrations: bool = False  # can learn from what an environment's expert plays
-    least_group: Callable[[Any], int] = lambda _: (
-        1
-    )  # episodes of a task that it compares, by the same options
-    least_rows: int = 1  # examples that a mini-batch needs
+    samples: bool = False  # on-policy: trains on episodes that it samples, not on a dataset
+    form: Callable[[Any], Form] | None = None  # dataset format, depending on the algorithm's config section
+    demonstrations: bool = False  # can train on demonstrations by the environment's expert
+    # Smallest group of episodes per task, depending on the algorithm's config section.
+    least_group: Callable[[Any], int] = lambda _: 1
+    least_rows: int = 1  # smallest mini-batch, in examples
 
 
 KINDS = {
@@ -39,6 +38,6 @@ KINDS = {
 
 
 def make_algorithm(name: str, options: dict[str, Any]) -> Algorithm:
-    """Make the algorithm of that name; its options are the arguments of its class."""
+    """Return the named algorithm; `options` are the keyword arguments of its class."""
     module, _, kind = KINDS[name].home.partition(":")
     return getattr(import_module(f"TrainingFactory.algorithms.{module}"), kind)(**options)

@@ -1,4 +1,4 @@
-"""Pieces of the losses that weigh tokens by how much their probability has moved. All tensors are [M]."""
+"""Building blocks of policy-gradient losses: ratios, clipping and KL estimators. All tensors are [M]."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Literal
 import torch
 
 Estimator = Literal["k1", "k2", "k3"]
-MOST_LOG_RATIO = 20.0  # either way; beyond it e^gap is no longer a number to compute with
-MOST_K3 = 10.0  # at a token that the reference finds 14 times likelier, or the model 60,000 times
+MOST_LOG_RATIO = 20.0  # clamp of log-ratios on both sides, so that exp() stays finite
+MOST_K3 = 10.0  # reached where a token is 14 times likelier in the reference, or 60,000 times in the model
 
 
 def kl_terms(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Estimator) -> torch.Tensor:
-    """How far the model is from the reference, estimated at each sampled token; d = log p_now - log p_ref:
+    """Estimate the KL divergence from the reference at each sampled token, with d = log p_now - log p_ref:
 
-        k1   d                  its mean is KL(now, ref); may be negative
-        k2   d^2 / 2            close to it, never negative; its gradient has the mean of KL(now, ref)'s
-        k3   e^-d + d - 1       its mean is KL(now, ref), never negative; its gradient has that of KL(ref, now)
+        k1   d                  unbiased for KL(now, ref); can be negative
+        k2   d^2 / 2            biased, never negative; its gradient is unbiased for KL(now, ref)'s
+        k3   e^-d + d - 1       unbiased for KL(now, ref), never negative; its gradient is unbiased for KL(ref, now)'s
 
-    The derivative of d has mean zero whatever the reference, so k1 is given that of k2. That of k3 grows with e^-d: a
-    token counts as 10 at most, and pulls no more beyond."""
+    The gradient of d has mean zero for any reference, so k1 uses the gradient of k2. The gradient of k3 grows with
+    e^-d, so k3 is clamped to 10 per token and has no gradient beyond."""
     gap = logprobs - reference
     if estimator == "k3":
         gap = gap.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
@@ -29,15 +29,15 @@ def kl_terms(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Estimat
 
 
 def ratio_of(gap: torch.Tensor) -> torch.Tensor:
-    """Return w = e^gap for a gap of log-probs; beyond 20 it stays as it is, and has no gradient."""
+    """Return the ratio w = e^gap of a log-prob difference, clamped to |gap| <= 20, with no gradient beyond."""
     return gap.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
 
 
 def clipped_gain(
     ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return min(w A, clip(w, 1 - low, 1 + high) A), and which tokens are held at a bound: nothing is gained by moving
-    further. Where A is negative the minimum has no bound above, so it is dual A at least (dual clip)."""
+    """Return min(w A, clip(w, 1 - low, 1 + high) A), and a mask of the clipped tokens, which have no gradient. Where A
+    is negative, the minimum is unbounded below, so dual clip limits it to at least `dual` A. `dual` None: no limit."""
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
     if dual is not None:
         gain = torch.where(advantages < 0, torch.maximum(gain, dual * advantages), gain)

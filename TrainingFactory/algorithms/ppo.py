@@ -1,15 +1,15 @@
-"""PPO: a policy gradient whose baseline is a critic's expectation before each token.
+"""PPO: a policy gradient whose baseline is a critic's value before each token.
 
-    A, V  advantages by `gae.py`, and the critic's values; A is whitened over the step if asked
-    R     = A + V before whitening and before the step: what the critic should have expected
+    A, V  advantages by `gae.py`, and the critic's values; with `whiten`, A is whitened over the step
+    R     = A + V before whitening and before the step: the returns, the critic's targets
     L     = mean over tokens of  -min(w A, clip(w, 1 - clip, 1 + clip) A), or where A < 0 -clip_dual A if that is less
                                  + value_weight / 2 max((V - R)^2, (V_old + clip(V - V_old, +-value_clip) - R)^2)
                                  + kl KL(now, reference) - entropy H
 
-where w = p_now / p_sampled for each token, and the mean is over all trained tokens of the step. A turn's step reward
-stands on its last token, the outcome on the last token of the last turn. With `kl_in="reward"` each token's reward
-loses kl (log p_sampled - log p_reference) instead. With a `correction`, for what the learner did not sample itself,
-p_sampled is p_old in both, and the minimum is multiplied by the weight of `correction.py`.
+where w = p_now / p_sampled for each token, and the mean is over all trained tokens of the step. A step reward is
+assigned to the last token of its turn, the outcome to the last token of the last turn. With `kl_in="reward"`,
+kl (log p_sampled - log p_reference) is subtracted from each token's reward instead. With a `correction`, for off-policy
+tokens, p_old replaces p_sampled in both, and the minimum is multiplied by the weight of `correction.py`.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from TrainingFactory.types import Sample, Trajectory
 
 @dataclass(slots=True, frozen=True)
 class PPO(BaseAlgorithm):
-    critic: Literal["head", "separate"] = "head"  # for whoever makes the learner, like the next
+    critic: Literal["head", "separate"] = "head"  # read by the learner, like the next option
     critic_learning_rate: float | None = None
     gamma: float = 1.0
     lam: float = 1.0
     clip: float = 0.2
-    clip_dual: float | None = 3.0  # None: a negative advantage counts any number of times
-    value_clip: float | None = 0.2  # None: values may move any distance
+    clip_dual: float | None = 3.0  # None: no dual clip
+    value_clip: float | None = 0.2  # None: no value clipping
     value_weight: float = 0.1
-    critic_warmup: int = 0  # steps in which the policy stays as it is
+    critic_warmup: int = 0  # steps in which only the critic is trained
     whiten: bool = True
     kl: float = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy: float = 0.0
     train_truncated: bool = True  # whether episodes cut by a length limit are trained on
-    correction: Correction | None = None  # of who samples, not of the algorithm
+    correction: Correction | None = None  # set if the sampler is off-policy
 
     @property
     def needs(self) -> frozenset[str]:
-        wanted = {"values": True, "reference": self.kl > 0, "critic": self.critic == "separate"}
-        wanted["old"] = self.correction is not None
-        return frozenset(name for name, needed in wanted.items() if needed)
+        inputs = {"values": True, "reference": self.kl > 0, "critic": self.critic == "separate"}
+        inputs["old"] = self.correction is not None
+        return frozenset(name for name, needed in inputs.items() if needed)
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         rows = []
@@ -71,17 +71,17 @@ class PPO(BaseAlgorithm):
         packs = [pack for batch in batches for pack in batch.packs]
         for pack in packs:
             self._credit(pack)
-        _, spread = moments([pack.returns for pack in packs if pack.returns is not None])
+        _, deviation = moments([pack.returns for pack in packs if pack.returns is not None])
         if self.whiten:
             whiten(packs)
         for pack in packs:
             pack.advantages = pack.advantages.astype("float32")
         for batch in batches:
-            batch.baseline = spread**2
+            batch.baseline = deviation**2
             batch.values_only = step < self.critic_warmup
 
     def _credit(self, pack: Pack) -> None:
-        """Advantages in float64, and returns."""
+        """Fill in the pack's advantages, in float64, and returns."""
         assert pack.values is not None
         rewards = pack.rewards.astype("float64")
         if self.kl and self.kl_in == "reward":
@@ -91,21 +91,20 @@ class PPO(BaseAlgorithm):
         pack.returns = (pack.advantages + pack.values).astype("float32")
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
-        before, weight, weighed = corrected(trained, self.correction, (self.clip, self.clip))
-        ratio = ratio_of(trained.logprobs - before)
-        gain, stopped = clipped_gain(ratio, trained.advantages, self.clip, self.clip, self.clip_dual)
+        anchor, weight, weight_metrics = corrected(trained, self.correction, (self.clip, self.clip))
+        ratio = ratio_of(trained.logprobs - anchor)
+        gain, clipped = clipped_gain(ratio, trained.advantages, self.clip, self.clip, self.clip_dual)
         value_loss = self._value_loss(trained)
         total = -(gain * weight).sum() + self.value_weight * value_loss
         sums = {
-            "clip_fraction": stopped.sum(),
+            "clip_fraction": clipped.sum(),
             "logprob_diff": (trained.logprobs - trained.sampled).abs().sum(),
             "value_loss": value_loss,
         }
-        if trained.baseline > SMALLEST**2:  # the variance of the returns: the share of it that was foreseen
+        if trained.baseline > SMALLEST**2:  # the variance of the returns
             assert trained.returns is not None and trained.old_values is not None
-            sums["explained_variance"] = (
-                1 - (trained.returns - trained.old_values) ** 2 / trained.baseline
-            ).sum()
+            errors = (trained.returns - trained.old_values) ** 2
+            sums["explained_variance"] = (1 - errors / trained.baseline).sum()
         if trained.reference is not None:
             divergence = kl_terms(trained.logprobs, trained.reference, self.kl_estimator).sum()
             total = total + (self.kl * divergence if self.kl_in == "loss" else 0.0)
@@ -113,13 +112,13 @@ class PPO(BaseAlgorithm):
         if self.entropy:
             total = total - self.entropy * trained.entropy.sum()
         metrics = {name: float(value.detach()) / trained.step_tokens for name, value in sums.items()}
-        return total / trained.step_tokens, weighed | metrics
+        return total / trained.step_tokens, weight_metrics | metrics
 
     def _value_loss(self, trained: Trained) -> torch.Tensor:
         values, old, returns = trained.values, trained.old_values, trained.returns
-        assert values is not None and old is not None and returns is not None, "`prepare` comes first"
+        assert values is not None and old is not None and returns is not None, "call `prepare` first"
         error = (values - returns) ** 2
         if self.value_clip is not None:
-            near = old + (values - old).clamp(-self.value_clip, self.value_clip)
-            error = torch.maximum(error, (near - returns) ** 2)
+            clipped = old + (values - old).clamp(-self.value_clip, self.value_clip)
+            error = torch.maximum(error, (clipped - returns) ** 2)
         return error.sum() / 2

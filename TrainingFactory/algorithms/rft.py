@@ -1,14 +1,14 @@
-"""Rejection sampling fine-tuning: of the episodes that the model sampled, keep those that the reward accepts, and learn
-them as demonstrations.
+"""Rejection sampling fine-tuning (RFT): sample episodes, keep those with a high reward, and train on them as
+demonstrations.
 
     L = - sum of w log p / sum of w        over the sampled tokens of the kept episodes of a mini-batch
 
-    w = 1 / n     n: tokens of the kept episodes of the same task      (`balance`: every task weighs the same)
-    w = 1                                                              (without: every token does)
+    w = 1 / n     n: tokens of the kept episodes of the same task      (`balance`: equal weight per task)
+    w = 1                                                              (otherwise: equal weight per token)
 
-Of episodes of a task that made the same calls and gave the same answer one is kept (`dedupe`). Episodes that a length
-limit cut are no example of how to end, so they are left out unless asked for. With a `correction`, for what the learner
-did not sample itself, log p is multiplied by the weight of `correction.py` as well.
+`dedupe` keeps one of a task's episodes with the same calls and the same answer. Truncated episodes are dropped unless
+`train_truncated`, because they do not show how to end. With a `correction`, for off-policy tokens, log p is also
+multiplied by the weight of `correction.py`.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from TrainingFactory.types import Sample, Trajectory
 @dataclass(slots=True, frozen=True)
 class RFT(BaseAlgorithm):
     threshold: float = 1.0
-    best_of: int | None = None  # None: all over the threshold
+    best_of: int | None = None  # None: keep all that reach the threshold
     dedupe: bool = True
     balance: bool = True
     train_truncated: bool = False
-    correction: Correction | None = None  # of who samples, not of the algorithm
+    correction: Correction | None = None  # set if the sampler is off-policy
 
     @property
     def needs(self) -> frozenset[str]:
         return frozenset() if self.correction is None else frozenset({"old"})
 
     def accepted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the episodes of a task that are learned from, the best first."""
+        """Return a task's episodes to train on, best first."""
         accepted = [
-            each
-            for each in group
-            if each.reward is not None and total_reward(each) >= self.threshold
-            if each.status != "truncated" or self.train_truncated
+            episode
+            for episode in group
+            if episode.reward is not None and total_reward(episode) >= self.threshold
+            if episode.status != "truncated" or self.train_truncated
         ]
-        ranked = sorted(accepted, key=total_reward, reverse=True)  # equal ones stay in their order
+        ranked = sorted(accepted, key=total_reward, reverse=True)  # stable: ties keep their order
         if self.dedupe:
-            first: dict[tuple[str, ...], Trajectory] = {}
-            for each in ranked:
-                first.setdefault(_conduct(each), each)
-            ranked = list(first.values())
+            unique: dict[tuple[str, ...], Trajectory] = {}
+            for episode in ranked:
+                unique.setdefault(_actions(episode), episode)
+            ranked = list(unique.values())
         return ranked[: self.best_of]
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         kept = self.accepted(group)
-        tokens = sum(len(turn.completion.token_ids) for each in kept for turn in each.turns)
+        tokens = sum(len(turn.completion.token_ids) for episode in kept for turn in episode.turns)
         weight = 1 / tokens if self.balance and tokens else 1.0
-        return [row for each in kept for row in to_samples(each, [weight] * len(each.turns))]
+        return [row for episode in kept for row in to_samples(episode, [weight] * len(episode.turns))]
 
     def prepare(self, batches: Sequence[Batch], step: int) -> None:
-        """Advantages are the weights; here they get a mean of 1 over the tokens of each step of the optimiser."""
+        """Scale the weights w, stored as advantages, to mean 1 over the tokens of each optimizer step."""
         for batch in batches:
             weight = float(sum(pack.advantages.sum(dtype=float) for pack in batch.packs))
             for pack in batch.packs:
@@ -75,8 +75,8 @@ class RFT(BaseAlgorithm):
         return -(trained.advantages * trained.logprobs * weight).sum() / trained.step_tokens, metrics
 
 
-def _conduct(trajectory: Trajectory) -> tuple[str, ...]:
-    """What an episode did, whatever it said about it: its calls in order, and its last words."""
+def _actions(trajectory: Trajectory) -> tuple[str, ...]:
+    """Return an episode's tool calls in order and its final text: the key for `dedupe`."""
     calls = [
         json.dumps([call.name, call.arguments], sort_keys=True, default=str)
         for turn in trajectory.turns

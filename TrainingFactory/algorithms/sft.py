@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the mean of -log p over the trained tokens of the step."""
+"""Supervised fine-tuning (SFT): the mean of -log p over the trained tokens of the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from TrainingFactory.types import Sample, Trajectory
 
 @dataclass(slots=True, frozen=True)
 class SFT(BaseAlgorithm):
-    turns: Which = "all"  # which of the assistant's are learned
+    turns: Which = "all"  # assistant turns that are trained on
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         return [row for trajectory in group for row in to_samples(trajectory, turns=self.turns)]
@@ -25,5 +25,5 @@ class SFT(BaseAlgorithm):
         return -trained.logprobs.sum() / trained.step_tokens, {}
 
     def evaluated(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add the perplexity of a token."""
+        """Add the per-token perplexity."""
         return metrics | {"perplexity": math.exp(metrics["loss"])}

@@ -1,4 +1,4 @@
-"""What a loss is given: the trained tokens of a pack, and counts over the whole step."""
+"""Input of a loss: the trained tokens of a pack, and counts over the whole step."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ import torch
 
 @dataclass(slots=True)
 class Trained:
-    """M trained tokens of E episodes. A loss divides by the step's counts, so that packing changes no gradient."""
+    """M trained tokens of E episodes. Losses divide by the step's counts, so gradients do not depend on packing."""
 
-    logprobs: torch.Tensor  # [M] of the model now, with gradient; empty where `scores` are needed instead
-    entropy: torch.Tensor  # [M] of the model now, with gradient
+    logprobs: torch.Tensor  # [M] of the current model, with gradient; empty if the algorithm needs `scores`
+    entropy: torch.Tensor  # [M] of the current model, with gradient
     sampled: torch.Tensor  # [M] log-probs of the sampler
     advantages: torch.Tensor  # [M]
     rewards: torch.Tensor  # [M]
-    episode: torch.Tensor  # [M] which episode a token belongs to, counted from 0 within the pack
+    episode: torch.Tensor  # [M] index of the token's episode within the pack
     labels: torch.Tensor  # [E]
-    pairs: torch.Tensor  # [P, 2] episodes that are compared: the better one, the worse one
+    pairs: torch.Tensor  # [P, 2] indices of the compared episodes: chosen, rejected
     step_tokens: int  # trained tokens of the whole step
     step_episodes: int
     step_pairs: int
     reference: torch.Tensor | None = None  # [M] log-probs of the reference model
     old: torch.Tensor | None = None  # [M] log-probs of the model before the step
-    values: torch.Tensor | None = None  # [M] of the critic now, before each token, with gradient
+    values: torch.Tensor | None = None  # [M] of the current critic, before each token, with gradient
     old_values: torch.Tensor | None = None  # [M] of the critic before the step
     returns: torch.Tensor | None = None  # [M]
-    scores: torch.Tensor | None = None  # [M] of the reward model now, at each token, with gradient
-    baseline: float = 0.0  # what `prepare` found for the step as a whole
+    scores: torch.Tensor | None = None  # [M] of the current reward model, at each token, with gradient
+    baseline: float = 0.0  # step-wide value set by the algorithm's `prepare`
 
     def per_episode(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums over the tokens of each episode. [M] -> [E]"""
+        """Return the sum over each episode's tokens. [M] -> [E]"""
         return values.new_zeros(len(self.labels)).index_add(0, self.episode, values)
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Trained tokens of each episode. [E]"""
+        """Return the number of trained tokens of each episode. [E]"""
         return self.per_episode(torch.ones_like(self.logprobs))
 
 
-# A pack's part of the step's loss, and metrics that add up over packs to the step's.
+# Returns the pack's share of the step's loss, and metrics that sum over packs to the step's.
 Loss = Callable[[Trained], tuple[torch.Tensor, dict[str, float]]]

@@ -1,5 +1,5 @@
-"""Any callable as a reward: sync or async, on an episode, on a trajectory, on a group of them, or in TRL's shape.
-Nothing that went wrong ever counts as zero."""
+"""Adapter from callables to rewards: sync or async functions of an episode, a trajectory, a group of either, or with
+TRL's signature. A failure raises and never counts as a zero reward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward, Task, Trajectory
 
-# "whole" is an object of ours that scores a group by its own method `group`.
+# "whole": a `GroupReward`, which scores a group with its own method `group`.
 Shape = Literal["episode", "trajectory", "episodes", "trajectories", "completions", "whole"]
 _SEVERAL: dict[str, Shape] = {"trajectory": "trajectories", "episode": "episodes"}
 _HINT = re.compile(
@@ -30,26 +30,26 @@ _HINT = re.compile(
 
 
 class Unscored(ValueError):
-    """Say why nobody knows what an episode is worth."""
+    """Raised for an episode that cannot be scored; the text gives the reason."""
 
 
 def check_known(trajectory: Trajectory) -> None:
-    """Raise Unscored for an episode that failed for reasons of its own."""
+    """Raise Unscored for an episode that failed because of an error, not because of the model's answer."""
     if trajectory.status in ("error", "tool_failure"):
-        raise Unscored(f"the episode ended with status {trajectory.status}: what it is worth is not known")
+        raise Unscored(f"the episode failed with status {trajectory.status}, so it cannot be scored")
 
 
 class NoSay(Unscored):
-    """Say that a reward gave None."""
+    """Raised when a reward returns None."""
 
 
 class BrokeOff(Unscored):
-    """Say that a reward did not come to its end: it cancelled itself, or tried to end the program."""
+    """Raised when a reward does not finish: it cancelled its own task or raised SystemExit."""
 
 
 @dataclass(slots=True, frozen=True)
 class Adapted:
-    """Give a checked `Reward` or raise. Made by `as_reward`."""
+    """Reward made from a callable by `as_reward`: returns a validated `Reward` or raises."""
 
     function: Callable[..., Any]
     name: str
@@ -62,7 +62,7 @@ class Adapted:
 
     @property
     def compares(self) -> bool:
-        """Tell whether episodes may be compared; a list of completions is scored one by one, as TRL does it."""
+        """Return whether the reward may compare episodes. TRL's completions are scored independently."""
         if isinstance(self.function, GroupReward):
             return self.function.compares
         return self.shape in ("episodes", "trajectories")
@@ -75,14 +75,14 @@ class Adapted:
         return checked(value, len(episode.trajectory.turns), self.name)
 
     async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
-        """Score all episodes; one that could not be scored has the reason in its place."""
+        """Score all episodes; the list has the exception in place of a reward that failed."""
         if not self.grouped:
             return await one_by_one(self, episodes)
         values = await self._limited(self._together(episodes))
         if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != len(episodes):
             raise Unscored(
-                f"the reward {self.name} scores a group: it must give a list with one number for each of "
-                f"{len(episodes)} episodes, not {shown(values)}"
+                f"the group reward {self.name} returned {shown(values)}; it must return a list with one number for "
+                f"each of the {len(episodes)} episodes"
             )
         return list(map(self._entry, values, episodes))
 
@@ -95,7 +95,7 @@ class Adapted:
             return error
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
-        """Raise ValueError if the reward takes columns that none of the tasks has."""
+        """Raise ValueError if the reward has a parameter for a column that no task has."""
         if self.shape == "completions" and tasks:
             self.columns([Trajectory(task, group="") for task in tasks])
 
@@ -110,7 +110,7 @@ class Adapted:
         return await called(self.function, **self.columns(trajectories))
 
     def columns(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-        """Return TRL's keywords as far as the function takes them; Unscored if the tasks lack one that it names."""
+        """Return TRL's keyword arguments that the function accepts; raise Unscored if a required one is missing."""
         tasks = [trajectory.task for trajectory in trajectories]
         keys = sorted({key for task in tasks for key in task.metadata})
         columns: dict[str, list[Any]] = {key: [task.metadata.get(key) for task in tasks] for key in keys}
@@ -128,27 +128,26 @@ class Adapted:
             "task_id": [task.id for task in tasks],
         }
         parameters = inspect.signature(self.function).parameters.values()
-        named = {each.name: each for each in parameters if each.kind != each.VAR_KEYWORD}
-        missing = sorted(
-            key for key, each in named.items() if each.default is each.empty and key not in columns
-        )
-        if missing:
+        named = [parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+        required = {parameter.name for parameter in named if parameter.default is parameter.empty}
+        if missing := sorted(required - columns.keys()):
             raise Unscored(
-                f"the reward {self.name} asks for {', '.join(missing)}, which the tasks do not have; "
-                f"they have {', '.join(sorted(columns))}"
+                f"the reward {self.name} requires the columns {', '.join(missing)}, which the tasks do not have; "
+                f"available columns: {', '.join(sorted(columns))}"
             )
-        takes_all = len(named) < len(parameters)
-        return {key: column for key, column in columns.items() if takes_all or key in named}
+        if len(named) < len(parameters):  # **columns takes all
+            return columns
+        return {parameter.name: columns[parameter.name] for parameter in named if parameter.name in columns}
 
     async def _limited(self, call: Coroutine[Any, Any, Any]) -> Any:
-        async def kept_inside() -> Any:  # or it would end the loop
+        async def contain_exit() -> Any:  # SystemExit would stop the event loop
             try:
                 return await call
             except SystemExit as error:
                 raise BrokeOff(f"the reward {self.name}{place_of(error)} tried to end the program") from error
 
         try:
-            return await within(self.timeout, kept_inside())
+            return await within(self.timeout, contain_exit())
         except OutOfTime:
             raise Unscored(f"the reward {self.name} took longer than {self.timeout:g} s") from None
         except SelfCancelled:
@@ -157,7 +156,7 @@ class Adapted:
 
 @validate_call(config=STRICT)
 def as_reward(function: Any, name: str | None = None, timeout: Positive | None = None) -> Adapted:
-    """Return the callable as a reward with a time limit for each call; ValueError if it cannot be one."""
+    """Return the callable as a reward; `timeout` limits each call, in seconds. Raise ValueError if it cannot be one."""
     if isinstance(function, Adapted):
         return replace(function, name=name or function.name, timeout=timeout or function.timeout)
     name = name or str(getattr(function, "__name__", type(function).__name__))
@@ -167,12 +166,12 @@ def as_reward(function: Any, name: str | None = None, timeout: Positive | None =
 
 
 def _shape_of(function: Callable[..., Any], name: str) -> Shape:
-    """Return what the function takes, by the name or type hint of its first parameter; else the episode."""
+    """Infer what the function takes from the name or type hint of its first parameter. Default: the episode."""
     if isinstance(function, GroupReward):
         return "whole" if function.grouped else "episode"
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C: it does not say what it takes
+    except (TypeError, ValueError):  # a C function has no signature
         return "episode"
     parameters = signature.parameters
     if "completions" in parameters:
@@ -180,64 +179,63 @@ def _shape_of(function: Callable[..., Any], name: str) -> Shape:
     try:
         signature.bind(None)
     except TypeError:
-        listed = ", ".join(map(str, parameters.values())) or "nothing"
+        parameter_list = ", ".join(map(str, parameters.values())) or "nothing"
         raise ValueError(
-            f"the reward {name} takes {listed}; it must take one episode, one trajectory, "
+            f"the reward {name} takes {parameter_list}; it must take one episode, one trajectory, "
             "episodes or trajectories (a list of them), or (completions, **columns)"
         ) from None
     first = next(iter(parameters.values()))
     hint = first.annotation
-    found = _HINT.search(hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint))
-    takes = found["kind"].lower() if found else first.name
-    if found and found["several"]:
-        return _SEVERAL[takes]
-    return takes if takes in get_args(Shape) else "episode"  # type: ignore[return-value]
+    match = _HINT.search(hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint))
+    kind = match["kind"].lower() if match else first.name
+    if match and match["several"]:
+        return _SEVERAL[kind]
+    return kind if kind in get_args(Shape) else "episode"  # type: ignore[return-value]
 
 
 def _completion(trajectory: Trajectory) -> str | list[dict[str, Any]]:
-    """Write it as TRL does: the last text, cut or not, where the prompt is one, else all messages after the prompt."""
+    """Return TRL's completion: the last text (truncated or not) for a string prompt, else the model's messages."""
     if isinstance(trajectory.task.prompt, str):
         return trajectory.turns[-1].message.content if trajectory.turns else ""
-    return [message_to_dict(each) for turn in trajectory.turns for each in (turn.message, *turn.replies)]
+    messages = [message for turn in trajectory.turns for message in (turn.message, *turn.replies)]
+    return list(map(message_to_dict, messages))
 
 
 def checked(value: Any, turns: int, name: str) -> Reward:
-    """Return the value as a `Reward`; raise Unscored if it is None, no finite number, or has the wrong length."""
+    """Return the value as a `Reward`; raise Unscored if it is None, not a finite number, or has the wrong length."""
     who = f"the reward {name}"
     if value is None:
-        raise NoSay(f"{who} could not score it (it gave None)")
+        raise NoSay(f"{who} returned None, so the episode is unscored")
     if not isinstance(value, Reward):
         return Reward(as_float(value, who))
     if value.steps and len(value.steps) != turns:
-        raise Unscored(f"{who} gave {len(value.steps)} step rewards for {turns} turns")
+        raise Unscored(f"{who} returned {len(value.steps)} step rewards for {turns} turns")
     return Reward(
-        as_float(value.outcome, who, "as its outcome"),
+        as_float(value.outcome, who, "as outcome"),
         [as_float(step, who, f"for turn {turn}") for turn, step in enumerate(value.steps)],
-        {part: as_float(number, who, f"as its part {part}") for part, number in value.parts.items()},
+        {part: as_float(number, who, f"as part {part}") for part, number in value.parts.items()},
     )
 
 
 def as_float(value: Any, who: str, what: str = "") -> float:
-    """Return a finite number of any library as a float; `what` is for one that is not the whole reward."""
+    """Return a number of any library as a float; raise Unscored if it is not finite. `what` names a reward's part."""
     try:
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # an array of several numbers
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # such as an array of several numbers
         number = math.nan
     if not math.isfinite(number):
-        raise Unscored(
-            f"{who} gave {shown(value)} {what}".rstrip() + "; it must give a number, which must be finite"
-        )
+        raise Unscored(f"{who} returned {shown(value)} {what}".rstrip() + "; it must return a finite number")
     return number
 
 
 def shown(value: Any) -> str:
-    """Return the start of a value's repr with its type, for messages."""
+    """Return a value's repr, truncated to 60 characters, with its type, for error texts."""
     text = repr(value)
     return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"
 
 
 async def called(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """Call the function: on the loop if it is async or says that it is `quick`, else on a thread, for it may block."""
+    """Call the function: on the event loop if it is async or marked `quick`, else in a thread, because it may block."""
     if getattr(function, "quick", None) is True:
         return function(*args, **keywords)
     code = function if inspect.isroutine(function) else type(function).__call__
@@ -248,46 +246,46 @@ async def called(function: Callable[..., Any], *args: Any, **keywords: Any) -> A
 
 
 async def alone(reward: GroupReward, episode: Episode) -> Reward:
-    """Score a group of one; Unscored if the reward compares."""
+    """Score one episode as a group of one; raise Unscored if the reward compares episodes."""
     if reward.compares:
         raise Unscored(
-            "this reward compares the episodes of a group, and here it is asked about one of them; it can stand alone, "
-            "or among the parts of a Combined"
+            "this reward compares the episodes of a group and cannot score a single episode; use it as the run's only "
+            "reward, or as a part of Combined"
         )
-    [found] = await reward.group([episode])
-    if isinstance(found, Exception):
-        raise found
-    return found
+    [result] = await reward.group([episode])
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 async def one_by_one(
     reward: Callable[[Episode], Any], episodes: Sequence[Episode]
 ) -> list[Reward | Exception]:
-    """Score a group by a reward that takes one episode: all at the same time, each for itself."""
-    found: list[Any] = await asyncio.gather(*map(reward, episodes), return_exceptions=True)
-    for each in found:
-        if isinstance(each, BaseException) and not isinstance(each, Exception):
-            raise each
-    return found
+    """Score the episodes of a group concurrently and independently, with a reward that takes one episode."""
+    results: list[Any] = await asyncio.gather(*map(reward, episodes), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, Exception):
+            raise result
+    return results
 
 
 def group_reward(reward: Any) -> GroupReward | None:
-    """Return the reward as one that scores whole groups; None if it is not made for that."""
+    """Return the reward as a GroupReward; None if it does not score whole groups."""
     if reward is None:
         return None
-    made = reward if isinstance(reward, GroupReward) else as_reward(reward)
-    return made if made.grouped else None
+    adapted = reward if isinstance(reward, GroupReward) else as_reward(reward)
+    return adapted if adapted.grouped else None
 
 
 def compares(reward: Any) -> bool:
-    """Return true if the reward goes by comparing the episodes of a group."""
+    """Return whether the reward compares the episodes of a group."""
     group = group_reward(reward)
     return group is not None and group.compares
 
 
 async def environment_reward(episode: Episode) -> Reward:
-    """Return what the environment's own `reward` method gives, to be combined with others."""
-    own = getattr(episode.environment, "reward", None)
-    if own is None:
-        raise Unscored(f"{type(episode.environment).__name__} has no reward method of its own")
-    return await Adapted(own, "environment", "episode")(episode)
+    """Return the reward of the environment's own `reward` method, for use as a part of other rewards."""
+    method = getattr(episode.environment, "reward", None)
+    if method is None:
+        raise Unscored(f"{type(episode.environment).__name__} has no reward method; set reward.type")
+    return await Adapted(method, "environment", "episode")(episode)

@@ -1,4 +1,4 @@
-"""Several rewards as weighted parts of one."""
+"""Weighted sum of several rewards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENVIRONMENT = "environment"  # stands for the environment's own reward
 
 
 class Combined:
-    """Add up rewards by their weights. If one cannot score, the whole is unscored: half a reward would be wrong."""
+    """Weighted sum of rewards. If one part fails, the episode is unscored, because a partial sum would be wrong."""
 
     @validate_call(config=STRICT)
     def __init__(
@@ -31,10 +31,10 @@ class Combined:
         self.rewards: dict[str, Adapted] = {}
         for name, (_, reward) in parts.items():
             if not name or "/" in name:
-                raise ValueError(f"{name!r} cannot be the name of a part; it must be a text without /")
-            own = reward.timeout if isinstance(reward, Adapted) else None
+                raise ValueError(f"invalid part name {name!r}; use a non-empty name without /")
+            own_timeout = reward.timeout if isinstance(reward, Adapted) else None
             function = environment_reward if reward == ENVIRONMENT else reward
-            self.rewards[name] = as_reward(function, name, own or timeout)
+            self.rewards[name] = as_reward(function, name, own_timeout or timeout)
 
     @property
     def grouped(self) -> bool:
@@ -45,7 +45,7 @@ class Combined:
         return any(part.compares for part in self.rewards.values())
 
     def without_comparisons(self) -> Combined | None:
-        """Return the parts that say something about one episode alone, if there are any."""
+        """Return the parts that score single episodes; None if there are none."""
         parts = {name: (self.weights[name], part) for name, part in self.rewards.items() if not part.compares}
         return Combined(parts, timeout=None) if parts else None
 
@@ -53,35 +53,34 @@ class Combined:
         return await alone(self, episode)
 
     async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
-        async def part(reward: Adapted) -> list[Reward | Exception]:
+        async def score_part(reward: Adapted) -> list[Reward | Exception]:
             try:
                 return await reward.group(episodes)
-            except Exception as error:  # of all of them
+            except Exception as error:  # the whole group failed
                 return [error] * len(episodes)
 
-        columns = await asyncio.gather(*map(part, self.rewards.values()))
+        columns = await asyncio.gather(*map(score_part, self.rewards.values()))
         return [self._sum(dict(zip(self.rewards, row, strict=True))) for row in zip(*columns, strict=True)]
 
-    def _sum(self, found: Mapping[str, Reward | Exception]) -> Reward | Exception:
-        failed = {name: error for name, error in found.items() if isinstance(error, Exception)}
+    def _sum(self, results: Mapping[str, Reward | Exception]) -> Reward | Exception:
+        failed = {name: error for name, error in results.items() if isinstance(error, Exception)}
         if failed:
             unscored = Unscored("; ".join(f"part {name}: {failure(error)}" for name, error in failed.items()))
             unscored.__cause__ = next(iter(failed.values()))
             return unscored
-        return weighted(
-            {name: each for name, each in found.items() if isinstance(each, Reward)}, self.weights
-        )
+        rewards = {name: result for name, result in results.items() if isinstance(result, Reward)}
+        return weighted(rewards, self.weights)
 
 
 def weighted(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:
-    """Return the sum of rewards of one episode. A part without steps has zeros."""
+    """Return the weighted sum of one episode's rewards. A reward without steps counts as zero steps."""
+    outcome = 0.0
     steps = [0.0] * max(len(reward.steps) for reward in rewards.values())
-    outcome, parts = 0.0, {}
+    parts: dict[str, float] = {}
     for name, reward in rewards.items():
-        weight = weights[name]
-        outcome += weight * reward.outcome
+        outcome += weights[name] * reward.outcome
         for turn, step in enumerate(reward.steps):
-            steps[turn] += weight * step
+            steps[turn] += weights[name] * step
         parts[name] = reward.outcome + sum(reward.steps)
         if len(reward.parts) > 1:
             parts |= {f"{name}/{inner}": value for inner, value in reward.parts.items()}

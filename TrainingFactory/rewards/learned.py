@@ -1,4 +1,4 @@
-"""A trained reward model as a reward."""
+"""Reward by a trained reward model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Waiting = list[tuple[Trajectory, "asyncio.Future[Reward]"]]
 
 
 class LearnedReward:
-    """Score episodes that end at about the same time together: the first one waits `patience` seconds for others."""
+    """Batch episodes that end at about the same time: a batch waits `patience` seconds before it is scored."""
 
     def __init__(self, scorer: Scorer, patience: float = 0.005) -> None:
         self.scorer, self.patience = scorer, patience
-        # An object may outlive a run and its loop: what belongs to an earlier one is left alone.
+        # The object may outlive a run and its event loop; the state below belongs to one loop.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: Waiting = []
         self._worker: asyncio.Task[None] | None = None
@@ -33,16 +33,16 @@ class LearnedReward:
         return await answer
 
     async def _work(self) -> None:
-        """Score until nobody waits. Nothing is awaited between the last look and the end, so nobody is overlooked."""
+        """Score until the queue is empty. No await follows the last check, so that no request is missed."""
         while self._waiting:
             await asyncio.sleep(self.patience)
-            batch = [(each, answer) for each, answer in self._waiting if not answer.done()]
+            batch = [(trajectory, answer) for trajectory, answer in self._waiting if not answer.done()]
             self._waiting.clear()
             if not batch:
                 continue
-            found = await self._scored([trajectory for trajectory, _ in batch])
-            for (_, answer), result in zip(batch, found, strict=True):
-                if answer.done():  # its episode was given up meanwhile
+            results = await self._scored([trajectory for trajectory, _ in batch])
+            for (_, answer), result in zip(batch, results, strict=True):
+                if answer.done():  # the episode was cancelled meanwhile
                     continue
                 if isinstance(result, Reward):
                     answer.set_result(result)
@@ -51,13 +51,13 @@ class LearnedReward:
 
     async def _scored(self, trajectories: Sequence[Trajectory]) -> list[Reward | BaseException]:
         try:
-            found = list(await in_thread(self.scorer.score, trajectories))
-            rewards = [each for each in found if isinstance(each, Reward)]
-            if not len(rewards) == len(found) == len(trajectories):
+            results = list(await in_thread(self.scorer.score, trajectories))
+            rewards = [result for result in results if isinstance(result, Reward)]
+            if not len(rewards) == len(results) == len(trajectories):
                 raise ValueError(f"the scorer gave {len(rewards)} rewards for {len(trajectories)} episodes")
             return [*rewards]
-        except (Exception, SystemExit) as error:  # foreign code, perhaps
+        except (Exception, SystemExit) as error:  # the scorer may be user code
             if len(trajectories) == 1:
                 return [error]
-        # One episode that cannot be scored must not cost the others their reward.
-        return [result for each in trajectories for result in await self._scored([each])]
+        # Score one by one, so that one failing episode does not fail the others.
+        return [result for trajectory in trajectories for result in await self._scored([trajectory])]

@@ -1,4 +1,4 @@
-"""Rewards by the place where they are written: `rewards.py:score`, or `package.module:function`."""
+"""Loading of rewards by import path: `rewards.py:score` or `package.module:function`."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ KIND = "reward"
 
 
 def load_reward(target: str, options: Mapping[str, Any] | None = None) -> Adapted:
-    """Return the reward that is named; with `options`, what the function that is named makes of them."""
-    found = find_callable(target)
-    return as_reward(found if options is None else found(options))
+    """Return the reward at `target`; with `options`, the target is a factory that is called with them."""
+    function = find_callable(target)
+    return as_reward(function if options is None else function(options))
 
 
 def find_callable(target: str) -> Callable[..., Any]:
-    """Return what is named; raise ValueError if it is nothing to call."""
-    found = _found(target)
-    if not callable(found):
-        raise ValueError(f"{target} is {found!r:.60} ({type(found).__name__}); it must be a function")
-    return found
+    """Return the callable at `target`; raise ValueError if it does not exist or is not callable."""
+    value = _resolve(target)
+    if not callable(value):
+        raise ValueError(f"{target} is {value!r:.60} ({type(value).__name__}); it must be a function")
+    return value
 
 
 def with_whole_path(target: str) -> str:
-    """Return the same target for a process in any folder."""
+    """Return the target with an absolute file path, for a process in any working directory."""
     if not is_file_name(target):
         return target
     file, name = split_name(target)
     return f"{Path(file).expanduser().resolve()}:{name}".removesuffix(":")
 
 
-def _found(target: str) -> Any:
+def _resolve(target: str) -> Any:
     if is_file_name(target):
         module, path, name = opened(KIND, target)
-        return _named(module, str(path), name)
-    place, colon, name = target.partition(":")
-    if not colon or not place or not name.isidentifier():
+        return _member(module, str(path), name)
+    module_name, colon, name = target.partition(":")
+    if not colon or not module_name or not name.isidentifier():
         raise ValueError(
-            f"{target!r} names no reward; write rewards.py:score or package.module:function (for a model that judges: "
-            "its name with base_url, the address of an endpoint that has it)"
+            f"invalid reward {target!r}; write rewards.py:score or package.module:function (for a judge model, also "
+            "set base_url to the address of its endpoint)"
         )
     try:
-        module = import_module(place)
+        module = import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{KIND} {target!r}: {error}; for a file write its name with .py") from error
-    except (Exception, SystemExit) as error:  # foreign code
+        raise ValueError(f"{KIND} {target!r}: {error}; to load a file, write its name with .py") from error
+    except (Exception, SystemExit) as error:  # user code
         raise told(error) from error
-    return _named(module, place, name)
+    return _member(module, module_name, name)
 
 
-def _named(module: ModuleType, where: str, name: str) -> Any:
-    found = vars(module)
-    if name in found:
-        return found[name]
-    names = [value.__name__ for value in defined(module) if inspect.isroutine(value)]
-    has = did_you_mean(nearest(name, names)) or f"; it has {', '.join(names) or 'none'}"
-    raise ValueError(f"{where} has no function {name!r}{has}")
+def _member(module: ModuleType, where: str, name: str) -> Any:
+    members = vars(module)
+    if name in members:
+        return members[name]
+    functions = [value.__name__ for value in defined(module) if inspect.isroutine(value)]
+    hint = did_you_mean(nearest(name, functions)) or f"; it has {', '.join(functions) or 'none'}"
+    raise ValueError(f"{where} has no function {name!r}{hint}")

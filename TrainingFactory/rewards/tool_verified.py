@@ -1,4 +1,4 @@
-"""Rewards by running what the model wrote: `reward.type: tool_verified`."""
+"""Rewards by executing the model's answer: `reward.type: tool_verified`."""
 
 from TrainingFactory.rewards.rules.tool_verified import VERIFIERS, make_verifier, rule_or_verifier
 

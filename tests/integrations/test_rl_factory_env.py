@@ -145,7 +145,7 @@ def test_verified_results_steps_and_rules_make_one_reward() -> None:
         (0.5, None, "0.5 .float.*one entry for each item"),
         ([[0.1, 0.2, 0.3]], (0.3, [0.1, 0.2]), ""),
         ([[0.1, 0.2, 0.3, 0.4]], None, "4 numbers for an episode of 2 turns"),
-        ([[math.nan]], None, "must be finite"),
+        ([[math.nan]], None, "finite"),
         ([], None, "one entry for each item"),
     ],
 )

@@ -44,7 +44,7 @@ def test_a_group_is_ranked_and_compared():
         shown = [re.findall(r"quality (\d+)", body["messages"][-1]["content"]) for body in server.asked]
         assert sorted(shown) == [["1", "3", "9"], ["3", "9", "1"], ["9", "1", "3"]]  # each in every place
         assert grouped(ranking, group[0], finished("", status="max_turns"), group[2]) == [1.0, 0.0, 0.0]
-        with pytest.raises(ValueError, match="no other one to compare it with"):
+        with pytest.raises(ValueError, match="compares the episodes of a group"):
             grouped(ranking, group[0])
         server.asked.clear()
         pairs = judge_at(server.url, verdict="pairwise")

@@ -32,33 +32,33 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"budget": {"max_requests": "10"}}, f'budget.max_requests {NUMBER} (got "10")'),
     ({"budget": {"max_requests": -1}}, f"budget.max_requests {AT_LEAST} 0 (got -1)"),
     ({"budget": {"max_request": 10}}, "budget.max_request is no option of the judge's budget; did you mean max_req"),
-    ({"budget": {"max_cost": 1}}, "budget max_cost needs the prices: set input_price and output_price"),
+    ({"budget": {"max_cost": 1}}, "set input_price and output_price"),
     ({"options": 3}, f"options {SECTION} (got 3)"),
     ({"options": {"day": date(2026, 1, 1)}}, "options.day input was not a valid JSON value (got 2026-01-01)"),
     ({"options": {"temperature": float("nan")}}, "options.temperature must be a finite number (got nan)"),
     ({"options": {"api_key": "secret"}}, "options.api_key would stand in every log"),
     ({"verdict_options": {"low": "a"}}, f'verdict_options.low {NUMBER} (got "a")'),
-    ({"verdict_options": {"low": 5, "high": 1}}, "low is 5 and high 1; low must be below high"),
+    ({"verdict_options": {"low": 5, "high": 1}}, "low must be below high"),
     ({"verdict": "ranking", "verdict_options": {"low": 5}}, "verdict_options.low is no option of the verdict ranking"),
     ({"verdict": "json", "verdict_options": {"schema": True}}, f"verdict_options.schema {SECTION} (got true)"),
-    ({"verdict": "json", "verdict_options": {"schema": {"type": "nothing"}}}, "schema is no JSON schema"),
+    ({"verdict": "json", "verdict_options": {"schema": {"type": "nothing"}}}, "verdict_options.schema is not"),
     (of_schema({"type": "number"}, key=["score"]), "verdict_options.key must be a valid string (got a list)"),
-    (of_schema({"type": "number"}, key="points"), "key is 'points', which is not among the properties"),
+    (of_schema({"type": "number"}, key="points"), "key is 'points'"),
     (of_schema({"type": "number"}, values=3), f"verdict_options.values {SECTION} (got 3)"),
     (of_schema({"type": "string"}, values={"good": 3}), "values.good is 3; it must be between 0 and 1"),
     (of_schema({"type": "number", "minimum": 3}), "low must be below high"),
     ({"verdict": "scor"}, "did you mean score?"),
     ({"template": 3}, "template must be a valid string (got 3)"),
-    ({"template": "{answer} {nosuch}"}, "has the unknown field nosuch (it knows rubric"),
-    ({"template": "{anser}"}, "unknown field anser; did you mean answer? (it knows rubric"),
-    ({"template": "{rubric} {task}"}, "lacks the field {conversation} or {answer}"),
-    ({"template": "{first}", "verdict": "pairwise"}, "lacks the field {first} and {second}"),
-    ({"template": "{task}", "verdict": "ranking"}, "lacks the field {candidates}"),
-    ({"template": "{answer.__class__}"}, "no plain name"),
-    ({"template": '{answer} {"score": 1}'}, "write {{ for a plain {"),
+    ({"template": "{answer} {nosuch}"}, "unknown field nosuch"),
+    ({"template": "{anser}"}, "did you mean answer?"),
+    ({"template": "{rubric} {task}"}, "{conversation} or {answer}"),
+    ({"template": "{first}", "verdict": "pairwise"}, "{first} and {second}"),
+    ({"template": "{task}", "verdict": "ranking"}, "{candidates}"),
+    ({"template": "{answer.__class__}"}, "invalid field"),
+    ({"template": '{answer} {"score": 1}'}, "{{ for a"),
     ({"template": "{rubric} {answer}", "rubric": " "}, "rubric must be a text"),
-    ({"template": "{answer}", "rubric": "Be kind."}, "lacks the field {rubric}"),
-    ({"template": "{answer}", "reference": True}, "reference is given, but the judge's template lacks the field {ref"),
+    ({"template": "{answer}", "rubric": "Be kind."}, "{rubric}"),
+    ({"template": "{answer}", "reference": True}, "{reference}"),
     ({"samples": 0}, f"samples {AT_LEAST} 1 (got 0)"),
     ({"vote": "max"}, "vote must be one of mean, majority, median; did you mean mean?"),
     ({"rate": 0}, "rate must be greater than 0 (got 0)"),
@@ -80,7 +80,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"reference": "yes"}, 'reference must be true or false (got "yes")'),
     ({"fence_seed": "x"}, f'fence_seed {WHOLE} (got "x")'),
     ({"verdict": "pairwise", "opponents": True}, f"opponents {WHOLE} (got true)"),
-    ({"verdict": "ranking", "opponents": 2}, "opponents is for the verdict pairwise, not for ranking"),
+    ({"verdict": "ranking", "opponents": 2}, "opponents requires verdict pairwise"),
     ({"temprature": 1}, "temprature is no option of a model judge"),
     ({"cache": 3}, "cache must be an instance of ToolCache or a valid string or"),
 ]  # fmt: skip
@@ -100,16 +100,14 @@ def test_a_config_is_told_its_key(monkeypatch: pytest.MonkeyPatch):
     options: list[tuple[dict[str, Any], str]] = [
         ({"budget": 10}, r"reward\.options.*budget.*must be a valid dictionary"),
         ({"budget": 10, "base_url": both}, r"reward\.options.*budget.*must be a valid dictionary"),
-        ({"api_key_env": "NO_KEY"}, r"reward\.options.*NO_KEY.* is not set; set it.*api_key_env: null"),
+        ({"api_key_env": "NO_KEY"}, r"reward\.options.*NO_KEY.* is not set.*api_key_env: null"),
     ]  # fmt: skip
     for wrong, says in options:
         section = {"type": "model_judge", "options": JUDGE | wrong}
         with pytest.raises(ValueError, match=says):
             check_reward(TrainingConfig.model_validate({"reward": section}))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(
-        ValueError, match=r"OPENAI_API_KEY, which holds the key for api\.openai\.com, is not set"
-    ):
+    with pytest.raises(ValueError, match=r"OPENAI_API_KEY .*api\.openai\.com is not set"):
         model_judge(model="big", base_url="https://api.openai.com/v1")
 
 

@@ -67,7 +67,7 @@ def test_a_model_in_this_process():
     assert isinstance(cut, JudgeFailure) and cut.kind == "cut"
     narrow = SampledJudge(FakeSampler(lambda *_: "", 10), FakeChat(), SamplingParams(), "tiny")
     [full] = scored(model_judge(model=narrow), finished())
-    assert "its model takes 10" in str(full)
+    assert "max_length is 10" in str(full)
 
 
 def test_several_samples_and_a_vote():

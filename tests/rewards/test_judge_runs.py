@@ -141,6 +141,6 @@ def test_a_served_model_that_cannot_judge(tmp_path: Path):
             "model": "judge",
             "options": options | {"options": {"max_tokens": 4}},
         }
-        with pytest.raises(ValueError, match=r"none of 12 .*the judge's answer (was cut off|is not)"):
+        with pytest.raises(ValueError, match=r"none of 12 .*the judge's answer (was truncated|is not)"):
             train(small(tmp_path, reward=section), "run")
         assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -67,7 +67,7 @@ def test_an_address_that_is_down_is_named_once(caplog: pytest.LogCaptureFixture)
         asyncio.run(asyncio.wait_for(play(), 60))
         said = [record.getMessage() for record in caplog.records]
         assert len(said) == 2 and all(f"worker 0 at {bad.url}" in text for text in said)
-        assert "is down" in said[0] and "is back" in said[1] and good.url not in " ".join(said)
+        assert "is down" in said[0] and "has recovered" in said[1] and good.url not in " ".join(said)
 
 
 def test_a_budget_is_for_all_addresses_together():
@@ -86,7 +86,7 @@ def test_a_budget_is_for_all_addresses_together():
     assert asked + len(dead.asked) == 30 and asked > 20
     assert sum(reward is not None for reward in rewards) == asked
     assert pool.dropped.total() == 40 - asked
-    assert all("budget.max_requests is 30, used are 30" in reason for reason in pool.dropped)
+    assert all("budget.max_requests is 30" in reason for reason in pool.dropped)
 
 
 def test_rows_go_to_the_worker_with_the_fewest():
@@ -135,8 +135,8 @@ def test_what_no_worker_can_score_is_dropped_and_counted():
     pool = RewardWorkerPool(model=reward, num_workers=3)
     rewards = asyncio.run(pool.compute_rewards([finished(name=name) for name in answers]))
     assert dict(zip(answers, rewards, strict=True)) == dict.fromkeys(answers) | {"fine": Reward(0.5)}
-    assert pool.dropped.total() == 6 and any("must be finite" in reason for reason in pool.dropped)
-    assert any("none of 3 workers" in reason for reason in pool.dropped)
+    assert pool.dropped.total() == 6 and any("finite number" in reason for reason in pool.dropped)
+    assert any("all 3 reward workers failed" in reason for reason in pool.dropped)
     assert asked == dict.fromkeys(answers, 1) | {"exits": 3}  # what is the row's own is not tried again
 
 
@@ -261,7 +261,7 @@ def test_a_reward_that_forks_is_ended_in_time(file: Path, child: str):
     """The child has the pipe of the answers, so that its end says nothing."""
     first, late, again = scored(f"{file}:forked", "ok", child, "ok", timeout=2)
     assert (first, again) == (1.0, 1.0)  # in two processes
-    assert "forked took longer than 2 s, and its process was ended" in str(late)
+    assert "forked took longer than 2 s" in str(late)
     if child == "away":  # it left the group
         os.kill(int((file.parent / "child").read_text()), signal.SIGKILL)
     assert child_of(file)
@@ -305,9 +305,7 @@ def test_a_task_that_would_be_another_one_there_is_not_scored(
     if named is None:
         assert found == 1.0
     else:
-        assert f"{named} cannot go to a worker process as it is" in str(found) and "processes: 0" in str(
-            found
-        )
+        assert f"{named} is not JSON" in str(found) and "processes: 0" in str(found)
     assert children() <= processes
 
 
@@ -318,7 +316,9 @@ def test_a_failure_in_a_process_is_what_it_is_in_a_thread(file: Path):
     rewards = scored_by(pool, [finished(text) for text in ("network", "row", "ok")])
     assert [reward is not None for reward in rewards] == [False, False, True]
     assert sorted(worker.failed for worker in pool.workers) == [1, 1]  # the row went to both
-    assert any("none of 2 workers" in reason and "out of reach" in reason for reason in pool.dropped)
+    assert any(
+        "all 2 reward workers failed" in reason and "out of reach" in reason for reason in pool.dropped
+    )
 
 
 def test_a_process_that_cannot_be_started_is_not_the_row_s_fault(file: Path):
@@ -330,7 +330,7 @@ def test_a_process_that_cannot_be_started_is_not_the_row_s_fault(file: Path):
 
     async def play() -> list[Any]:
         try:
-            with pytest.raises(WorkerFailure, match=r"could not be started.*has no function 'given'"):
+            with pytest.raises(WorkerFailure, match=r"has no function 'given'"):
                 await bad(FinishedEpisode(finished("a")))
             return await pool.compute_rewards([finished("a"), finished("b")])
         finally:

@@ -105,7 +105,7 @@ def test_trl_shape():
     assert seen[1]["prompts"] == [[{"role": "user", "content": "hi"}]]
     assert seen[1]["completions"] == [[{"role": "assistant", "content": "yes"}]]
     assert scored(few, level=7) == Reward(7.0)
-    with pytest.raises(Unscored, match="few asks for level, which the tasks do not have"):
+    with pytest.raises(Unscored, match=r"few .*level, which the tasks do not have"):
         scored(few)
 
     def half(completions: list[str]) -> list[Any]:
@@ -113,7 +113,7 @@ def test_trl_shape():
 
     first, second, third = asyncio.run(as_reward(half).group([episode(), episode(), episode()]))
     assert first == Reward(1.0)
-    assert isinstance(second, Unscored) and "could not score" in str(second)
+    assert isinstance(second, Unscored) and "returned None" in str(second)
     assert isinstance(third, Unscored) and "finite" in str(third)
     assert asyncio.run(as_reward(on_loop).group([episode(), episode()])) == [Reward(0.5)] * 2
 
@@ -121,10 +121,10 @@ def test_trl_shape():
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (lambda completions: [1.0, 2.0], "a list with one number for each of 1 episodes"),
+        (lambda completions: [1.0, 2.0], "a list with one number for each of .* 1 episodes"),
         (lambda completions: 1.0, "a list with one number for each"),
-        (lambda completions: ["1"], "gave '1'"),
-        (lambda completions: [None], "could not score it"),
+        (lambda completions: ["1"], "returned '1'"),
+        (lambda completions: [None], "returned None"),
     ],
 )
 def test_what_is_no_reward_is_told(function: Callable[..., Any], says: str):
@@ -143,7 +143,7 @@ def test_what_cannot_be_a_reward(function: Any):
 def test_numbers_of_other_libraries():
     np = pytest.importorskip("numpy")
     assert checked(np.float32(0.5), 1, "x") == Reward(0.5)
-    with pytest.raises(Unscored, match="it must give a number"):
+    with pytest.raises(Unscored, match="finite number"):
         checked(np.ones(3), 1, "x")
 
 
@@ -231,7 +231,7 @@ def test_a_part_that_cannot_score_leaves_the_whole_unscored():
     finally:
         asked.set()
     assert played.reward is None
-    assert "part silent: the reward silent could not score it" in str(played.error)
+    assert "part silent: the reward silent returned None" in str(played.error)
     assert re.search(
         r"part bad: the reward fails \(test_rewards_combined.py:\d+\) raised KeyError: 'gone'",
         str(played.error),
@@ -252,7 +252,7 @@ def test_a_part_that_cannot_score_leaves_the_whole_unscored():
         ({"a": (math.nan, on_loop)}, "should be a finite number"),
         ({"a": (math.inf, on_loop)}, "should be a finite number"),
         ({"a": (1.0, "exact")}, "reward a is 'exact'"),
-        ({"a/b": (1.0, on_loop)}, "cannot be the name"),
+        ({"a/b": (1.0, on_loop)}, "invalid part name 'a/b'"),
         ({3: (1.0, on_loop)}, r"key\]\n  Input should be a valid string"),
     ],
 )

@@ -144,7 +144,7 @@ def leaving(episodes: Any) -> list[float]:
     [
         (raising, "raised KeyError: 'lost'"),
         (leaving, "tried to end the program"),
-        (lambda episodes: [1.0], "a list with one number for each of 3 episodes"),
+        (lambda episodes: [1.0], "a list with one number for each of the 3 episodes"),
         (lambda episodes: 1.0, "a list with one number for each"),
         (lambda episodes: "123", "a list with one number for each"),
         (hanging, "scoring the group took longer than 1 s"),

@@ -61,7 +61,7 @@ def test_formulas(endless: bool):
         try:
             found = {pair: (await rule(episode(*pair))).outcome for pair in wrong + right}
             if endless:
-                with pytest.raises(ValueError, match="math-verify cannot read the right answer"):
+                with pytest.raises(ValueError, match="math-verify cannot parse"):
                     await rule(episode("\\sqrt{3}", "\\binom{9999999}{4999999}"))
             return found
         finally:

@@ -294,8 +294,8 @@ def test_farming_earns_less_than_answering():
 
 
 def test_rules_of_ones_own():
-    for value, told in ((None, "gave None"), ("1", "gave '1'"), (math.nan, "gave nan")):
-        with pytest.raises(Unscored, match=f"the rule mine {told} .*at turn 0; "):
+    for value, told in ((None, "None"), ("1", "'1'"), (math.nan, "nan")):
+        with pytest.raises(Unscored, match=f"the rule mine .*{told} .*at turn 0; "):
             calculate_process_reward(played(says()), {"mine": 1.0}, rules={"mine": lambda *_, v=value: v})
     with pytest.raises(Unscored, match=r"rule mine at turn 0 .* raised ZeroDivisionError"):
         calculate_process_reward(played(says()), {"mine": 1.0}, rules={"mine": lambda t, n: 1 / 0})
@@ -312,7 +312,7 @@ def test_the_outcome_is_any_reward_and_its_steps_count():
     assert reward.outcome == 2.0 and reward.steps == pytest.approx([0.7, 0.2])
     assert reward.parts == {"outcome": 1.2, "outcome/a": 1.0, "outcome/b": 0.0, "correct_tool": 0.5} | NOTHING
     [[result]] = rollout(reward=ProcessReward(outcome=lambda episode: None))
-    assert result.reward is None and "reward outcome could not score it" in str(result.error)
+    assert result.reward is None and "reward outcome returned None" in str(result.error)
     with pytest.raises(Unscored, match="status tool_failure"):
         calculate_process_reward(played(says(), status="tool_failure"))
 

@@ -123,7 +123,7 @@ def test_a_pattern_that_never_ends_holds_up_nobody(file: Path):
             reward=reward, say=say, group_size=6, on_episode=lambda each: told.append(each.member)
         )
         assert outcomes(group) == [None] + [1.0] * 5 and told[-1] == 0
-        assert "slow took longer than 2 s, and its process was ended" in str(group[0].error)
+        assert "slow took longer than 2 s" in str(group[0].error)
         again = rollout(reward=reward, say=lambda *_: "aa", group_size=6)  # in a new process
         assert outcomes(again[0]) == [1.0] * 6
         assert reward.metrics["pool/dropped"] == 1 and all(worker.failed == 0 for worker in reward.workers)
@@ -309,9 +309,9 @@ def test_the_words_of_the_seed(tmp_path: Path):
         assert {body["model"] for body in one.asked + other.asked} == {"QwQ-32B"}
         assert len(pool.workers) == 4 and len({id(each.model) for each in pool.workers}) == 2
         assert len(one.asked + other.asked) == sum(reward is not None for reward in rewards) == 6
-    with pytest.raises(ValueError, match=r"'QwQ-32B' names no reward.*with base_url"):
+    with pytest.raises(ValueError, match=r"'QwQ-32B'.*base_url"):
         RewardWorkerPool(model="QwQ-32B", num_workers=4)
-    with pytest.raises(ValueError, match="rubric: these are options of a model that judges"):
+    with pytest.raises(ValueError, match=r"rubric: .*base_url"):
         RewardWorkerPool(model=seven, rubric="x")
     with pytest.raises(ValueError, match="num_workers is 1, but base_url has 2 addresses"):
         RewardWorkerPool(model="m", num_workers=1, base_url=["http://a/v1", "http://b/v1"])

@@ -34,7 +34,7 @@ def test_json():
     )
     spam = json.dumps({str(number): 0 for number in range(97)} | right)
     assert scored({"rule": "json", "partial": True}, spam, right) == pytest.approx(3 / 100)
-    with pytest.raises(ValueError, match="task t1: its answer is no JSON"):
+    with pytest.raises(ValueError, match="task t1: its answer is not JSON"):
         scored("json", "1", "{broken")
 
 
@@ -45,9 +45,9 @@ def test_schema():
     for wrong in ('{"n": "1"}', "{}", "[1]", "n = 1", ""):
         assert scored(rule, wrong, None) == 0.0
     for bad, says in [
-        ({"type": "intger"}, "no JSON schema"),
+        ({"type": "intger"}, "JSON schema"),
         ({"$ref": "http://x/y"}, "http://x/y"),
-        (3, "no JSON"),
+        (3, "JSON schema"),
     ]:
         with pytest.raises(ValueError, match=says):
             rule_from_options({"rule": "schema", "schema": bad})
@@ -59,7 +59,7 @@ def test_regex():
     assert (
         scored("regex", "It is Paris", "(?i)paris") == 1.0 and scored("regex", "It is Rome", "Paris") == 0.0
     )
-    with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"'\(' is not a valid regular expression"):
         rule_from_options({"rule": "regex", "pattern": "("})
     with pytest.raises(ValueError, match="task t1"):
         scored("regex", "x", "(")

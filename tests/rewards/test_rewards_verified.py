@@ -182,11 +182,11 @@ def test_code_with_values_of_all_kinds(python: PythonTool):
     assert scored(code_cases, "def f(): return True", tools=(python,), cases=truth) == 0
     for data, told in (
         ({"cases": CASES}, "entry is ''"),
-        ({"cases": CASES, "entry": "f; import os"}, "must be the name of the function"),
-        ({"entry": "f"}, "cases in its metadata must be a list such as"),
+        ({"cases": CASES, "entry": "f; import os"}, "entry is 'f; import os'"),
+        ({"entry": "f"}, "metadata.cases must be a list such as"),
         (
             {"entry": "f", "cases": [{"args": 3, "expected": 1}]},
-            "cases in its metadata must be a list such as",
+            "metadata.cases must be a list such as",
         ),
     ):
         with pytest.raises(ValueError, match=told):

@@ -39,15 +39,15 @@ def test_rewards_of_every_kind():
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (float("nan"), "must be finite"),
-        (float("inf"), "must be finite"),
-        (Reward(0.0, [0.0, 0.0, float("nan")]), "must be finite"),
+        (float("nan"), "finite number"),
+        (float("inf"), "finite number"),
+        (Reward(0.0, [0.0, 0.0, float("nan")]), "finite number"),
         (Reward(0.0, [1.0]), "1 step rewards for 3 turns"),
-        (None, "it gave None"),
-        ("0.5", "gave '0.5' (str)"),
-        ([0.5], "gave [0.5] (list)"),
-        (Reward("1"), "gave '1' (str)"),  # type: ignore[arg-type]
-        (Reward(1.0, parts={"a": float("nan")}), "must be finite"),
+        (None, "returned None"),
+        ("0.5", "returned '0.5' (str)"),
+        ([0.5], "returned [0.5] (list)"),
+        (Reward("1"), "returned '1' (str)"),  # type: ignore[arg-type]
+        (Reward(1.0, parts={"a": float("nan")}), "finite number"),
         (ZeroDivisionError("x"), "ZeroDivisionError: x"),
         (SystemExit(), "tried to end the program"),
         (ToolFailure("gone"), "): gone"),

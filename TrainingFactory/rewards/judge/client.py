@@ -1,4 +1,4 @@
-"""Requests to a judge: so many at a time, tried again where that may help, kept in a cache, counted and limited."""
+"""Client of a judge model: concurrency and rate limits, retries, cache, usage counts and budget."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from TrainingFactory.types import Message, ToolResult
 
 T = TypeVar("T")
 Messages = Callable[[], Sequence[Message]]
-LONGEST_PAUSE = 30.0
-LONGEST_WAIT = 120.0  # where an endpoint says itself how long
+LONGEST_PAUSE = 30.0  # seconds of backoff between attempts
+LONGEST_WAIT = 120.0  # seconds that an endpoint can request with Retry-After
 FAULTS = {
     "refused": "the judge refused to answer",
-    "cut": "the judge's answer was cut off; give it more max_tokens",
+    "cut": "the judge's answer was truncated; raise max_tokens",
 }
-FLIGHT_SECONDS = 3600.0  # an equal request that is under way is waited for so long; its own limits come first
-_chance = random.Random()  # spreads attempts over time; it changes no result
+FLIGHT_SECONDS = 3600.0  # maximum wait for an identical request in flight; its own timeouts are shorter
+_chance = random.Random()  # jitter of the retries; does not affect results
 
 
 @dataclass(config=STRICT, frozen=True)
 class Budget:
-    """Limit what a judge spends in one process. Prices are for a million tokens."""
+    """Limits of a judge's spending in one process. Prices are per million tokens."""
 
     max_cost: NotNegative | None = None
     max_tokens: NotNegative | None = None
@@ -49,7 +49,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.max_cost is not None and not self.priced:
-            raise ValueError("max_cost needs the prices: set input_price and output_price")
+            raise ValueError("max_cost is set without prices; set input_price and output_price")
 
     @property
     def priced(self) -> bool:
@@ -61,29 +61,29 @@ class Budget:
 
 @plain_dataclass(slots=True)
 class Usage:
-    """Count what was spent so far."""
+    """Requests, tokens and cost so far."""
 
-    requests: int = 0  # that were sent
+    requests: int = 0
     retries: int = 0
-    cached: int = 0  # answered without a request
+    cached: int = 0  # answered from the cache
     input_tokens: int = 0
     output_tokens: int = 0
-    estimated: int = 0  # replies whose tokens the endpoint did not count
+    estimated: int = 0  # replies without token counts from the endpoint
     cost: float = 0.0
-    cached_tokens: int = 0  # what the cached ones took when they were asked for
+    cached_tokens: int = 0  # tokens of the cached replies when they were first requested
     cached_cost: float = 0.0
     failures: Counter[str] = field(default_factory=Counter[str])  # by kind
 
     @property
     def metrics(self) -> dict[str, float]:
         names = ("requests", "retries", "cached", "input_tokens", "output_tokens", "estimated", "cost")
-        found = {f"judge/{name}": float(getattr(self, name)) for name in names}
-        return found | {f"judge/failed_{kind}": float(count) for kind, count in self.failures.items()}
+        counts = {f"judge/{name}": float(getattr(self, name)) for name in names}
+        return counts | {f"judge/failed_{kind}": float(count) for kind, count in self.failures.items()}
 
 
 @plain_dataclass(kw_only=True, eq=False)
 class JudgeClient:
-    """Make requests to a model, again where that may help, and keep its replies in a cache."""
+    """Send requests to a judge model with retries, and cache the replies."""
 
     model: JudgeModel
     concurrency: int | None = 8
@@ -96,14 +96,14 @@ class JudgeClient:
     def __post_init__(self) -> None:
         self._opened: ToolCache | None = self.cache if isinstance(self.cache, ToolCache) else None
         if isinstance(self.cache, str | Path):
-            open_cache(self.cache).close()  # it can be used; the first request opens it
+            open_cache(self.cache).close()  # fails early if unusable; the first request opens it again
         self.usage = Usage()
-        self.spent = [self.usage]  # what the budget is for: also that of other clients, where they share it
+        self.spent = [self.usage]  # all clients that share the budget
         self._limits = Limits(self.concurrency, self.rate)
 
     async def ask(self, name: Sequence[str], messages: Messages, number: int, read: Callable[[str], T]) -> T:
-        """Return what `read` makes of the reply; raise JudgeFailure if there is none. `name` is what the prompt is
-        known by in the cache, which the messages are not: their fences differ every time."""
+        """Return the reply, parsed by `read`; raise JudgeFailure without a valid one. `name` is the prompt's cache key;
+        the messages are not part of it, because their fences differ between requests. `number` is the sample."""
         try:
             if self.cache is None:
                 return read((await self._request(messages(), number)).text)
@@ -117,17 +117,17 @@ class JudgeClient:
     ) -> T:
         async def run() -> ToolResult:
             reply = await self._request(messages(), number)
-            read(reply.text)  # what it refuses is not kept
-            kept = {"text": reply.text, "tokens": [reply.input_tokens, reply.output_tokens]}
-            return ToolResult(json.dumps(kept))
+            read(reply.text)  # raises for an invalid reply, which must not be cached
+            entry = {"text": reply.text, "tokens": [reply.input_tokens, reply.output_tokens]}
+            return ToolResult(json.dumps(entry))
 
         key = digest("judge", self.model.identity, f"{number}", *name)
         if isinstance(self.cache, str | Path) and self._opened is None:
             self._opened = open_cache(self.cache)
         assert self._opened is not None
         result = await self._opened.through(key, run, time.monotonic() + FLIGHT_SECONDS)
-        kept = json.loads(result.content)
-        reply = Reply(kept["text"], *kept["tokens"])
+        entry = json.loads(result.content)
+        reply = Reply(entry["text"], *entry["tokens"])
         if result.cached:
             self.usage.cached += 1
             self.usage.cached_tokens += reply.input_tokens + reply.output_tokens
@@ -143,8 +143,8 @@ class JudgeClient:
                 if not error.temporary:
                     raise JudgeFailure(str(error), "error") from error
                 if attempt >= self.retries:
-                    tried = f" ({attempt + 1} attempts)" if attempt else ""
-                    raise JudgeFailure(f"{error}{tried}", "unavailable") from error
+                    attempts = f" ({attempt + 1} attempts)" if attempt else ""
+                    raise JudgeFailure(f"{error}{attempts}", "unavailable") from error
                 wait = min(error.wait or 0.0, LONGEST_WAIT)
             pause = max(min(self.pause * 2**attempt, LONGEST_PAUSE) * _chance.uniform(0.5, 1), wait)
             attempt += 1
@@ -167,21 +167,21 @@ class JudgeClient:
 
     def _check_budget(self) -> None:
         used = {
-            "max_cost": sum(each.cost for each in self.spent),
-            "max_tokens": sum(each.input_tokens + each.output_tokens for each in self.spent),
-            "max_requests": sum(each.requests for each in self.spent),
+            "max_cost": sum(usage.cost for usage in self.spent),
+            "max_tokens": sum(usage.input_tokens + usage.output_tokens for usage in self.spent),
+            "max_requests": sum(usage.requests for usage in self.spent),
         }
         for name, spent in used.items():
             limit = getattr(self.budget, name)
             if limit is not None and spent >= limit:
                 raise JudgeFailure(
-                    f"the judge's budget is spent: budget.{name} is {limit:g}, used are {spent:g} since this process "
-                    "started; raise it, or go on in another process, which has as much again",
+                    f"the judge's budget is spent: budget.{name} is {limit:g}, and this process has used {spent:g}; "
+                    "raise it, or resume in a new process, which starts with a fresh budget",
                     "budget",
                 )
 
     async def close(self) -> None:
-        """Close the connections, and the cache unless it was handed in. A later request opens both again."""
+        """Close the connections, and the cache unless it was passed in. A later request reopens both."""
         await self.model.close()
         if isinstance(self.cache, str | Path) and self._opened is not None:
             opened, self._opened = self._opened, None

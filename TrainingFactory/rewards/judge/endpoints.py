@@ -1,4 +1,4 @@
-"""Models that judge: behind an OpenAI-compatible or an Anthropic-style endpoint, or sampled in this process."""
+"""Judge models: behind an OpenAI-compatible or an Anthropic-style endpoint, or sampled in this process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from TrainingFactory.protocols import ChatFormat, Sampler
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Message, SamplingParams
 
-CHARS_PER_TOKEN = 4  # where an endpoint does not say what it has counted
-DEFAULT_MAX_TOKENS = 1024  # Anthropic's endpoint wants to be told
+CHARS_PER_TOKEN = 4  # estimate for endpoints that do not report token counts
+DEFAULT_MAX_TOKENS = 1024  # Anthropic's endpoint requires max_tokens
 ANTHROPIC_VERSION = "2023-06-01"
 Kind = Literal["unavailable", "refused", "cut", "unreadable", "out_of_range", "budget", "error"]
 
 
 class JudgeFailure(Exception):
-    """Say that there is no verdict, so that what was to be judged cannot be scored. Never a zero."""
+    """Raised when there is no valid verdict: the episode is unscored, never rewarded with zero."""
 
     def __init__(self, text: str, kind: Kind) -> None:
         super().__init__(text)
@@ -29,18 +29,18 @@ class JudgeFailure(Exception):
 
 @dataclass(slots=True, frozen=True)
 class Reply:
-    """Hold what a judge wrote and the tokens that it took."""
+    """Reply of a judge model, with its token counts."""
 
     text: str
     input_tokens: int
     output_tokens: int
-    estimated: bool = False  # the endpoint did not count them
-    fault: Kind | None = None  # it cost something, but is no verdict
+    estimated: bool = False  # token counts are estimates
+    fault: Kind | None = None  # why a billed reply is not a verdict
 
 
 @runtime_checkable
 class JudgeModel(Protocol):
-    """Answer, or raise ModelError. `number` tells samples of one prompt apart, `identity` models in the cache."""
+    """Model that replies or raises ModelError. `number` is the sample's index; `identity` is part of the cache key."""
 
     @property
     def identity(self) -> str: ...
@@ -49,7 +49,7 @@ class JudgeModel(Protocol):
 
 
 class OpenAIEndpoint(Endpoint):
-    """Ask any `/chat/completions`: vLLM, SGLang, hosted models. `options` go into the request (temperature, ...)."""
+    """Client of any `/chat/completions`: vLLM, SGLang, hosted models. `options` are request fields (temperature)."""
 
     @property
     def identity(self) -> str:
@@ -57,13 +57,13 @@ class OpenAIEndpoint(Endpoint):
 
     async def ask(self, messages: Sequence[Message], number: int) -> Reply:
         body = self.body(messages)
-        if isinstance(body.get("seed"), int):  # or all samples of a prompt would be the same
+        if isinstance(body.get("seed"), int):  # a fixed seed would make all samples of a prompt equal
             body["seed"] += number
         return self.read(await self.exchange(body), lambda answer: self.reply(answer, messages))
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
-        listed = [{"role": message.role, "content": message.content} for message in messages]
-        return self.options | {"model": self.model, "messages": listed}
+        dialogue = [{"role": message.role, "content": message.content} for message in messages]
+        return self.options | {"model": self.model, "messages": dialogue}
 
     def reply(self, answer: Any, messages: Sequence[Message]) -> Reply:
         [choice, *_] = answer["choices"]
@@ -76,7 +76,7 @@ class OpenAIEndpoint(Endpoint):
 
 
 class AnthropicEndpoint(OpenAIEndpoint):
-    """Ask Anthropic's `/messages`, such as `https://api.anthropic.com/v1`."""
+    """Client of Anthropic's `/messages`, such as `https://api.anthropic.com/v1`."""
 
     PATH = "/messages"
 
@@ -84,11 +84,11 @@ class AnthropicEndpoint(OpenAIEndpoint):
         return {"anthropic-version": ANTHROPIC_VERSION} | ({"x-api-key": key} if key else {})
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
-        said = [each for each in messages if each.role != "system"]
-        system = "\n\n".join(each.content for each in messages if each.role == "system")
+        others = [message for message in messages if message.role != "system"]
+        system = "\n\n".join(message.content for message in messages if message.role == "system")
         options = {"max_tokens": DEFAULT_MAX_TOKENS} | self.options
-        listed = [{"role": each.role, "content": each.content} for each in said]
-        return options | {"model": self.model, "system": system, "messages": listed}
+        dialogue = [{"role": message.role, "content": message.content} for message in others]
+        return options | {"model": self.model, "system": system, "messages": dialogue}
 
     def reply(self, answer: Any, messages: Sequence[Message]) -> Reply:
         fault = fault_of(answer.get("stop_reason"), "refusal", "max_tokens")
@@ -98,7 +98,7 @@ class AnthropicEndpoint(OpenAIEndpoint):
 
 
 class SampledJudge:
-    """Ask weights in this process. `name` stands for them in the cache: give another one to other weights."""
+    """Judge model sampled in this process. `name` identifies its weights in the cache: use one name per model."""
 
     def __init__(self, sampler: Sampler, chat: ChatFormat, params: SamplingParams, name: str) -> None:
         self.sampler, self.chat, self.name = sampler, chat, name
@@ -112,29 +112,30 @@ class SampledJudge:
         prompt = self.chat.render(messages)
         room = self.sampler.max_length - len(prompt)
         if room < 1:
-            text = f"the judge's prompt has {len(prompt)} tokens, its model takes {self.sampler.max_length}"
-            raise JudgeFailure(text, "error")
-        params = dataclasses.replace(
-            self.params, seed=self.params.seed + number, max_tokens=min(room, self.params.max_tokens)
-        )
+            limit = self.sampler.max_length
+            raise JudgeFailure(f"the judge's prompt has {len(prompt)} tokens; max_length is {limit}", "error")
+        max_tokens = min(room, self.params.max_tokens)
+        params = dataclasses.replace(self.params, seed=self.params.seed + number, max_tokens=max_tokens)
         completion = await self.sampler.sample(prompt, params)
         text = self.chat.parse(completion.token_ids, prompt).content
         fault = fault_of(completion.finish, "", "length")
         return Reply(text, len(prompt), len(completion.token_ids), fault=fault)
 
     async def close(self) -> None:
-        """Leave the sampler open: it was handed in."""
+        """Leave the sampler open, because the caller owns it."""
 
 
 def fault_of(finish: Any, refused: str, cut: str) -> Kind | None:
-    """Return what is wrong with an answer that ended so: one that was cut off may read as another, `10` as `1`."""
-    return "refused" if finish == refused else "cut" if finish == cut else None
+    """Return the fault that a finish reason means. A truncated answer is a fault, because `10` may be cut to `1`."""
+    if finish == refused:
+        return "refused"
+    return "cut" if finish == cut else None
 
 
-def counted(text: str, messages: Sequence[Message], given: Any, written: Any, fault: Kind | None) -> Reply:
-    """Return the reply with the endpoint's own counts of tokens, or with estimates where it gives none."""
-    if isinstance(given, int) and isinstance(written, int):
-        return Reply(text, given, written, fault=fault)
-    asked = sum(len(message.content) for message in messages)
-    tokens = asked // CHARS_PER_TOKEN + 1, len(text) // CHARS_PER_TOKEN + 1
+def counted(text: str, messages: Sequence[Message], prompt: Any, output: Any, fault: Kind | None) -> Reply:
+    """Return the reply with the endpoint's token counts, or with estimates if it reports none."""
+    if isinstance(prompt, int) and isinstance(output, int):
+        return Reply(text, prompt, output, fault=fault)
+    characters = sum(len(message.content) for message in messages)
+    tokens = characters // CHARS_PER_TOKEN + 1, len(text) // CHARS_PER_TOKEN + 1
     return Reply(text, *tokens, estimated=True, fault=fault)

@@ -1,4 +1,4 @@
-"""Judges: of every episode by itself, of two at a time, of a whole group at once."""
+"""Judges that score single episodes, compare pairs, or rank a whole group."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Message, Reward, ToolFailure, Trajectory
 
 T = TypeVar("T")
-KEYED = ""  # the boundary in what a prompt is known by in the cache
+KEYED = ""  # the fence boundary in cache keys, so that a random one does not change them
 
 
 @dataclass(kw_only=True, eq=False)
 class Judge:
-    """Ask a client about what its prompt shows."""
+    """Base of the judges: fills in the prompt and sends it to the judge model."""
 
     client: JudgeClient
     prompt: JudgePrompt
@@ -38,51 +38,50 @@ class Judge:
     vote: Vote = "mean"
     name: str = "judge"
     judge_unfinished: bool = False
-    fence_seed: int | None = None  # fences are the same in every run; None: drawn anew for every request
-    unfinished: int = field(default=0, init=False)  # episodes that got the lowest score without asking
+    fence_seed: int | None = None  # makes fences reproducible; None: random for every request
+    unfinished: int = field(default=0, init=False)  # episodes that got the lowest score without a request
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return requests, tokens, cost and failures so far."""
         return self.client.usage.metrics | {"judge/unfinished": float(self.unfinished)}
 
     async def close(self) -> None:
         await self.client.close()
 
     def failed(self, trajectory: Trajectory) -> bool:
-        """Tell whether there is nothing to judge: no end of its own, or one without a word or calls that are shown."""
+        """Return whether the episode fails without a request: it did not finish, or has neither an answer nor calls
+        that the prompt shows. Counts these episodes in `unfinished`."""
         check_known(trajectory)
         shows_calls = self.prompt.kind != SINGLE or "conversation" in self.prompt.fields
         acted = shows_calls and any(turn.message.tool_calls for turn in trajectory.turns)
-        nothing = trajectory.status != "done" or not (answer_text(trajectory) or acted)
-        failed = nothing and not self.judge_unfinished
+        empty = trajectory.status != "done" or not (answer_text(trajectory) or acted)
+        failed = empty and not self.judge_unfinished
         self.unfinished += failed
         return failed
 
     async def _ask(
         self, values: Mapping[str, Shown], instruction: str, number: int, read: Callable[[str], T]
     ) -> T:
-        known = [message.content for message in self.prompt.messages(values, instruction, KEYED)]
+        key = [message.content for message in self.prompt.messages(values, instruction, KEYED)]
 
-        def messages() -> list[Message]:  # not made for what is in the cache
-            return self.prompt.messages(values, instruction, self._boundary(known, number))
+        def messages() -> list[Message]:  # rendered only if the reply is not cached
+            return self.prompt.messages(values, instruction, self._boundary(key, number))
 
-        return await self.client.ask(known, messages, number, read)
+        return await self.client.ask(key, messages, number, read)
 
-    def _boundary(self, known: Sequence[str], number: int) -> str:
-        """Return a random one, or a digest of the whole prompt, which no text in it could hold."""
+    def _boundary(self, key: Sequence[str], number: int) -> str:
+        """Return a random boundary, or with `fence_seed` a digest of the prompt, which the prompt cannot contain."""
         if self.fence_seed is None:
             return new_boundary()
-        return digest("fence", f"{self.fence_seed}", f"{number}", *known)[: len(new_boundary())]
+        return digest("fence", f"{self.fence_seed}", f"{number}", *key)[: len(new_boundary())]
 
     async def _samples(
         self, values: Mapping[str, Shown], instruction: str, read: Callable[[str], float], repeat: int
     ) -> float:
         first = repeat * self.samples
         numbers = range(first, first + self.samples)
-        return voted(
-            self.vote, await most_of([self._ask(values, instruction, number, read) for number in numbers])
-        )
+        requests = [self._ask(values, instruction, number, read) for number in numbers]
+        return voted(self.vote, await most_of(requests))
 
     def _rewarded(self, value: float) -> Reward:
         return Reward(value, parts={self.name: value})
@@ -93,14 +92,14 @@ Ask = Callable[..., Coroutine[Any, Any, float]]  # `ModelJudge.put`
 
 @runtime_checkable
 class AsksJudge(Protocol):
-    """An environment that writes the judge's prompts itself."""
+    """Environment that writes the judge's prompts itself."""
 
     async def ask_judge(self, episode: Episode, ask: Ask) -> Reward: ...
 
 
 @dataclass(kw_only=True, eq=False)
 class ModelJudge(Judge):
-    """Judge every episode by itself, by the environment's own prompt where that is open and writes one."""
+    """Judge of single episodes. Uses the environment's own prompt if the environment is open and writes one."""
 
     verdict: Verdict
 
@@ -108,23 +107,22 @@ class ModelJudge(Judge):
         trajectory = episode.trajectory
         if self.failed(trajectory):
             return self._rewarded(0.0)
-        with suppress(ToolFailure):  # closed long ago
+        with suppress(ToolFailure):  # the environment is closed
             if isinstance(environment := episode.environment, AsksJudge):
                 return await environment.ask_judge(episode, self.put)
         return self._rewarded(await self.judge(trajectory))
 
     async def put(self, messages: Sequence[Message], read: Callable[[str], float] | None = None) -> float:
-        """Return what `read` makes of the reply to these messages; None: this judge's verdict, for which they ask."""
+        """Return the score that `read` parses from the replies. None: this judge's verdict, with its instruction."""
         if read is None:
             last = replace(messages[-1], content=f"{messages[-1].content}\n\n{self.verdict.instruction}")
             messages, read = [*messages[:-1], last], self.verdict.read
-        known = [message.content for message in messages]
-        numbers = range(self.samples)
-        asked = [self.client.ask(known, lambda: messages, number, read) for number in numbers]
-        return voted(self.vote, await most_of(asked))
+        key = [message.content for message in messages]
+        requests = [self.client.ask(key, lambda: messages, number, read) for number in range(self.samples)]
+        return voted(self.vote, await most_of(requests))
 
     async def judge(self, trajectory: Trajectory, repeat: int = 0) -> float:
-        """Return the verdict, from 0 to 1. `repeat` tells judgements of one trajectory apart in the cache."""
+        """Return the verdict, from 0 to 1. `repeat` separates repeated judgements of a trajectory in the cache."""
         values = self.prompt.values(
             trajectory.task,
             conversation=trajectory_text(trajectory, self.prompt.reasoning),
@@ -135,112 +133,110 @@ class ModelJudge(Judge):
 
 @dataclass(kw_only=True, eq=False)
 class PairJudge(Judge):
-    """Reward the share of comparisons that an episode wins, each in both orders, so that the place of a text cannot
-    decide. Who has no answer loses against who has one, without asking."""
+    """Judge that rewards the share of comparisons an episode wins. Every comparison is made in both orders, to cancel
+    position bias. A failed episode loses against one with an answer, without a request."""
 
-    opponents: int | None = None  # against so many of the next ones; None: all
+    opponents: int | None = None  # compare with the next N episodes of the group; None: with all
 
     async def ordered(self, first: Trajectory, second: Trajectory, repeat: int = 0) -> float:
-        """Return how much better the first is, shown in this order only: 1 it is, 0 the other is."""
-        reasoning, verdict = self.prompt.reasoning, Pairwise()
+        """Return the verdict with the texts in this order only: 1 if the first is better, 0 if the second is."""
+        verdict = Pairwise()
         values = self.prompt.values(
             first.task,
-            first=trajectory_text(first, reasoning, prompt=False),
-            second=trajectory_text(second, reasoning, prompt=False),
+            first=trajectory_text(first, self.prompt.reasoning, prompt=False),
+            second=trajectory_text(second, self.prompt.reasoning, prompt=False),
         )
         return await self._samples(values, verdict.instruction, verdict.read, repeat)
 
     async def compare(self, first: Trajectory, second: Trajectory) -> float:
-        """Return the mean over both orders."""
-        one, other = await asyncio.gather(self.ordered(first, second), self.ordered(second, first))
-        return (one + 1 - other) / 2
+        """Return the mean over both orders: 1 if the first is better, 0 if the second is."""
+        forward, backward = await asyncio.gather(self.ordered(first, second), self.ordered(second, first))
+        return (forward + 1 - backward) / 2
 
     async def __call__(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
-        """Return each episode's share, or why it has less than half of its comparisons; raise where none has them."""
+        """Return each episode's share of wins, or the failure if half or more of its comparisons failed. Raise if no
+        episode has a share."""
         trajectories = _several(episodes)
-        failed = [self.failed(each) for each in trajectories]
+        failed = [self.failed(trajectory) for trajectory in trajectories]
         count = len(trajectories)
         reach = min(self.opponents or count, count - 1)
-        around = ((a, (a + step) % count) for a in range(count) for step in range(1, reach + 1))
-        pairs = sorted({(min(pair), max(pair)) for pair in around})
+        matches = ((first, (first + step) % count) for first in range(count) for step in range(1, reach + 1))
+        pairs = sorted({(min(pair), max(pair)) for pair in matches})
 
-        async def share(first: int, second: int) -> float:
+        async def compare(first: int, second: int) -> float:
             if failed[first] or failed[second]:
                 return 0.5 * (1 + failed[second] - failed[first])
             return await self.compare(trajectories[first], trajectories[second])
 
-        shares = await asyncio.gather(*(share(*pair) for pair in pairs), return_exceptions=True)
-        won: list[list[float | BaseException]] = [[] for _ in trajectories]
-        for (first, second), found in zip(pairs, shares, strict=True):
-            won[first].append(found)
-            won[second].append(found if isinstance(found, BaseException) else 1 - found)
-        rewards = [self._share(each) for each in won]
-        if all(isinstance(each, Exception) for each in rewards):
-            more_than_half(won[0])  # raises its first failure
+        results = await asyncio.gather(*(compare(*pair) for pair in pairs), return_exceptions=True)
+        wins: list[list[float | BaseException]] = [[] for _ in trajectories]
+        for (first, second), result in zip(pairs, results, strict=True):
+            wins[first].append(result)
+            wins[second].append(result if isinstance(result, BaseException) else 1 - result)
+        rewards = [self._share(comparisons) for comparisons in wins]
+        if all(isinstance(reward, Exception) for reward in rewards):
+            more_than_half(wins[0])  # raises the first failure
         return rewards
 
-    def _share(self, won: Sequence[float | BaseException]) -> Reward | Exception:
+    def _share(self, wins: Sequence[float | BaseException]) -> Reward | Exception:
         try:
-            had = more_than_half(won)
+            values = more_than_half(wins)
         except JudgeFailure as failure:
             return failure
-        return self._rewarded(sum(had) / len(had))
+        return self._rewarded(sum(values) / len(values))
 
 
 @dataclass(kw_only=True, eq=False)
 class RankingJudge(Judge):
-    """Let the judge order a whole group. With several samples every candidate stands in another place each time.
-    Episodes without an answer get 0 and are not shown."""
+    """Judge that ranks a whole group. Every sample shows the candidates in a rotated order. Failed episodes get 0 and
+    are not shown."""
 
     async def __call__(self, episodes: Sequence[Episode]) -> list[Reward]:
         trajectories = _several(episodes)
-        failed = [self.failed(each) for each in trajectories]
-        shown = [each for each, lost in zip(trajectories, failed, strict=True) if not lost]
-        scores = iter(await self.rank(shown))
+        failed = [self.failed(trajectory) for trajectory in trajectories]
+        candidates = [trajectory for trajectory, lost in zip(trajectories, failed, strict=True) if not lost]
+        scores = iter(await self.rank(candidates))
         return [self._rewarded(0.0 if lost else next(scores)) for lost in failed]
 
     async def rank(self, trajectories: Sequence[Trajectory]) -> list[float]:
         count = len(trajectories)
         if count > MAX_CANDIDATES:
-            raise ValueError(f"a judge ranks at most {MAX_CANDIDATES} at once, not {count}")
+            raise ValueError(f"a judge ranks at most {MAX_CANDIDATES} episodes; the group has {count}")
         if count < 2:
             return [1.0] * count
-        found = await most_of([self._ranked(trajectories, number) for number in range(self.samples)])
-        return [voted(self.vote, column) for column in zip(*found, strict=True)]
+        rankings = await most_of([self._ranked(trajectories, number) for number in range(self.samples)])
+        return [voted(self.vote, column) for column in zip(*rankings, strict=True)]
 
     async def _ranked(self, trajectories: Sequence[Trajectory], number: int) -> list[float]:
-        count, verdict = len(trajectories), Ranking()
-        turned = [(place + number) % count for place in range(count)]
-        texts = [
-            trajectory_text(trajectories[index], self.prompt.reasoning, prompt=False) for index in turned
-        ]
+        count = len(trajectories)
+        verdict = Ranking()
+        order = [(place + number) % count for place in range(count)]
+        texts = [trajectory_text(trajectories[index], self.prompt.reasoning, prompt=False) for index in order]
         values = self.prompt.values(trajectories[0].task, candidates=texts)
 
         def read(text: str) -> list[float]:
             return verdict.read_all(text, count)
 
         scores = await self._ask(values, verdict.instruction, number, read)
-        return [scores[turned.index(index)] for index in range(count)]
+        return [scores[order.index(index)] for index in range(count)]
 
 
 def _several(episodes: Sequence[Episode]) -> list[Trajectory]:
     if len(episodes) < 2:
-        raise ValueError(
-            "the judge compares the episodes of a group, and there is no other one to compare it with"
-        )
+        raise ValueError("the judge compares the episodes of a group and needs at least 2; raise group_size")
     return [episode.trajectory for episode in episodes]
 
 
-async def most_of(asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    return more_than_half(await asyncio.gather(*asked, return_exceptions=True))
+async def most_of(requests: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    return more_than_half(await asyncio.gather(*requests, return_exceptions=True))
 
 
-def more_than_half(found: Sequence[T | BaseException]) -> list[T]:
-    """Return what could be had, if that is more than half of it; else raise the first failure."""
-    had = [each for each in found if not isinstance(each, BaseException)]
-    for error in found:
-        if isinstance(error, BaseException) and (
-            not isinstance(error, JudgeFailure) or 2 * len(had) <= len(found)
-        ):
+def more_than_half(results: Sequence[T | BaseException]) -> list[T]:
+    """Return the successes if they are more than half; else raise the first JudgeFailure. Always raise exceptions of
+    other types."""
+    successes = [result for result in results if not isinstance(result, BaseException)]
+    too_few = 2 * len(successes) <= len(results)
+    for error in results:
+        if isinstance(error, BaseException) and (too_few or not isinstance(error, JudgeFailure)):
             raise error
-    return had
+    return successes

@@ -1,5 +1,5 @@
-"""A model that judges episodes. No verdict, whatever the reason, raises: the episode is then dropped and counted, never
-rewarded with a zero."""
+"""Construction of judges from options. A judge without a verdict raises: the episode is then dropped and counted, never
+rewarded with zero."""
 
 from __future__ import annotations
 
@@ -71,26 +71,25 @@ def model_judge(
     cache: ToolCache | Text | Path | None = None,
     budget: Annotated[Mapping[str, Any] | Budget | None, nested(Budget, "the judge's budget")] = None,
 ) -> ModelJudge | PairJudge | RankingJudge:
-    """Make a judge from the options that docs/JUDGES.md lists."""
+    """Return a judge; docs/JUDGES.md describes the options."""
     if opponents is not None and verdict != "pairwise":
-        raise OptionError(Wrong("opponents", f"is for the verdict pairwise, not for {verdict}"))
+        raise OptionError(Wrong("opponents", f"requires verdict pairwise; verdict is {verdict}"))
     try:
         form = make_from(FORMS[verdict], verdict_options or {}, f"the verdict {verdict}")
     except OptionError as error:
         raise error.within("verdict_options") from None
     prompt = JudgePrompt(template, rubric, KINDS.get(verdict, SINGLE), reference, reasoning)
     if isinstance(model, str):
-        model = _endpoint(
-            APIS[api], base_url, model, api_key_env=api_key_env, timeout=timeout, options=options
-        )
+        request: dict[str, Any] = {"api_key_env": api_key_env, "timeout": timeout, "options": options}
+        model = _endpoint(APIS[api], base_url, model, **request)
     client = JudgeClient(
         model=model,
         concurrency=concurrency,
         rate=rate,
         retries=retries,
         pause=pause,
-        cache=cache,  # a file is made when nothing else can be wrong
-        budget=budget or Budget(),  # type: ignore[arg-type]  # made of the mapping
+        cache=cache,  # creates a file, so it comes after all other checks
+        budget=budget or Budget(),  # type: ignore[arg-type]  # `nested` has converted a mapping
     )
     shared: dict[str, Any] = {"client": client, "prompt": prompt, "samples": samples, "vote": vote}
     shared |= {"name": name, "judge_unfinished": judge_unfinished, "fence_seed": fence_seed}
@@ -105,8 +104,8 @@ def _endpoint(kind: type[OpenAIEndpoint], base_url: str, model: str, **options: 
     endpoint = kind(base_url, model, **options)
     if endpoint.api_key_env is not None and not os.environ.get(endpoint.api_key_env):
         raise ValueError(
-            f"the environment variable {endpoint.api_key_env}, which holds the key for {endpoint.host}, is not set; "
-            "set it, name another one with api_key_env, or give api_key_env: null if the judge needs no key"
+            f"the environment variable {endpoint.api_key_env} with the API key for {endpoint.host} is not set; set it, "
+            "name another variable with api_key_env, or set api_key_env: null if the endpoint needs no key"
         )
     return endpoint
 
@@ -114,19 +113,19 @@ def _endpoint(kind: type[OpenAIEndpoint], base_url: str, model: str, **options: 
 def judges_at(
     base_url: str | Sequence[str], options: Mapping[str, Any], workers: int | None = None
 ) -> list[Any]:
-    """Return a judge for each worker of a pool, one at each address, with one budget for all."""
+    """Return one judge per worker of a pool. Workers are assigned to the addresses in turn and share one budget."""
     urls = [base_url] if isinstance(base_url, str) else list(base_url)
     if not urls or not all(isinstance(url, str) for url in urls) or len(set(urls)) < len(urls):
-        raise ValueError(f"base_url is {base_url!r:.100}; it must be an address, or a list of different ones")
+        raise ValueError(f"base_url is {base_url!r:.100}; it must be an address or a list of distinct ones")
     count = len(urls) if workers is None else workers
     if count < len(urls):
-        raise ValueError(f"num_workers is {count}, but base_url has {len(urls)} addresses")
+        raise ValueError(f"num_workers is {count}, but base_url has {len(urls)} addresses; raise num_workers")
     options = dict(options)
-    options.setdefault("concurrency", 8 * -(-count // len(urls)))  # of a judge that several workers share
+    options.setdefault("concurrency", 8 * -(-count // len(urls)))  # 8 per worker that shares the judge
     judges: list[Any] = []
     for url in urls:
         judges.append(make_from(model_judge, {"base_url": url, **options}, "a model judge"))
-        options["cache"] = judges[0].client.cache  # opened once, and closed with the first
+        options["cache"] = judges[0].client.cache  # shared: opened once, closed with the first judge
     spent = [judge.client.usage for judge in judges]
     for judge in judges:
         judge.client.spent = spent

@@ -1,4 +1,4 @@
-"""The form in which a judge has to answer, and how it is read. Raises JudgeFailure for what is not certain."""
+"""Answer formats of judges, with their parsers. A parser raises JudgeFailure for an ambiguous answer."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Vote = Literal["mean", "majority", "median"]
 MAX_CANDIDATES = len(string.ascii_uppercase)
 NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|[+-]?nan|[+-]?inf(?:inity)?"
 SCORE = re.compile(rf"({NUMBER})(?: ?/ ?(\d+(?:\.\d+)?))?")
-MARKUP = " \t*_`"  # of emphasis and code, around a verdict
+MARKUP = " \t*_`"  # emphasis and code marks around a verdict
 FENCE = "```"
-LARGE = 1e300  # a whole number beyond it may be too large for a float
+LARGE = 1e300  # a larger integer may overflow a float
 
 
 class Verdict(Protocol):
-    """Read the verdict on one text as a number from 0 (bad) to 1 (good)."""
+    """Answer format for one text; `read` parses the verdict as a number from 0 (bad) to 1 (good)."""
 
     @property
     def instruction(self) -> str: ...
@@ -41,14 +41,14 @@ class Verdict(Protocol):
 
 @dataclass(config=STRICT, frozen=True)
 class Score:
-    """Read a number from `low` to `high`, mapped to 0 to 1."""
+    """Score from `low` to `high`, scaled to 0 to 1."""
 
     low: float = 0.0
     high: float = 10.0
 
     def __post_init__(self) -> None:
         if self.low >= self.high:
-            raise ValueError(f"low is {self.low:g} and high {self.high:g}; low must be below high")
+            raise ValueError(f"low is {self.low:g} and high is {self.high:g}; low must be below high")
 
     @property
     def instruction(self) -> str:
@@ -58,20 +58,18 @@ class Score:
         )
 
     def read(self, text: str) -> float:
-        found = SCORE.fullmatch(final_line(text, "score"))
-        if found is None:
+        match = SCORE.fullmatch(final_line(text, "score"))
+        if match is None:
             raise without_line(text, "score")
-        value, out_of = found.groups()
+        value, out_of = match.groups()
         if out_of and float(out_of) != self.high:
             raise JudgeFailure(f"the judge's score is out of {out_of}, not {self.high:g}", "out_of_range")
         return self.scaled(float(value))
 
     def scaled(self, value: float) -> float:
-        if not self.low <= value <= self.high:  # nor for nan
-            raise JudgeFailure(
-                f"the judge's score is {value:g}; it must be from {self.low:g} to {self.high:g}",
-                "out_of_range",
-            )
+        if not self.low <= value <= self.high:  # also rejects nan
+            text = f"the judge's score is {value:g}; it must be from {self.low:g} to {self.high:g}"
+            raise JudgeFailure(text, "out_of_range")
         return (value - self.low) / (self.high - self.low)
 
 
@@ -85,8 +83,8 @@ class YesNo:
 
 @dataclass(config=STRICT)
 class JsonVerdict:
-    """Read an object of `schema`, whose `key` is a truth value, a number from `low` to `high` (or in the schema's own
-    range), or one of `values`, which stand for such numbers."""
+    """JSON object of `schema`, whose `key` holds the verdict: a boolean, a number from `low` to `high` (or in the
+    schema's own range), or a string that `values` maps to such a number."""
 
     schema: Annotated[dict[str, Any], AfterValidator(checked_schema)]
     key: Text = "score"
@@ -96,7 +94,7 @@ class JsonVerdict:
 
     def __post_init__(self) -> None:
         if self.key not in self.schema.get("properties", {}):
-            raise ValueError(f"key is {self.key!r}, which is not among the properties of schema")
+            raise ValueError(f"key is {self.key!r}; it must be one of the properties of schema")
         low, high = self.scale.low, self.scale.high
         for name, value in self.values.items():
             if not low <= value <= high:
@@ -104,23 +102,23 @@ class JsonVerdict:
 
     @cached_property
     def scale(self) -> Score:
-        """Return the range, worst to best: the schema's own, else that of the options."""
-        low, high = self._about.get("minimum", self.low), self._about.get("maximum", self.high)
+        """Return the range from worst to best: the schema's minimum and maximum, else `low` and `high`."""
+        low = self._key_schema.get("minimum", self.low)
+        high = self._key_schema.get("maximum", self.high)
         return make_from(Score, {"low": low, "high": high}, "the range")
 
     @property
-    def _about(self) -> dict[str, Any]:
-        about = self.schema["properties"][self.key]
-        return about if isinstance(about, dict) else {}  # a schema may be true
+    def _key_schema(self) -> dict[str, Any]:
+        schema = self.schema["properties"][self.key]
+        return schema if isinstance(schema, dict) else {}  # a schema may be `true`
 
     @property
     def instruction(self) -> str:
-        numeric = self._about.get("type") in ("number", "integer")
+        numeric = self._key_schema.get("type") in ("number", "integer")
         low, high = self.scale.low, self.scale.high
-        told = f" {self.key} is from {low:g} (worst) to {high:g} (best)." if numeric else ""
-        return (
-            f"Answer with one JSON object of this schema and nothing else.{told}\n{json.dumps(self.schema)}"
-        )
+        hint = f" {self.key} is from {low:g} (worst) to {high:g} (best)." if numeric else ""
+        schema = json.dumps(self.schema)
+        return f"Answer with one JSON object of this schema and nothing else.{hint}\n{schema}"
 
     def read(self, text: str) -> float:
         value = strict_json(self._verdict_in(without_reasoning(text).strip()))
@@ -128,31 +126,34 @@ class JsonVerdict:
             raise unreadable(text, "one JSON object")
         try:
             fits = validator_of(self.schema).is_valid(value)
-        except (OverflowError, RecursionError):  # a number or a depth that cannot be checked
+        except (OverflowError, RecursionError):  # too large or too deep to validate
             fits = False
         if not fits or self.key not in value:
             raise unreadable(text, f"an object of the schema with the key {self.key}")
-        found = value[self.key]
-        if isinstance(found, bool):
-            return float(found)
-        if isinstance(found, str) and found in self.values:
-            found = self.values[found]
-        if not isinstance(found, int | float):
+        verdict = value[self.key]
+        if isinstance(verdict, bool):
+            return float(verdict)
+        if isinstance(verdict, str) and verdict in self.values:
+            verdict = self.values[verdict]
+        if not isinstance(verdict, int | float):
             raise unreadable(text, f"a number under {self.key}")
-        return self.scale.scaled(found if abs(found) < LARGE else math.inf)
+        return self.scale.scaled(verdict if abs(verdict) < LARGE else math.inf)
 
     def _verdict_in(self, text: str) -> str:
-        """Return all of the text, or the fenced block that it ends with, if nothing before it looks like another."""
+        """Return the fenced block at the end of the text, or the whole text if there is none. Return "" if the key also
+        occurs before the block, because that may be another verdict."""
         before, fence, block = text.removesuffix(FENCE).rpartition(FENCE)
         if not fence or not text.endswith(FENCE):
             return text
+        if json.dumps(self.key) in before:
+            return ""
         language, _, inside = block.partition("\n")
-        return "" if json.dumps(self.key) in before else inside if language.strip().isalnum() else block
+        return inside if language.strip().isalnum() else block
 
 
 @dataclass(config=STRICT, frozen=True)
 class Pairwise:
-    """Read which of two is better: 1 if A is, 0 if B is, 0.5 for a tie."""
+    """Comparison of two texts: 1 if A is better, 0 if B is, 0.5 for a tie."""
 
     instruction: ClassVar[str] = (
         "Say which of the two is better, A or B; the order in which they stand means nothing. End with one line that "
@@ -165,7 +166,7 @@ class Pairwise:
 
 @dataclass(config=STRICT, frozen=True)
 class Ranking:
-    """Give 1 to the best and 0 to the worst, evenly spaced; equals get the mean of their places."""
+    """Ranking of a group: from 1 for the best to 0 for the worst, evenly spaced; ties share their mean rank."""
 
     instruction: ClassVar[str] = (
         "Order all candidates from best to worst by their letters; the order in which they stand means nothing. End "
@@ -173,35 +174,35 @@ class Ranking:
     )
 
     def read_all(self, text: str, count: int) -> list[float]:
-        said = final_line(text, "ranking").upper()
-        places = [[letter.strip(MARKUP) for letter in part.split("=")] for part in said.split(">")]
-        named = [letter for part in places for letter in part]
-        if sorted(named) != list(string.ascii_uppercase[:count]):
+        ranking = final_line(text, "ranking").upper()
+        ranks = [[letter.strip(MARKUP) for letter in tied.split("=")] for tied in ranking.split(">")]
+        letters = [letter for tied in ranks for letter in tied]
+        if sorted(letters) != list(string.ascii_uppercase[:count]):
             raise unreadable(text, f"each of the {count} candidates once")
         scores: dict[str, float] = {}
         ahead = 0
-        for part in places:
-            place = ahead + (len(part) - 1) / 2
-            scores |= dict.fromkeys(part, 1 - place / (count - 1))
-            ahead += len(part)
+        for tied in ranks:
+            rank = ahead + (len(tied) - 1) / 2
+            scores |= dict.fromkeys(tied, 1 - rank / (count - 1))
+            ahead += len(tied)
         return [scores[letter] for letter in string.ascii_uppercase[:count]]
 
 
 def final_line(text: str, mark: str) -> str:
-    """Return what the last line says after `mark:`, in lower case; all of the text may be one line without the mark."""
-    # With something after it, or another such line before it, it may be quoted from what is judged.
+    """Return the text after `mark:` in the last line, in lower case. A text of one line needs no mark."""
+    # A marked line with text after it, or two that differ, may be quoted from the judged material: rejected.
     lines = [line.strip(MARKUP) for line in without_reasoning(text).splitlines()]
-    lines = [line for line in lines if any(map(str.isalnum, line))]  # a closing fence says nothing
-    said = [found for line in lines if (found := _after(mark, line)) is not None]
-    if said and _after(mark, lines[-1]) == said[0] and len(set(said)) == 1:
-        return said[0]
-    if len(lines) == 1 and not said:
+    lines = [line for line in lines if any(map(str.isalnum, line))]  # drops closing fences
+    verdicts = [verdict for line in lines if (verdict := _after(mark, line)) is not None]
+    if verdicts and _after(mark, lines[-1]) == verdicts[0] and len(set(verdicts)) == 1:
+        return verdicts[0]
+    if len(lines) == 1 and not verdicts:
         return _plain(lines[0])
     raise without_line(text, mark)
 
 
 def _after(mark: str, line: str) -> str | None:
-    """Return what stands behind the mark, if the line begins with it."""
+    """Return the text after `mark:` or `mark=`; None if the line does not start with it."""
     if not line.lower().startswith(mark):
         return None
     rest = line[len(mark) :].lstrip(MARKUP)
@@ -223,13 +224,13 @@ def without_line(text: str, mark: str) -> JudgeFailure:
     return unreadable(text, f"one line `{mark.capitalize()}: ...` at its end")
 
 
-def unreadable(text: str, wanted: str) -> JudgeFailure:
-    shown = " ".join(text.split())[-80:]
-    return JudgeFailure(f"the judge's answer is not {wanted}: ...{shown!r}", "unreadable")
+def unreadable(text: str, expected: str) -> JudgeFailure:
+    end = " ".join(text.split())[-80:]
+    return JudgeFailure(f"the judge's answer is not {expected}; it ends with {end!r}", "unreadable")
 
 
 def voted(vote: Vote, values: Sequence[float]) -> float:
-    """Return one value for several samples. Majority: the most frequent one, or the mean of several such."""
+    """Aggregate several samples. `majority` is the most frequent value, or the mean of several such values."""
     if vote == "mean":
         return mean(values)
     if vote == "median":

@@ -1,6 +1,6 @@
-"""Find the answer in an episode, and hold what the rules that compare it with the right ones have in common.
+"""Answer extraction, and base classes of the rules that compare answers with references.
 
-Only the model's own final text counts: never what a tool said, nor what stands in the reasoning."""
+Only the model's final text counts, never tool results or reasoning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from TrainingFactory.rewards.adapt import check_known
 from TrainingFactory.rewards.rules.numbers import last_number_text
 from TrainingFactory.types import Reward, Task, Trajectory
 
-MAX_BOXES, MAX_BOX_CHARS = 50, 2000  # looked at from the end
+MAX_BOXES = 50  # boxes that are searched, from the end
+MAX_BOX_CHARS = 2000
 MAX_TAGS = 200  # characters of closing tags after an answer
 OPENING, CLOSING = "<think>", "</think>"
 Extract = Literal["auto", "whole", "marker", "boxed", "tag", "last_line", "last_number"]
@@ -25,12 +26,12 @@ Extract = Literal["auto", "whole", "marker", "boxed", "tag", "last_line", "last_
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class FinalText:
-    """Look at the final text of an episode."""
+    """Base of rules about the final text of an episode."""
 
     rule: ClassVar[str]
 
     def text_of(self, trajectory: Trajectory) -> str | None:
-        """Return the final text; None for an episode that did not come to its own end, or ended without a word."""
+        """Return the final text; None for an episode that did not finish by itself, or without text."""
         check_known(trajectory)
         if trajectory.status != "done" or not trajectory.turns:
             return None
@@ -42,19 +43,19 @@ class FinalText:
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Extraction(FinalText):
-    """Take the answer from the final text; of several marked ones always the last."""
+    """Base of rules that extract an answer from the final text; of several marked answers, the last one counts."""
 
-    # auto: what is marked in any of these ways, else the last line. marker: `Answer:`, `The answer is` or `####`.
-    # boxed: \\boxed{}. tag: <answer></answer>.
+    # marker: `Answer:`, `The answer is` or `####`. boxed: \\boxed{}. tag: <answer></answer>. auto: any of these, else
+    # the last line.
     extract: Extract = "auto"
 
     def answer_of(self, trajectory: Trajectory) -> str | None:
-        """Return the answer that the episode gives in the way asked for, or None."""
+        """Return the episode's answer according to `extract`, or None."""
         text = self.text_of(trajectory)
         return None if text is None else self.answer_in(text)
 
     def answer_in(self, text: str) -> str | None:
-        """Return the answer that the text gives in the way asked for, or None."""
+        """Return the text's answer according to `extract`, or None."""
         match self.extract:
             case "auto":
                 return marked(text) or last_line(text)
@@ -71,43 +72,43 @@ class Extraction(FinalText):
         return text
 
 
-@lru_cache(maxsize=1)  # asked twice about each answer
+@lru_cache(maxsize=1)  # called twice for each answer
 def marked(text: str) -> str | None:
-    """Return the last marked answer, by any of the usual ways."""
-    found = [_boxed(text), _tagged(text), _after_phrase(text)]
-    return _only_one(text, max((pair for pair in found if pair is not None), default=None))
+    """Return the last answer that is boxed, tagged or marked by a phrase; None if there is none."""
+    candidates = [_boxed(text), _tagged(text), _after_phrase(text)]
+    return _only_one(text, max((pair for pair in candidates if pair is not None), default=None))
 
 
 def references(task: Task, rule: str) -> list[Any]:
-    """Return the right answers of a task, one or several; ValueError if there is none to score by."""
+    """Return the reference answers of a task, one or several; raise ValueError if it has none."""
     answers = list(task.answer) if isinstance(task.answer, list | tuple) else [task.answer]
     blank = any(answer is None or (isinstance(answer, str) and not answer.strip()) for answer in answers)
     if not answers or blank:
-        raise ValueError(f"task {task.id} has no answer to compare with, so the rule {rule} cannot score it")
+        raise ValueError(f"task {task.id} has no answer to compare with, which the rule {rule} needs")
     return answers
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class ReferenceRule(Extraction):
-    """Compare with the task's right answers: one without any cannot be scored."""
+    """Base of rules that compare with the task's reference answers. A task without any cannot be scored."""
 
-    # Where nothing is marked, the answer may be the last line or all of the text: right is whichever is.
+    # Without a marked answer, both the last line and the whole text are tried, and the better score counts.
     whole_too: ClassVar[bool] = True
 
     def right_answers(self, episode: Episode) -> list[Any]:
-        """Return the right answers as `read_reference` gives them; ValueError that names the task if there is none."""
-        right = references(episode.task, self.rule)
+        """Return the references, parsed by `read_reference`; raise ValueError with the task's id if there are none."""
+        answers = references(episode.task, self.rule)
         try:
-            return [self.read_reference(reference) for reference in right]
+            return [self.read_reference(reference) for reference in answers]
         except (ValueError, TypeError) as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
 
     def read_reference(self, reference: Any) -> Any:
-        """Return a right answer in the form that is compared; ValueError if this rule cannot compare with it."""
+        """Return the reference in the form that is compared; raise ValueError if this rule cannot compare with it."""
         return str(reference)
 
     def answers_of(self, episode: Episode) -> Sequence[str]:
-        """Return the texts that may be the answer: none for an episode that did not come to its own end."""
+        """Return the candidate answers; none for an episode that did not finish by itself."""
         text = self.text_of(episode.trajectory)
         if text is None:
             return []
@@ -118,13 +119,13 @@ class ReferenceRule(Extraction):
 
 
 class AnswerRule(ReferenceRule):
-    """Compare one answer with one right answer; the best pair counts, and no answer is worth 0."""
+    """Base of rules that compare one answer with one reference; the best pair counts, and no answer scores 0."""
 
-    quick = True  # it compares two short texts: a thread would take longer
+    quick = True  # comparing two short texts is faster than starting a thread
 
     def __call__(self, episode: Episode) -> Reward:
-        right = self.right_answers(episode)
-        scores = [self.score(answer, one) for answer in self.answers_of(episode) for one in right]
+        correct = self.right_answers(episode)
+        scores = [self.score(answer, one) for answer in self.answers_of(episode) for one in correct]
         return self.rewarded(max(scores, default=0.0))
 
     def score(self, answer: str, reference: Any) -> float:
@@ -132,7 +133,7 @@ class AnswerRule(ReferenceRule):
 
 
 def without_reasoning(text: str) -> str:
-    """Return the text without <think> blocks, also those that were never closed, or never opened."""
+    """Return the text without <think> blocks, including unclosed and unopened ones."""
     if OPENING not in text and CLOSING not in text:
         return text
     kept: list[str] = []
@@ -148,14 +149,14 @@ def without_reasoning(text: str) -> str:
 
 
 def last_line(text: str) -> str | None:
-    """Return the last line that says something, without the mark of a list or a heading."""
+    """Return the last line that contains a word, without a list or heading marker."""
     lines = [line.strip() for line in text.splitlines() if re.search(r"\w", line)]
     return _ITEM.sub("", lines[-1]) if lines else None
 
 
 _ITEM = re.compile(r"^(?:[-*•>]|#+)\s+(?=\S)")
 _END_TAG = re.compile(r"(?:</[A-Za-z][\w-]{0,30}>\s?)+$")
-# Runs of spaces have a limit: without one a text of nothing else would take for ever.
+# Runs of spaces are limited to avoid catastrophic backtracking.
 _PHRASE = re.compile(
     r"\b(?:final\s{1,20})?answer(?:\s{1,20}is)?\s{0,20}(?:\*\*|__)?\s{0,20}[:=]\s{0,20}(?:\*\*|__)?"
     r"|\banswer\s{1,20}is\b"
@@ -167,21 +168,21 @@ _GOES_ON = re.compile(r"\W{0,5}or\b", re.I)
 
 
 def _after_phrase(text: str) -> tuple[int, str] | None:
-    found = [each.span() for each in _PHRASE.finditer(text)][-1:]
-    told = text.rstrip()
-    # in the last line; elsewhere it is what it looks like
-    heading = told.rfind(_HEADING, told.rfind("\n") + 1)
+    """Return the position and the answer of the last phrase such as `Answer:`, or of `####` in the last line."""
+    marks = [match.span() for match in _PHRASE.finditer(text)][-1:]
+    stripped = text.rstrip()
+    heading = stripped.rfind(_HEADING, stripped.rfind("\n") + 1)  # in other lines, #### is a heading
     if heading >= 0:
-        found.append((heading, heading + len(_HEADING)))
-    if found:
-        start, end = max(found)
+        marks.append((heading, heading + len(_HEADING)))
+    if marks:
+        start, end = max(marks)
         if answer := _line_after(text, end):
             return start, answer
     return None
 
 
 def _line_after(text: str, position: int) -> str | None:
-    """Return the rest of the line, or the next one if it is empty; with the line after it if that goes on with `or`."""
+    """Return the first non-empty line from the position on, and the next one if that starts with `or`."""
     lines = [line.strip() for line in text[position:].splitlines() if re.search(r"\w", line)][:2]
     if not lines:
         return None
@@ -190,7 +191,7 @@ def _line_after(text: str, position: int) -> str | None:
 
 
 def _tagged(text: str) -> tuple[int, str] | None:
-    """Return what stands in the last pair of tags, and where."""
+    """Return the position and the content of the last <answer> tag."""
     *_, closing = [None, *re.finditer("</answer>", text, re.I)]
     *_, opening = [None, *re.finditer("<answer>", text[: closing.start()] if closing else "", re.I)]
     if closing is None or opening is None:
@@ -200,7 +201,7 @@ def _tagged(text: str) -> tuple[int, str] | None:
 
 
 def _boxed(text: str) -> tuple[int, str] | None:
-    """Return what stands in the last \\boxed{...} with balanced braces, with a minus before it, and where."""
+    """Return the position and the content of the last balanced \\boxed{...}, with a minus sign before the box."""
     for match in reversed(list(re.finditer(r"\\f?box(?:ed)?\s?\{", text))[-MAX_BOXES:]):
         end = _closing_brace(text, match.end())
         if end is not None and (inside := text[match.end() : end].strip()):
@@ -209,7 +210,7 @@ def _boxed(text: str) -> tuple[int, str] | None:
     return None
 
 
-# -\boxed{5} and = - \boxed{5}; not x-\boxed{5}, and not the mark of a list or a dash: the sum - \boxed{5}
+# -\boxed{5} and = - \boxed{5}; not x-\boxed{5}, and not a list marker or a dash: the sum - \boxed{5}
 _MINUS_BEFORE = re.compile(
     r"(?:(?<![\w)\]}])[-\u2212\u2013]|[=:({$\[\u2248]\s*[-\u2212\u2013]\s+)(?:\\left|\\[,;:!]|[$({\[])*\Z"
 )
@@ -225,7 +226,7 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def _only_one(text: str, marked: tuple[int, str] | None) -> str | None:
-    """Return what is marked at a place in the text, unless it is one of a choice: Answer: 5 or Answer: 7."""
+    """Return the marked answer, given with its position; None if it is one of several: Answer: 5 or Answer: 7."""
     if marked is None:
         return None
     start, answer = marked

@@ -1,4 +1,4 @@
-"""Rules that ask a tool of the environment: code by its tests."""
+"""Rules that run the answer with a tool of the environment: code against its tests."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class ToolRule(Extraction):
-    """Ask the environment's `tool` about the final text's last fenced block, or all of it."""
+    """Base of rules that run the final text's last fenced block, or the whole text, with the environment's `tool`."""
 
     extract: Extract = "whole"
     tool: Text = "python"
 
     def check_environment(self, environment: Environment, task: Task) -> None:
-        """Raise ValueError if the tool is needed and not there."""
-        has = [tool.spec.name for tool in environment.tools]
-        if self.tool not in has:
+        """Raise ValueError if the environment lacks the tool."""
+        available = [tool.spec.name for tool in environment.tools]
+        if self.tool not in available:
             raise ValueError(
-                f"the reward {self.rule} needs the tool {self.tool!r}, and {type(environment).__name__} has "
-                f"{', '.join(has) or 'none'}; add it under tools, or name another one by the option tool"
+                f"the reward {self.rule} needs the tool {self.tool!r}, but {type(environment).__name__} has "
+                f"{', '.join(available) or 'none'}; add it under tools, or set the option tool to another one"
             )
 
     def code_of(self, episode: Episode) -> str | None:
@@ -40,8 +40,8 @@ class ToolRule(Extraction):
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class CodeTests(ToolRule):
-    """Reward code that passes the tests in the task's metadata, else its answer: one Python text, or a list of them.
-    Those that would run beside the code, which can make them say what it likes, need `trusting`."""
+    """Reward code that passes the tests in the task's metadata `tests`, else in its answer: Python source, or a list of
+    sources. Tests that can only run in the same process as the code, which could fake their result, need `trusting`."""
 
     rule: ClassVar[str] = "code_tests"
     partial: bool = False
@@ -63,19 +63,19 @@ class CodeTests(ToolRule):
             raise ValueError(f"task {episode.task.id}: {error}") from error
         ask = through(episode, self.tool, "code")
         if asserts is not None:
-            shown = "'[' + ', '.join(_found) + ']'"
-            said = await value_after(ask, f"{code}\n\n{asserts.script}", shown, expected=asserts.size)
-            return said is not None and asserts.hold(said)
+            expression = "'[' + ', '.join(_found) + ']'"
+            values = await value_after(ask, f"{code}\n\n{asserts.script}", expression, expected=asserts.size)
+            return values is not None and asserts.hold(values)
         if not self.trusting:
             raise ValueError(
-                f"task {episode.task.id}: the code could cheat the test {test.strip()[:60]!r}, which is not of the "
-                "form assert f(2) == 4; write it so, use tool_verified with code_cases, or set trusting: true"
+                f"task {episode.task.id}: the code could fake the test {test.strip()[:60]!r}; rewrite the test in the "
+                "form assert f(2) == 4, use tool_verified with code_cases, or set trusting: true"
             )
         return await value_after(ask, f"{code}\n\n{test}", "''") is not None
 
 
 def through(episode: Episode, tool: str, argument: str) -> Ask:
-    """Return what calls the environment's tool. One that is not there is no fault of the model's."""
+    """Return a function that calls the environment's tool; it raises ToolFailure if the environment lacks the tool."""
 
     async def ask(text: str) -> ToolResult:
         result = await episode.call(tool, **{argument: text})
@@ -87,18 +87,19 @@ def through(episode: Episode, tool: str, argument: str) -> Ask:
 
 
 async def value_after(ask: Ask, code: str, shown: str, expected: int = 0) -> str | None:
-    """Return the text that `shown` gives after the code, or None; raise where the tool has cut what may be right."""
-    # Tells it from what the code prints itself: leaving early is not passing. The same code gets the same word again,
-    # so that a recorded call is found; who finds it out gains nothing.
+    """Return the value of the string expression `shown` after the code has run; None if the code failed. Raise
+    ValueError if the tool truncated output that may be correct; `expected` is the length of the correct value."""
+    # The digest marks our line among the output of the code, so that exiting early does not pass. It depends only on
+    # the code, so that recorded calls can be replayed; code that guesses it gains nothing.
     word = digest(code)
     result = await ask(f"{code}\nprint('\\n' + {word!r} + {shown})\n")
     if _CUT.search(result.content) and expected * 2 > len(result.content):
         raise ValueError(
-            "the tool has cut what the code gives, and the right value is too long as well, so they cannot be "
-            "compared; raise the tool's max_output_chars, or ask for less"
+            "cannot compare the output of the code, because the tool truncated it and the expected value is too long "
+            "as well; raise the tool's max_output_chars, or use a test with a shorter value"
         )
-    found = [line for line in result.content.splitlines() if line.startswith(word)]
-    return found[0].removeprefix(word) if result.ok and len(found) == 1 else None
+    lines = [line for line in result.content.splitlines() if line.startswith(word)]
+    return lines[0].removeprefix(word) if result.ok and len(lines) == 1 else None
 
 
 _CUT = re.compile(r"\[\.\.\. \d+ (?:bytes|characters) cut \.\.\.\]")

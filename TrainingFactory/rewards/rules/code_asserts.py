@@ -1,6 +1,6 @@
-"""Tests such as `assert double(2) == 4`, taken apart: `double(2)` is computed in the sandbox, beside the code under
-test, and the 4 stays here, where no code can find it, equal everything, or change what a comparison means. A test that
-compares there, or whose outcome can be guessed without computing anything, cannot be taken apart."""
+"""Splitting of tests such as `assert double(2) == 4`: `double(2)` runs in the sandbox with the code under test, and the
+4 is compared here, where that code cannot read it, return an object that equals everything, or override comparison. A
+test that must compare in the sandbox, or whose outcome can be guessed without computing anything, cannot be split."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.Eq, ast.NotEq: ast.NotEq, ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE,
 }  # fmt: skip
-_COMPARING = ast.Compare | ast.Sub | ast.Match  # what an object that equals everything can answer as it likes
+_COMPARING = ast.Compare | ast.Sub | ast.Match  # an object of the code can override these
 _LEAVING = ast.Return | ast.Yield | ast.YieldFrom | ast.Global | ast.Nonlocal
-# Runs in the sandbox: a value as Python writes it. What is no plain data has no text, and then the test fails.
+# Runs in the sandbox: formats a value as a Python literal. It raises for other objects, which fails the test.
 SHOWING = """
 def _shown(value):
     if value is None or isinstance(value, bool):
@@ -54,14 +54,14 @@ _found = []
 
 @dataclass(slots=True, frozen=True)
 class Asserts:
-    """Hold a test that was taken apart."""
+    """A split test."""
 
-    script: str  # computes the values, and leaves what `_shown` writes of them in `_found`
-    wanted: Sequence[Holds]
-    size: int = 0  # characters of the test that are not in the script; what is expected has no more
+    script: str  # computes the values and appends their literals to `_found`
+    wanted: Sequence[Holds]  # the condition on each value
+    size: int = 0  # upper bound of the expected values' length: characters of the test outside the script
 
     def hold(self, shown: str) -> bool:
-        """Return whether these are the values that are wanted, written as a list."""
+        """Return whether the values, formatted as a list literal, meet the conditions."""
         try:
             values = ast.literal_eval(shown)
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
@@ -72,104 +72,107 @@ class Asserts:
 
 
 def read_asserts(test: str) -> Asserts | None:
-    """Return None for a test that cannot be taken apart; raise ValueError for one that is not Python."""
+    """Split a test. Return None if it cannot be split; raise ValueError if it is not Python."""
     try:
         tree = ast.parse(test)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"a test is not Python ({error})") from error
+        raise ValueError(f"a test is not valid Python ({error})") from error
     try:
-        reading = _Reading(list(_statements(tree)))
-        sent = [ast.unparse(ast.fix_missing_locations(each)) for each in reading.sent()]
-    except _Other:
+        splitter = _Splitter(list(_statements(tree)))
+        statements = [ast.unparse(ast.fix_missing_locations(node)) for node in splitter.sandbox_statements()]
+    except _NotSplittable:
         return None
-    if not reading.wanted:
+    if not splitter.conditions:
         return None
-    body = "\n".join(sent)
+    body = "\n".join(statements)
     script = f"{SHOWING}\ndef _run_here():\n{indent(body, '    ')}\n_run_here()"
-    return Asserts(script, reading.wanted, max(0, len(test) - len(body)))
+    return Asserts(script, splitter.conditions, max(0, len(test) - len(body)))
 
 
-class _Other(Exception):
-    """Not of the form that can be taken apart."""
+class _NotSplittable(Exception):
+    """The test is not of the form that can be split."""
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yield the statements of a test; of `check(double)` these are `candidate = double` and the body."""
-    checks = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef) and _is_check(each)}
+    """Yield the statements of a test; a call `check(double)` is inlined as `candidate = double` and the body."""
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    checks = {function.name: function for function in functions if _is_check(function)}
     for statement in tree.body:
         match statement:
             case ast.FunctionDef(name) if name in checks:
                 continue
-            case ast.Expr(ast.Call(ast.Name(name), [ast.expr() as given], [])) if name in checks:
+            case ast.Expr(ast.Call(ast.Name(name), [ast.expr() as argument], [])) if name in checks:
                 [parameter] = checks[name].args.args
-                names = {parameter.arg, *(each.id for each in _names(given))}
-                if isinstance(given, ast.Starred) or names & set(_bound(checks[name].body)):
-                    raise _Other
-                yield ast.Assign([ast.Name(parameter.arg, ast.Store())], given)
+                names = {parameter.arg, *(node.id for node in _names(argument))}
+                if isinstance(argument, ast.Starred) or names & set(_bound(checks[name].body)):
+                    raise _NotSplittable
+                yield ast.Assign([ast.Name(parameter.arg, ast.Store())], argument)
                 yield from checks[name].body
-            case ast.ImportFrom(names=[ast.alias("*")]):  # no function may do so
-                raise _Other
+            case ast.ImportFrom(names=[ast.alias("*")]):  # not allowed inside a function
+                raise _NotSplittable
             case _ if any(name.id in checks for name in _names(statement)):
-                raise _Other
+                raise _NotSplittable
             case _:
                 yield statement
 
 
 def _is_check(function: ast.FunctionDef) -> bool:
-    """Return whether the function only tests what it is given."""
+    """Return whether the function only tests its one argument, so that its body can be inlined."""
     return (
-        any(isinstance(each, ast.Assert) for each in function.body)
-        and not any(isinstance(each, _LEAVING) for each in ast.walk(function))
+        any(isinstance(node, ast.Assert) for node in function.body)
+        and not any(isinstance(node, _LEAVING) for node in ast.walk(function))
         and not function.decorator_list
         and len(function.args.args) == 1
         and not function.args.defaults
     )
 
 
-class _Reading:
+class _Splitter:
+    """Splits statements into those that the sandbox runs and the conditions on the values they compute."""
+
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
         self.statements = statements
-        self.wanted: list[Holds] = []  # what must hold for the values
+        self.conditions: list[Holds] = []  # on the values, in order
         bound = Counter(_bound(statements))
-        given = [pair for pair in map(_assigned, statements) if pair and bound[pair[0]] == 1]
-        # Names that the test gives, apart from objects of the code: what they say about the code can be guessed.
+        assigned = [pair for pair in map(_assigned, statements) if pair and bound[pair[0]] == 1]
+        # Names that the test binds, except to objects of the code: results of their calls could be guessed.
         self.own = set(bound)
-        self.own -= {name for name, value in given if self._is_of_code(value)}
-        # Names of values that stand in the test. What is used other than in a comparison may be changed there, and a
-        # list is then not what is written down.
-        used = Counter(name.id for each in statements for name in _names(each, ast.Load))
+        self.own -= {name for name, value in assigned if self._is_of_code(value)}
+        # Names of literals of the test. One that is used outside comparisons may be changed there, so a mutable one
+        # does not count.
+        used = Counter(name.id for statement in statements for name in _names(statement, ast.Load))
         used.subtract(_compared(statements))
         self.known: dict[str, Any] = {}
-        for name, value in given:
-            if (found := self.literal(value)) and (_fixed(found[0]) or not used[name]):
-                self.known[name] = found[0]
+        for name, value in assigned:
+            if (literal := self.literal(value)) and (_fixed(literal[0]) or not used[name]):
+                self.known[name] = literal[0]
 
-    def sent(self) -> list[ast.stmt]:
-        """Return what the sandbox gets."""
-        found = [each for statement in self.statements for each in self._rewritten(statement)]
-        used = {name.id for each in found if self._expected(each) is None for name in _names(each)}
-        return [each for each in found if (name := self._expected(each)) is None or name in used]
+    def sandbox_statements(self) -> list[ast.stmt]:
+        """Return the statements that the sandbox runs; fills `conditions`."""
+        rewritten = [node for statement in self.statements for node in self._rewritten(statement)]
+        used = {name.id for node in rewritten if self._expected(node) is None for name in _names(node)}
+        return [node for node in rewritten if (name := self._expected(node)) is None or name in used]
 
     def _expected(self, statement: ast.stmt) -> str | None:
-        """Return the name that the statement gives to a value of the test, which the code must not see."""
-        given = _assigned(statement)
-        return given[0] if given is not None and given[0] in self.known else None
+        """Return the name to which the statement assigns a literal of the test, which the code must not see."""
+        pair = _assigned(statement)
+        return pair[0] if pair is not None and pair[0] in self.known else None
 
     def _rewritten(self, statement: ast.stmt) -> Iterator[ast.stmt]:
         if isinstance(statement, ast.Assert):
-            for expression, holds in self._conditions(statement.test):
-                self.wanted.append(holds)
+            for expression, condition in self._conditions(statement.test):
+                self.conditions.append(condition)
                 yield ast.parse(f"_found.append(_shown({ast.unparse(expression)}))").body[0]
         elif any(_asserts(node) or isinstance(node, _COMPARING) for node in ast.walk(statement)):
-            raise _Other
+            raise _NotSplittable
         else:
             yield statement
 
     def _conditions(self, test: ast.expr) -> Iterator[tuple[ast.expr, Holds]]:
-        """Yield what is to be computed, and what must hold for its value."""
+        """Yield the expressions to compute, each with the condition on its value."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-            for each in test.values:
-                yield from self._conditions(each)
+            for operand in test.values:
+                yield from self._conditions(operand)
         elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             yield self._call(test.operand), operator.not_
         elif isinstance(test, ast.Compare) and len(test.ops) == 1:
@@ -177,11 +180,11 @@ class _Reading:
         elif _called(test) in ("math.isclose", "isclose"):
             assert isinstance(test, ast.Call)
             yield self._isclose(test)
-        elif not (isinstance(test, ast.Constant) and test.value):  # assert True says nothing
+        elif not (isinstance(test, ast.Constant) and test.value):  # assert True tests nothing
             yield self._call(test), bool
 
     def literal(self, node: ast.expr) -> tuple[Any] | None:
-        """Return the value that the node writes down, if it does."""
+        """Return the value of a literal or of a name for one, as a tuple of one; None for other expressions."""
         if isinstance(node, ast.Name) and node.id in self.known:
             return (self.known[node.id],)
         try:
@@ -192,58 +195,58 @@ class _Reading:
             return None
 
     def _split(self, one: ast.expr, other: ast.expr) -> tuple[ast.expr, Any]:
-        """Return what is computed and the value that it is compared with, whichever side that is."""
+        """Return the computed side and the value of the literal side, in either order."""
         for left, right in ((one, other), (other, one)):
             if expected := self.literal(right):
                 return self._computed(left), expected[0]
-        raise _Other
+        raise _NotSplittable
 
     def _comparison(self, left: ast.expr, kind: type[ast.cmpop], right: ast.expr) -> tuple[ast.expr, Holds]:
         expected = self.literal(right)
         if expected is None and kind in TURNED and (expected := self.literal(left)):
             left, kind = right, TURNED[kind]
         if expected is None:
-            raise _Other
+            raise _NotSplittable
         compare, value = OPERATORS[kind], expected[0]
         match left:
             case ast.Call(ast.Name("abs"), [ast.BinOp(one, ast.Sub(), other)], []):
                 computed, reference = self._split(one, other)
-                return computed, lambda given: compare(abs(given - reference), value)
-        guessed = kind is not ast.Eq or (isinstance(value, bool) and self._calls_own(left))
-        computed = self._call(left) if guessed else self._computed(left)
-        return computed, lambda given: compare(given, value)
+                return computed, lambda result: compare(abs(result - reference), value)
+        guessable = kind is not ast.Eq or (isinstance(value, bool) and self._calls_own(left))
+        computed = self._call(left) if guessable else self._computed(left)
+        return computed, lambda result: compare(result, value)
 
     def _isclose(self, node: ast.Call) -> tuple[ast.expr, Holds]:
-        given = {each.arg: self.literal(each.value) for each in node.keywords}
-        if len(node.args) != 2 or not given.keys() <= {"rel_tol", "abs_tol"} or None in given.values():
-            raise _Other
-        limits = {str(name): value[0] for name, value in given.items() if value}
+        options = {keyword.arg: self.literal(keyword.value) for keyword in node.keywords}
+        if len(node.args) != 2 or not options.keys() <= {"rel_tol", "abs_tol"} or None in options.values():
+            raise _NotSplittable
+        tolerances = {str(name): value[0] for name, value in options.items() if value}
         computed, reference = self._split(*node.args)
-        return computed, lambda value: math.isclose(value, reference, **limits)
+        return computed, lambda value: math.isclose(value, reference, **tolerances)
 
     def _computed(self, node: ast.expr) -> ast.expr:
-        """Return an expression in which nothing is compared with, or taken off, what is written beside it."""
-        if any(isinstance(each, _COMPARING | ast.BoolOp | ast.NamedExpr) for each in ast.walk(node)):
-            raise _Other
+        """Return the expression; raise if it compares or subtracts, which an object of the code could override."""
+        if any(isinstance(inner, _COMPARING | ast.BoolOp | ast.NamedExpr) for inner in ast.walk(node)):
+            raise _NotSplittable
         return node
 
     def _call(self, node: ast.expr) -> ast.expr:
-        """Return a call of the code itself with plain arguments: what a value that can be guessed may be taken from."""
-        inner = [each for child in ast.iter_child_nodes(node) for each in ast.walk(child)]
-        nested = any(isinstance(each, ast.Call | ast.comprehension | ast.Lambda) for each in inner)
+        """Return a direct call of the code with plain arguments, as guessable values require; else raise."""
+        parts = [part for child in ast.iter_child_nodes(node) for part in ast.walk(child)]
+        nested = any(isinstance(part, ast.Call | ast.comprehension | ast.Lambda) for part in parts)
         if nested or not isinstance(node, ast.Call) or not self._is_of_code(node):
-            raise _Other
+            raise _NotSplittable
         return self._computed(node)
 
     def _is_of_code(self, node: ast.expr) -> bool:
-        """Return whether it calls, or is, what is neither Python's nor the test's."""
+        """Return whether the node calls or names an object of the code: neither a builtin nor bound by the test."""
         first = (_called(node) or _dotted(node) or "").partition(".")[0]
         return bool(first) and not hasattr(builtins, first) and first not in self.own
 
     def _calls_own(self, node: ast.expr) -> bool:
         return any(
-            isinstance(each, ast.Call) and self.own & {name.id for name in _names(each.func)}
-            for each in ast.walk(node)
+            isinstance(inner, ast.Call) and self.own & {name.id for name in _names(inner.func)}
+            for inner in ast.walk(node)
         )
 
 
@@ -256,7 +259,7 @@ def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
 
 
 def _bound(statements: Sequence[ast.stmt]) -> Iterator[str]:
-    """Yield the names that are given to something, each as often as that is done."""
+    """Yield the names that the statements bind, once per binding."""
     for node in (node for statement in statements for node in ast.walk(statement)):
         match node:
             case ast.Name(name, ast.Store() | ast.Del()) | ast.ExceptHandler(name=str(name)) | ast.arg(name):
@@ -268,8 +271,8 @@ def _bound(statements: Sequence[ast.stmt]) -> Iterator[str]:
 
 
 def _compared(statements: Sequence[ast.stmt]) -> Iterator[str]:
-    """Yield the names that stand on one side of a comparison in an assert, each as often as it does."""
-    for test in (each.test for each in statements if isinstance(each, ast.Assert)):
+    """Yield the names that are one side of a comparison in an assert, once per occurrence."""
+    for test in (statement.test for statement in statements if isinstance(statement, ast.Assert)):
         for node in ast.walk(test):
             if isinstance(node, ast.Compare):
                 yield from (side.id for side in (node.left, *node.comparators) if isinstance(side, ast.Name))
@@ -280,12 +283,12 @@ def _names(root: ast.AST, context: type[ast.expr_context] = ast.expr_context) ->
 
 
 def _fixed(value: Any) -> bool:
-    """Return whether nothing can change it."""
+    """Return whether the value is immutable."""
     return all(map(_fixed, value)) if isinstance(value, tuple) else not isinstance(value, list | dict | set)
 
 
 def _called(node: ast.AST) -> str | None:
-    """Return the plain name of what a call calls: `f`, `Solution.run`."""
+    """Return the dotted name of the called function: `f`, `Solution.run`; None for other nodes."""
     return _dotted(node.func) if isinstance(node, ast.Call) else None
 
 
@@ -295,13 +298,13 @@ def _dotted(node: ast.AST) -> str | None:
 
 
 def _asserts(node: ast.AST) -> bool:
-    """Return whether it tests something: an assert, or a call of `self.assertEqual` and its like."""
+    """Return whether the node is an assert, or a call such as `self.assertEqual`."""
     name = _called(node) or ""
     return isinstance(node, ast.Assert) or name.rpartition(".")[2].startswith("assert")
 
 
-def _holds(holds: Holds, value: Any) -> bool:
+def _holds(condition: Holds, value: Any) -> bool:
     try:
-        return bool(holds(value))
+        return bool(condition(value))
     except (TypeError, ValueError, ArithmeticError, RecursionError):
         return False

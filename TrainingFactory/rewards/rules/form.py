@@ -1,4 +1,4 @@
-"""Rules about the form of an answer: patterns, required parts, length."""
+"""Rules about the format of an answer: patterns, required parts, length."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def compiled(pattern: str) -> Any:
     try:
         return regex.compile(pattern, regex.DOTALL)
     except regex.error as error:
-        raise ValueError(f"{pattern[:80]!r} is no regular expression: {error}") from error
+        raise ValueError(f"{pattern[:80]!r} is not a valid regular expression: {error}") from error
 
 
-def _readable(pattern: str) -> str:
+def _check_pattern(pattern: str) -> str:
     compiled(pattern)
     return pattern
 
 
-PatternText = Annotated[str, AfterValidator(_readable)]
+PatternText = Annotated[str, AfterValidator(_check_pattern)]
 Seconds = Annotated[float, Field(ge=0.001)]
 
 
 def matches(pattern: Any, text: str, full: bool, timeout: float) -> bool:
-    """Search with the lock released, so that a slow one holds up nobody; ValueError after `timeout` seconds."""
+    """Return whether the pattern matches, without holding the GIL; raise ValueError after `timeout` seconds."""
     search = pattern.fullmatch if full else pattern.search
     try:
         return search(text, timeout=timeout, concurrent=True) is not None
@@ -42,8 +42,8 @@ def matches(pattern: Any, text: str, full: bool, timeout: float) -> bool:
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Pattern(Extraction):
-    """Reward an answer that matches `pattern`, else the task's answer; `full`: as a whole. A search that takes longer
-    than `timeout` seconds leaves the episode unscored."""
+    """Reward an answer that matches `pattern`, by default the task's answer; `full`: the whole answer must match. A
+    search that takes longer than `timeout` seconds leaves the episode unscored."""
 
     rule: ClassVar[str] = "regex"
     extract: Extract = "whole"
@@ -55,8 +55,8 @@ class Pattern(Extraction):
         patterns = [self.pattern] if self.pattern is not None else references(episode.task, self.rule)
         answer = self.answer_of(episode.trajectory)
         try:
-            ready = [compiled(str(pattern)) for pattern in patterns]
-            hit = answer is not None and any(matches(one, answer, self.full, self.timeout) for one in ready)
+            regexes = [compiled(str(pattern)) for pattern in patterns]
+            hit = answer is not None and any(matches(one, answer, self.full, self.timeout) for one in regexes)
         except ValueError as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
         return self.rewarded(hit)
@@ -67,8 +67,8 @@ Part = Literal["tool_call", "marked_answer", "reasoning", "readable_calls", "jso
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Format(FinalText):
-    """Reward a final text that matches `pattern` as a whole, and has the `require`d parts. `partial`: the share of
-    them that are there."""
+    """Reward a final text that matches `pattern` as a whole and has all parts in `require`. `partial`: reward the share
+    of these conditions that hold."""
 
     rule: ClassVar[str] = "format"
     pattern: PatternText | None = None
@@ -78,21 +78,21 @@ class Format(FinalText):
 
     def __post_init__(self) -> None:
         if self.pattern is None and not self.require:
-            raise ValueError("the rule format needs a pattern, or a list of parts in require")
+            raise ValueError("the rule format needs a pattern or required parts; set pattern or require")
 
     def __call__(self, episode: Episode) -> Reward:
         text = self.text_of(episode.trajectory)
         if text is None:
             return self.rewarded(0.0)
-        there = [self._has(part, episode.trajectory, text) for part in self.require]
+        checks = [self._has(part, episode.trajectory, text) for part in self.require]
         if self.pattern is not None:
-            there.append(matches(compiled(self.pattern), text, True, self.timeout))
-        return self.rewarded(sum(there) / len(there) if self.partial else all(there))
+            checks.append(matches(compiled(self.pattern), text, True, self.timeout))
+        return self.rewarded(sum(checks) / len(checks) if self.partial else all(checks))
 
     def _has(self, part: Part, trajectory: Trajectory, text: str) -> bool:
         *before, last = trajectory.turns
         match part:
-            case "tool_call":  # before the final text: a call beside the answer has not informed it
+            case "tool_call":  # in an earlier turn, because a call in the last one cannot inform the answer
                 return any(call.error is None for turn in before for call in turn.message.tool_calls)
             case "readable_calls":
                 return not any(call.error for turn in trajectory.turns for call in turn.message.tool_calls)
@@ -106,17 +106,17 @@ class Format(FinalText):
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Length(FinalText):
-    """Give 1 up to `soft`, from there down to 0 at `hard`, and 0 to an episode without an answer."""
+    """Reward short answers: 1 up to the length `soft`, then linearly down to 0 at `hard`; 0 without an answer."""
 
     rule: ClassVar[str] = "length"
     soft: NotNegative
     hard: NotNegative
-    # tokens and turns of the whole episode, words and characters of the final text
+    # tokens and turns count the whole episode, words and characters the final text
     unit: Literal["tokens", "turns", "words", "characters"] = "tokens"
 
     def __post_init__(self) -> None:
         if self.soft > self.hard:
-            raise ValueError(f"soft is {self.soft:g} and hard {self.hard:g}; hard must not be below soft")
+            raise ValueError(f"soft is {self.soft:g} and hard is {self.hard:g}; hard must be at least soft")
 
     def __call__(self, episode: Episode) -> Reward:
         text = self.text_of(episode.trajectory)

@@ -1,4 +1,4 @@
-"""Rules about answers that are JSON: the same value, or one of a schema."""
+"""Rules for JSON answers: equal to the reference, or valid for a schema."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from TrainingFactory.tools.schema import unknown_reference, validator_of
 from TrainingFactory.types import Reward
 
 MAX_JSON_CHARS = 200_000
-NOTHING: Any = object()  # null is a value
+NOTHING: Any = object()  # no JSON value; None is JSON's null
 _FENCED = re.compile(r"```[\w+-]*[ \t]*\n(.*?)```", re.S)
 
 
 def last_fenced(text: str) -> str | None:
-    """Return the last block between ``` lines."""
+    """Return the content of the last block between ``` lines; None if there is none."""
     blocks = _FENCED.findall(text)
     return blocks[-1].strip() if blocks else None
 
 
 def read_json(text: str) -> Any:
-    """Return the JSON value that a text is, or that its last fenced block is; NOTHING if there is none."""
+    """Parse the text, or else its last fenced block, as JSON; return NOTHING if neither is JSON."""
     value = strict_json(text)
     return strict_json(last_fenced(text) or "") if value is NOTHING else value
 
 
 def strict_json(text: str) -> Any:
-    """Read all of the text as JSON, else NOTHING. A key that occurs twice and NaN are no JSON here."""
+    """Parse the whole text as JSON; return NOTHING if it is not. Duplicate keys and NaN are rejected."""
     try:
         if len(text) <= MAX_JSON_CHARS:
             return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
@@ -46,82 +46,82 @@ def strict_json(text: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(made := dict(pairs)) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return made
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("duplicate key")
+    return result
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
-def same_json(given: Any, right: Any) -> bool:
-    """Return whether it is the same JSON value; of numbers that are not whole, up to rounding. True is not 1."""
-    if isinstance(given, bool) or isinstance(right, bool):
-        return given is right
-    if isinstance(given, int | float) and isinstance(right, int | float):
-        whole = isinstance(given, int) and isinstance(right, int)
+def same_json(value: Any, reference: Any) -> bool:
+    """Return whether two JSON values are equal, floats up to rounding; true is not 1."""
+    if isinstance(value, bool) or isinstance(reference, bool):
+        return value is reference
+    if isinstance(value, int | float) and isinstance(reference, int | float):
+        integers = isinstance(value, int) and isinstance(reference, int)
         try:
-            return given == right or (not whole and math.isclose(given, right, abs_tol=1e-12))
-        except OverflowError:  # a whole number that no float can hold
+            return value == reference or (not integers and math.isclose(value, reference, abs_tol=1e-12))
+        except OverflowError:  # an integer that does not fit into a float
             return False
-    if isinstance(given, dict) and isinstance(right, dict):
-        return given.keys() == right.keys() and all(same_json(given[key], right[key]) for key in right)
-    if isinstance(given, list) and isinstance(right, list):
-        return len(given) == len(right) and all(map(same_json, given, right))
-    return type(given) is type(right) and given == right
+    if isinstance(value, dict) and isinstance(reference, dict):
+        same_keys = value.keys() == reference.keys()
+        return same_keys and all(same_json(value[key], reference[key]) for key in reference)
+    if isinstance(value, list) and isinstance(reference, list):
+        return len(value) == len(reference) and all(map(same_json, value, reference))
+    return type(value) is type(reference) and value == reference
 
 
 def checked_schema(schema: Any) -> dict[str, Any]:
-    """Return the schema; raise ValueError for one that cannot be used."""
+    """Return the schema; raise ValueError if it is invalid."""
     try:
         validator_for(schema, default=type(validator_of({}))).check_schema(schema)
     except (SchemaError, TypeError, AttributeError) as error:
-        said = getattr(error, "message", str(error))
-        raise ValueError(f"is no JSON schema ({str(said)[:120]})") from error
+        message = getattr(error, "message", str(error))
+        raise ValueError(f"is not a valid JSON schema ({str(message)[:120]})") from error
     if unknown := unknown_reference(schema):
-        raise ValueError(f"refers to {unknown}, which is not in it")
+        raise ValueError(f"has the reference {unknown}, which the schema does not define")
     return schema
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class JsonMatch(Extraction):
-    """Reward the same JSON value as the task's answer, of which text that is JSON is read. `partial`: for objects the
-    share of the right keys."""
+    """Reward a JSON value equal to the task's answer; an answer that is a string is parsed as JSON. `partial`: for
+    objects, reward the share of correct keys."""
 
     rule: ClassVar[str] = "json"
     extract: Extract = "whole"
     partial: bool = False
 
     def __call__(self, episode: Episode) -> Reward:
-        right = episode.task.answer
-        if isinstance(right, str):
-            right = read_json(right)
-        if right is None or right is NOTHING:
-            raise ValueError(
-                f"task {episode.task.id}: its answer is no JSON value, so the rule json cannot score it"
-            )
-        given = read_json(self.answer_of(episode.trajectory) or "")
-        return self.rewarded(0.0 if given is NOTHING else self._share(given, right))
+        reference = episode.task.answer
+        if isinstance(reference, str):
+            reference = read_json(reference)
+        if reference is None or reference is NOTHING:
+            raise ValueError(f"task {episode.task.id}: its answer is not JSON, which the rule json needs")
+        answer = read_json(self.answer_of(episode.trajectory) or "")
+        return self.rewarded(0.0 if answer is NOTHING else self._share(answer, reference))
 
-    def _share(self, given: Any, right: Any) -> float:
-        if not self.partial or not isinstance(right, dict) or not isinstance(given, dict) or not right:
-            return float(same_json(given, right))
-        hits = sum(key in given and same_json(given[key], value) for key, value in right.items())
-        return hits / len(right.keys() | given.keys())
+    def _share(self, answer: Any, reference: Any) -> float:
+        if not (self.partial and reference and isinstance(reference, dict) and isinstance(answer, dict)):
+            return float(same_json(answer, reference))
+        hits = sum(key in answer and same_json(answer[key], value) for key, value in reference.items())
+        return hits / len(reference.keys() | answer.keys())
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class SchemaMatch(Extraction):
-    """Reward JSON of the given schema."""
+    """Reward JSON that is valid for `schema`."""
 
     rule: ClassVar[str] = "schema"
     extract: Extract = "whole"
     schema: Annotated[dict[str, Any], BeforeValidator(checked_schema)]
 
     def __call__(self, episode: Episode) -> Reward:
-        given = read_json(self.answer_of(episode.trajectory) or "")
+        answer = read_json(self.answer_of(episode.trajectory) or "")
         try:
-            return self.rewarded(given is not NOTHING and validator_of(self.schema).is_valid(given))
-        except (OverflowError, RecursionError):  # a number or a depth that cannot be checked
+            return self.rewarded(answer is not NOTHING and validator_of(self.schema).is_valid(answer))
+        except (OverflowError, RecursionError):  # too large or too deep to validate
             return self.rewarded(0.0)

@@ -1,6 +1,6 @@
-"""Numbers as people and models write them. A text is cut into the longest runs that could be one number, and a run is
-read as a whole or not at all: 1,234 holds no 234, 10-3 holds no 3. A text states one number or none: not what it
-denies, leaves open or takes back."""
+"""Parsing of numbers in natural language. A text is split into the longest runs that could be one number, and a run is
+parsed as a whole or not at all: 1,234 does not contain 234, and 10-3 does not contain 3. A text states one number or
+none; numbers that it negates, offers as alternatives or retracts do not count."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from itertools import pairwise
 
 from TrainingFactory.rewards.rules.units import UNITS, Unit, units_of
 
-MAX_CHARS = 10_000  # of a text in which numbers are looked for; the end of a longer one is kept
-MAX_DIGITS = 1000  # in one number; what is longer is no answer
-MAX_EXPONENT = 400  # a little over what a float can hold
+MAX_CHARS = 10_000  # of a text that is searched; of a longer one, the end
+MAX_DIGITS = 1000  # of one number; longer runs are not parsed
+MAX_EXPONENT = 400  # slightly above the range of a float
 
 
 @dataclass(slots=True, frozen=True)
 class Number:
-    """Hold a number that was read."""
+    """A parsed number with its unit."""
 
     value: Fraction
     percent: bool = False  # 50%, whose value is 1/2
-    units: tuple[Unit, ...] = ()  # what its unit may mean (5 pounds: weight or money)
-    word: str = ""  # another one that looks like a unit: 72 clips are not 72 miles
+    units: tuple[Unit, ...] = ()  # possible meanings of its unit (5 pounds: weight or money)
+    word: str = ""  # an unknown unit: 72 clips are not 72 miles
 
 
 @dataclass(slots=True, frozen=True)
 class Figure:
-    """Mark a place where a number stands; `number` is None for what looks like one and is not: 10-3, 1.2.3."""
+    """Span of a number in a text; `number` is None for a run that is not a plain number: 10-3, 1.2.3."""
 
     start: int
     end: int
@@ -38,8 +38,8 @@ class Figure:
 
 
 def figures(text: str, decimal_comma: bool = False) -> list[Figure]:
-    """Return all places with a number in a text that went through `plain`, in order."""
-    found: list[Figure] = []
+    """Return the spans of all numbers in a text, in order. The text must be normalised by `plain`."""
+    spans: list[Figure] = []
     for match in RUN.finditer(text):
         if _PART_OF_WORD.search(text[max(0, match.start() - 16) : match.start()]):
             continue
@@ -47,26 +47,23 @@ def figures(text: str, decimal_comma: bool = False) -> list[Figure]:
         if " " in match.group() and _value(match.group(), decimal_comma) is None:
             # two numbers side by side, not one with a space in it
             pieces = [part.span() for part in re.compile(r"[^ ]+").finditer(text, *match.span())]
-        found += [_figure(text, start, end, decimal_comma) for start, end in pieces]
-    return found
+        spans += [_figure(text, start, end, decimal_comma) for start, end in pieces]
+    return spans
 
 
 def is_number(text: str, decimal_comma: bool = False) -> bool:
-    """Return true if the text is one number, perhaps with a sign or a common unit; not `12 Angry Men`."""
+    """Return whether the text is one number, possibly with a sign or a known unit; not `12 Angry Men`."""
     clean = plain(text).strip().removesuffix(".")
-    found = figures(clean, decimal_comma)
-    return len(found) == 1 and found[0].number is not None and clean == clean[found[0].start : found[0].end]
+    spans = figures(clean, decimal_comma)
+    return len(spans) == 1 and spans[0].number is not None and clean == clean[spans[0].start : spans[0].end]
 
 
 def same_number(
-    answer: Number,
-    reference: Number,
-    tolerance: float | None = None,
-    relative: float | None = None,
+    answer: Number, reference: Number, tolerance: float | None = None, relative: float | None = None
 ) -> bool:
-    """Compare two numbers. Without tolerances whole numbers must be equal, others within 1e-6 of the reference's size.
-    Known units are converted, and two of different kinds never match. A percentage matches its value, and its bare
-    figure (50% and 50) where that is 1 or more."""
+    """Return whether two numbers match. Without tolerances, integers must be equal, and other numbers within a relative
+    1e-6. Known units are converted; units of different kinds never match. A percentage matches its value, and the
+    number before the sign (50% and 50) if that is at least 1."""
 
     def close(left: Fraction, right: Fraction) -> bool:
         share = relative
@@ -74,9 +71,9 @@ def same_number(
             if left.denominator == right.denominator == 1:
                 return left == right
             share = 1e-6
-        # By their decimal digits: 0.333333 is exactly 1e-6 away from 1/3.
-        room = max(Fraction(str(tolerance or 0)), Fraction(str(share or 0)) * abs(right))
-        return abs(left - right) <= room
+        # Exact decimals via str: 0.333333 is exactly a relative 1e-6 away from 1/3.
+        margin = max(Fraction(str(tolerance or 0)), Fraction(str(share or 0)) * abs(right))
+        return abs(left - right) <= margin
 
     left, right = answer.value, reference.value
     if answer.units and reference.units:
@@ -94,11 +91,11 @@ def same_number(
 
 
 def _figure(text: str, start: int, end: int, decimal_comma: bool) -> Figure:
-    """Read the run at start:end with what belongs to it on both sides: sign, currency, percent, scale and unit."""
+    """Parse the run at start:end with the sign, currency, percent, scale and unit next to it."""
     value = _value(text[start:end], decimal_comma)
     window = text[max(0, start - 24) : start]
     lead = _LEAD.search(window)
-    assert lead is not None  # it matches the empty end as well
+    assert lead is not None  # the pattern also matches the empty end
     before, after = window[: lead.start()], text[end : end + 40]
     start -= len(window) - lead.start()
     signs = (lead["sign"] or "") + (lead["inner"] or "")
@@ -115,18 +112,20 @@ def _figure(text: str, start: int, end: int, decimal_comma: bool) -> Figure:
         return Figure(start, end, None)
     value = -value if "-" in signs else value
     money = (lead["money"] or "").strip()
-    units, percent, word = UNITS.get(money, ()), False, None
+    units, word = UNITS.get(money, ()), None
     for scale in (_MONEY_SCALE if money else _SCALE, _SCALE, _SCALE):  # 5 hundred thousand
-        if found := scale.match(after):
-            value *= _SCALES[found.group(1).lower().removesuffix("s")]
-            end, after = end + found.end(), after[found.end() :]
-    if mark := _PERCENT.match(after):
-        value, percent, end = value / 100, True, end + mark.end()
+        if match := scale.match(after):
+            value *= _SCALES[match.group(1).lower().removesuffix("s")]
+            end += match.end()
+            after = after[match.end() :]
+    if percent := _PERCENT.match(after):
+        value /= 100
+        end += percent.end()
     elif not money:
         units, length = units_of(after)
         end += length
         word = None if units else _OTHER_UNIT.match(after)
-    return Figure(start, end, Number(value, percent, units, word[1] if word else ""))
+    return Figure(start, end, Number(value, percent is not None, units, word[1] if word else ""))
 
 
 def _value(run: str, decimal_comma: bool) -> Fraction | None:
@@ -176,7 +175,7 @@ _MIXED = re.compile(r"(\d{1,9}) (\d{1,9}) ?/ ?(\d{1,9})")
 _POWER = re.compile(
     r"(?P<figure>.+?)[eE](?P<e>[+-]?\d{1,4})|(?:(?P<mantissa>.+?) ?[x*] ?)?10\^(?P<power>[+-]?\d{1,4})"
 )
-# The longest text that could be one number: digits, and what can stand between digits of one number or expression.
+# The longest run that could be one number: digits, and the characters allowed between digits of a number or expression.
 RUN = re.compile(
     r"(?:(?<![\d.A-Za-z])\.)?\d"
     r"(?:\d+"
@@ -191,7 +190,7 @@ _LEAD = re.compile(
     r"(?P<sign>[-+] ?)?(?P<money>(?:US)?[$€£¥₹] ?|\b(?:USD|EUR|GBP|CNY|INR|JPY) )?(?P<inner>[-+])?\Z"
 )
 _MINUS_IS_A_DASH = re.compile(r"[A-Za-z)\]}][-+] ?\Z|[A-Za-z)\]}] [-+] \Z")  # x-5, x - 5
-# Before and after a number these make it a part of something larger, or no plain number.
+# Text before or after a number that makes it part of a larger expression, or not a plain number.
 _SPOILT_BEFORE = re.compile(
     r"(?:[/^*√±<>≤≥≠]|[A-Za-z]\(|\b(?:(?:sin|cos|tan|log|ln|exp|sqrt)(?:_\w{1,3})?|(?:max|min)\.?)[ ({]?"
     r"|\\[A-Za-z]+(?:_\{?\w{1,3}\}?)?[ ({]?)[ ({]?\Z"
@@ -231,7 +230,7 @@ _OTHER_UNIT = re.compile(  # 5 clips, 5 kΩ
 
 
 def plain(text: str) -> str:
-    """Return the text with one spelling for signs, digits of other scripts, LaTeX and markdown."""
+    """Return the text with signs, digits of other scripts, LaTeX and markdown normalised to plain ASCII."""
     text = text[-MAX_CHARS:]
     if not text.isascii():
         text = lowered(_FRACTION_SIGN.sub(_fraction_sign, text))
@@ -249,7 +248,7 @@ def plain(text: str) -> str:
 
 
 def lowered(text: str) -> str:
-    """Return the text with raised figures in a line with the others: 2\u2078 is 2^8, and not 28."""
+    """Return the text with superscript digits as exponents: 2\u2078 becomes 2^8, not 28."""
     return _RAISED.sub(lambda match: "^" + match.group().translate(_LOWERED), text)
 
 
@@ -261,7 +260,7 @@ def _fraction_sign(match: re.Match[str]) -> str:
 def _ascii(character: str) -> str:
     if character in _SIGNS:
         return _SIGNS[character]
-    digit = unicodedata.decimal(character, None)  # also of Arabic, Devanagari and full-width digits
+    digit = unicodedata.decimal(character, None)  # covers Arabic, Devanagari and full-width digits
     if digit is not None:
         return str(digit)
     if "\uff01" <= character <= "\uff5e":  # full-width forms of ASCII
@@ -280,7 +279,7 @@ _SIGNS |= dict.fromkeys("\u2018\u2019\u02bc", "'") | dict.fromkeys("\u2060\u200b
 _SIGNS |= {"\u2243": "≈", "\u3002": ". ", "\u3001": ", ", "\uff0c": ",", "\u066b": ".", "\u066c": ","}
 _SIGNS |= {"\u2103": "°C", "\u2109": "°F"}
 _MATHS = re.compile(r"\$([^$\n]{1,200})\$(?![\d.])")  # $5$, not the prices in: from $5 to $7
-_ARROWS = {"=>": ": ", "->": ": ", ">=": "≥", "<=": "≤", "!=": "≠"}  # no equals signs, and no minus
+_ARROWS = {"=>": ": ", "->": ": ", ">=": "≥", "<=": "≤", "!=": "≠"}  # not equals signs, and not minus signs
 _MINUS_WORD = re.compile(r"\b(?:minus|negative) (?=[\d.$])", re.I)
 _POWER_STARS = re.compile(r"(?<=\d)\*\*(?=[-+]?\d)")
 _EMPHASIS = re.compile(r"`|(?<![\d\s)])\*|\*(?![\d\s(.])|(?<!\w)_++|(?<!_)_++(?!\w)")
@@ -307,40 +306,40 @@ _LATEX = [
 ]
 
 
-@lru_cache(maxsize=4096)  # the right answer is read for every member of a group
+@lru_cache(maxsize=4096)  # the reference is parsed for every member of a group
 def only_number(text: str, decimal_comma: bool = False) -> Number | None:
-    """Return the only number in the text, or the value that several in it have; else None. An equation states its
-    right side (48+24 = 72), an approximation its left one (1/3 ≈ 0.33)."""
+    """Return the number that the text states; None if there is none, or several with different values. An equation
+    states its right side (48+24 = 72), an approximation its left side (1/3 ≈ 0.33)."""
     text = plain(text).strip() if len(text) <= MAX_CHARS else ""
     if "≈" in text and "\n" in text:
-        return None  # whose approximation the last line is cannot be known
+        return None  # ambiguous: the approximated line is unknown
     stated = next((part for part in text.split("≈") if RUN.search(part)), "")
     equation, _, stated = stated.rpartition("=")
-    found = [figure.number for figure in figures(stated, decimal_comma)]
-    first = found[0] if found else None
-    if first is None or any(number is None or number.value != first.value for number in found):
+    numbers = [figure.number for figure in figures(stated, decimal_comma)]
+    first = numbers[0] if numbers else None
+    if first is None or any(number is None or number.value != first.value for number in numbers):
         return None
-    if _DENIAL.search(stated) or _REFUSAL.search(stated) or (len(found) == 1 and _CHOICE.search(stated)):
+    if _DENIAL.search(stated) or _REFUSAL.search(stated) or (len(numbers) == 1 and _CHOICE.search(stated)):
         return None
     return None if equation and _is_unclear(equation, stated, decimal_comma) else first
 
 
 def last_number_text(text: str, decimal_comma: bool = False) -> str | None:
-    """Return the last number of the text as it is written, with its sign and unit; None if it is denied (not 7), one
-    of a choice (5 or 7), or no number after all (10-3)."""
+    """Return the last number of the text as written, with its sign and unit; None if it is negated (not 7), one of
+    several alternatives (5 or 7), or not a plain number (10-3)."""
     text = plain(text)
-    found = figures(text, decimal_comma)
-    if not found or found[-1].number is None:
+    spans = figures(text, decimal_comma)
+    if not spans or spans[-1].number is None:
         return None
-    start, end = found[-1].start, found[-1].end
-    between = text[found[-2].end if len(found) > 1 else 0 : start].rpartition("\n")[2]
+    start, end = spans[-1].start, spans[-1].end
+    between = text[spans[-2].end if len(spans) > 1 else 0 : start].rpartition("\n")[2]
     after = text[end:].partition("\n")[0]
     denied = _DENIAL.search(between) or _CHOICE.search(between) or _REFUSAL.search(between + "5" + after)
     return None if denied or _TAKEN_BACK.search(between.rpartition("=")[0]) else text[start:end]
 
 
 def _is_unclear(equation: str, stated: str, decimal_comma: bool) -> bool:
-    """Return true if what stands before the last = of a line takes it back, or gives other values: not x = 72,
+    """Return whether the text before the last = of a line retracts the value or states another one: not x = 72,
     x = 5 or x = 72, 5 < x = 72."""
     line = equation.rpartition("\n")[2]
     left = _CLAUSE.split(line)[-1].rpartition("=")[2]
@@ -349,9 +348,9 @@ def _is_unclear(equation: str, stated: str, decimal_comma: bool) -> bool:
     if not re.search(r"\d", left) and (_DENIAL.search(left) or _CHOICE.search(left)):
         return True
     sides = f"{line}={stated}".split("=")
-    named = [_NEXT.split(right)[0] for left, right in pairwise(sides) if _NAME.search(left)]
-    values = [each for each in (figures(side, decimal_comma) for side in named) if len(each) == 1]
-    return len({figure.number.value for [figure] in values if figure.number}) > 1
+    right_sides = [_NEXT.split(right)[0] for left, right in pairwise(sides) if _NAME.search(left)]
+    single = [spans for spans in (figures(side, decimal_comma) for side in right_sides) if len(spans) == 1]
+    return len({figure.number.value for [figure] in single if figure.number}) > 1
 
 
 _DENIAL = re.compile(r"\b(?:not|neither|nor|never|cannot)\b|n't\b|≠|不是|并非", re.I)
@@ -368,7 +367,7 @@ _TAKEN_BACK = re.compile(  # not 12*6 = 72, 5 or x = 72, 5 < x = 72
     re.I,
 )
 _NEXT = re.compile(r"[,;:] |\. |\b(?:or|and|then|so|but)\b", re.I)
-_NAME = re.compile(  # of what is said to be equal: x, then the total
+_NAME = re.compile(  # the left side of an equation: x, then the total
     r"(?:\A|[,;:.] ?|\b(?:or|and|then|so|but|if|let|are|either) )(?:\b[A-Za-z_]\w*+(?:\([A-Za-z]\))? ?){1,4}\Z",
     re.I,
 )

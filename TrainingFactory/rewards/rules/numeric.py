@@ -1,5 +1,5 @@
-"""Rules that compare numbers, and formulas: a few characters can stand for a polynomial without end, so math-verify
-compares these in a worker process."""
+"""Rules that compare numbers and formulas. Math-verify compares formulas in a worker process, because a few characters
+can expand to a huge polynomial."""
 
 from __future__ import annotations
 
@@ -24,26 +24,24 @@ from TrainingFactory.rewards.rules.numbers import Number, is_number, only_number
 from TrainingFactory.rewards.rules.text import holds, normalised
 from TrainingFactory.types import Reward
 
-MAX_FORMULA_CHARS = 300  # of a formula; what is longer is no answer
-MAX_BYTES = 4 * 2**30  # of memory; a formula that needs more has no value
+MAX_FORMULA_CHARS = 300  # longer formulas do not match
+MAX_BYTES = 4 * 2**30  # memory limit of the worker process
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Numeric(AnswerRule):
-    """Reward the same number, of which the answer must state exactly one. `tolerance` is absolute, `relative` a share
-    of the right one; the larger counts. Without them whole numbers must be equal, others within 1e-6."""
+    """Reward an answer that states exactly one number, equal to the reference up to `tolerance` (absolute) or
+    `relative` (a share of it), whichever is larger. Default: integers must be equal, others within a relative 1e-6."""
 
     rule: ClassVar[str] = "numeric"
     tolerance: NotNegative | None = None
     relative: NotNegative | None = None
-    decimal_comma: bool = False  # 1.234,5 and 3,14 as in most of Europe, also in right answers that are texts
+    decimal_comma: bool = False  # 1.234,5 and 3,14 as in most of Europe, also in references that are strings
 
     def read_reference(self, reference: Any) -> Any:
         number = as_number(reference, self.decimal_comma)
         if number is None:
-            raise ValueError(
-                f"its answer {str(reference)[:60]!r} is not one number, so numeric cannot compare with it"
-            )
+            raise ValueError(f"its answer {str(reference)[:60]!r} is not one number; correct it")
         return number
 
     def score(self, answer: str, reference: Any) -> float:
@@ -52,11 +50,11 @@ class Numeric(AnswerRule):
 
 
 def as_number(reference: Any, decimal_comma: bool = False) -> Number | None:
-    """Read a right answer: a number, a text that states one, or a worked solution that ends in `#### 72`. With
-    `decimal_comma` 1.234 is 1234, and 3.14, which cannot be read so, is what it is elsewhere."""
+    """Parse a reference: a number, a text that states one, or a worked solution that ends in `#### 72`; None for
+    others. With `decimal_comma`, 1.234 is 1234, and 3.14, which is not valid that way, is read with a point."""
     if isinstance(reference, int | Fraction | Decimal | float) and not isinstance(reference, bool):
         if isinstance(reference, Decimal | float) and not math.isfinite(reference):
-            raise ValueError(f"its answer is {reference}, which nothing can be compared with")
+            raise ValueError(f"its answer is {reference}; it must be a finite number")
         return Number(Fraction(str(reference)))
     if not isinstance(reference, str):
         return None
@@ -66,8 +64,8 @@ def as_number(reference: Any, decimal_comma: bool = False) -> Number | None:
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Auto(Numeric):
-    """Compare as numeric where the right answer is a number, else as normalised. One with zeros in front (02139) is no
-    number: it must be given with them."""
+    """Compare like `numeric` if the reference is a number, else like `normalised`. A reference with leading zeros
+    (02139) is not a number: the answer must have them too."""
 
     rule: ClassVar[str] = "auto"
 
@@ -93,7 +91,7 @@ _ZEROS_IN_FRONT = re.compile(r"0\d{1,99}")
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Maths(ReferenceRule):
-    """Reward the same mathematical object. What takes longer than `timeout` seconds to read or compare is wrong."""
+    """Reward a mathematically equal answer. One that takes over `timeout` seconds to parse or compare scores 0."""
 
     rule: ClassVar[str] = "math"
     timeout: Count = 3
@@ -101,8 +99,8 @@ class Maths(ReferenceRule):
     def __post_init__(self) -> None:
         if find_spec("math_verify") is None:
             raise ValueError(
-                "the rule math needs the package math-verify, which is not installed: pip install math-verify "
-                "(the rules numeric and normalised need nothing)"
+                "the rule math needs the package math-verify, which is not installed; run pip install math-verify, or "
+                "use the rule numeric or normalised"
             )
 
     @cached_property
@@ -110,14 +108,14 @@ class Maths(ReferenceRule):
         return Worker(f"{__name__}:comparing", self.timeout)
 
     async def close(self) -> None:
-        """End the process; the next question starts another."""
+        """End the worker process; the next comparison starts a new one."""
         if (worker := self.__dict__.pop("_worker", None)) is not None:
             await worker.close()
 
     async def __call__(self, episode: Episode) -> Reward:
-        right = self.right_answers(episode)
+        correct = self.right_answers(episode)
         for answer in self.answers_of(episode):
-            for reference in right:
+            for reference in correct:
                 if await self._same(answer, reference):
                     return self.rewarded(1.0)
         return self.rewarded(0.0)
@@ -126,39 +124,41 @@ class Maths(ReferenceRule):
         return str(reference).rpartition("####")[2].strip()
 
     async def _same(self, answer: str, reference: str) -> bool:
-        given, right = only_number(answer), only_number(reference)
-        if given is not None and right is not None and is_number(reference):
-            return same_number(given, right)
+        number, expected = only_number(answer), only_number(reference)
+        if number is not None and expected is not None and is_number(reference):
+            return same_number(number, expected)
         if normalised(answer) == normalised(reference):
             return True
         if len(answer) > MAX_FORMULA_CHARS:
             return False
         try:
             same = await self._worker.ask([reference, answer], seconds=10 * self.timeout)
-        except WorkerTooSlow:  # a step of the interpreter's that nothing could break off
+        except WorkerTooSlow:  # math-verify's own timeouts cannot interrupt every operation
             return False
         if same is None:
-            raise ValueError(f"math-verify cannot read the right answer {reference[:60]!r}")
+            raise ValueError(f"math-verify cannot parse the reference answer {reference[:60]!r}; correct it")
         return same
 
 
 def comparing(seconds: int) -> Callable[[tuple[str, str]], bool | None]:
-    """Return the function that answers in the worker process; each of its steps may take so many seconds."""
+    """Return the function that the worker process runs; parsing and comparing may take `seconds` each."""
     import resource
 
     from math_verify import LatexExtractionConfig, parse, verify
 
-    logging.disable()  # math-verify tells each formula that takes too long
-    with suppress(ValueError, OSError):  # not on every system
+    logging.disable()  # math-verify logs every timeout
+    with suppress(ValueError, OSError):  # not supported on every system
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
 
     def same(formulas: tuple[str, str]) -> bool | None:
-        """Compare the right formula with the given one; None if the right one cannot be read."""
-        # Only LaTeX: the reader of plain expressions hands its text to Python.
-        right, given = (
+        """Return whether the two formulas, reference and answer, are equal; None if the reference cannot be parsed."""
+        # Only LaTeX, because the parser of plain expressions evaluates its text as Python.
+        reference, answer = (
             parse(f"${text.strip().strip('$')}$", [LatexExtractionConfig()], parsing_timeout=seconds)
             for text in formulas
         )
-        return bool(given) and verify(right, given, timeout_seconds=seconds) if right else None
+        if not reference:
+            return None
+        return bool(answer) and verify(reference, answer, timeout_seconds=seconds)
 
     return same

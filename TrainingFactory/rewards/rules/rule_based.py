@@ -1,4 +1,4 @@
-"""`reward.type: rule_based`: rules by name. Each compares what the model itself said at the end with what is right."""
+"""`reward.type: rule_based`: table of the rules, which score the model's final text."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from TrainingFactory.rewards.rules.numeric import Auto, Maths, Numeric
 from TrainingFactory.rewards.rules.sql import SqlResult
 from TrainingFactory.rewards.rules.text import F1, Contains, Exact, ExactMatch, Normalised
 
-_COMPARE_ANSWERS = (Auto, Exact, Normalised, Numeric, Choice, Contains, ExactMatch, F1, Maths, JsonMatch)
-_LOOK_AT_FORM = (SchemaMatch, Pattern, Format, Length)
-_ASK_A_TOOL = (CodeTests, SqlResult)
-RULES: dict[str, Any] = {kind.rule: kind for kind in (*_COMPARE_ANSWERS, *_LOOK_AT_FORM, *_ASK_A_TOOL)}
+_ANSWER_RULES = (Auto, Exact, Normalised, Numeric, Choice, Contains, ExactMatch, F1, Maths, JsonMatch)
+_FORMAT_RULES = (SchemaMatch, Pattern, Format, Length)
+_TOOL_RULES = (CodeTests, SqlResult)
+RULES: dict[str, Any] = {kind.rule: kind for kind in (*_ANSWER_RULES, *_FORMAT_RULES, *_TOOL_RULES)}
 
 
 def make_rule(rule: str = "auto", **options: Any) -> RewardFunction:
-    """Return a reward by its name in RULES and its options."""
+    """Return the rule with this name in RULES and these options."""
     return rule_from_options({"rule": rule, **options})
 
 
 def rule_from_options(options: Mapping[str, Any] | str) -> RewardFunction:
-    """Return the rule that a config asks for: `{}`, `numeric`, or `{rule: numeric, tolerance: 0.1}`."""
+    """Return the rule of a config value: `{}`, `numeric`, or `{rule: numeric, tolerance: 0.1}`. Default: auto."""
     if isinstance(options, Mapping):
         options = {"rule": "auto", **options}
     return make_named(RULES, options, "rule", "rule")

@@ -1,4 +1,4 @@
-"""Queries by the rows that they give: `sql_result` among the rules, `sql_execution` among the verifiers."""
+"""Rewards for SQL queries by their result: the rule `sql_result` and the verifier `sql_execution`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from TrainingFactory.rewards.rules.code import ToolRule, through
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Task
 
-MAX_ROWS = 10_000  # that are compared
+MAX_ROWS = 10_000  # limit of a compared result
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class SqlExecution(ToolRule):
-    """Reward a query that gives the rows of the right one, in their order if the right query orders them.
+    """Reward a query that returns the same rows as the reference query, in the same order if that has ORDER BY.
 
-    Both run on the SQLite files that the task's metadata names in `database`, one or several: a query that is right by
-    chance on one file, or writes the result down as constants, is not right on all. Without them they run on the file
-    of the environment's `SqlTool`, read-only and as it was before the episode; another tool is called."""
+    Both run on the SQLite files in the task's metadata `database`, one or several: with several files, a query that is
+    correct by chance or returns constants fails. Without `database` they run on the file of the environment's
+    `SqlTool`, read-only and in its state before the episode; any other tool is called with the queries."""
 
     rule: ClassVar[str] = "sql_execution"
     tool: Text = "sql"
@@ -39,30 +39,30 @@ class SqlExecution(ToolRule):
             super().check_environment(environment, task)
 
     async def __call__(self, episode: Episode) -> Reward:
-        [right] = references(episode.task, self.rule)[:1]
+        [reference] = references(episode.task, self.rule)[:1]
         query = self.code_of(episode)
         if not query:
             return self.rewarded(0.0)
         try:
-            return self.rewarded(await self._same(episode, query, str(right)))
+            return self.rewarded(await self._same(episode, query, str(reference)))
         except (ValueError, TypeError) as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
 
-    async def _same(self, episode: Episode, query: str, right: str) -> bool:
-        named = episode.task.metadata.get("database")
-        if named is None:
+    async def _same(self, episode: Episode, query: str, reference: str) -> bool:
+        paths = episode.task.metadata.get("database")
+        if paths is None:
             if (source := _source(episode.environment, self.tool)) is None:
-                return await same_result(through(episode, self.tool, "query"), query, right)
-            return await self._same_in(source.path, source.timeout, query, right)
-        files = [named] if isinstance(named, str | Path) else list(named)
+                return await same_result(through(episode, self.tool, "query"), query, reference)
+            return await self._same_in(source.path, source.timeout, query, reference)
+        files = [paths] if isinstance(paths, str | Path) else list(paths)
         if not files:
-            raise ValueError("its metadata database is empty; it must be a SQLite file, or a list of them")
-        return all([await self._same_in(Path(path), self.timeout, query, right) for path in files])
+            raise ValueError("its metadata database is empty; list at least one SQLite file")
+        return all([await self._same_in(Path(path), self.timeout, query, reference) for path in files])
 
-    async def _same_in(self, path: Path, timeout: float, query: str, right: str) -> bool:
+    async def _same_in(self, path: Path, timeout: float, query: str, reference: str) -> bool:
         database = await in_thread(Database, path, timeout=timeout, max_rows=self.max_rows, format="exact")
         try:
-            return await same_result(partial(in_thread, database.run), query, right)
+            return await same_result(partial(in_thread, database.run), query, reference)
         finally:
             await in_thread(database.close)
 
@@ -72,7 +72,7 @@ class SqlResult(SqlExecution):
 
 
 def _source(environment: Environment, tool: str) -> Database | None:
-    """Return the `database` of the environment or of its tool, if one has any."""
-    tools = (one for one in getattr(environment, "tools", ()) if one.spec.name == tool)
-    found = (getattr(one, "database", None) for one in (environment, *tools))
-    return next((database for database in found if isinstance(database, Database)), None)
+    """Return the `database` of the environment or of the named tool; None if neither has one."""
+    tools = (candidate for candidate in getattr(environment, "tools", ()) if candidate.spec.name == tool)
+    databases = (getattr(owner, "database", None) for owner in (environment, *tools))
+    return next((database for database in databases if isinstance(database, Database)), None)

@@ -1,4 +1,4 @@
-"""Rules that compare the answer's text with the right one: normalised, by SQuAD's words, or as part of a longer one."""
+"""Rules that compare the text of the answer with the reference: exact, normalised, contained, or SQuAD's EM and F1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from TrainingFactory.rewards.rules.numbers import lowered
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Exact(AnswerRule):
-    """Reward the same text, letter by letter; space around it aside."""
+    """Reward an identical text, apart from surrounding whitespace."""
 
     rule: ClassVar[str] = "exact"
     whole_too: ClassVar[bool] = False
@@ -28,7 +28,7 @@ class Exact(AnswerRule):
 
 
 class Normalised(AnswerRule):
-    """Reward the same text apart from letter case, spaces, quotes, emphasis and a full stop."""
+    """Reward an equal text, ignoring case, whitespace, quotes, emphasis and surrounding punctuation."""
 
     rule: ClassVar[str] = "normalised"
 
@@ -37,7 +37,7 @@ class Normalised(AnswerRule):
 
 
 class Contains(AnswerRule):
-    """Reward a right answer that occurs in the given one, as whole words."""
+    """Reward an answer that contains the reference as whole words."""
 
     rule: ClassVar[str] = "contains"
     whole_too: ClassVar[bool] = False
@@ -47,7 +47,7 @@ class Contains(AnswerRule):
 
 
 class ExactMatch(AnswerRule):
-    """Reward an exact match in the sense of SQuAD: letter case, punctuation and articles do not count."""
+    """Reward SQuAD's exact match, which ignores case, punctuation and articles."""
 
     rule: ClassVar[str] = "em"
 
@@ -56,26 +56,26 @@ class ExactMatch(AnswerRule):
 
 
 class F1(AnswerRule):
-    """Give the F1 of SQuAD: how far the words of the answer and of the right one are the same."""
+    """Reward SQuAD's F1, the word overlap of the answer and the reference."""
 
     rule: ClassVar[str] = "f1"
     whole_too: ClassVar[bool] = False
 
     def score(self, answer: str, reference: Any) -> float:
-        given, right = squad_words(answer), squad_words(reference)
-        if given == right:
+        words, expected = squad_words(answer), squad_words(reference)
+        if words == expected:
             return 1.0
-        if " ".join(given) in _VERDICTS or " ".join(right) in _VERDICTS:
-            return 0.0  # there is no half of a yes
-        common = sum((Counter(given) & Counter(right)).values())
-        return 2 * common / (len(given) + len(right))
+        if " ".join(words) in _VERDICTS or " ".join(expected) in _VERDICTS:
+            return 0.0  # yes and no have no partial score
+        common = sum((Counter(words) & Counter(expected)).values())
+        return 2 * common / (len(words) + len(expected))
 
 
 _VERDICTS = ("yes", "no", "noanswer")
 
 
 def normalised(text: str) -> str:
-    """Return the text without what does not matter: case, Unicode forms, spaces, emphasis, quotes around it."""
+    """Return the text with case, Unicode forms, whitespace, emphasis and surrounding punctuation normalised."""
     text = unicodedata.normalize("NFKC", lowered(text)).casefold().translate(_QUOTES)
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s?\{([^{}]{0,200})\}", r"\1", text)
     text = " ".join(text.replace("**", "").split())
@@ -91,39 +91,40 @@ _POINT = re.compile(r"(?<![.,])[.,]\Z")
 
 
 def holds(answer: str, reference: str) -> bool:
-    """Return true if the reference occurs in the answer as whole words, and a number as a whole number: there is no 72
-    in 7.72, -72, 1/72, x^72 and 72,000. A dash between numbers (1939-1945) is no minus."""
-    wanted = normalised(reference)
+    """Return whether the answer contains the reference as whole words, and a number only as a whole number: 7.72, -72,
+    1/72, x^72 and 72,000 do not contain 72. A dash between numbers (1939-1945) is not a minus."""
+    target = normalised(reference)
     before, after = r"(?<!\w)(?<!\d[.,])", r"(?!\w)(?![.,]\d)"
-    if wanted[:1].isdigit():
+    if target[:1].isdigit():
         before += r"(?<![.,/^\\])(?<!\d')(?<![\s(\[=:$]-)(?<!\A-)"
-    if wanted[-1:].isdigit():
+    if target[-1:].isdigit():
         after += r"(?!'\d)(?! ?[/^] ?\w)"
-        after += r"(?! \d{3}(?!\d))" if re.fullmatch(r"\d{1,3}", wanted) else ""
-    return re.search(f"{before}{re.escape(wanted)}{after}", normalised(answer)) is not None
+        after += r"(?! \d{3}(?!\d))" if re.fullmatch(r"\d{1,3}", target) else ""
+    return re.search(f"{before}{re.escape(target)}{after}", normalised(answer)) is not None
 
 
 def squad_words(text: str) -> list[str]:
-    """Return the words as SQuAD compares them: lower case, without punctuation and articles. A text of nothing else
-    keeps them: `The` and `A` are different answers. So does a number: 1.5 and 15 are too."""
-    small = unicodedata.normalize("NFKC", lowered(text)).lower()
-    bare = _IN_NUMBER.sub(_kept, small).translate(_PUNCTUATION)
-    return _ARTICLES.sub(" ", bare).split() or bare.split() or small.split()
+    """Return the words as SQuAD compares them: in lower case, without punctuation and articles. Unlike SQuAD, keep the
+    articles of a text of nothing else (`The` and `A` differ) and the marks in numbers (1.5 and 15 differ)."""
+    lower = unicodedata.normalize("NFKC", lowered(text)).lower()
+    bare = _IN_NUMBER.sub(_protect, lower).translate(_PUNCTUATION)
+    return _ARTICLES.sub(" ", bare).split() or bare.split() or lower.split()
 
 
-def _kept(mark: re.Match[str]) -> str:
-    return "" if mark["thousands"] is not None else mark.group().translate(_KEPT)
+def _protect(mark: re.Match[str]) -> str:
+    """Return the mark as private-use characters, which are not punctuation; "" for a thousands separator."""
+    return "" if mark["thousands"] is not None else mark.group().translate(_PROTECTED)
 
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation + "\u2018\u2019\u201c\u201d")
-# Without these marks 1.5 would be 15, 3-4 would be 34, 5e-3 would be 5e3, and -7 would be 7. They are put where no
-# punctuation is; only thousands are written with and without theirs.
+# Marks that belong to a number: without them 1.5 would be 15, 3-4 would be 34, 5e-3 would be 5e3, and -7 would be 7.
+# Thousands separators are optional, so they are dropped.
 _DASHES = "\u2212\u2013"
 _IN_NUMBER = re.compile(
     r"(?<=\d)(?:(?<!\d{4})(?<!(?<!\d)0)[,'_](?=\d{3}(?!\d))(?P<thousands>)"
     rf"|[{re.escape(string.punctuation)}{_DASHES}]+(?=\d))"
     r"|(?<=\de)[-\u2212](?=\d)|(?<![\w)])[-\u2212](?=\.?\d)|(?<!\w)\.(?=\d)"
 )
-_KEPT = {ord(mark): 0xE000 + ord(mark) for mark in string.punctuation}
-_KEPT |= {ord(dash): _KEPT[ord("-")] for dash in _DASHES}
+_PROTECTED = {ord(mark): 0xE000 + ord(mark) for mark in string.punctuation}
+_PROTECTED |= {ord(dash): _PROTECTED[ord("-")] for dash in _DASHES}

@@ -1,4 +1,4 @@
-"""Units of measure: which names there are, what they measure, and how much of it."""
+"""Units of measurement: their names, kinds and conversion factors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """Say what is measured, and how much of it. Values of different kinds never match."""
+    """Kind of a unit, and its factor to the kind's base unit. Units of different kinds never match."""
 
     kind: str
     factor: Fraction
 
 
 def units_of(text: str) -> tuple[tuple[Unit, ...], int]:
-    """Return what the unit at the start of a text may mean (km, m/s^2, miles per hour), and where it ends."""
+    """Return the possible meanings of the unit at the start of a text (km, m/s^2, miles per hour), and its end."""
     match = _UNIT.match(text)
     units = _named(match["name"]) if match else ()
     if match is None or not units:
@@ -29,7 +29,7 @@ def units_of(text: str) -> tuple[tuple[Unit, ...], int]:
 
 
 def _over(unit: Unit, other: Unit) -> Unit:
-    """Divide. A price is often given with what it is for, and often without: that does not count."""
+    """Divide two units. Money keeps its kind, because a price is often written without what it is for."""
     return unit if unit.kind in MONEY else Unit(f"{unit.kind}/{other.kind}", unit.factor / other.factor)
 
 
@@ -38,7 +38,7 @@ def _raised(unit: Unit, power: int) -> Unit:
 
 
 def _named(name: str) -> tuple[Unit, ...]:
-    """Look the name up, also as Kilograms, and temperatures as degrees C."""
+    """Return the meanings of a unit's name, ignoring case and plural; also of temperatures such as `degrees C`."""
     if temperature := _TEMPERATURE.fullmatch(name):
         name = f"°{temperature[1].upper()}"
     lower = name.lower()
@@ -54,8 +54,8 @@ _UNIT = re.compile(
 )
 _TEMPERATURE = re.compile(r"(?:°|deg).*? ?([cf])(?:elsius|ahrenheit)?", re.I)
 
-# kind: names = factor, names = factor. A name may mean several things. Months and years are a kind of their own, as
-# not all are of one length in days; so are bytes counted by 1024.
+# kind: names = factor, names = factor. A name may have several meanings. Months and years are a separate kind, because
+# their length in days varies; so are bytes that count by 1024.
 _TABLE = """
 length: mm millimeter millimetre = 1/1000, cm centimeter centimetre = 1/100, m meter metre = 1
 length: km kilometer kilometre = 1000, inch = 0.0254, ft foot feet = 0.3048, yd yard = 0.9144, mi mile = 1609.344

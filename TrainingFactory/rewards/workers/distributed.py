@@ -1,4 +1,4 @@
-"""Rewards from a pool of workers: judges, reward models, or any callable."""
+"""Pool of reward workers: judges, reward models, or any callable."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from TrainingFactory.types import Reward, Trajectory
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-MAX_REASONS = 100  # told apart
-LOOK_AGAIN = 0.1  # seconds between looks at workers that are down
+MAX_REASONS = 100  # distinct reasons in `dropped`
+LOOK_AGAIN = 0.1  # seconds between checks of workers that are down
 
 
 class WorkersDown(Exception):
-    """No worker could score it."""
+    """Raised when no worker can score a row."""
 
 
 @dataclass(slots=True, eq=False)
 class PoolWorker:
     number: int
-    model: Any  # as it was handed in
+    model: Any  # as passed to the pool
     reward: Adapted | RewardProcess
     breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(failures=2, pause=0.5))
-    down: bool = False  # and a user knows it
+    down: bool = False  # a warning was logged
     running: int = 0
     done: int = 0
     failed: int = 0
 
     @property
     def name(self) -> str:
-        """Return what a user can look for: a judge has an address."""
+        """Return the worker's name for logs; for a judge, with the address of its endpoint."""
         model = self.model.client.model if isinstance(self.model, Judge) else None
         return f"worker {self.number}" + (f" at {model.url}" if isinstance(model, Endpoint) else "")
 
 
 class RewardWorkerPool:
-    """Spread rewards over workers. `model` is one reward for all, or a list with one for each; a text such as
-    `rewards.py:score` runs in a process for each worker, or with `base_url` names a model that judges there. `timeout`
-    is for one attempt; a row waits at most `patience` seconds while all workers are down."""
+    """Reward that distributes rows over workers. `model` is one reward for all workers, or a list with one for each. A
+    string such as `rewards.py:score` runs in one process per worker; with `base_url` it names a judge model at these
+    endpoints. `timeout` limits one attempt; a row waits at most `patience` seconds while all workers are down."""
 
     @validate_call(config=STRICT)
     def __init__(
@@ -72,14 +72,12 @@ class RewardWorkerPool:
         **judge_options: Any,
     ) -> None:
         self.timeout, self.patience = timeout, patience
-        self._opened: list[Any] = []  # to be closed with the pool
+        self._opened: list[Any] = []  # closed with the pool
         if base_url is not None:
             models = judges_at(base_url, {"model": model} | judge_options, num_workers)
             self._opened += dict.fromkeys(models)
         elif judge_options:
-            raise ValueError(
-                f"{', '.join(judge_options)}: these are options of a model that judges, which needs base_url"
-            )
+            raise ValueError(f"{', '.join(judge_options)}: options of a judge model, which needs base_url")
         else:
             models = self._models(model, num_workers)
         self.workers = [
@@ -88,41 +86,40 @@ class RewardWorkerPool:
         ]
         self.grouped, self.compares = self.workers[0].reward.grouped, self.workers[0].reward.compares
         self.per_worker = per_worker or (1 if isinstance(models[0], RewardProcess) else 8)
-        self.dropped: Counter[str] = Counter()  # reasons, since the beginning
-        self.moved = 0  # rows that another worker had to take
+        self.dropped: Counter[str] = Counter()  # unscored rows by reason
+        self.moved = 0  # rows that were retried on another worker
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def _models(self, model: Any, num_workers: int | None) -> list[Any]:
-        """Return one for each worker."""
-        given = list(model) if isinstance(model, Sequence) and not isinstance(model, str) else [model]
-        count = num_workers or len(given)
-        if not given or len(given) not in (1, count):
-            raise ValueError(
-                f"num_workers is {count}, but there are {len(given)} models: give one, or one for each"
-            )
-        models = given * count if len(given) == 1 else given
-        made = [RewardProcess(one, self.timeout) if isinstance(one, str) else one for one in models]
-        self._opened += [one for one, named in zip(made, models, strict=True) if isinstance(named, str)]
-        return made
+        """Return one model per worker; start a process for each that is an import path."""
+        models = list(model) if isinstance(model, Sequence) and not isinstance(model, str) else [model]
+        count = num_workers or len(models)
+        if not models or len(models) not in (1, count):
+            raise ValueError(f"num_workers is {count}, but there are {len(models)} models; pass 1 or {count}")
+        if len(models) == 1:
+            models *= count
+        rewards = [RewardProcess(one, self.timeout) if isinstance(one, str) else one for one in models]
+        self._opened += [reward for reward, one in zip(rewards, models, strict=True) if isinstance(one, str)]
+        return rewards
 
     async def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[Reward | None]:
-        """Return the rewards in order; None for what could not be scored, which is counted in `dropped`."""
-        together: dict[Any, list[int]] = {}
+        """Return the rewards in order; None for unscored rows, which are counted in `dropped`."""
+        groups: dict[Any, list[int]] = {}
         for number, trajectory in enumerate(trajectories):
-            together.setdefault(trajectory.group if self.grouped else number, []).append(number)
-        found: list[Reward | None] = [None] * len(trajectories)
+            groups.setdefault(trajectory.group if self.grouped else number, []).append(number)
+        rewards: list[Reward | None] = [None] * len(trajectories)
 
-        async def one(numbers: list[int]) -> None:
-            with suppress(Exception):  # rewards are foreign code; counted where it came up
-                rewards = await self.group([FinishedEpisode(trajectories[number]) for number in numbers])
-                for number, reward in zip(numbers, rewards, strict=True):
-                    found[number] = reward if isinstance(reward, Reward) else None
+        async def score_group(numbers: list[int]) -> None:
+            with suppress(Exception):  # rewards are user code; `group` has counted the failure
+                results = await self.group([FinishedEpisode(trajectories[number]) for number in numbers])
+                for number, result in zip(numbers, results, strict=True):
+                    rewards[number] = result if isinstance(result, Reward) else None
 
-        await asyncio.gather(*map(one, together.values()))
-        return found
+        await asyncio.gather(*map(score_group, groups.values()))
+        return rewards
 
     async def __call__(self, episode: Episode) -> Reward:
-        """Return the reward; raise where there is none."""
+        """Return the reward; raise if the episode cannot be scored."""
         try:
             return await self._scored(lambda worker: worker.reward(episode))
         except Exception as error:
@@ -130,44 +127,44 @@ class RewardWorkerPool:
             raise
 
     async def compute(self, trajectory: Trajectory) -> Reward:
-        """Return the reward of a finished episode; raise where there is none."""
+        """Return the reward of a finished episode; raise if it cannot be scored."""
         return await self(FinishedEpisode(trajectory))
 
     async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
         if not self.grouped:
             return await one_by_one(self, episodes)
         try:
-            found = await self._scored(lambda worker: worker.reward.group(episodes))
+            results = await self._scored(lambda worker: worker.reward.group(episodes))
         except Exception as error:
             self._drop(error, len(episodes))
             raise
-        for each in found:
-            if isinstance(each, Exception):
-                self._drop(each)
-        return found
+        for result in results:
+            if isinstance(result, Exception):
+                self._drop(result)
+        return results
 
     def _drop(self, error: Exception, rows: int = 1) -> None:
         reason = f"judge: {error.kind}" if isinstance(error, JudgeFailure) else failure(error)
         self.dropped[reason if len(self.dropped) < MAX_REASONS else "other"] += rows
 
     async def close(self) -> None:
-        """End what it has started itself: processes, judges. What was handed in stays open."""
-        for each in self._opened:
-            await each.close()
+        """Close the processes and judges that the pool has started; models that were passed in stay open."""
+        for model in self._opened:
+            await model.close()
 
     @property
     def metrics(self) -> dict[str, float]:
-        found = {f"pool/worker_{each.number}_done": float(each.done) for each in self.workers}
-        found |= {f"pool/worker_{each.number}_failed": float(each.failed) for each in self.workers}
-        return found | {"pool/moved": float(self.moved), "pool/dropped": float(self.dropped.total())}
+        metrics = {f"pool/worker_{worker.number}_done": float(worker.done) for worker in self.workers}
+        metrics |= {f"pool/worker_{worker.number}_failed": float(worker.failed) for worker in self.workers}
+        return metrics | {"pool/moved": float(self.moved), "pool/dropped": float(self.dropped.total())}
 
     async def _scored(self, score: Callable[[PoolWorker], Coroutine[Any, Any, T]]) -> T:
         tried: dict[PoolWorker, Exception] = {}
-        # Where there is only one, a process that died is asked again: the next call has another.
-        settled = len(self.workers) > 1 or not isinstance(self.workers[0].reward, RewardProcess)
+        # A single worker is retried once if its process died, because the next call starts a new process.
+        retried = len(self.workers) > 1 or not isinstance(self.workers[0].reward, RewardProcess)
         while True:
-            worker, ticket = await self._place(tried)
-            answered: bool | None = None  # a call that is cancelled says nothing about the worker
+            worker, ticket = await self._acquire(tried)
+            answered: bool | None = None  # None: cancelled, which says nothing about the worker
             error: Exception | None = None
             try:
                 reward = await self._run(worker, score)
@@ -176,54 +173,53 @@ class RewardWorkerPool:
                 self.moved += bool(tried)
                 return reward
             except Exception as caught:
-                error, (answered, again) = caught, _blame(caught)
-                if not again:
+                error = caught
+                answered, retry = _blame(caught)
+                if not retry:
                     raise
-                if settled or not isinstance(caught, ConnectionError):
+                if retried or not isinstance(caught, ConnectionError):
                     tried[worker] = caught
-                settled = True
+                retried = True
             finally:
                 worker.running -= 1
                 worker.failed += answered is False
                 worker.breaker.ended(ticket, answered)
-                self._tell(worker, answered, error)
+                self._log_health(worker, answered, error)
                 self._wake()
 
-    def _tell(self, worker: PoolWorker, answered: bool | None, error: Exception | None) -> None:
-        """Say once that a worker is down, and once that it is back."""
+    def _log_health(self, worker: PoolWorker, answered: bool | None, error: Exception | None) -> None:
+        """Log once that a worker is down, and once that it has recovered."""
         if worker.down and answered:
             worker.down = False
-            log.warning("%s of the reward is back", worker.name)
+            log.warning("reward %s has recovered", worker.name)
         elif not worker.down and answered is False and worker.breaker.is_open and error is not None:
             worker.down = True
-            log.warning(
-                "%s of the reward is down, and left alone until it is back: %s", worker.name, failure(error)
-            )
+            log.warning("reward %s is down and is skipped until it recovers: %s", worker.name, failure(error))
 
-    async def _place(self, tried: dict[PoolWorker, Exception]) -> tuple[PoolWorker, int]:
-        """Return the free worker with the fewest rows under way, among those that have not failed at this one."""
-        until = time.monotonic() + self.patience
+    async def _acquire(self, tried: dict[PoolWorker, Exception]) -> tuple[PoolWorker, int]:
+        """Return the free worker with the fewest running rows that has not failed on this row yet."""
+        deadline = time.monotonic() + self.patience
         while True:
-            left = [worker for worker in self.workers if worker not in tried]
-            if not left:
+            untried = [worker for worker in self.workers if worker not in tried]
+            if not untried:
                 last = next(reversed(tried.values()))
-                raise WorkersDown(f"none of {len(tried)} workers could score it; the last: {failure(last)}")
-            up = [worker for worker in left if not worker.breaker.is_open]
+                raise WorkersDown(f"all {len(tried)} reward workers failed; last error: {failure(last)}")
+            up = [worker for worker in untried if not worker.breaker.is_open]
             free = [worker for worker in up if worker.running < self.per_worker]
             if free:
-                worker = min(free, key=lambda each: (each.running, each.done))
+                worker = min(free, key=lambda candidate: (candidate.running, candidate.done))
                 ticket = worker.breaker.allow()
                 assert ticket is not None
                 worker.running += 1
                 return worker, ticket
             if up:  # only busy
-                until = time.monotonic() + self.patience
-            elif time.monotonic() > until:
-                raise WorkersDown(f"all workers left for it have been down for {self.patience:g} s")
-            await self._change()
+                deadline = time.monotonic() + self.patience
+            elif time.monotonic() > deadline:
+                raise WorkersDown(f"all reward workers have been down for {self.patience:g} s")
+            await self._wait_for_change()
 
-    async def _change(self) -> None:
-        """Wait until a place is free, or it is time to look at those that were down."""
+    async def _wait_for_change(self) -> None:
+        """Wait until a worker is released, or until it is time to check the workers that are down."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         await asyncio.wait({waiter}, timeout=LOOK_AGAIN)
@@ -238,20 +234,20 @@ class RewardWorkerPool:
                 return
 
     async def _run(self, worker: PoolWorker, score: Callable[[PoolWorker], Coroutine[Any, Any, T]]) -> T:
-        # A process has a limit of its own, which starts when it is ready.
+        # A process enforces the timeout itself, from the time when it is ready.
         limit = None if isinstance(worker.reward, RewardProcess) else self.timeout
         try:
             return await within(limit, score(worker))
         except OutOfTime:
-            raise TimeoutError(f"worker {worker.number} did not answer within {self.timeout:g} s") from None
+            raise TimeoutError(f"{worker.name} did not answer within {self.timeout:g} s") from None
 
 
 def _blame(error: Exception) -> tuple[bool | None, bool]:
-    """Return whether the worker answered (None: the error says nothing about it), and whether another should try."""
+    """Return whether the worker is up (None: the error does not tell), and whether to retry on another worker."""
     if isinstance(error, JudgeFailure):
-        # A budget that is spent says nothing about the endpoint, and what is in the cache is still answered; one that
-        # refuses a request is not down either.
-        found = {"budget": (None, True), "unavailable": (False, True), "error": (True, True)}
-        return found.get(error.kind, (True, False))
-    own = is_rows_own(error)
-    return own, not own
+        # A spent budget says nothing about the endpoint, and cached requests still succeed. An endpoint that rejects a
+        # request is up.
+        verdicts = {"budget": (None, True), "unavailable": (False, True), "error": (True, True)}
+        return verdicts.get(error.kind, (True, False))
+    rows_own = is_rows_own(error)
+    return rows_own, not rows_own
