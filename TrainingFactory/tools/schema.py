@@ -47,7 +47,8 @@ def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -
 
 
 def parameters_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the model's JSON schema without titles and without the ban on extra arguments: both only cost tokens."""
+    """Return the model's JSON schema without titles and the ban on extra arguments (pydantic enforces it): both only
+    cost tokens."""
     schema = without_titles(model.model_json_schema(by_alias=True))
     schema.pop("additionalProperties", None)
     schema.pop("description", None)  # of the pydantic class, not of the tool

@@ -66,7 +66,7 @@ class ToolCache:
         return executor
 
     async def execute_with_cache(self, call: ToolCall) -> ToolResult:
-        """Return the cached result of a call to one of `tools`, or execute it. All these calls are one episode."""
+        """Return the cached result of a call, or execute it. For stateful tools, all these calls are one episode."""
         [result] = await self.executor.batch_execute([call])
         return result
 

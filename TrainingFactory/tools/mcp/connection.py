@@ -162,7 +162,7 @@ class Connection:
             self._relisting = asyncio.create_task(self._relist(self._client))
 
     async def _relist(self, client: Client, subscribe: bool = False) -> None:
-        """List the tools again: once, or at every change: the newest protocol notifies only subscribers."""
+        """List the tools again: once, or with `subscribe` at every change, as the newest protocol requires."""
         with contextlib.suppress(Exception):  # a lost connection is detected elsewhere
             if not subscribe:
                 return await self._list_tools(client)

@@ -113,7 +113,7 @@ def drop_capabilities() -> None:
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     libc.capset(struct.pack("=II", 0x20080522, 0), bytes(24))
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    # Die with the parent; code cannot undo this without prctl. Last, because changing capabilities clears it.
+    # Die with the parent: code may close its pipes, but cannot call prctl. Last: changing capabilities clears it.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
