@@ -41,7 +41,7 @@ class GRPOSection(Section):
     clip_high: Positive = 0.28
     """Upper clipping bound: 1 + clip_high. Larger than clip_low, so that unlikely tokens can gain faster (DAPO)."""
     clip_dual: AboveOne | None = 3.0
-    """loss_kind=clip: dual clipping; bounds the ratio on tokens with negative advantage. null: unbounded."""
+    """loss_kind=clip: maximum ratio on tokens with negative advantage (dual clipping). null: unbounded."""
     kl: NotNegative = 0.0
     """KL penalty coefficient, relative to the initial model. 0: no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -57,11 +57,9 @@ class GRPOSection(Section):
     overlong_penalty: NotNegative = 1.0
     """Reward subtracted from episodes of overlong_length tokens or more."""
     refill: ZeroOrMore = 0
-    """Dynamic sampling (DAPO): maximum rounds in which groups with identical rewards are replaced by new tasks. 0:
-    off."""
+    """Dynamic sampling (DAPO): maximum rounds of new tasks to replace groups with identical rewards. 0: off."""
     refill_by: Literal["reward", "outcome"] = "reward"
-    """Value that must differ within a group: the total reward, or the outcome alone, without step rewards and length
-    penalties."""
+    """Value that must differ within a group: the total reward, or the outcome alone."""
 
 
 class PPOSection(Section):
@@ -74,7 +72,7 @@ class PPOSection(Section):
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Clipping range: the probability ratio is clipped to [1 - clip, 1 + clip]."""
     clip_dual: AboveOne | None = 3.0
-    """Dual clipping; bounds the ratio on tokens with negative advantage. null: unbounded."""
+    """Maximum ratio on tokens with negative advantage (dual clipping). null: unbounded."""
     value_clip: Positive | None = 0.2
     """Clipping range of the value update. null: off."""
     value_weight: Positive = 0.1
@@ -101,19 +99,18 @@ class DPOSection(Section):
     loss_kind: Literal["sigmoid", "ipo", "hinge", "robust", "orpo", "simpo"] = "sigmoid"
     """Preference loss. orpo and simpo need no reference model."""
     beta: Positive = 0.1
-    """Strength of the deviation from the reference model (orpo: weight of the odds-ratio term; simpo: reward scale)."""
+    """Higher keeps the policy closer to the reference (orpo: weight of the odds-ratio term; simpo: reward scale)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Assumed share of pairs with flipped labels (sigmoid: cDPO; robust)."""
     margin: NotNegative = 0.5
     """simpo: target reward margin between chosen and rejected answer."""
     reference: Literal["live", "precomputed"] = "live"
-    """Compute the reference log-probs in every step (live), or once before training (precomputed), which then frees the
-    reference model's memory."""
+    """Compute reference log-probs in every step (live), or once before training, to save memory (precomputed)."""
 
 
 class KTOSection(Section):
     beta: Positive = 0.1
-    """Strength of the deviation from the reference model."""
+    """Higher keeps the policy closer to the reference model."""
     desirable_weight: Positive = 1.0
     """Loss weight of desirable examples."""
     undesirable_weight: Positive = 1.0
