@@ -85,7 +85,7 @@ class ChatFormat(Protocol):
         ...
 
     def extend(self, turn: Turn, replies: Sequence[Message]) -> list[int]:
-        """Return the tokens after a sampled turn: the rest of its end marker, the replies, the next assistant header."""
+        """Return the tokens after a sampled turn: rest of its end marker, replies, next assistant header."""
         ...
 
     def parse(
