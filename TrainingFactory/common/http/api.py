@@ -44,8 +44,8 @@ Handler = Callable[[bytes], Awaitable[Answer]]
 
 
 class Api:
-    """HTTP API. Clients must send `key`, if there is one, as `authorization: Bearer KEY`. With `local`, only requests to
-    a loopback host name are accepted, which prevents DNS rebinding by web pages."""
+    """HTTP API. Clients must send `key`, if there is one, as `authorization: Bearer KEY`. With `local`, the API accepts
+    only requests to a loopback host name, which prevents DNS rebinding by web pages."""
 
     def __init__(self, key: str | None = None, local: bool = True) -> None:
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
