@@ -65,8 +65,7 @@ class Engine(Protocol):
         self, prompt_ids: Sequence[int], params: SamplingParams, session: int = -1
     ) -> Completion: ...
     async def load(self, weights: Weights) -> None:
-        """Switch to these weights. Raise if they do not match the model or are not finite; the fleet then replaces the
-        engine."""
+        """Switch to these weights. Raise if they are not the model's or not finite; the engine is then replaced."""
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probs of all tokens but the first, at temperature 1."""
@@ -114,8 +113,7 @@ class ChatFormat(Protocol):
 
 @runtime_checkable
 class Tool(Protocol):
-    """A tool that the model calls by name with JSON arguments. `run` runs on the event loop; blocking code must use a
-    thread."""
+    """A tool, called by name with JSON arguments. `run` is called on the event loop: use a thread for blocking code."""
 
     @property
     def spec(self) -> ToolSpec: ...

@@ -163,7 +163,7 @@ class Sample:
     that are compared share `pair` and are packed together; the one with the higher `label` is preferred."""
 
     token_ids: list[int]
-    loss_mask: list[bool]  # True on sampled tokens that are trained: all of them, unless the algorithm selects fewer
+    loss_mask: list[bool]  # true on trained tokens: all sampled ones, unless the algorithm selects fewer
     logprobs: list[float]  # of the sampler; 0 where the mask is false
     advantages: list[float]
     rewards: list[float]

@@ -28,8 +28,7 @@ def calculate(expression: str) -> Fraction:
 
 def tokens(expression: str) -> list[str]:
     """Split an expression into its numbers, operators and parentheses, as written."""
-    result = []
-    position = 0
+    result, position = [], 0
     while position < len(expression):
         match = _TOKEN.match(expression, position)
         if match is None:

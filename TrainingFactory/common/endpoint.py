@@ -26,9 +26,7 @@ from TrainingFactory.types import Message, ToolSpec
 T = TypeVar("T")
 MAX_SAID_CHARS = 200  # quoted from an endpoint's error response
 MAX_BODY_BYTES = 20_000_000
-KEPT_SECONDS = (
-    2.0  # keep-alive of idle connections: shorter than servers', so that no request hits a closing one
-)
+KEPT_SECONDS = 2.0  # keep-alive of idle connections: shorter than the server's, which must not close first
 MIN_SECRET_CHARS = 8  # shorter keys are placeholders such as 0, x or none, for servers that need no key
 BY_HOST = "by host"  # the key in `KEYS` of the URL's host; not a valid variable name
 KEYS = {"https://api.openai.com": "OPENAI_API_KEY", "https://api.anthropic.com": "ANTHROPIC_API_KEY"}
@@ -79,8 +77,7 @@ class Endpoint:
         for key, _ in secrets_in(self.options):
             name = ".".join(map(str, key))
             raise ValueError(
-                f"options.{name} holds a secret, which would appear in logs; put it into an environment variable and "
-                "name that in api_key_env"
+                f"options.{name} is a secret; set its environment variable in api_key_env instead"
             )
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message:
@@ -124,16 +121,12 @@ class Endpoint:
         if self.api_key_env is None:
             return None
         if not (key := os.environ.get(self.api_key_env)):
-            raise ModelError(
-                f"environment variable {self.api_key_env} with the API key for {self.host} is not set"
-            )
+            raise ModelError(f"environment variable {self.api_key_env} (key for {self.host}) is not set")
         return key
 
     async def _post(self, body: dict[str, Any], key: str | None) -> tuple[int, httpx.Headers, bytes]:
         async with (
-            asyncio.timeout(
-                self.timeout
-            ),  # httpx's own timeouts apply between bytes, not to the whole request
+            asyncio.timeout(self.timeout),  # of the whole request; httpx's timeouts apply between bytes
             # Redirects are not followed, because they would receive the key.
             self._open().stream("POST", self.url, json=body, headers=self.headers(key)) as response,
         ):

@@ -79,11 +79,8 @@ def _call_to_dict(call: ToolCall) -> dict[str, Any]:
 def _call_from_dict(row: Any) -> ToolCall:
     function = row.get("function", row) if isinstance(row, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(
-            f'a tool call must be an object with a "function" with a "name", not {str(row)[:60]}'
-        )
-    arguments = function.get("arguments") or {}
-    error = row.get("error")
+        raise ValueError(f'a tool call must be an object with a function "name", not {str(row)[:60]}')
+    arguments, error = function.get("arguments") or {}, row.get("error")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

@@ -174,9 +174,8 @@ def _explain(
     error: ValidationError, options: Mapping[str, Any], known: Sequence[str], what: str
 ) -> list[Wrong]:
     errors = error.errors(include_url=False)
-    misspelled = {
-        nearest(str(details["loc"][-1]), known) for details in errors if details["type"] in _UNKNOWN
-    }
+    unknown = [str(details["loc"][-1]) for details in errors if details["type"] in _UNKNOWN]
+    misspelled = {nearest(name, known) for name in unknown}
     by_key: dict[Key, list[Wrong]] = {}
     for details in errors:
         if details["type"] in _MISSING and details["loc"][-1] in misspelled:
@@ -189,8 +188,7 @@ def _explain(
 
 
 def _explain_one(details: ErrorDetails, key: Key, known: Sequence[str], what: str) -> list[Wrong]:
-    option = ".".join(map(str, key))
-    kind = details["type"]
+    option, kind = ".".join(map(str, key)), details["type"]
     if kind in _MISSING:
         return [Wrong(option, f"is missing; {what} needs it")]
     if kind in _UNKNOWN and len(key) == 1:

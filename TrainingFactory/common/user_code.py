@@ -21,9 +21,7 @@ PACKAGE = Path(__file__).resolve().parent
 INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 _loading = threading.RLock()  # reentrant, because a file may load another one
 _loaded: dict[Path, tuple[tuple[int, int], ModuleType]] = {}  # path -> ((mtime, size), module)
-_beside: dict[
-    Path, dict[str, ModuleType]
-] = {}  # modules of a folder whose names clash with other loaded modules
+_beside: dict[Path, dict[str, ModuleType]] = {}  # folder -> its modules that clash with other loaded ones
 
 
 def is_file_name(name: str) -> bool:
@@ -49,8 +47,7 @@ def opened(kind: str, name: str) -> tuple[ModuleType, Path, str]:
 
 
 def chosen(kind: str, name: str) -> tuple[Path, str, list[Any]]:
-    """Import `file.py` or `file.py:member`. Return its path, the member name, and the objects: the member alone, or
-    all that the file defines."""
+    """Import `file.py` or `file.py:member`. Return path, member name, and the member alone or all definitions."""
     module, path, member = opened(kind, name)
     if member and member not in vars(module):
         raise ValueError(f"{path} does not define {member!r}")
@@ -94,11 +91,8 @@ def _siblings(folder: Path) -> Iterator[None]:
     installed = [entry for entry in path if entry.startswith(INSTALLED)]
     sys.path[:] = [*installed, str(folder), *(entry for entry in path if entry not in installed)]
     siblings = {file.stem for file in folder.iterdir()} - {PACKAGE.name, *sys.stdlib_module_names}
-    clashes = {
-        name
-        for name in siblings & sys.modules.keys()
-        if not _lies_in(sys.modules[name], (folder, *INSTALLED))
-    }
+    loaded = siblings & sys.modules.keys()
+    clashes = {name for name in loaded if not _lies_in(sys.modules[name], (folder, *INSTALLED))}
     hidden = _pop_modules(clashes)
     sys.modules.update(_beside.get(folder, {}))
     try:
@@ -153,8 +147,7 @@ def place_of(error: BaseException) -> str:
 
 def failure(error: BaseException, who: str = "") -> str:
     """Describe in one line who failed (default: the user's reward function), where and why."""
-    frames = own_frames(error)
-    plain = is_plain(error)
+    frames, plain = own_frames(error), is_plain(error)
     if not frames and not who:
         return (message_of(error) if plain else "") or describe(error)
     reason = f": {message_of(error)}" if plain else f" raised {describe(error)}"

@@ -42,8 +42,7 @@ class ConfigLoader(*BASES):  # pyright: ignore[reportGeneralTypeIssues]
         self._sizes: dict[str, int] = {}  # number of values under each anchor
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
-        before = self._values
+        event, before = self.peek_event(), self._values
         alias = isinstance(event, yaml.AliasEvent)
         # An alias to the node that contains it: the node's size is not known yet.
         size = self._sizes.get(event.anchor, MAX_VALUES if event.anchor in self.anchors else 0)
@@ -81,8 +80,7 @@ ConfigLoader.add_implicit_resolver(
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """Load a config file (None: the defaults) and apply overrides such as `tools.0.name=search`. Raise ConfigError
-    with all problems."""
+    """Load a config file (None: the defaults) and apply overrides such as `tools.0.name=search`; raise ConfigError."""
     problems: list[Problem] = []
     locations: dict[Key, str] = {}
     data = expand(read_yaml(Path(path), locations, problems)) if path is not None else {}
@@ -125,8 +123,7 @@ def read_yaml(
         raise _file_error(path, f"is not valid YAML: {text}", error.problem_mark) from None
     except FileNotFoundError:
         near = nearest(path.name, [file.name for file in path.parent.glob("*.y*ml")])
-        hint = did_you_mean(near and str(path.parent / near))
-        raise _file_error(path, f"file not found{hint}") from None
+        raise _file_error(path, f"file not found{did_you_mean(near and str(path.parent / near))}") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise _file_error(path, f"cannot be read: {str(error).splitlines()[0]}") from None
     for alias, key in ALIASES.items():

@@ -24,6 +24,5 @@ def not_yet(config: TrainingConfig) -> list[str]:
 
 
 def changed(config: TrainingConfig, section: str) -> list[str]:
-    """Return the keys of a section that differ from their defaults. A run's config sets every key, so set keys do not
-    tell which ones the user changed."""
+    """Return the keys of a section that differ from their defaults (a run's config sets all keys explicitly)."""
     return [f"{section}.{key}" for key in getattr(config, section).model_dump(exclude_defaults=True)]

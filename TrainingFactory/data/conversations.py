@@ -54,8 +54,7 @@ def conversation_in(columns: Mapping[str, Any], name: str, bad: bool = False) ->
 
 
 def text_or_messages(columns: Mapping[str, Any], name: str, role: str, bad: bool = False) -> list[Message]:
-    """Return the messages in a column, which holds a string (one message of `role`) or messages. `bad` as in
-    `conversation_in`."""
+    """Return the messages in a column of messages or strings of `role`. `bad` as in `conversation_in`."""
     value = columns[name]
     if isinstance(value, str) and value.lstrip().startswith("[{") and '"role"' in value:
         value = as_list(value, name)
@@ -204,8 +203,7 @@ def _from_sharegpt(rows: Sequence[Mapping[str, Any]], name: str, bad: bool) -> l
         if kind == "tool_response" and not isinstance(value, str):
             message["content"] = json.dumps(value, ensure_ascii=False)
         if kind in ("function_call", "tool_call"):
-            # An assistant message before the call is part of the same turn.
-            before = messages.pop() if messages and messages[-1]["role"] == "assistant" else {}
+            before = messages.pop() if messages and messages[-1]["role"] == "assistant" else {}  # same turn
             try:
                 calls = json.loads(value) if isinstance(value, str) else value
                 calls = before.get("tool_calls", []) + (calls if isinstance(calls, list) else [calls])

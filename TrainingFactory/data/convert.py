@@ -82,8 +82,7 @@ class _Episode:
 
 def convert(rows: Iterable[Row], to: Form, filters: Filters | None = None) -> Converted:
     """Convert the rows of a trajectories file to the form `to`. Reads one row at a time."""
-    filters = filters or Filters()
-    result = Converted()
+    filters, result = filters or Filters(), Converted()
     episodes: list[_Episode] = []
     for row in rows:
         result.read += 1
@@ -102,9 +101,7 @@ def convert(rows: Iterable[Row], to: Form, filters: Filters | None = None) -> Co
         result.note = one_sided(rewards, threshold, "--threshold")
     if filters.dedupe:
         converted = _deduplicated(converted, result.dropped)
-    if filters.max_per_task is not None:
-        converted = _limited(converted, filters, result.dropped)
-    result.rows = converted
+    result.rows = converted if filters.max_per_task is None else _limited(converted, filters, result.dropped)
     return result
 
 
@@ -140,7 +137,6 @@ def _read(row: Row, to: Form, filters: Filters) -> _Episode | str:
 
 
 def _filtered_by(trajectory: Trajectory, reward: float | None, filters: Filters) -> str | None:
-    """Return the filter option that excludes an episode, or None."""
     if filters.status and trajectory.status not in filters.status:
         return "--status"
     if filters.tasks and not any(fnmatchcase(trajectory.task.id, pattern) for pattern in filters.tasks):
@@ -198,9 +194,8 @@ def _limited(rows: list[dict[str, Any]], filters: Filters, dropped: Counter[str]
     for number, row in enumerate(rows):
         by_task[row["task"]].append(number)
     rng = random.Random(filters.seed)
-    drawn = (
-        rng.sample(indices, min(filters.max_per_task or 0, len(indices))) for indices in by_task.values()
-    )
+    limit = filters.max_per_task or 0
+    drawn = (rng.sample(indices, min(limit, len(indices))) for indices in by_task.values())
     kept = sorted(chain.from_iterable(drawn))
     dropped["--max-per-task"] += len(rows) - len(kept)
     return [rows[number] for number in kept]

@@ -115,8 +115,7 @@ def _of_csv(path: Path) -> Iterator[Row]:
         reader = csv.DictReader(file)
         for row in reader:
             ragged = None in row or None in row.values()
-            count = len(reader.fieldnames or ())
-            problem = f"must have {count} cells, as many as the header" if ragged else None
+            problem = f"has not {len(reader.fieldnames or ())} cells like the header" if ragged else None
             columns = {name: cell for name, cell in row.items() if cell != ""}
             yield Row(f"{path}, line {reader.line_num}", columns, problem)
 
@@ -139,7 +138,7 @@ def _of_folder(path: Path, split: str) -> Iterator[Row]:
         if (split_file := next((file for file in files if file.is_file()), None)) is not None:
             return _rows(split_file, split)
         raise ValueError(
-            f"folder {path} is not a dataset: it contains neither dataset_info.json nor {split}.jsonl"
+            f"folder {path} is not a dataset: it has neither dataset_info.json nor {split}.jsonl"
         )
     import datasets
 
@@ -187,8 +186,8 @@ def _of_dicts(rows: Iterable[Any], name: str | None, arrow: bool = False) -> Ite
 def _without_nulls(value: Any, deep: bool) -> Any:
     """Drop null keys. `deep`: also in nested objects, to which Arrow adds the keys of all rows."""
     if isinstance(value, Mapping):
-        items = ((key, item) for key, item in value.items() if item is not None)
-        return {key: _without_nulls(item, deep) if deep else item for key, item in items}
+        kept = {key: item for key, item in value.items() if item is not None}
+        return {key: _without_nulls(item, deep) for key, item in kept.items()} if deep else kept
     return [_without_nulls(item, deep) for item in value] if isinstance(value, list) else value
 
 
@@ -206,9 +205,7 @@ def _renamed(row: Row, names: Mapping[str, str]) -> Row:
     missing = [f"{names[expected]!r} for {expected}" for expected, value in renamed.items() if value is None]
     if missing and row.problem is None:
         available = ", ".join(map(str, row.columns)) or "none"
-        row.problem = (
-            f"lacks columns named in data.columns: {', '.join(missing)}; its columns are: {available}"
-        )
+        row.problem = f"lacks columns of data.columns: {', '.join(missing)}; its columns are: {available}"
     row.columns = row.columns | renamed
     return row
 

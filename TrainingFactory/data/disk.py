@@ -122,14 +122,12 @@ def drop_state(folder: Path) -> None:
 
 
 def changed(folder: Path, but: Collection[str] = ()) -> list[str]:
-    """Return the files that are missing or no longer match their digests, except those in `but`. Folders without
-    digests have none."""
+    """Return the files that are missing or no longer match their recorded digests, except those in `but`."""
     sums = {name: digest for name, digest in read_sums(folder).items() if name not in but}
     intact = {n for n, digest in sums.items() if (folder / n).is_file() and file_digest(folder / n) == digest}
     return sorted(sums.keys() - intact)
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

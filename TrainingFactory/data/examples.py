@@ -49,10 +49,7 @@ NEEDS: dict[Form, str] = {
     "prm": '"labels" with "messages", or with "prompt" and "completions"',
 }
 NEEDS["rm"] = NEEDS["dpo"]
-TRUE, FALSE = (
-    ("true", "1", "1.0", "yes"),
-    ("false", "0", "0.0", "no"),
-)  # as strings, because CSV has no booleans
+TRUE, FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no")  # strings, for CSV
 
 
 @dataclass(slots=True)
@@ -70,9 +67,7 @@ class Examples:
     found: list[Example]
     rows: int = 0  # rows read
     bad: list[str] = field(default_factory=list)  # one message per invalid row
-    unused: Counter[str] = field(
-        default_factory=Counter
-    )  # recorded episodes that cannot be trained on, by reason
+    unused: Counter[str] = field(default_factory=Counter)  # unusable recorded episodes, by reason
     notes: list[str] = field(default_factory=list)  # warnings for the user
 
     def __len__(self) -> int:
@@ -91,8 +86,7 @@ def load_examples(
 ) -> Examples:
     """Return the first `count` examples (None: all). Raise one ValueError with all invalid rows, or collect them in
     `bad` with `skip_bad_rows`. `fits` validates tool calls. `names` are the `columns` of `read_rows`."""
-    examples = Examples(form, [])
-    stem = Path(source).stem if isinstance(source, str | Path) else "row"
+    examples, stem = Examples(form, []), Path(source).stem if isinstance(source, str | Path) else "row"
     groups: dict[str, Example] = {}  # recorded episodes by group name, for pairs
     fits = fits and _with_shared_specs(fits)
     for row in read_rows(source, split, names):
@@ -183,11 +177,9 @@ def _recorded(columns: Mapping[str, Any], form: str) -> Conversation | str:
         episode = replace(episode, turns=episode.turns[:-1])  # a truncated turn does not show how to end one
     if reason := useless(episode, form):
         return reason
-    messages = [message for turn in episode.turns for message in (turn.message, *turn.replies)]
-    conversation = Conversation(episode.group or episode.task.id, [*episode.prompt, *messages], episode.tools)
-    return replace(
-        conversation, recorded=Kept.of(episode), context=len(episode.prompt), reward=episode.reward
-    )
+    prompt, name = episode.prompt, episode.group or episode.task.id
+    messages = [*prompt, *(message for turn in episode.turns for message in (turn.message, *turn.replies))]
+    return Conversation(name, messages, episode.tools, Kept.of(episode), len(prompt), episode.reward)
 
 
 def _why_empty(examples: Examples, source: Any) -> str:
@@ -219,8 +211,7 @@ def _conversations(
 
 
 def _single(columns: Mapping[str, Any], form: Form, name: str, bad: bool = False) -> tuple[Conversation, str]:
-    """Return the conversation of a row, and the column that holds its calls. `bad`: allow invalid calls, because the
-    row is a negative example."""
+    """Return the conversation of a row, and the column of its calls. `bad`: negative example, allow invalid calls."""
     if (column := next((key for key in WHOLE if key in columns), None)) is not None:
         messages = checked(conversation_in(columns, column, bad), column)
         return Conversation(name, messages, tools_in(columns), bad=_numbers(messages, bad)), column

@@ -8,13 +8,7 @@ from typing import Any
 from TrainingFactory.data.conversations import as_list
 
 MEDIA = ("images", "videos", "audios")
-SPEAKERS = (
-    "human",
-    "user",
-    "assistant",
-    "gpt",
-    "bot",
-)  # keys of a turn in "conversation"; users before assistants
+SPEAKERS = ("human", "user", "assistant", "gpt", "bot")  # keys of a turn, the user's before the assistant's
 
 
 def in_our_form(columns: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -80,6 +74,6 @@ def _messages_of(columns: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     if not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
         raise ValueError('has a "history" or "conversation" that is not a list of question-answer pairs')
     messages = [{"role": "system", "content": columns["system"]}] if columns.get("system") else []
-    for question, answer in turns:
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    for user, assistant in turns:
+        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     return messages

@@ -166,8 +166,7 @@ def _packs(
     sharing: bool,
     below: int,
 ) -> list[Pack]:
-    """Build one pack, or several if the tree exceeds the budget, which the estimate in `_tree_size` allows because it
-    also counts small savings."""
+    """Build one pack, or several if the tree exceeds the budget: unlike `_tree_size`, it shares no short prefixes."""
     rows = [number for unit in units for number in unit]
     if sharing:
         rows.sort(key=lambda number: samples[number].token_ids)
@@ -181,8 +180,7 @@ def _packs(
 
 
 def _parted(lengths: list[int], shared: list[int], below: int) -> list[int]:
-    """Return `shared` with 0 where a new tree begins: at a row that shares no more than every row of the tree so far,
-    once the tree has more than `below` tokens. 0: do not split."""
+    """Return `shared` with 0 where a new tree begins: at a row that shares no more than all rows of the tree before."""
     parted = list(shared)
     size = least = lengths[0]
     for row in range(1, len(shared)) if below else ():

@@ -26,8 +26,7 @@ def to_samples(
         token_ids  P + A0 + E0 + A1         prompt, a sampled turn, the environment's tokens, a sampled turn
         loss_mask  0...  1...  0...  1...   `turns="last"` trains A1 alone, `tokens="last"` the last token of each turn
 
-    `advantages` and `rewards` have one entry per turn; None: zeros. All sampled tokens of a turn get its advantage, the
-    last one its reward."""
+    `advantages` (for all sampled tokens of a turn) and `rewards` (for the last one) have one entry per turn."""
     count = len(trajectory.turns)
     zeros = [0.0] * count
     advantages = zeros if advantages is None else advantages
@@ -39,9 +38,7 @@ def to_samples(
             rows.append(Sample([], [], [], [], [], [], pair=pair, label=label))
             rows[-1].episode, rows[-1].pair = rows[0].episode, rows[0].pair
         row, sampled = rows[-1], turn.completion
-        context = turn.prompt_ids[
-            len(row.token_ids) :
-        ]  # the part of the prompt that the row does not have yet
+        context = turn.prompt_ids[len(row.token_ids) :]  # the part that the row does not have yet
         old, new = len(context), len(sampled.token_ids)
         assert new, "a turn has sampled at least one token"
         trained = 0 if turns == "last" and number < count - 1 else 1 if tokens == "last" else new
@@ -66,8 +63,7 @@ class Span:
 
 def turn_spans(trajectory: Trajectory) -> list[Span]:
     spans: list[Span] = []
-    row = -1
-    previous: list[int] = []  # prompt and completion of the turn before
+    row, previous = -1, list[int]()  # previous: prompt and completion of the turn before
     for turn in trajectory.turns:
         if row < 0 or turn.prompt_ids[: len(previous)] != previous:
             row += 1
@@ -91,12 +87,11 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
     longest = max((len(sample.token_ids) for sample in samples), default=0)
     mismatched_rows = []
     for index, (prompt, _) in enumerate(sides):
-        other_prompt, answer = sides[index - shift]
-        start = len(other_prompt)
-        if other_prompt == prompt or len(prompt) + len(answer.token_ids) - start > longest:
+        other, answer = sides[index - shift]
+        if other == prompt or len(prompt) + len(answer.token_ids) - len(other) > longest:
             continue
-        ids = [*prompt, *answer.token_ids[start:]]
-        mask = [False] * len(prompt) + answer.loss_mask[start:]
+        ids = [*prompt, *answer.token_ids[len(other) :]]
+        mask = [False] * len(prompt) + answer.loss_mask[len(other) :]
         zeros = [0.0] * len(ids)
         mismatched_rows.append(Sample(ids, mask, zeros, zeros, zeros, [0] * len(ids)))
     return mismatched_rows

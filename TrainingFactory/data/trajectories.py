@@ -57,8 +57,7 @@ def _is_plain(turn: Turn) -> bool:
 
 
 def load_trajectories(path: str | Path, groups: str = "", growing: bool = False) -> Iterator[Trajectory]:
-    """Yield the trajectories whose group name starts with `groups`. `growing`: another process may still be writing,
-    so ignore an incomplete last line."""
+    """Yield the trajectories whose group name starts with `groups`. `growing`: ignore an incomplete last line."""
     with Path(path).open(encoding="utf-8", errors=KEEP_ALL) as file:
         for number, line in enumerate(file, 1):
             if growing and not line.endswith("\n"):
@@ -72,15 +71,12 @@ def load_trajectories(path: str | Path, groups: str = "", growing: bool = False)
 
 
 def trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
-    turns = []
-    before: list[int] = []
+    turns, before = [], []
     for turn in trajectory.turns:
         turns.append(_turn_to_dict(turn, before))
         before = turn.prompt_ids + turn.completion.token_ids
     task, reward = trajectory.task, trajectory.reward
-    prompt = task.prompt
-    if not isinstance(prompt, str):
-        prompt = [message_to_dict(message) for message in prompt]
+    prompt = task.prompt if isinstance(task.prompt, str) else [message_to_dict(m) for m in task.prompt]
     return {
         "task": {"id": task.id, "prompt": prompt, "answer": task.answer, "metadata": task.metadata},
         "group": trajectory.group,

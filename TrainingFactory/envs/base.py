@@ -89,8 +89,7 @@ class ToolEnvironment:
 
 
 class ForeignEnvironment(ABC):
-    """Adapter of an environment written for another framework: one object per run, which provides the environment class
-    of the episodes."""
+    """Adapter of another framework's environment: one object per run that provides the class of the environments."""
 
     @classmethod
     @abstractmethod

@@ -88,9 +88,7 @@ class Api:
             """Convert every exception into a JSON response."""
             try:
                 return await handler(request)
-            except (
-                asyncio.CancelledError
-            ):  # uvicorn cancels requests only when `GRACE` has passed after Ctrl-C
+            except asyncio.CancelledError:  # only when `GRACE` has passed after Ctrl-C
                 error: BaseException = _stopping()
             except Exception as caught:
                 error = caught
@@ -162,8 +160,7 @@ async def _unless_disconnected(request: Request, work: Awaitable[Answer]) -> Ans
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task = asyncio.ensure_future(work)
-    watch = asyncio.create_task(disconnected())
+    task, watch = asyncio.ensure_future(work), asyncio.create_task(disconnected())
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None

@@ -65,9 +65,7 @@ NO_TOKEN = (
 
 Event = dict[str, Any]  # event: its name; data: a JSON text
 Events = AsyncGenerator[Event, None]
-IN_QUERY = (
-    Depends()
-)  # an argument annotated with Annotated[Kind, IN_QUERY] gets its fields from the query string
+IN_QUERY = Depends()  # Annotated[Kind, IN_QUERY]: the argument's fields come from the query string
 
 
 class Refused(BaseModel):
@@ -235,9 +233,7 @@ class _Guard:
         authorization = request.headers.get("authorization", "")
         if self._token is None or _equal(authorization, f"Bearer {self._token}"):
             return None
-        cookie = (
-            f"tfactory-{request.scope['server'][1]}"  # per port, because browsers share cookies across ports
-        )
+        cookie = f"tfactory-{request.scope['server'][1]}"  # per port: browsers share cookies across ports
         if request.url.path == "/" and _equal(request.query_params.get("token", ""), self._token):
             # Not a redirect: browsers send no SameSite=strict cookie with a redirect that began on another site.
             response = Response(ENTER, media_type="text/html")

@@ -71,10 +71,8 @@ class Worker:
     async def ask(self, message: Any, seconds: float, hear: Hear | None = None) -> Any:
         """Return the answer to a message. Raise WorkerError, or WorkerTooSlow or WorkerDied if the process has ended.
         With `hear`, the function gets a second argument, with which it reports events to `hear` before it answers."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # a worker may outlive a run and its event loop
-            self._loop = loop
-            self._turn = asyncio.Lock()
+        if self._loop is not (loop := asyncio.get_running_loop()):  # a worker may outlive a run and its loop
+            self._loop, self._turn = loop, asyncio.Lock()
         async with self._turn:
             if self._closed:
                 raise WorkerDied("was closed")
@@ -83,9 +81,7 @@ class Worker:
                     [sys.executable, "-P", *self._flags, str(CHILD)], self._launch, self._max_answer
                 )
                 self._end = weakref.finalize(self, self._child.end)
-                path = (
-                    [entry or os.getcwd() for entry in sys.path] if self._path is None else list(self._path)
-                )
+                path = [p or os.getcwd() for p in sys.path] if self._path is None else list(self._path)
                 first = {"target": self.target, "settings": self.settings, "path": path}
                 try:
                     await self._answer(first | {"life": self._child.life}, self.start_seconds)
@@ -128,9 +124,7 @@ class Worker:
         if (child := self._child) is not None:
             child.signal()
             try:
-                await asyncio.to_thread(
-                    child.process.wait
-                )  # in a thread, because freeing its memory may take a while
+                await asyncio.to_thread(child.process.wait)  # the kernel may take a while to free its memory
             finally:
                 self.kill()
 

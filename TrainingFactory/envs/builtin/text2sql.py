@@ -72,8 +72,7 @@ class Text2SqlEnvironment(ToolEnvironment):
         return self._shown
 
     async def reward(self, episode: Episode) -> Reward:
-        """Return 1 if the answer gives the rows of the reference query on all databases. The part `shown` is 1 if it
-        does on the visible one."""
+        """Return 1 if the answer gives the reference rows on all databases. Part `shown`: on the visible one."""
         query = _query_in(episode.trajectory.answer)
         shown = bool(query) and await self._same(query, 0)
         right = shown
@@ -139,9 +138,8 @@ def _task(task_id: str, rng: random.Random) -> Task:
 
 
 def hidden_variants(task: Task) -> list[int]:
-    """Return the hidden databases of a task: the first variants on which the reference query gives another result than
-    on the visible one, so that constants fail. Prefer variants that also tell near misses from the reference query. If
-    the result is the same everywhere, return any."""
+    """Return the hidden databases: variants on which the reference query gives another result than on the visible one,
+    so that constants fail, preferably also another one than near misses. If there are none, return any variants."""
     shown = Counter(_rows(task, 0, str(task.answer)))
     candidates = (
         variant
@@ -149,8 +147,7 @@ def hidden_variants(task: Task) -> list[int]:
         if _is_informative(rows := _rows(task, variant, str(task.answer))) and Counter(rows) != shown
     )
     undetected = _with_same_rows(task, 0, _near_misses(str(task.answer)))
-    chosen: list[int] = []
-    passed_over: list[int] = []
+    chosen, passed_over = list[int](), list[int]()
     for variant in candidates:
         remaining = _with_same_rows(task, variant, undetected)
         is_last_slot = len(chosen) == HIDDEN - 1

@@ -78,9 +78,8 @@ def values_of(domain: str, seed: str) -> Values:
 
 
 def script_of(task: Task, variant: int) -> str:
-    """Return the SQL that creates a database. Variants have different rows over the same values. Names, titles and
-    values of things are unique, so that orders by them are, too. In hidden variants (1 and up), one value is the
-    average."""
+    """Return the SQL that creates a database; variants have different rows over the same values. Names, titles and
+    values of things are unique, so that sorting is. In hidden variants (1 and up), one value is the average."""
     domain, seed = task.metadata["domain"], task.metadata["database_seed"]
     words, values = DOMAINS[domain], values_of(domain, seed)
     rng = random.Random(f"text2sql rows {domain} {seed} {variant}")
@@ -125,8 +124,7 @@ DRAWN: dict[str, Callable[[Values, random.Random], Any]] = {  # placeholders in 
 
 def ask(kind: str, domain: str, seed: str, rng: random.Random) -> tuple[str, str]:
     """Return a question of this kind about a database, and the reference query."""
-    values = values_of(domain, seed)
-    templates = QUESTIONS[kind]
+    values, templates = values_of(domain, seed), QUESTIONS[kind]
     drawn = {name: draw(values, rng) for name, draw in DRAWN.items() if f"{{{name}" in "".join(templates)}
     question, query = (text.format(d=DOMAINS[domain], **drawn) for text in templates)
     return question, query
