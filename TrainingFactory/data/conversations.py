@@ -47,7 +47,7 @@ def conversation_in(columns: Mapping[str, Any], name: str, bad: bool = False) ->
     """Return the conversation in a column. `bad`: keep invalid calls as text instead of raising ValueError."""
     rows = as_list(columns[name], name)
     if not rows:
-        raise ValueError(f'has no messages in "{name}"')
+        raise ValueError(f'has an empty "{name}"')
     if all(isinstance(row, Mapping) and "from" in row for row in rows):
         rows = _from_sharegpt(rows, name, bad)
     return named_replies(with_system(columns, messages_in(rows, name, bad)))

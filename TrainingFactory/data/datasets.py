@@ -115,7 +115,7 @@ def _of_csv(path: Path) -> Iterator[Row]:
         reader = csv.DictReader(file)
         for row in reader:
             ragged = None in row or None in row.values()
-            problem = f"has not {len(reader.fieldnames or ())} cells like the header" if ragged else None
+            problem = f"must have {len(reader.fieldnames or ())} cells, like the header" if ragged else None
             columns = {name: cell for name, cell in row.items() if cell != ""}
             yield Row(f"{path}, line {reader.line_num}", columns, problem)
 
