@@ -146,7 +146,9 @@ def test_recorded_episodes_keep_their_tokens(tmp_path: Path) -> None:
     cut.reward = Reward(-1.0)
     save_trajectories(tmp_path / "cut.jsonl", episodes)
     assert rows(in_tokens(tmp_path / "cut.jsonl", "dpo").group(0)[1:]) == rows([cut])  # judged as it is
-    with pytest.raises(ValueError, match=r"cannot be used|can be used for prm: .*no step reward for every turn"):
+    with pytest.raises(
+        ValueError, match=r"cannot be used|can be used for prm: .*no step reward for every turn"
+    ):
         load_examples(tmp_path / "t.jsonl", "prm")
     save_trajectories(tmp_path / "u.jsonl", played(1, [Reward(1.0), Reward(1.0)]))
     with pytest.raises(ValueError, match="used for dpo: 2 are in a group with equal rewards"):
@@ -176,7 +178,7 @@ def test_a_call_that_nobody_could_read_is_not_rewritten(tmp_path: Path) -> None:
     episodes = played(1, [Reward(1.0), Reward(0.5), Reward(0.0)])
     episodes[2].turns[0].message.tool_calls[0].error = "The tool call could not be read."
     assert written_by(loaded()[2], episodes[2]) is episodes[2]  # in its own tokens it stays
-    with pytest.raises(Unreadable, match="turn 0 cannot be .*: The tool call"):
+    with pytest.raises(Unreadable, match=r"turn 0 cannot be .*: The tool call"):
         written_by(other, episodes[2])
     save_trajectories(tmp_path / "t.jsonl", episodes)
     found = in_tokens(tmp_path / "t.jsonl", "dpo", other, 10_000)
