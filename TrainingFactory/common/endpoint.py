@@ -77,7 +77,7 @@ class Endpoint:
         for key, _ in secrets_in(self.options):
             name = ".".join(map(str, key))
             raise ValueError(
-                f"options.{name} is a secret; set its environment variable in api_key_env instead"
+                f"options.{name} would appear in logs; put the key into a variable and name it in api_key_env"
             )
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message:
@@ -121,7 +121,7 @@ class Endpoint:
         if self.api_key_env is None:
             return None
         if not (key := os.environ.get(self.api_key_env)):
-            raise ModelError(f"environment variable {self.api_key_env} (key for {self.host}) is not set")
+            raise ModelError(f"the environment variable {self.api_key_env} (key for {self.host}) is not set")
         return key
 
     async def _post(self, body: dict[str, Any], key: str | None) -> tuple[int, httpx.Headers, bytes]:

@@ -36,7 +36,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"options": 3}, f"options {SECTION} (got 3)"),
     ({"options": {"day": date(2026, 1, 1)}}, "options.day input was not a valid JSON value (got 2026-01-01)"),
     ({"options": {"temperature": float("nan")}}, "options.temperature must be a finite number (got nan)"),
-    ({"options": {"api_key": "secret"}}, "options.api_key is a secret"),
+    ({"options": {"api_key": "secret"}}, "options.api_key would appear in logs"),
     ({"verdict_options": {"low": "a"}}, f'verdict_options.low {NUMBER} (got "a")'),
     ({"verdict_options": {"low": 5, "high": 1}}, "low is 5 and high 1; low must be below high"),
     ({"verdict": "ranking", "verdict_options": {"low": 5}}, "is not an option of the verdict ranking"),
