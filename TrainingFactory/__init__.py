@@ -1,7 +1,7 @@
 """TrainingFactory: turn a tool set and a reward into a trained agent.
 
-The names below are imported on first use: the package itself costs nothing. How its parts build on each other is in
-docs/ARCHITECTURE.md.
+The names below are imported on first use, to keep `import TrainingFactory` fast. docs/ARCHITECTURE.md describes the
+layers.
 """
 
 from __future__ import annotations

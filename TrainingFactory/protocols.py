@@ -1,4 +1,4 @@
-"""Define every seam: what a layer needs from a sibling or from above is handed in as one of these."""
+"""Protocols between the layers. A layer receives what it needs from siblings or higher layers as one of these."""
 
 from __future__ import annotations
 
@@ -22,75 +22,75 @@ from TrainingFactory.types import (
 
 
 class SamplingSession(Protocol):
-    """Keeps, on the sampler's side of one episode, what was computed for a turn for the next one."""
+    """The sampler's state of one episode: keeps the computation of a turn (its KV cache) for the next turn."""
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion: ...
     def close(self) -> None: ...
 
 
 class Sampler(Protocol):
-    """Turns tokens into tokens and log-probs. A port: it may live in another process; only plain data crosses it.
-    Cancelling the awaiting task cancels the request."""
+    """Samples tokens with log-probs. May run in another process, so arguments and results are plain data. Cancelling
+    the awaiting task cancels the request."""
 
     @property
     def policy_version(self) -> int: ...
     @property
     def max_length(self) -> int:
-        """Return the longest prompt and completion together, in tokens."""
+        """Return the maximum length of prompt plus completion, in tokens."""
         ...
 
     def session(self) -> SamplingSession:
-        """Open the sampler's side of one episode, in a fixed order (task, member) before anything is awaited."""
+        """Open the session of one episode. Call in a fixed order (task, member), before the first await."""
         ...
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        """Sample for one request that belongs to no episode."""
+        """Sample one completion outside any episode."""
         ...
 
     async def update(self, weights: Weights) -> None:
-        """Go on with another version of the weights. Turns under way end with the old one."""
+        """Switch to another version of the weights. Running turns finish with the old version."""
 
     async def close(self) -> None: ...
 
 
 class Engine(Protocol):
-    """Samples in another process or on another machine, as one of a fleet. Only plain data crosses it, and the fleet
-    keeps what a turn needs, so that another engine can be asked the same with the same seed."""
+    """Inference engine in another process or machine, one of a fleet. Arguments and results are plain data. The fleet
+    keeps the inputs of every turn, so that it can retry the request on another engine with the same seed."""
 
     async def start(self) -> dict[str, Any]:
-        """Be ready to sample, or to `load` weights first; return what to tell: pid, node, versions, vocabulary."""
+        """Start, ready to sample or to `load` weights. Return a description: pid, node, versions, vocabulary."""
         ...
 
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, session: int = -1
     ) -> Completion: ...
     async def load(self, weights: Weights) -> None:
-        """Go on with these weights. Raise where they are not the model's or not finite: then the engine is replaced."""
+        """Switch to these weights. Raise if they are not the model's or not finite; the engine is then replaced."""
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probs, at temperature 1, of all tokens but the first."""
+        """Return the log-probs of all tokens but the first, at temperature 1."""
         ...
 
     async def close(self) -> None: ...
 
 
 class ChatFormat(Protocol):
-    """Writes and reads a conversation in tokens, as one model family does."""
+    """Chat template of one model family: renders a conversation to tokens and parses sampled tokens."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """Return the prompt of a first turn, the assistant's header included."""
+        """Return the prompt of the first turn, including the assistant header."""
         ...
 
     def extend(self, turn: Turn, replies: Sequence[Message]) -> list[int]:
-        """Return what follows a sampled turn: the rest of its end, the replies, the next assistant header."""
+        """Return the tokens after a sampled turn: rest of its end marker, replies, next assistant header."""
         ...
 
     def parse(
         self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[ToolSpec] = ()
     ) -> Message:
-        """Read a turn that was sampled after this prompt, with these tools; never raises on what a model can write."""
+        """Parse a turn that was sampled after this prompt, with these tools. Never raises on model output."""
         ...
 
     def write(
@@ -100,12 +100,12 @@ class ChatFormat(Protocol):
         tools: Sequence[ToolSpec] = (),
         exact: bool = True,
     ) -> list[int]:
-        """Return an assistant message as the model would sample it after this prompt, stop token included. `exact`:
-        raise ValueError where `parse` would read it as another message."""
+        """Return the tokens of an assistant message as the model would sample it after this prompt, including the stop
+        token. With `exact`, raise ValueError if `parse` would not return the same message."""
         ...
 
     def cut(self, text: str, max_tokens: int) -> str:
-        """Return the text if it fits into so many tokens, else its beginning and end with the cut marked."""
+        """Truncate a text to `max_tokens`: keep its beginning and end, with a marker in between."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
@@ -113,7 +113,7 @@ class ChatFormat(Protocol):
 
 @runtime_checkable
 class Tool(Protocol):
-    """Is called by name with JSON arguments, on the event loop: code that blocks goes to a thread inside `run`."""
+    """A tool, called by name with JSON arguments. `run` is called on the event loop: use a thread for blocking code."""
 
     @property
     def spec(self) -> ToolSpec: ...
@@ -121,7 +121,7 @@ class Tool(Protocol):
 
 
 class ToolSession(Protocol):
-    """Holds the tools of one episode; `close` gives back what they hold (a process, a connection)."""
+    """The tools of one episode. `close` releases their resources (a process, a connection)."""
 
     @property
     def tools(self) -> Sequence[Tool]: ...
@@ -130,19 +130,19 @@ class ToolSession(Protocol):
 
 @runtime_checkable
 class ToolSource(Protocol):
-    """Gives tools with a life of their own (an MCP server, an interpreter). A run opens it on its event loop and closes
-    it at its end. Every episode opens a session, which is cheap: what takes time is done at the first call."""
+    """Provider of tools with their own lifetime (an MCP server, an interpreter). A run opens it on its event loop and
+    closes it at the end. Every episode opens a session; slow setup waits for the first call, so opening is cheap."""
 
     async def open(self) -> None:
-        """Connect, so that `session` knows what tools there are; again does nothing."""
+        """Connect, so that `session` knows the tools. Idempotent."""
 
     def session(self) -> ToolSession: ...
     async def close(self) -> None:
-        """End what the running loop has open."""
+        """Close the connections of the running event loop."""
 
 
 class Environment(Protocol):
-    """Lives for one episode of one task, and is closed after its reward is known."""
+    """The environment of one episode of one task; closed after the reward has been computed."""
 
     @property
     def task(self) -> Task: ...
@@ -157,14 +157,14 @@ class Environment(Protocol):
 
 
 class EnvironmentFactory(Protocol):
-    """Makes environments, and the tasks for them; a class with a `tasks` method is one."""
+    """Creates environments and their tasks, for example an environment class with a `tasks` method."""
 
     def __call__(self, task: Task) -> Environment: ...
     def tasks(self, split: str, seed: int, count: int) -> Iterable[Task]: ...
 
 
 class Episode(Protocol):
-    """Shows a reward the finished trajectory and the still open environment."""
+    """Input of a reward function: the finished trajectory and the still open environment."""
 
     @property
     def trajectory(self) -> Trajectory: ...
@@ -175,90 +175,90 @@ class Episode(Protocol):
     async def call(self, tool: str, **arguments: Any) -> ToolResult: ...
 
 
-# A float means Reward(outcome). Raising means "could not be scored": the trajectory is dropped and counted.
+# A float means Reward(outcome). An exception marks the episode as unscored: it is dropped and counted.
 RewardFunction = Callable[[Episode], Reward | float | Awaitable[Reward | float]]
-AnyReward = Callable[..., Any]  # in any of the shapes that `rewards.adapt.as_reward` knows
+AnyReward = Callable[..., Any]  # with any signature that `rewards.adapt.as_reward` accepts
 
 
 @runtime_checkable
 class GroupReward(Protocol):
-    """Scores the episodes of one task in one call; `as_reward` makes one of a function that takes `episodes`."""
+    """Scores all episodes of one task in one call. `as_reward` wraps a function that takes `episodes` as one."""
 
     @property
     def grouped(self) -> bool:
-        """Tell whether it wants a whole group; else it scores each episode by itself."""
+        """Return True if it needs the whole group, False if it scores each episode separately."""
         ...
 
     @property
     def compares(self) -> bool:
-        """Tell whether it rewards by comparison: then one episode alone, or the mean over many, says nothing."""
+        """Return True if rewards are relative within a group; single rewards and means over tasks are meaningless."""
         ...
 
     async def group(self, episodes: Sequence[Episode]) -> Sequence[Reward | Exception]:
-        """Return one entry per episode, its reward or why there is none; raise where no episode has one."""
+        """Return one entry per episode: its reward, or the exception that prevented it. Raise if all failed."""
         ...
 
 
 class Scorer(Protocol):
-    """Scores by a trained reward model. It blocks while it computes, and raises where it cannot score."""
+    """Scores with a trained reward model. Blocks while it computes; raises if it cannot score."""
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Reward]: ...
 
 
 class Objective(Protocol):
-    """Says what a batch must carry and computes the loss over it. Torch lives behind `Any`."""
+    """Loss of a batch, and the inputs that it needs. Torch types are `Any`, to keep this module free of torch."""
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return of: reference, old (log-probs of the reference model, and of the model before the step), precomputed
-        (those of the reference come with the rows), values (of a critic, before each token), critic (a model of its
-        own), scores (of a reward model, at each token, instead of log-probs), mismatched (answers after the prompts of
-        others)."""
+        """Return the required inputs: reference (log-probs of the reference model), precomputed (those log-probs come
+        with the rows), old (log-probs of the model before the step), values (of a critic, before each token), critic
+        (a separate value model), scores (of a reward model, per token, instead of log-probs), mismatched (answers
+        paired with other prompts)."""
         ...
 
     def loss(self, batch: Any, /) -> Any: ...
 
 
 class Algorithm(Objective, Protocol):
-    """Also assigns credit: from a group of episodes to training rows."""
+    """Objective with credit assignment: turns a group of episodes into training rows."""
 
     @property
     def refill(self) -> int:
-        """Return the rounds in which tasks that teach nothing are made up for by others; 0: none."""
+        """Return the maximum rounds in which groups without a training signal are replaced. 0: none."""
         ...
 
     def adjusted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the group with what the algorithm itself adds to its rewards; the given episodes stay as they are."""
+        """Return copies of the episodes with the algorithm's own reward terms added."""
         ...
 
     def accepted(self, group: Sequence[Trajectory]) -> list[Trajectory] | None:
-        """Return those that are learned from as demonstrations; None for one that compares good and bad ones."""
+        """Return the episodes to train on as demonstrations. None: the algorithm compares good and bad episodes."""
         ...
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]: ...
     def prepare(self, batches: Sequence[Any], step: int) -> None:
-        """Fill in what takes all rows of a step (its mini-batches)."""
+        """Compute the inputs that depend on all mini-batches of a step."""
 
     def evaluated(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of an evaluation, with what follows from them."""
+        """Return the metrics of an evaluation, with derived metrics added."""
         ...
 
 
 class Policy(Protocol):
-    """Trains weights, with their algorithm. A port: it may live in other processes; only plain data crosses it. Every
-    call is awaited before the next one is made."""
+    """Trains the weights with their algorithm. May run in other processes, so arguments and results are plain data.
+    Callers await every call before the next one."""
 
     async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]: ...
     async def evaluate(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        """Measure the loss over rows without learning from them."""
+        """Compute the loss over rows without an update."""
         ...
 
     async def score(self, rows: Sequence[Sample]) -> list[list[float]]:
-        """Return the log-probs that the weights give to the trained tokens of each row, 0 for the others."""
+        """Return the log-probs of the trained tokens of each row, 0 for the other tokens."""
         ...
 
     async def save(self, folder: str, state: dict[str, Any]) -> None:
-        """Write a checkpoint; `state` is what `load` gives back."""
+        """Write a checkpoint. `load` returns `state`."""
 
     async def load(self, folder: str) -> dict[str, Any]: ...
     async def publish(self) -> Weights: ...
@@ -266,7 +266,7 @@ class Policy(Protocol):
 
 
 class Tracker(Protocol):
-    """Takes the metrics of each step somewhere: a file, TensorBoard, a server; and now and then its episodes."""
+    """Logs the metrics of each step, and sometimes its episodes, to a file, TensorBoard or a server."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
     def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None: ...

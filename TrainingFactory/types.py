@@ -1,4 +1,4 @@
-"""Define every data type that flows through a step. Plain slots dataclasses; nothing here imports anything heavy."""
+"""Data types of a training step: plain slots dataclasses, without heavy imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Status = Literal["done", "max_turns", "truncated", "tool_failure", "error"]
 
 @dataclass(slots=True)
 class ToolSpec:
-    """Says what a model is told about a tool. `parameters` is a JSON schema of type object."""
+    """A tool as the model sees it. `parameters` is a JSON schema of type object."""
 
     name: str
     description: str = ""
@@ -22,7 +22,7 @@ class ToolSpec:
 
 @dataclass(slots=True)
 class ToolCall:
-    """Holds a call as the model wrote it. A call that could not be read keeps the reason in `error`."""
+    """A tool call as the model wrote it. `error` is the reason why the call could not be parsed."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -32,16 +32,16 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ToolResult:
-    """Holds what came back from one call. `content` is what the model sees, for failures too."""
+    """The result of one tool call. `content` is the text that the model sees, also for failed calls."""
 
     content: str
     ok: bool = True
     error: str | None = None  # for the logs: schema, timeout, exception, unknown, malformed, unavailable
     cached: bool = False
     seconds: float = 0.0
-    # Images, audio and resources that came with it, as MCP writes them; `content` says that they are there.
+    # Images, audio and resources in MCP's format; `content` has a placeholder for them.
     attachments: list[dict[str, Any]] = field(default_factory=list)
-    id: str = ""  # of the call that it answers
+    id: str = ""  # id of the tool call
 
 
 @dataclass(slots=True)
@@ -50,13 +50,13 @@ class Message:
     content: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     tool_call_id: str | None = None
-    name: str | None = None  # the tool that answers, on tool messages
+    name: str | None = None  # of the tool, on tool messages
     reasoning: str | None = None
 
 
 @dataclass(slots=True)
 class Task:
-    """Holds one problem: `prompt` is the user's text, or a whole conversation that ends before the model's turn."""
+    """One problem to solve. `prompt` is the user's text, or a conversation that ends before the model's turn."""
 
     id: str
     prompt: str | list[Message]
@@ -66,7 +66,7 @@ class Task:
 
 @dataclass(slots=True, frozen=True)
 class SamplingParams:
-    """Says how one turn is sampled. top_p, top_k and min_p are for evaluation: training needs the full softmax."""
+    """Sampling options of one turn. top_p, top_k and min_p are for evaluation: training needs the full softmax."""
 
     temperature: float = 1.0  # 0 is greedy
     max_tokens: int = 256
@@ -74,19 +74,19 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     min_p: float = 0.0
-    seed: int = 0  # with the position in the sequence it determines every random number of the turn
+    seed: int = 0  # seed and position in the sequence determine every random number of the turn
 
 
 @dataclass(slots=True)
 class Completion:
-    """Holds what was sampled: ids (the stop token included where one was sampled) and one log-prob each, of the full
-    softmax at the sampling temperature (at temperature 1 for greedy turns)."""
+    """Sampled token ids, including a sampled stop token, with one log-prob each under the full softmax at the sampling
+    temperature (temperature 1 for greedy turns)."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish: Finish
-    policy_version: int = 0  # of the weights that sampled its first token
-    # Of each token, where new weights landed within the turn. Not in its text, by which runs know their data.
+    policy_version: int = 0  # of the weights that sampled the first token
+    # Weight version per token, if the weights changed during the turn. Not in repr(), which fingerprints hash.
     versions: list[int] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -97,14 +97,14 @@ class Completion:
 
     @property
     def token_versions(self) -> list[int]:
-        """Return the version of the weights that sampled each token."""
+        """Return the weight version that sampled each token."""
         return self.versions or [self.policy_version] * len(self.token_ids)
 
 
 @dataclass(slots=True)
 class Turn:
-    """Holds one sampled message and what the environment answered. prompt_ids of turn n+1 == prompt_ids +
-    completion.token_ids of turn n + what `ChatFormat.extend` adds."""
+    """One sampled message and the environment's replies. prompt_ids of turn n+1 == prompt_ids + completion.token_ids of
+    turn n + the tokens that `ChatFormat.extend` adds."""
 
     prompt_ids: list[int]
     completion: Completion
@@ -116,7 +116,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Reward:
-    """Holds a reward; `steps` has one entry per turn, or none; `parts` are named figures for the logs."""
+    """The reward of an episode. `steps` has one entry per turn or is empty; `parts` are named values for the logs."""
 
     outcome: float
     steps: list[float] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Reward:
 
 @dataclass(slots=True)
 class Trajectory:
-    """Holds one episode. `group` names the siblings that share a task in one step, `member` counts them."""
+    """One episode. Episodes of the same task in one step share `group`; `member` is the index within the group."""
 
     task: Task
     group: str
@@ -134,19 +134,19 @@ class Trajectory:
     tools: list[ToolSpec] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     status: Status = "done"
-    reward: Reward | None = None  # None: not scored, or scoring failed (then `error` says why)
+    reward: Reward | None = None  # None: not scored, or scoring failed with `error`
     error: str | None = None
     seconds: float = 0.0
 
     @property
     def answer(self) -> str:
-        """Return the text of the last turn if the episode came to its own end, else nothing."""
+        """Return the text of the last turn if the model finished the episode, else ""."""
         return self.turns[-1].message.content if self.status == "done" and self.turns else ""
 
 
 @dataclass(slots=True)
 class Step:
-    """Holds what an environment answers to one message of the model."""
+    """The environment's response to one message of the model."""
 
     replies: list[Message] = field(default_factory=list)
     done: bool = False
@@ -159,19 +159,19 @@ _numbers = count()
 
 @dataclass(slots=True)
 class Sample:
-    """Holds one training row; every list has one entry per token. Made from turns in `data/samples.py` only. Episodes
-    that are compared have the same `pair` and are never torn apart; the one with the higher `label` is the better."""
+    """One training row; every list has one entry per token. Only `data/samples.py` builds rows from turns. Episodes
+    that are compared share `pair` and are packed together; the one with the higher `label` is preferred."""
 
     token_ids: list[int]
-    loss_mask: list[bool]  # true on sampled tokens only, and on all of them unless an algorithm wants fewer
+    loss_mask: list[bool]  # true on trained tokens: all sampled ones, unless the algorithm selects fewer
     logprobs: list[float]  # of the sampler; 0 where the mask is false
     advantages: list[float]
     rewards: list[float]
     policy_version: list[int]
-    episode: int = field(default_factory=_numbers.__next__, compare=False)  # the number of its rows
-    pair: int = field(default=-1, compare=False)  # -1: the episode's own number, it is compared with no other
+    episode: int = field(default_factory=_numbers.__next__, compare=False)  # same for all rows of an episode
+    pair: int = field(default=-1, compare=False)  # -1: compared with no other episode; becomes `episode`
     label: float = 0.0
-    # Log-probs of the reference model where they are known beforehand; 0 where the mask is false.
+    # Precomputed log-probs of the reference model; 0 where the mask is false.
     reference: list[float] | None = None
 
     def __post_init__(self) -> None:
@@ -179,39 +179,38 @@ class Sample:
         names = ("token_ids", "loss_mask", "logprobs", "advantages", "rewards", "policy_version")
         sizes = {name: len(getattr(self, name)) for name in names}
         if len(set(sizes.values())) != 1:
-            raise ValueError(f"a sample needs lists of equal length, got {sizes}")
+            raise ValueError(f"the lists of a sample must have equal lengths, got {sizes}")
 
 
 @dataclass(slots=True)
 class Group:
-    """Holds the episodes of one task in one step, and what they teach: their training rows, with credit."""
+    """The episodes of one task in one step, and their training rows with advantages."""
 
-    number: int  # place in the order of the run: step n has those from n * batch_size on
+    number: int  # index within the run: step n has the groups from n * batch_size on
     trajectories: list[Trajectory]
     rows: list[Sample] = field(default_factory=list)
-    attempt: int = 0  # those before it taught nothing, or were too old
-    place: int = 0  # of its task in the order of all epochs
+    attempt: int = 0  # number of earlier groups in this slot that gave no signal or were too stale
+    place: int = 0  # index of the task in the order of all epochs
 
 
 @dataclass(slots=True, frozen=True)
 class Weights:
-    """Names a published version of the policy's weights."""
+    """Reference to a published version of the policy's weights."""
 
     version: int
-    where: str = "shared"  # a folder that holds them; shared: sampler and learner have the same tensors
+    where: str = "shared"  # folder of the weights; shared: sampler and learner use the same tensors
     kind: Literal["full", "adapter"] = "full"
-    base: str = ""  # of an adapter: the folder with the weights under it, which never change
-    # A text in tokens, and the log-probs that the learner gives to all of them but the first: who loads the weights
-    # must find the same.
+    base: str = ""  # adapter: folder of the frozen base weights
+    # Token ids, and the learner's log-probs of all but the first: an engine that loads the weights must reproduce them.
     canary: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
 
 
 @dataclass(slots=True, frozen=True)
 class EngineSpec:
-    """Describes an engine so that it can be made anywhere. With `pushed` no weights are read from `model`, a folder or
-    a hub id: only its config.json counts, and the weights come by `load`."""
+    """Description of an engine, from which any process can create it. `model` is a folder or hub id. With `pushed`,
+    only its config.json is read, and `Engine.load` supplies the weights."""
 
-    kind: str  # native, vllm, or the class of another one: package.module:Class
+    kind: str  # native, vllm, or a custom class: package.module:Class
     model: str
     max_length: int
     slots: int = 64
@@ -219,12 +218,12 @@ class EngineSpec:
     device: str = "auto"
     pushed: bool = True
     trust_remote_code: bool = False
-    options: dict[str, Any] = field(default_factory=dict)  # arguments of vLLM's engine
+    options: dict[str, Any] = field(default_factory=dict)  # vLLM engine arguments
 
 
 class SamplersLost(Exception):
-    """Says that nothing is left that could sample, nor could be started again: a run saves what it has and stops."""
+    """All samplers have failed and none could be restarted. The run saves a checkpoint and stops."""
 
 
 class ToolFailure(Exception):
-    """Says that the tools behind an environment are gone; a call that merely fails is a `ToolResult` with ok=False."""
+    """The tools of an environment are unavailable. A single failed call is a `ToolResult` with ok=False instead."""

@@ -17,7 +17,7 @@ def test_names_and_aliases() -> None:
 
 
 def test_a_wrong_name_gets_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"no environment 'serch'; did you mean search\?"):
+    with pytest.raises(ValueError, match=r"environment 'serch'; did you mean search\?"):
         catalog.find("environment", "serch")
 
 
@@ -40,5 +40,5 @@ def test_entry_points_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_name_that_ends_with_a_slash_is_the_beginning_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "_CATALOG", {"environment": {"upper/": "string:capwords"}})
     assert catalog.find("environment", "upper/some/words") == "Some/words"
-    with pytest.raises(ValueError, match=r"no environment 'lower/some'"):
+    with pytest.raises(ValueError, match=r"environment 'lower/some'"):
         catalog.find("environment", "lower/some")

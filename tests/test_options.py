@@ -82,8 +82,8 @@ def test_what_is_right_is_made():
         (Judge, {}, ["model is missing; a judge needs it"]),
         (Judge, {"model": " "}, ['model must be a text (got " ")']),
         (Judge, {"model": "m", "vte": "mean"}, [
-            "vte is no option of a judge; did you mean vote? "
-            "(it has model, vote, tolerance, partial, base_url, budget, only_if)"]),
+            "vte is not an option of a judge; did you mean vote? "
+            "(options: model, vote, tolerance, partial, base_url, budget, only_if)"]),
         (Judge, {"model": "m", "vote": "meen"}, ['vote must be one of mean, median; did you mean mean? (got "meen")']),
         (Judge, {"model": "m", "tolerance": -1}, ["tolerance must be greater than or equal to 0 (got -1)"]),
         (Judge, {"model": "m", "tolerance": True}, ["tolerance must be a valid number (got true)"]),
@@ -94,18 +94,18 @@ def test_what_is_right_is_made():
         (Judge, {"model": "m", "base_url": ["a", 3]}, ["base_url.1 must be a valid string (got 3)"]),
         (Judge, {"model": "m", "budget": {"max_requests": 0, "x": 1}}, [
             "budget.max_requests must be greater than or equal to 1 (got 0)",
-            "budget.x is no option of the budget (it has max_requests)"]),
+            "budget.x is not an option of the budget (options: max_requests)"]),
         (Judge, {"model": "m", "budget": 3}, ["budget must be an instance of Budget (got 3)"]),
         (Judge, {"model": "m", "only_if": {"rule": "judge", "only_if": {"rule": "bugdet"}}}, [
             'only_if.model is missing; rule judge needs it',
             'only_if.only_if.rule must be one of judge, plain, budget; did you mean budget? (got "bugdet")']),
         (Judge, {"vote": "median", "model": 3, "partial": 1, 4: 5}, [
             "model must be a valid string (got 3)", "partial must be true or false (got 1)",
-            "4 is no option of a judge (it has model, vote, tolerance, partial, base_url, budget, only_if)"]),
+            "4 is not an option of a judge (options: model, vote, tolerance, partial, base_url, budget, only_if)"]),
         (Judge, "text", ['the options of a judge must be a mapping such as {name: value} (got "text")']),
         (checked, {"samples": 0}, ["model is missing; a judge needs it",
                                    "samples must be greater than or equal to 1 (got 0)"]),
-        (Checked, {"sample": 0}, ["sample is no option of a judge; did you mean samples? (it has samples)"]),
+        (Checked, {"sample": 0}, ["sample is not an option of a judge; did you mean samples? (options: samples)"]),
         (Plain, {"pat": 0}, ["a judge takes path, size: missing a required argument: 'path'"]),
         (Plain, {"path": 0, "xx": 0}, ["a judge takes path, size: got an unexpected keyword argument 'xx'"]),
         (lambda: 1, {"x": 0}, ["a judge takes no options: got an unexpected keyword argument 'x'"]),
@@ -124,8 +124,8 @@ def test_what_is_wrong_is_told_all_at_once(target: Any, options: Any, told: list
         ({}, "rule is missing; it must be one of judge, plain, budget"),
         ({"rule": None}, "rule must be one of judge, plain, budget (got null)"),
         ("jugde", 'rule must be one of judge, plain, budget; did you mean judge? (got "jugde")'),
-        (3, "a rule is its name or a mapping such as {rule: judge} (got 3)"),
-        ({"rule": "budget", "max": 3}, "max is no option of rule budget (it has max_requests)"),
+        (3, "a rule must be a name or a mapping such as {rule: judge} (got 3)"),
+        ({"rule": "budget", "max": 3}, "max is not an option of rule budget (options: max_requests)"),
     ],
 )
 def test_a_wrong_name(options: Any, told: str):

@@ -1,4 +1,4 @@
-"""Exact arithmetic by a parser, never eval, because the text comes from a model."""
+"""Parser for exact arithmetic. Never uses eval, because the expression comes from a model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _TOKEN = re.compile(r"\s*(\d+\.?\d*|\.\d+|[-+*/()])\s*")
 
 
 def calculated(expression: str) -> str:
-    """Return the value of an expression as a calculator shows it: whole, or with ten digits."""
+    """Return the value of an expression as a calculator shows it: an integer, or ten significant digits."""
     value = calculate(expression)
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
 def calculate(expression: str) -> Fraction:
-    """Return the value of an arithmetic expression, exact (0.1 + 0.2 is 0.3)."""
+    """Return the exact value of an arithmetic expression (0.1 + 0.2 is 0.3)."""
     if len(expression) > MAX_CHARS:
         raise ValueError(f"the expression has {len(expression)} characters, at most {MAX_CHARS} are allowed")
     parser = _Parser(tokens(expression))
@@ -27,20 +27,20 @@ def calculate(expression: str) -> Fraction:
 
 
 def tokens(expression: str) -> list[str]:
-    """Split an expression into its numbers, signs and parentheses, as they are written."""
-    found, position = [], 0
+    """Split an expression into its numbers, operators and parentheses, as written."""
+    result, position = [], 0
     while position < len(expression):
         match = _TOKEN.match(expression, position)
         if match is None:
             rest = expression[position:].strip()[:10]
             raise ValueError(f"cannot read {rest!r}: only numbers, + - * / and parentheses")
-        found.append(match.group(1))
+        result.append(match.group(1))
         position = match.end()
-    return found
+    return result
 
 
 class _Parser:
-    """Recursive descent, one method per level of precedence. Whole numbers are int, which takes less time."""
+    """Recursive descent, one method per precedence level. Integers are int, which is faster than Fraction."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens
@@ -73,5 +73,5 @@ class _Parser:
         number = self.tokens.pop(0)
         return int(number) if number.isdecimal() else Fraction(number)
 
-    def take(self, *wanted: str) -> str | None:
-        return self.tokens.pop(0) if self.tokens and self.tokens[0] in wanted else None
+    def take(self, *operators: str) -> str | None:
+        return self.tokens.pop(0) if self.tokens and self.tokens[0] in operators else None

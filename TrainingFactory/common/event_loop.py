@@ -1,4 +1,4 @@
-"""Run asynchronous code from anywhere, and blocking code beside it on one thread."""
+"""Running of coroutines from any context, and of blocking functions on one thread."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C while the block runs: the handler of SIGINT, whichever it is, gets it. On threads other
-    than the main one, where Python takes no signals, do nothing."""
+    """Treat SIGTERM as Ctrl-C inside the block: call the current SIGINT handler. Do nothing outside the main thread,
+    because Python handles signals only there."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -37,9 +37,9 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 def run(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[[], None] | None = None) -> T:
-    """Run a coroutine to its end: here, or inside a running loop, as in a notebook's, on a thread with a loop of its
-    own. There Ctrl-C in the caller calls `interrupt` on that loop, or cancels the coroutine where none is given.
-    SIGTERM does what Ctrl-C does."""
+    """Run a coroutine to completion. If an event loop is already running (as in a notebook), run it on a thread with
+    its own loop, where Ctrl-C in the caller calls `interrupt`, or cancels the coroutine if `interrupt` is None.
+    SIGTERM acts like Ctrl-C."""
     with sigterm_as_ctrl_c():
         try:
             asyncio.get_running_loop()
@@ -49,22 +49,22 @@ def run(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[[], None
 
 
 def _run_here(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    found: list[T] = []
+    results: list[T] = []
 
-    async def keep() -> None:
-        # Not returned: asyncio makes a text of a finished task, and with it of everything in its result.
-        found.append(await main())
+    async def keep_result() -> None:
+        # Not returned, because asyncio calls repr() on a finished task, and with it on its whole result.
+        results.append(await main())
 
-    asyncio.run(keep())
-    return found[0]
+    asyncio.run(keep_result())
+    return results[0]
 
 
 def _run_beside(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[[], None] | None) -> T:
-    """Run a coroutine on a thread of its own, beside a loop that is blocked meanwhile."""
+    """Run a coroutine on a new thread with its own event loop, and block the caller until it ends."""
     outcome: Future[T] = Future()
     stops: list[Callable[[], object]] = []
 
-    async def noted() -> T:
+    async def interruptible() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         stops.append(partial(loop.call_soon_threadsafe, interrupt or task.cancel))
@@ -72,10 +72,10 @@ def _run_beside(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[
 
     def work() -> None:
         try:
-            outcome.set_result(_run_here(noted))
+            outcome.set_result(_run_here(interruptible))
         except asyncio.CancelledError:
             outcome.set_exception(KeyboardInterrupt())
-        except BaseException as error:  # it belongs to the caller's thread
+        except BaseException as error:  # raised again in the caller's thread
             outcome.set_exception(error)
 
     threading.Thread(target=work, daemon=True, name="run").start()
@@ -83,27 +83,27 @@ def _run_beside(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[
         try:
             wait([outcome])
         except KeyboardInterrupt:
-            with contextlib.suppress(RuntimeError):  # it has just ended
+            with contextlib.suppress(RuntimeError):  # the loop has just closed
                 for stop in stops:
                     stop()
     return outcome.result()
 
 
 def other_loop(error: BaseException) -> str:
-    """Return what to add to the text of an error that comes from an object of another event loop; else nothing."""
+    """Return a hint to append to the message of an error that an object of another event loop caused, else ""."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
-    if any(text in str(each) for each in causes for text in ("different loop", "different event loop")):
+    if any(text in str(cause) for cause in causes for text in ("different loop", "different event loop")):
         return (
-            ". It belongs to another event loop, such as a notebook's, and a run that is started there by train() has "
-            "one of its own: start it by `await trainer.train_async()`"
+            ". The object belongs to another event loop, such as a notebook's; train() uses its own. Start the run "
+            "with `await trainer.train_async()`"
         )
     return ""
 
 
 class OneThread:
-    """Run blocking functions on one fixed daemon thread: a program that stops at once does not wait for an update."""
+    """Runs blocking functions on one daemon thread, so that an interrupted program does not wait for a long call."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -111,23 +111,23 @@ class OneThread:
         self._thread.start()
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Return what the function returns. A cancelled wait leaves it running."""
+        """Run the function on the thread and return its result. Cancelling the await does not stop the function."""
         return await hand_over(self._jobs.put, function, *args, **kwargs)
 
     def close(self) -> None:
-        """End the thread after what it has been given."""
+        """End the thread after its queued jobs."""
         self._jobs.put(None)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # or what it holds would live until the next one comes
+            del job  # otherwise its objects would stay alive until the next job
 
 
 async def hand_over(
     start: Callable[[Callable[[], None]], None], function: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
-    """Return what the function returns, called by a job that `start` hands to another thread."""
+    """Call the function in a job that `start` passes to another thread, and return its result."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
     context = contextvars.copy_context()
@@ -136,13 +136,13 @@ async def hand_over(
         value, error = None, None
         try:
             value = context.run(function, *args, **kwargs)
-        except BaseException as caught:  # also SystemExit: it must not end the thread without an answer
+        except BaseException as caught:  # even SystemExit must not end the thread without a result
             error = caught
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile, nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile, so nobody awaits the result
             loop.call_soon_threadsafe(lambda: outcome.done() or outcome.set_result((value, error)))
 
     start(job)
-    # The error travels as a value: a future refuses StopIteration, and its wait would never end.
+    # The error is part of the value, because a future rejects StopIteration and would never complete.
     value, error = await outcome
     if error is not None:
         raise error

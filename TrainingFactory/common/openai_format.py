@@ -1,4 +1,4 @@
-"""Convert messages and tool specs from and to OpenAI-style dicts, at the edges only."""
+"""Conversion of messages and tool specs to and from OpenAI-style dicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from TrainingFactory.types import Message, Role, ToolCall, ToolSpec
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:
-    """Keep everything: what OpenAI has no key for goes by `reasoning_content` and, on a broken call, by `error`."""
+    """Convert without loss. Two keys are not OpenAI's: `reasoning_content`, and `error` on an unparsable call."""
     row: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning is not None:
         row["reasoning_content"] = message.reasoning
@@ -25,10 +25,10 @@ def message_to_dict(message: Message) -> dict[str, Any]:
 
 def message_from_dict(row: Any) -> Message:
     if not isinstance(row, Mapping) or "role" not in row:
-        raise ValueError(f'a message is an object with "role" and "content", not {str(row)[:60]}')
+        raise ValueError(f'a message must be an object with "role" and "content", not {str(row)[:60]}')
     role = "system" if row["role"] == "developer" else row["role"]
     if role not in get_args(Role):
-        raise ValueError(f"a message has the role {role!r}; the roles are {', '.join(get_args(Role))}")
+        raise ValueError(f"unknown role {role!r} of a message; use one of {', '.join(get_args(Role))}")
     calls = row.get("tool_calls") or []
     if not isinstance(calls, list):
         raise ValueError(f"tool_calls must be a list, not {str(calls)[:60]}")
@@ -50,7 +50,7 @@ def spec_to_dict(spec: ToolSpec) -> dict[str, Any]:
 def spec_from_dict(row: Mapping[str, Any]) -> ToolSpec:
     function = row.get("function", row)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f'a tool is an object with a "name", not {str(row)[:60]}')
+        raise ValueError(f'a tool must be an object with a "name", not {str(row)[:60]}')
     spec = ToolSpec(function["name"], function.get("description") or "")
     spec.parameters = function.get("parameters") or spec.parameters
     return spec
@@ -63,7 +63,7 @@ def _content(content: Any) -> str:
         return content
     parts = content if isinstance(content, list) else [content]
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise ValueError(f"only text content is understood, not {str(content)[:60]}")
+        raise ValueError(f"only text content is supported, not {str(content)[:60]}")
     return "".join(part["text"] for part in parts)
 
 
@@ -79,7 +79,7 @@ def _call_to_dict(call: ToolCall) -> dict[str, Any]:
 def _call_from_dict(row: Any) -> ToolCall:
     function = row.get("function", row) if isinstance(row, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f'a tool call is an object with a "function" and its "name", not {str(row)[:60]}')
+        raise ValueError(f'a tool call must be an object with a function "name", not {str(row)[:60]}')
     arguments, error = function.get("arguments") or {}, row.get("error")
     if isinstance(arguments, str):
         try:

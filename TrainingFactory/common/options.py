@@ -1,8 +1,8 @@
-"""Make objects from options that a user wrote: `make_from(Numeric, {"tolerance": 0.01}, "rule numeric")`.
+"""Construction of objects from a user's options: `make_from(Numeric, {"tolerance": 0.01}, "rule numeric")`.
 
-The object is its own schema: a pydantic dataclass with `config=STRICT`, or a function or `__init__` under
-`@validate_call(config=STRICT)`. Every mistake becomes an OptionError that names all wrong options at once, with the
-nearest right name and never with a secret.
+The class or function is its own schema: a pydantic dataclass with `config=STRICT`, or a function or `__init__` with
+`@validate_call(config=STRICT)`. All invalid options are reported together in one OptionError, with the closest valid
+name and without secrets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from TrainingFactory.common.texts import is_secret
 
-# strict: no "8" for 8 and no true for 1. Inputs stay out of pydantic's own text, as they may be secrets.
+# strict: "8" is not 8 and true is not 1. Inputs are hidden in pydantic's messages, because they may be secrets.
 STRICT = ConfigDict(
     extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True, hide_input_in_errors=True
 )
@@ -40,7 +40,7 @@ Key = tuple[str | int, ...]
 
 @dataclass(slots=True, frozen=True)
 class Wrong:
-    """One option and what is wrong with it, as it goes on after its name; `value` is what was given."""
+    """An invalid option. `text` is the problem, as it follows the option's name; `value` is the invalid value."""
 
     option: str
     text: str
@@ -52,21 +52,21 @@ class Wrong:
 
 
 class OptionError(ValueError):
-    """Every option that is wrong, by its name. `option` is empty where the mistake is in several together."""
+    """All invalid options of an object. `Wrong.option` is empty if the problem concerns several options together."""
 
     def __init__(self, *wrong: Wrong) -> None:
         super().__init__("; ".join(map(str, wrong)))
         self.wrong = wrong
 
     def within(self, option: str) -> OptionError:
-        """Return the same error for options that are the value of another one."""
+        """Return this error for a mapping that is itself the value of `option`: its name becomes a prefix."""
         return OptionError(
-            *(replace(each, option=f"{option}.{each.option}".strip(".")) for each in self.wrong)
+            *(replace(wrong, option=f"{option}.{wrong.option}".strip(".")) for wrong in self.wrong)
         )
 
 
 class Unknown(ValueError):
-    """Says that a name leads nowhere, in the last place that was looked at."""
+    """An unknown name. Callers may look it up elsewhere before they report it."""
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__(text)
@@ -74,7 +74,7 @@ class Unknown(ValueError):
 
 
 def make_from(target: Callable[..., Any], options: Mapping[str, Any], what: str) -> Any:
-    """Return `target` called with options that a user wrote; raise OptionError with all that is wrong."""
+    """Call `target` with a user's options. Raise OptionError with all invalid options."""
     if not isinstance(options, Mapping):
         raise OptionError(
             Wrong("", f"the options of {what} must be a mapping such as {{name: value}}", options)
@@ -82,25 +82,24 @@ def make_from(target: Callable[..., Any], options: Mapping[str, Any], what: str)
     options = {str(option): value for option, value in options.items()}
     known = list(inspect.signature(target).parameters)
     try:
-        places = (target, getattr(target, "__init__", None))
-        if not any(
-            hasattr(each, mark) for each in places for mark in ("__pydantic_validator__", "raw_function")
-        ):
-            _bind(target, options, what)  # pydantic does not check its options
+        callables = (target, getattr(target, "__init__", None))
+        marks = ("__pydantic_validator__", "raw_function")
+        if not any(hasattr(function, mark) for function in callables for mark in marks):
+            _bind(target, options, what)  # pydantic does not validate its options
         return target(**options)
     except ValidationError as error:
-        # `from None`: pydantic's own text may repeat the values, secrets among them.
+        # `from None`: pydantic's message may repeat the values, which may be secrets.
         raise OptionError(*_explain(error, options, known, what)) from None
 
 
 def make_named(
     kinds: Mapping[str, Callable[..., Any]], options: Mapping[str, Any] | str, key: str, what: str
 ) -> Any:
-    """Return the object that `options[key]` names among `kinds`, made from the other options; a text names it alone."""
+    """Create the object of `kinds` that `options[key]` names, from the other options. A string is the name alone."""
     if isinstance(options, str):
         options = {key: options}
     if not isinstance(options, Mapping):
-        text = f"a {what} is its name or a mapping such as {{{key}: {next(iter(kinds))}}}"
+        text = f"a {what} must be a name or a mapping such as {{{key}: {next(iter(kinds))}}}"
         raise OptionError(Wrong("", text, options))
     name = options.get(key)
     if not isinstance(name, str) or name not in kinds:
@@ -111,7 +110,7 @@ def make_named(
 
 
 def nested(target: Callable[..., Any], what: str) -> BeforeValidator:
-    """Return an annotation that makes the object from a mapping; anything else is validated as it is."""
+    """Return an annotation that creates the object from a mapping and leaves other values unchanged."""
 
     def make(value: Any) -> Any:
         return make_from(target, value, what) if isinstance(value, Mapping) else value
@@ -120,14 +119,14 @@ def nested(target: Callable[..., Any], what: str) -> BeforeValidator:
 
 
 def one_of(value: Any, choices: Iterable[str]) -> str:
-    """Return what to tell somebody whose value is none of the choices."""
+    """Return the error text for a value that is none of the choices, with the closest one."""
     known = list(choices)
     near = nearest(value, known, cutoff=0.5) if isinstance(value, str) else None
     return f"must be one of {', '.join(known)}" + did_you_mean(near)
 
 
 def explain_value(details: ErrorDetails) -> str:
-    """Return one of pydantic's errors in our words, as it goes on after the name of what is wrong."""
+    """Rephrase a pydantic error so that it follows the name of the invalid option."""
     if details["type"] == "literal_error":
         return one_of(details["input"], re.findall(r"'([^']*)'", details["msg"]))
     if details["type"] == "bool_type":
@@ -139,7 +138,7 @@ def explain_value(details: ErrorDetails) -> str:
 
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the choice most like the word, letter case aside."""
+    """Return the choice most similar to the word, ignoring case. None: no choice is similar enough."""
     by_lower = {choice.lower(): choice for choice in choices}
     found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[found[0]] if found else None
@@ -150,7 +149,7 @@ def did_you_mean(name: str | None) -> str:
 
 
 def show(key: str, value: Any) -> str:
-    """Return a value for an error text: short, on one line, and never a secret."""
+    """Format a value for an error message: short, on one line, with secrets hidden."""
     if isinstance(value, Mapping):
         return "a mapping"
     if isinstance(value, list | tuple):
@@ -162,7 +161,7 @@ def show(key: str, value: Any) -> str:
 
 
 def _bind(target: Callable[..., Any], options: Mapping[str, Any], what: str) -> None:
-    """Raise if the names of the options are not those of a plain function or class."""
+    """Raise OptionError if the options do not match the signature of a function or class without validation."""
     signature = inspect.signature(target)
     try:
         signature.bind(**options)
@@ -175,16 +174,17 @@ def _explain(
     error: ValidationError, options: Mapping[str, Any], known: Sequence[str], what: str
 ) -> list[Wrong]:
     errors = error.errors(include_url=False)
-    misspelled = {nearest(str(each["loc"][-1]), known) for each in errors if each["type"] in _UNKNOWN}
-    found: dict[Key, list[Wrong]] = {}
+    unknown = [str(details["loc"][-1]) for details in errors if details["type"] in _UNKNOWN]
+    misspelled = {nearest(name, known) for name in unknown}
+    by_key: dict[Key, list[Wrong]] = {}
     for details in errors:
         if details["type"] in _MISSING and details["loc"][-1] in misspelled:
-            continue  # it is there, under a wrong name
+            continue  # it is set, under a misspelled name
         key = _in_options(details, options)
-        found.setdefault(key, []).extend(_explain_one(details, key, known, what))
-    # Of a union each branch tells its own mistake: the ones further inside say more.
-    deepest = [key for key in found if not any(other[: len(key)] == key != other for other in found)]
-    return [wrong for key in deepest for wrong in _together(found[key])]
+        by_key.setdefault(key, []).extend(_explain_one(details, key, known, what))
+    # Every branch of a union reports its own error: the most deeply nested ones are the most specific.
+    deepest = [key for key in by_key if not any(other[: len(key)] == key != other for other in by_key)]
+    return [wrong for key in deepest for wrong in _merged(by_key[key])]
 
 
 def _explain_one(details: ErrorDetails, key: Key, known: Sequence[str], what: str) -> list[Wrong]:
@@ -192,10 +192,10 @@ def _explain_one(details: ErrorDetails, key: Key, known: Sequence[str], what: st
     if kind in _MISSING:
         return [Wrong(option, f"is missing; {what} needs it")]
     if kind in _UNKNOWN and len(key) == 1:
-        has = f"it has {', '.join(known)}" if known else "it has none"
-        return [Wrong(option, f"is no option of {what}{did_you_mean(nearest(option, known))} ({has})")]
+        hint = did_you_mean(nearest(option, known))
+        return [Wrong(option, f"is not an option of {what}{hint} (options: {', '.join(known) or 'none'})")]
     if kind in _UNKNOWN:
-        return [Wrong(option, "is not known here")]
+        return [Wrong(option, "is an unknown key")]
     inner = details.get("ctx", {}).get("error")
     if isinstance(inner, OptionError):
         return list((inner.within(option) if option else inner).wrong)
@@ -203,23 +203,23 @@ def _explain_one(details: ErrorDetails, key: Key, known: Sequence[str], what: st
 
 
 def _in_options(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
-    """Return where in the options an error is: pydantic's own place, without the labels of a union's branches."""
+    """Return the key of an error in the options: pydantic's location without the labels of union branches."""
     key: list[str | int] = []
     value: Any = options
-    for place, part in enumerate(details["loc"], 1):
+    for depth, part in enumerate(details["loc"], 1):
         if (isinstance(value, Mapping) and part in value) or (
             isinstance(value, list) and isinstance(part, int)
         ):
             key.append(part)
             value = value[part]  # type: ignore[index]
-        elif place == len(details["loc"]) and details["type"] in _MISSING:
+        elif depth == len(details["loc"]) and details["type"] in _MISSING:
             key.append(part)
     return tuple(key)
 
 
-def _together(wrong: list[Wrong]) -> list[Wrong]:
-    """Join what the branches of a union say of one option."""
-    if len({each.option for each in wrong}) > 1 or len(wrong) == 1:
-        return wrong
-    first, *rest = dict.fromkeys(each.text for each in wrong)
-    return [replace(wrong[0], text=" or ".join([first, *(text.removeprefix("must be ") for text in rest)]))]
+def _merged(errors: list[Wrong]) -> list[Wrong]:
+    """Merge the errors of several union branches about the same option."""
+    if len({error.option for error in errors}) > 1 or len(errors) == 1:
+        return errors
+    first, *rest = dict.fromkeys(error.text for error in errors)
+    return [replace(errors[0], text=" or ".join([first, *(text.removeprefix("must be ") for text in rest)]))]

@@ -1,4 +1,4 @@
-"""Key random numbers by where they are used, so that they do not depend on who came first."""
+"""Seeds derived from where they are used, so that random numbers do not depend on scheduling."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import json
 
 
 def turn_seed(run_seed: int, step: int, task: str, member: int, turn: int) -> int:
-    """Return 64 bits for one turn. The fields are written as JSON, so that no two turns spell the same text."""
+    """Return a 64-bit seed for one turn. The fields are encoded as JSON, so that no two turns share a text."""
     text = f"[{run_seed}, {step}, {json.dumps(task)}, {member}, {turn}]"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

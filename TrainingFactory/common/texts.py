@@ -1,4 +1,4 @@
-"""Make texts fit for a model to read, for a terminal to show and for a file to keep: without secrets."""
+"""Sanitized texts for models, terminals and files: valid Unicode, bounded length, no secrets."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 MAX_ERROR_CHARS = 300
-# What such names hold, and what looks like this, is a secret. "max_tokens" is a count; "key" may be that of a song.
+# Names and values that indicate a secret. Not every match of _MAYBE is one: "key" may be the key of a song.
 _SURE = re.compile(r"(?i)api[-_]?key|secret|passw|credential|authorization|cookie")
 _MAYBE = re.compile(r"(?i)(^|[-_.])(token|auth|key|pass|pwd|dsn)$")
 _VALUE = re.compile(
     r"\b(hf_|sk-|ghp_|github_pat_|xox[a-z]-)[\w-]{8,}|://[^/\s]*:[^/\s]*@|^(Bearer|Basic) \S{8,}$"
 )
 _NAMED = re.compile(r"-*([\w.-]+)\s*[=:]\s*((?:(?:Bearer|Basic) )?\S+)")  # --key=x, KEY=x, Cookie: x
-SECRET_VARIABLES: set[str] = set()  # environment variables that somebody has named as the holder of a secret
-# Marks that reorder the text around them: what is shown must be what is there.
+SECRET_VARIABLES: set[str] = set()  # environment variables that a config names as holding a secret
+# Bidirectional control characters, which make a terminal show text in another order than it is stored.
 REORDERING = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def valid_text(text: str) -> str:
-    """Replace lone surrogates, which Python strings may hold and tokenizers refuse."""
+    """Replace lone surrogates, which Python strings may contain and tokenizers reject."""
     return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def clean(text: str) -> str:
-    """Write out everything that a terminal would obey, an escape as \\x1b."""
+    """Escape the control characters that a terminal would interpret: ESC becomes \\x1b."""
     return "".join(
         character
         if character in "\n\t" or (character.isprintable() and character not in REORDERING)
@@ -40,7 +40,7 @@ def count(number: int, thing: str) -> str:
 
 
 def bounded(text: str, limit: int) -> str:
-    """Cut a text, so that no later step has to handle one of absurd size, and make it valid Unicode."""
+    """Truncate a text to about `limit` characters, with a marker in the middle, and make it valid Unicode."""
     if len(text) > limit:
         head, cut = limit * 3 // 4, len(text) - limit
         text = f"{text[:head]}\n[... {cut} characters cut ...]\n{text[head + cut :]}"
@@ -48,22 +48,22 @@ def bounded(text: str, limit: int) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an exception in one short line."""
+    """Return the type and message of an exception, in one short line."""
     text = message_of(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def message_of(error: BaseException) -> str:
-    """Return what an exception says, in one short line."""
+    """Return the message of an exception, in one short line."""
     try:
         text = str(error)
-    except Exception:  # the exception's own code is foreign too
+    except Exception:  # `__str__` may be a user's code
         text = ""
     return clean(" ".join(text.split())[:MAX_ERROR_CHARS])
 
 
 def without(data: Any, secrets: Sequence[str]) -> Any:
-    """Return JSON data with *** in place of the secrets in all its texts."""
+    """Return JSON data with `secrets` replaced by *** in all strings, including keys."""
     if isinstance(data, str):
         for secret in secrets:
             data = data.replace(secret, "***")
@@ -76,12 +76,12 @@ def without(data: Any, secrets: Sequence[str]) -> Any:
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Return whether a value should not be shown, which may be too careful."""
+    """Return whether to hide a value in messages. Errs on the side of hiding."""
     return bool(_SURE.search(name) or _MAYBE.search(name) or _VALUE.search(str(value)))
 
 
 def holds_secret(name: str, value: str) -> bool:
-    """Return whether a value is a secret itself: not the name of what holds it, nor the key of a song."""
+    """Return whether a value is itself a secret, not a reference to one (`*_env`, `${...}`) or a harmless "key"."""
     if not value or name.endswith("_env") or "${" in value:
         return False
     long = len(value) >= 16 and re.search(r"\d", value) and " " not in value
@@ -89,7 +89,7 @@ def holds_secret(name: str, value: str) -> bool:
 
 
 def secrets_in(data: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield the place and the value of every secret in a tree of options, and in lists of arguments."""
+    """Yield key and value of every secret in nested options and in lists of command-line arguments."""
     if isinstance(data, Mapping):
         for name, value in data.items():
             yield from secrets_in(value, (*key, str(name)))
@@ -101,23 +101,23 @@ def secrets_in(data: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[tup
                 yield (*key, number), value
     elif isinstance(data, str):
         name = next((str(part) for part in reversed(key) if isinstance(part, str)), "")
-        found = _NAMED.fullmatch(data)
+        match = _NAMED.fullmatch(data)
         if holds_secret(name, data):
             yield key, data
-        elif found is not None and holds_secret(found[1], found[2]):
-            yield key, found[2]
+        elif match is not None and holds_secret(match[1], match[2]):
+            yield key, match[2]
 
 
 def environment_secrets() -> list[str]:
-    """Return the secret values of the environment, the longest first, since one may be part of another."""
-    found = {
+    """Return the secret values of the environment variables, longest first, because one may contain another."""
+    values = {
         value
         for name, value in os.environ.items()
         if len(value) >= 8 and value[0] != "/" and (name in SECRET_VARIABLES or holds_secret(name, value))
     }
-    return sorted(found, key=len, reverse=True)
+    return sorted(values, key=len, reverse=True)
 
 
 def redacted(data: Any) -> Any:
-    """Return JSON data, to be kept in a file, without the secrets of the environment."""
+    """Return JSON data with the secrets of the environment variables replaced by ***."""
     return without(data, environment_secrets())

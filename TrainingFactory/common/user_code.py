@@ -1,4 +1,4 @@
-"""A user's own Python files: imported, and what goes wrong in them told by file and line."""
+"""Import of a user's Python files, and errors in them reported by file and line."""
 
 from __future__ import annotations
 
@@ -19,65 +19,65 @@ from TrainingFactory.common.texts import describe, message_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
-_loading = threading.RLock()  # a file may load another one
-_loaded: dict[Path, tuple[tuple[int, int], ModuleType]] = {}  # with when it was written, and its length
-_beside: dict[Path, dict[str, ModuleType]] = {}  # modules of a folder whose names are taken by others
+_loading = threading.RLock()  # reentrant, because a file may load another one
+_loaded: dict[Path, tuple[tuple[int, int], ModuleType]] = {}  # path -> ((mtime, size), module)
+_beside: dict[Path, dict[str, ModuleType]] = {}  # folder -> its modules that clash with other loaded ones
 
 
 def is_file_name(name: str) -> bool:
-    """Tell files (`weather.py`, `weather.py:Weather`) from names in the catalog."""
+    """Return whether a name is a Python file (`weather.py`, `weather.py:Weather`), not a name in the catalog."""
     return name.partition(".py:")[0].endswith(".py") or ".py:" in name
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split `file.py:wanted` into the file and what is wanted of it ("": not said)."""
-    file, _, wanted = name.rpartition(":") if ".py:" in name else (name, "", "")
-    return file, wanted
+    """Split `file.py:member` into file and member ("" if there is none)."""
+    file, _, member = name.rpartition(":") if ".py:" in name else (name, "", "")
+    return file, member
 
 
 def opened(kind: str, name: str) -> tuple[ModuleType, Path, str]:
-    """Import `file.py` or `file.py:wanted`; return the module, its path, and what is wanted of it ("": not said)."""
-    file, wanted = split_name(name)
+    """Import `file.py` or `file.py:member`. Return the module, its path and the member ("" if there is none)."""
+    file, member = split_name(name)
     path = Path(file).expanduser()
     if not path.is_file():
-        where = "" if path.is_absolute() else f" in {Path.cwd()}, nor beside the config if one names it"
+        where = "" if path.is_absolute() else f" in {Path.cwd()}, nor next to the config file"
         raise ValueError(f"{kind} {name!r}: there is no file {path}{where}")
     with _loading:
-        return _imported(path), path, wanted
+        return _import_file(path), path, member
 
 
 def chosen(kind: str, name: str) -> tuple[Path, str, list[Any]]:
-    """Import `file.py` or `file.py:wanted`; return its path, what is wanted, and that alone or all that it defines."""
-    module, path, wanted = opened(kind, name)
-    if wanted and wanted not in vars(module):
-        raise ValueError(f"{path} has no {wanted!r}")
-    return path, wanted, [vars(module)[wanted]] if wanted else defined(module)
+    """Import `file.py` or `file.py:member`. Return path, member name, and the member alone or all definitions."""
+    module, path, member = opened(kind, name)
+    if member and member not in vars(module):
+        raise ValueError(f"{path} does not define {member!r}")
+    return path, member, [vars(module)[member]] if member else defined(module)
 
 
 def defined(module: ModuleType) -> list[Any]:
-    """Return what was written in the file itself, not imported by it."""
+    """Return the objects that a file defines itself, without those that it imports."""
     return [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
 
 
-def _imported(path: Path) -> ModuleType:
-    """Import a file once in a process, so that what it defines is the same for all who ask; again when it changed."""
+def _import_file(path: Path) -> ModuleType:
+    """Import a file once per process, so that all callers share its classes. Reimport it after a change."""
     path = path.resolve()
     state = path.stat()
     stamp = (state.st_mtime_ns, state.st_size)
     if path in _loaded and _loaded[path][0] == stamp:
         return _loaded[path][1]
-    # Files of one name in several folders are several modules.
+    # The digest separates files with the same name in different folders.
     name = f"tfactory_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses and type hints look themselves up there
+    sys.modules[name] = module  # before it runs, because dataclasses and type hints look it up there
     try:
         with _siblings(path.parent):
             spec.loader.exec_module(module)
     except SyntaxError as error:
         raise ValueError(f"{error.filename}:{error.lineno}: {error.msg}") from error
-    except (Exception, SystemExit) as error:  # foreign code
+    except (Exception, SystemExit) as error:  # raised by the user's code
         raise told(error) from error
     _loaded[path] = (stamp, module)
     return module
@@ -85,23 +85,22 @@ def _imported(path: Path) -> ModuleType:
 
 @contextmanager
 def _siblings(folder: Path) -> Iterator[None]:
-    """Let a file import what lies beside it, after what is installed: a json.py there replaces nothing. Modules of the
-    same names that came from elsewhere are not seen meanwhile, and are there again afterwards."""
+    """Let a file import its siblings. Installed packages take precedence: a sibling json.py does not shadow json.
+    Loaded modules from elsewhere with the name of a sibling are hidden meanwhile and restored afterwards."""
     path = list(sys.path)
-    installed = [each for each in path if each.startswith(INSTALLED)]
-    sys.path[:] = [*installed, str(folder), *(each for each in path if each not in installed)]
-    beside = {each.stem for each in folder.iterdir()} - {PACKAGE.name, *sys.stdlib_module_names}
-    taken = {
-        name for name in beside & sys.modules.keys() if not _lies_in(sys.modules[name], (folder, *INSTALLED))
-    }
-    aside = _take(taken)
+    installed = [entry for entry in path if entry.startswith(INSTALLED)]
+    sys.path[:] = [*installed, str(folder), *(entry for entry in path if entry not in installed)]
+    siblings = {file.stem for file in folder.iterdir()} - {PACKAGE.name, *sys.stdlib_module_names}
+    loaded = siblings & sys.modules.keys()
+    clashes = {name for name in loaded if not _lies_in(sys.modules[name], (folder, *INSTALLED))}
+    hidden = _pop_modules(clashes)
     sys.modules.update(_beside.get(folder, {}))
     try:
         yield
     finally:
         sys.path[:] = path if str(folder) in path else [*path, str(folder)]  # for imports inside functions
-        _beside.setdefault(folder, {}).update(_take(taken))
-        sys.modules.update(aside)
+        _beside.setdefault(folder, {}).update(_pop_modules(clashes))
+        sys.modules.update(hidden)
 
 
 def _lies_in(module: ModuleType, folders: tuple[str | Path, ...]) -> bool:
@@ -109,30 +108,30 @@ def _lies_in(module: ModuleType, folders: tuple[str | Path, ...]) -> bool:
     return any(file.is_relative_to(folder) for folder in folders)
 
 
-def _take(names: Collection[str]) -> dict[str, ModuleType]:
-    """Remove modules, and those inside them, from the loaded ones."""
-    found = [name for name in sys.modules if name.partition(".")[0] in names]
-    return {name: sys.modules.pop(name) for name in found}
+def _pop_modules(names: Collection[str]) -> dict[str, ModuleType]:
+    """Remove modules and their submodules from sys.modules, and return them."""
+    modules = [name for name in sys.modules if name.partition(".")[0] in names]
+    return {name: sys.modules.pop(name) for name in modules}
 
 
 def told(error: BaseException) -> ValueError:
-    """Turn what a user's code raised into one line with the place; keep a ValueError of ours as it is."""
+    """Convert an exception of a user's code to a ValueError with file and line. Return our own ValueErrors as is."""
     if isinstance(error, ValueError) and is_plain(error):
         return error
-    own = own_frames(error)
-    place = f"{own[-1].file}:{own[-1].line}: " if own else ""
-    return ValueError(f"{place}{type(error).__name__}: {error}")
+    frames = own_frames(error)
+    location = f"{frames[-1].file}:{frames[-1].line}: " if frames else ""
+    return ValueError(f"{location}{type(error).__name__}: {error}")
 
 
 @dataclass(slots=True, frozen=True)
 class Frame:
     file: str
     line: int
-    function: str  # with its class
+    function: str  # qualified name
 
 
 def own_frames(error: BaseException) -> list[Frame]:
-    """Return the frames in a user's code, the innermost last: neither ours nor in an installed package."""
+    """Return the traceback's frames in the user's code, innermost last, without those of installed packages."""
     return [
         Frame(frame.f_code.co_filename, line, frame.f_code.co_qualname.rpartition("<locals>.")[2])
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -141,22 +140,22 @@ def own_frames(error: BaseException) -> list[Frame]:
 
 
 def place_of(error: BaseException) -> str:
-    """Return ` (rewards.py:12)`, the innermost place in a user's code; "" where there is none."""
-    own = own_frames(error)
-    return f" ({Path(own[-1].file).name}:{own[-1].line})" if own else ""
+    """Return ` (rewards.py:12)`, the innermost location in the user's code, or "" if there is none."""
+    frames = own_frames(error)
+    return f" ({Path(frames[-1].file).name}:{frames[-1].line})" if frames else ""
 
 
 def failure(error: BaseException, who: str = "") -> str:
-    """Say in one line who failed (by default the user's function that we called), where and of what."""
-    own, plain = own_frames(error), is_plain(error)
-    if not own and not who:
+    """Describe in one line who failed (default: the user's reward function), where and why."""
+    frames, plain = own_frames(error), is_plain(error)
+    if not frames and not who:
         return (message_of(error) if plain else "") or describe(error)
-    told_as = f": {message_of(error)}" if plain else f" raised {describe(error)}"
-    return f"{who or f'the reward {own[0].function}'}{place_of(error)}{told_as}"
+    reason = f": {message_of(error)}" if plain else f" raised {describe(error)}"
+    return f"{who or f'the reward {frames[0].function}'}{place_of(error)}{reason}"
 
 
 def is_plain(error: BaseException) -> bool:
-    """Tell exceptions whose text says everything: one of ours, or a ValueError that our code raised."""
+    """Return whether the message needs no exception type: one of our exceptions, or a ValueError from our code."""
     if type(error).__module__.partition(".")[0] == PACKAGE.name:
         return True
     frames = list(traceback.walk_tb(error.__traceback__))

@@ -1,4 +1,4 @@
-"""TrainingConfig and its loader. Read by services, cli and web only; below that, plain arguments."""
+"""TrainingConfig and its loader. Only services, cli and web read a config; lower layers take plain arguments."""
 
 from TrainingFactory.config.loading import load_config
 from TrainingFactory.config.problems import ConfigError

@@ -1,4 +1,4 @@
-"""List the options of each algorithm, named like its arguments; the common ones are in `training`."""
+"""Config sections of the algorithms, with keys named like their arguments. Common options are in section `training`."""
 
 from __future__ import annotations
 
@@ -14,132 +14,130 @@ AboveOne = Annotated[float, Field(gt=1)]
 
 class SFTSection(Section):
     turns: Literal["all", "last"] = "all"
-    """Which turns of the assistant are learned."""
+    """Assistant turns to train on: all, or only the last."""
 
 
 class GRPOSection(Section):
     advantage: Literal["group", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "group"
-    """What a reward is compared with: the mean of its group, the mean of the others in it (rloo), mean and deviation of
-    the whole batch (reinforce_plus_plus), or the group's mean and then those (reinforce_plus_plus_baseline)."""
+    """Baseline of the advantage. group: group mean; rloo: mean of the other episodes in the group; reinforce_plus_plus:
+    whitened over the batch; reinforce_plus_plus_baseline: group mean, then whitened over the batch."""
     credit: Literal["trajectory", "turn"] = "turn"
-    """Who is credited with step rewards: each turn with those from it on, or the whole episode with all of them. The
-    same where there are none."""
+    """Credit assignment of step rewards. turn: each turn gets the rewards from it on; trajectory: every turn gets the
+    episode's total. No effect without step rewards."""
     scale_rewards: bool = False
-    """Divide advantages by the deviation of the group's rewards, as GRPO first did; off is Dr. GRPO."""
+    """Divide advantages by the group's standard deviation, as in the GRPO paper. false: Dr. GRPO."""
     normalization: Literal["token", "sequence", "constant"] = "token"
-    """Mean over all tokens of the step, over episodes of their token means, or a sum over a constant."""
+    """Loss aggregation. token: mean over all tokens of the step; sequence: mean over episodes of their token means;
+    constant: sum divided by constant_length."""
     constant_length: Count = 1024
-    """normalization=constant: each episode's sum is divided by this."""
+    """normalization=constant: divisor of each episode's loss sum, in tokens."""
     loss_kind: Literal["clip", "cispo"] = "clip"
-    """clip: no gain beyond the bounds of the ratio; cispo: the ratio is a weight of the log-prob, at most
-    1 + clip_high."""
+    """Policy loss. clip: PPO clipping of the ratio; cispo: the ratio, at most 1 + clip_high, is a weight without
+    gradient on the log-prob."""
     ratio: Literal["token", "sequence"] = "token"
-    """Probability ratio of each token, or that of the whole episode for all of its tokens (GSPO; with
-    normalization=sequence)."""
+    """Probability ratio per token, or one per episode shared by all its tokens (GSPO; use normalization=sequence)."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """A probability ratio counts down to 1 - clip_low."""
+    """Lower clipping bound: the probability ratio is clipped at 1 - clip_low."""
     clip_high: Positive = 0.28
-    """And up to 1 + clip_high; above clip_low, so that unlikely tokens may grow faster."""
+    """Upper clipping bound: 1 + clip_high. Larger than clip_low, so that unlikely tokens can gain faster (DAPO)."""
     clip_dual: AboveOne | None = 3.0
-    """loss_kind=clip: a negative advantage counts at most so many times; null: any number."""
+    """loss_kind=clip: maximum ratio on tokens with negative advantage (dual clipping). null: unbounded."""
     kl: NotNegative = 0.0
-    """Weight of the distance from the model that training started with."""
+    """KL penalty coefficient, relative to the initial model. 0: no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How that distance is estimated."""
+    """Estimator of the KL divergence."""
     entropy: NotNegative = 0.0
-    """Weight of a bonus for undecided tokens."""
+    """Entropy bonus coefficient."""
     train_truncated: bool = True
-    """Learn from episodes that a length limit cut."""
+    """Train on episodes truncated by a length limit."""
     overlong_length: Count | None = None
-    """Sampled tokens of an episode at which the whole overlong_penalty is due; null: none ever is."""
+    """Episode length, in sampled tokens, at which the full overlong_penalty applies. null: no penalty."""
     overlong_buffer: Count = 128
-    """Tokens before overlong_length over which the penalty grows from 0."""
+    """Tokens before overlong_length over which the penalty rises linearly from 0."""
     overlong_penalty: NotNegative = 1.0
-    """What an episode loses at overlong_length and beyond."""
+    """Reward subtracted from episodes of overlong_length tokens or more."""
     refill: ZeroOrMore = 0
-    """Rounds in which tasks that teach nothing, because their episodes all earned the same, are made up for by further
-    tasks; 0: none."""
+    """Dynamic sampling (DAPO): maximum rounds of new tasks to replace groups with identical rewards. 0: off."""
     refill_by: Literal["reward", "outcome"] = "reward"
-    """What must differ for a task to teach: the whole reward, or the outcome, whatever steps and lengths are worth."""
+    """Value that must differ within a group: the total reward, or the outcome alone."""
 
 
 class PPOSection(Section):
     critic: Literal["head", "separate"] = "head"
-    """What expects the reward: a head on the model itself, or a copy of the model."""
+    """Value model: a head on the policy, or a separate copy of the model."""
     gamma: Share = 1.0
-    """Discount from token to token."""
+    """Discount factor per token."""
     lam: Share = 1.0
-    """How far advantages look beyond the critic: 0 one token, 1 to the end."""
+    """GAE lambda. 0: one-step TD error; 1: full return."""
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """A probability ratio counts from 1 - clip to 1 + clip."""
+    """Clipping range: the probability ratio is clipped to [1 - clip, 1 + clip]."""
     clip_dual: AboveOne | None = 3.0
-    """A negative advantage counts at most so many times; null: any number."""
+    """Maximum ratio on tokens with negative advantage (dual clipping). null: unbounded."""
     value_clip: Positive | None = 0.2
-    """How far a value may move in one step with effect on its loss; null: any distance."""
+    """Clipping range of the value update. null: off."""
     value_weight: Positive = 0.1
-    """Weight of the critic's loss."""
+    """Coefficient of the value loss."""
     critic_learning_rate: Positive | None = None
-    """Peak learning rate of the critic, or of the head alone where that is the critic; null: ten times
-    training.learning_rate."""
+    """Peak learning rate of the critic (critic=head: of the head alone). null: ten times training.learning_rate."""
     critic_warmup: ZeroOrMore = 0
-    """Steps in which only the critic learns."""
+    """Initial steps in which only the critic is trained."""
     whiten: bool = True
-    """Advantages of a step get mean 0 and deviation 1."""
+    """Normalize the advantages of a step to mean 0 and standard deviation 1."""
     kl: NotNegative = 0.0
-    """Weight of the distance from the model that training started with."""
+    """KL penalty coefficient, relative to the initial model. 0: no reference model is loaded."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Whether that distance is part of the loss or of each token's reward."""
+    """Add the KL penalty to the loss or to each token's reward."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How the distance is estimated in the loss; the reward takes k1."""
+    """KL estimator in the loss; kl_in=reward always uses k1."""
     entropy: NotNegative = 0.0
-    """Weight of a bonus for undecided tokens."""
+    """Entropy bonus coefficient."""
     train_truncated: bool = True
-    """Learn from episodes that a length limit cut."""
+    """Train on episodes truncated by a length limit."""
 
 
 class DPOSection(Section):
     loss_kind: Literal["sigmoid", "ipo", "hinge", "robust", "orpo", "simpo"] = "sigmoid"
-    """How a pair is judged; orpo and simpo need no reference model."""
+    """Preference loss. orpo and simpo need no reference model."""
     beta: Positive = 0.1
-    """How much a distance from the reference weighs (orpo: weight of the odds; simpo: scale of the rewards)."""
+    """Higher keeps the policy closer to the reference (orpo: weight of the odds-ratio term; simpo: reward scale)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of pairs that are taken to be labelled the wrong way round (sigmoid: cDPO; robust)."""
+    """Assumed share of pairs with flipped labels (sigmoid: cDPO; robust)."""
     margin: NotNegative = 0.5
-    """simpo: by how much the better answer should lead."""
+    """simpo: target reward margin between chosen and rejected answer."""
     reference: Literal["live", "precomputed"] = "live"
-    """Compute the reference's log-probs in each step, or once before training, after which it takes no memory."""
+    """Compute reference log-probs in every step (live), or once before training, to save memory (precomputed)."""
 
 
 class KTOSection(Section):
     beta: Positive = 0.1
-    """How much a distance from the reference weighs."""
+    """Higher keeps the policy closer to the reference model."""
     desirable_weight: Positive = 1.0
-    """Of the good examples."""
+    """Loss weight of desirable examples."""
     undesirable_weight: Positive = 1.0
-    """Of the bad ones."""
+    """Loss weight of undesirable examples."""
     threshold: float = 0.5
-    """Examples with a reward above it are good."""
+    """Reward above which an example is desirable."""
 
 
 class RFTSection(Section):
     threshold: float = 1.0
-    """Least reward of an episode that is learned from."""
+    """Minimum reward of an episode to train on."""
     best_of: Count | None = None
-    """At most so many episodes of a task, those with the highest rewards; null: all over the threshold."""
+    """Maximum episodes per task, highest rewards first. null: all that reach the threshold."""
     dedupe: bool = True
-    """Episodes of a task that made the same calls and gave the same answer are learned once."""
+    """Train only once on episodes of a task with the same tool calls and answer."""
     balance: bool = True
-    """Every task that has something to learn weighs the same, however many of its episodes were kept."""
+    """Give every task with accepted episodes the same total weight, regardless of their number."""
     train_truncated: bool = False
-    """Keep episodes that a length limit cut as well."""
+    """Also accept episodes truncated by a length limit."""
 
 
 class RewardModelSection(Section):
     kind: Literal["outcome", "process"] = "outcome"
-    """One score for the whole dialogue, from pairs; or one for every turn, from labelled turns."""
+    """outcome: one score per conversation, trained on pairs. process: one score per turn, trained on labelled turns."""
     margin: bool = False
-    """outcome: the better side must lead by as much as the data say."""
+    """outcome: require the chosen side to lead by the reward difference in the data."""
     center: NotNegative = 0.0
-    """outcome: weight of a pull that keeps the scores of a pair around 0."""
+    """outcome: coefficient of a penalty that centres the scores of a pair around 0."""
     threshold: float = 0.0
-    """process: turns with a recorded step reward over it are good; rows with labels have 1 and -1."""
+    """process: step reward above which a recorded turn counts as good; label rows hold 1 and -1."""

@@ -1,4 +1,4 @@
-"""Read a checked config from a YAML file and `key=value` overrides."""
+"""Loader of a validated config, from a YAML file and `key=value` overrides."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from TrainingFactory.config.schema import TrainingConfig
 
 Key = tuple[str | int, ...]
 MAX_DEPTH = 50
-MAX_VALUES = 100_000  # with every alias written out: a few lines of aliases to aliases can stand for billions
+MAX_VALUES = 100_000  # with aliases expanded: a few lines of nested aliases can expand to billions of values
 
 
-# libyaml parses six times as fast. `Composer` before it takes the place of libyaml's own, which has no limits.
+# libyaml parses six times as fast. `Composer` comes first to replace libyaml's composer, which has no limits.
 BASES = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
 MAX_DIGITS = 100
 TAGS = "tag:yaml.org,2002:"
@@ -29,8 +29,8 @@ NOT_JSON = {f"{TAGS}{name}" for name in ("timestamp", "binary", "set", "omap", "
 
 
 class ConfigLoader(*BASES):  # pyright: ignore[reportGeneralTypeIssues]
-    """Reads the types of JSON: 1e-6 is a number, as everybody expects (in YAML 1.1 it is a text), and 2024-01-31 is a
-    text (in YAML 1.1 it is a date). Rejects files that are too large to hold."""
+    """YAML loader restricted to JSON types: unlike in YAML 1.1, 1e-6 is a number, not a string, and 2024-01-31 is a
+    string, not a date. Rejects files that expand to too many values."""
 
     def __init__(self, text: str) -> None:
         try:
@@ -39,18 +39,18 @@ class ConfigLoader(*BASES):  # pyright: ignore[reportGeneralTypeIssues]
             raise yaml.YAMLError(f"character {error.start + 1} is not valid Unicode") from None
         Composer.__init__(self)
         self._depth = self._values = 0
-        self._sizes: dict[str, int] = {}  # of what an anchor names
+        self._sizes: dict[str, int] = {}  # number of values under each anchor
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event, before = self.peek_event(), self._values
         alias = isinstance(event, yaml.AliasEvent)
-        # The size of what an alias stands in itself is not known yet.
-        known = self._sizes.get(event.anchor, MAX_VALUES if event.anchor in self.anchors else 0)
-        self._values += known if alias else 1
+        # An alias to the node that contains it: the node's size is not known yet.
+        size = self._sizes.get(event.anchor, MAX_VALUES if event.anchor in self.anchors else 0)
+        self._values += size if alias else 1
         self._depth += 1
         if self._values > MAX_VALUES or self._depth > MAX_DEPTH:
-            most = f"{MAX_DEPTH} levels and {MAX_VALUES} values, and what an alias names counts each time"
-            raise yaml.YAMLError(f"line {event.start_mark.line + 1} is too much: there may be {most}")
+            limits = f"at most {MAX_DEPTH} levels and {MAX_VALUES} values, counted with aliases expanded"
+            raise yaml.YAMLError(f"too large at line {event.start_mark.line + 1}; allowed are {limits}")
         node = super().compose_node(parent, index)
         self._depth -= 1
         if event.anchor and not alias:
@@ -62,9 +62,9 @@ class ConfigLoader(*BASES):  # pyright: ignore[reportGeneralTypeIssues]
             if node.tag in NOT_JSON or (node.tag == f"{TAGS}int" and len(node.value) > MAX_DIGITS):
                 raise ValueError
             return super().construct_object(node, deep)
-        except (ValueError, KeyError, IndexError, OverflowError):  # of `!!bool abc`, `!!int ""`, `1:59:59...`
+        except (ValueError, KeyError, IndexError, OverflowError):  # `!!bool abc`, `!!int ""`, `1:59:59...`
             kind = node.tag.removeprefix(TAGS).replace("int", f"an integer of at most {MAX_DIGITS} digits")
-            problem = f"cannot read a value as {kind}"
+            problem = f"cannot parse a value as {kind}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
@@ -80,13 +80,13 @@ ConfigLoader.add_implicit_resolver(
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """Read a config file (None: the defaults) and apply overrides such as `tools.0.name=search`; raise ConfigError."""
+    """Load a config file (None: the defaults) and apply overrides such as `tools.0.name=search`; raise ConfigError."""
     problems: list[Problem] = []
-    written: dict[Key, str] = {}
-    data = expand(read_yaml(Path(path), written, problems)) if path is not None else {}
+    locations: dict[Key, str] = {}
+    data = expand(read_yaml(Path(path), locations, problems)) if path is not None else {}
     for override in overrides:
-        _apply(override, data, written, problems)
-    places = Places(written, str(path) if path is not None else "")
+        _apply(override, data, locations, problems)
+    places = Places(locations, str(path) if path is not None else "")
     try:
         config = TrainingConfig(**data)
         if not problems:
@@ -98,8 +98,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
 
 
 def key_value(key: str, value: Any) -> str:
-    """Return an override for `load_config`."""
-    return f"{key}={json.dumps(value)}"  # JSON is YAML that can be read in one way only
+    """Format an override for `load_config`."""
+    return f"{key}={json.dumps(value)}"  # JSON is unambiguous YAML
 
 
 def read_yaml(
@@ -108,85 +108,86 @@ def read_yaml(
     problems: list[Problem],
     holds: str = "sections such as model and environment, written as `model:`",
 ) -> dict[Any, Any]:
-    """Return what a YAML file holds; `places` gets the line of every key, `problems` keys that stand there twice."""
+    """Read the mapping in a YAML file. Add the line of every key to `places`, and duplicate keys to `problems`.
+    `holds` describes the expected content in the error for any other file."""
     try:
         loader = ConfigLoader(path.read_text(encoding="utf-8-sig"))
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            raise _wrong(path, f"must hold {holds}")
-        _note_places(node, (), str(path), places, problems)
+            raise _file_error(path, f"must contain {holds}")
+        _locate_keys(node, (), str(path), places, problems)
         data = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
-        # Not str(error): that quotes the line, and a secret may stand in it.
+        # Not str(error): that quotes the line, which may contain a secret.
         text = " ".join(part for part in (error.context, error.problem) if part)
-        raise _wrong(path, f"is not valid YAML: {text}", error.problem_mark) from None
+        raise _file_error(path, f"is not valid YAML: {text}", error.problem_mark) from None
     except FileNotFoundError:
         near = nearest(path.name, [file.name for file in path.parent.glob("*.y*ml")])
-        raise _wrong(path, f"there is no such file{did_you_mean(near and str(path.parent / near))}") from None
+        raise _file_error(path, f"file not found{did_you_mean(near and str(path.parent / near))}") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise _wrong(path, f"cannot be read: {str(error).splitlines()[0]}") from None
+        raise _file_error(path, f"cannot be read: {str(error).splitlines()[0]}") from None
     for alias, key in ALIASES.items():
-        if written := places.get(tuple(alias.split("."))):
-            places.setdefault(tuple(key.split(".")), written)
+        if location := places.get(tuple(alias.split("."))):
+            places.setdefault(tuple(key.split(".")), location)
     return data
 
 
-def _wrong(path: Path, text: str, mark: yaml.Mark | None = None) -> ConfigError:
+def _file_error(path: Path, text: str, mark: yaml.Mark | None = None) -> ConfigError:
     return ConfigError([Problem((), text, where=f"{path}:{mark.line + 1}" if mark else str(path))])
 
 
-def _note_places(
+def _locate_keys(
     node: yaml.Node, key: Key, path: str, places: dict[Key, str], problems: list[Problem]
 ) -> None:
-    """Remember the line of every key, and find keys that are written twice."""
+    """Record the line of every key in `places`, and duplicate keys in `problems`."""
     if isinstance(node, yaml.SequenceNode):
         for index, entry in enumerate(node.value):
             places[(*key, index)] = f"{path}:{entry.start_mark.line + 1}"
-            _note_places(entry, (*key, index), path, places, problems)
+            _locate_keys(entry, (*key, index), path, places, problems)
     elif isinstance(node, yaml.MappingNode):
         lines: dict[Key, int] = {}
         for name, value in node.value:
             inner, line = (*key, str(name.value)), name.start_mark.line + 1
             if inner in lines:
-                text = f"is written twice, in lines {lines[inner]} and {line}; keep one"
+                text = f"duplicate key in lines {lines[inner]} and {line}; remove one of them"
                 problems.append(Problem(inner, text, where=f"{path}:{line}"))
             lines[inner] = line
             places[inner] = f"{path}:{line}"
-            _note_places(value, inner, path, places, problems)
+            _locate_keys(value, inner, path, places, problems)
 
 
 def _apply(override: str, data: dict[str, Any], places: dict[Key, str], problems: list[Problem]) -> None:
-    """Put one `key=value` into the data; whether such a key exists is for the schema to say."""
-    written, equals, text = override.partition("=")
-    if not equals or not written.strip():
+    """Set the value of one `key=value` in the data. The schema reports unknown keys later."""
+    name, equals, text = override.partition("=")
+    if not equals or not name.strip():
         problems.append(Problem((), f"expected key=value, got {override!r}", where=COMMAND_LINE))
         return
-    key: Key = tuple(int(part) if part.isdecimal() else part for part in full_key(written.strip()).split("."))
+    key: Key = tuple(int(part) if part.isdecimal() else part for part in full_key(name.strip()).split("."))
     try:
         value = yaml.load(text, ConfigLoader)  # a SafeLoader
     except yaml.YAMLError:
-        problems.append(Problem(key, "the value is not valid YAML; put it in quotes", where=COMMAND_LINE))
+        problems.append(Problem(key, "the value is not valid YAML; quote it", where=COMMAND_LINE))
         return
-    if wrong := _set(data, key, value):
-        problems.append(Problem(key, wrong, where=COMMAND_LINE))
+    if problem := _set(data, key, value):
+        problems.append(Problem(key, problem, where=COMMAND_LINE))
     places[key] = COMMAND_LINE
     for end in range(1, len(key)):
-        places.setdefault(key[:end], COMMAND_LINE)  # a section that only the override made
+        places.setdefault(key[:end], COMMAND_LINE)  # a section that only the override created
 
 
 def _set(holder: Any, key: Key, value: Any) -> str | None:
-    """Set data["a"]["b"] for the key a.b, making what is missing on the way; return a text if that cannot be."""
+    """Set data["a"]["b"] for the key a.b, creating missing sections. Return the problem if that is impossible."""
     part: Any = key[0]
     if isinstance(holder, list):
         if not isinstance(part, int) or part > len(holder):
-            return f"there is no such entry; the list has {len(holder)}, counted from 0"
+            return f"no such list entry; the list has {len(holder)} entries, counted from 0"
         if part == len(holder):
             holder.append(None)
     elif isinstance(holder, dict):
         part = str(part)
         holder.setdefault(part)
     else:
-        return "what is around it is not a section"
+        return "cannot be set, because its parent is not a section"
     if len(key) == 1:
         holder[part] = value
         return None

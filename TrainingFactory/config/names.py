@@ -1,4 +1,4 @@
-"""Know the other names of a key: the short form of a config, and the names that the HelloAgents text uses."""
+"""Aliases of config keys: the short form of a config, and the names that the HelloAgents text uses."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ ALIASES = {
     "allocation_id": "compute.allocation_id",
     "registry.register": "registry.checkpoint",
 }
-# Keys that a reader may guess -> how to write it.
+# Likely wrong guesses -> the correct keys.
 GUESSED = {
     "reward.function": "reward.type=function and reward.options.function=FILE.py:NAME",
     "reward.rule": "reward.type=rule_based and reward.options.rule=NAME",
     "reward.verify": "reward.type=tool_verified and reward.options.verify=NAME",
     "reward.base_url": "reward.type=model_judge and reward.options.base_url=URL",
 }
-# A plain text instead of a section stands for this key of it.
+# Key that a plain string instead of a section sets: `model: qwen3-4b` is `model: {name: qwen3-4b}`.
 SHORT = {"model": "name", "environment": "environment_id", "reward": "type"}
 
 
 def full_key(key: str) -> str:
-    """Return the one name of a key: `environment_id` and `environment` are `environment.environment_id`."""
+    """Resolve an alias: `environment_id` and `environment` are `environment.environment_id`."""
     return f"{key}.{SHORT[key]}" if key in SHORT else ALIASES.get(key, key)
 
 
 def expand(data: dict[Any, Any]) -> dict[str, Any]:
-    """Return the full form of a config; an alias whose key is set as well stays, and the schema refuses it."""
-    # A section with nothing in it (all its lines commented out) reads as null: its defaults.
+    """Return the full form of a config. An alias whose key is also set stays, so that the schema rejects it."""
+    # YAML reads an empty section (all its lines commented out) as null: use its defaults.
     data = {str(key): value for key, value in data.items() if value is not None}
     full = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
     for section, key in SHORT.items():

@@ -1,4 +1,4 @@
-"""List options without effect, because their feature is not there yet: commands print a notice for each."""
+"""Options without effect, because their feature is not implemented yet. Commands print a notice for each."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from typing import Any
 
 from TrainingFactory.config.schema import TrainingConfig
 
-# key -> (the value that says what happens now anyway, what to tell a user who set another one)
+# key -> (value that describes the present behaviour, notice for any other value)
 NOT_YET: dict[str, tuple[Any, str]] = {
     "environment.async_execution": (True, "tools always run while other episodes are sampled"),
 }
 
 
 def not_yet(config: TrainingConfig) -> list[str]:
-    """Return one line for each feature that was asked for and is not there yet."""
-    lines = []
-    for key, (now, text) in NOT_YET.items():
-        section, name = key.split(".")
-        holder = getattr(config, section)
-        if name in holder.model_fields_set and getattr(holder, name) != now:
-            lines.append(f"{key}: {text}")
-    return lines
+    """Return one notice per requested feature that is not implemented yet."""
+    notices = []
+    for key, (current, text) in NOT_YET.items():
+        section_name, name = key.split(".")
+        section = getattr(config, section_name)
+        if name in section.model_fields_set and getattr(section, name) != current:
+            notices.append(f"{key}: {text}")
+    return notices
 
 
 def changed(config: TrainingConfig, section: str) -> list[str]:
-    """Return the keys of a section that are not as they are by default: the config of a run has them all written."""
+    """Return the keys of a section that differ from their defaults (a run's config sets all keys explicitly)."""
     return [f"{section}.{key}" for key in getattr(config, section).model_dump(exclude_defaults=True)]

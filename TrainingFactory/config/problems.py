@@ -1,4 +1,4 @@
-"""Say what is wrong with a config: every problem at once, with the place and the nearest right name."""
+"""Problems of a config, all reported together, with file, line and the closest valid name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMAND_LINE = "command line"
 
 @dataclass(slots=True)
 class Problem:
-    """Names one thing to mend: `key` is the full path, `value` what stands there, `where` the file and line."""
+    """One problem of a config: `key` is the full path, `value` the invalid value, `where` the file and line."""
 
     key: tuple[str | int, ...]
     text: str
@@ -32,29 +32,29 @@ class Problem:
 
 @dataclass(slots=True)
 class Places:
-    """Remembers where each key was written. No part of what a config says: two that say the same are equal."""
+    """File and line of each key. Ignored in comparisons: configs with equal values are equal."""
 
     found: dict[tuple[str | int, ...], str] = field(default_factory=dict, compare=False)
     otherwise: str = field(default="", compare=False)
 
     def of(self, key: tuple[str | int, ...]) -> str:
-        """Return the place of a key, or of the nearest section around it."""
-        written = (self.found[key[:end]] for end in range(len(key), 0, -1) if key[:end] in self.found)
-        return next(written, self.otherwise)
+        """Return the location of a key, or of the innermost section around it that has one."""
+        locations = (self.found[key[:end]] for end in range(len(key), 0, -1) if key[:end] in self.found)
+        return next(locations, self.otherwise)
 
     def error(self, problems: Iterable[Problem]) -> ConfigError:
-        """Return the problems in reading order, each with its place."""
+        """Return a ConfigError with the located problems, in the order of the file; the command line comes last."""
 
         def order(problem: Problem) -> tuple[bool, int]:
             line = problem.where.rpartition(":")[2]
             return problem.where == COMMAND_LINE, int(line) if line.isdecimal() else 0
 
-        located = [replace(each, where=each.where or self.of(each.key)) for each in problems]
+        located = [replace(problem, where=problem.where or self.of(problem.key)) for problem in problems]
         return ConfigError(sorted(located, key=order))
 
 
 class ConfigError(ValueError):
-    """Tells every problem of a wrong config at once."""
+    """All problems of an invalid config, in one exception."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)
@@ -63,9 +63,9 @@ class ConfigError(ValueError):
 
 
 def option_problems(error: OptionError, key: tuple[str | int, ...]) -> list[Problem]:
-    """Return what is wrong with the options that stand at a key."""
-    places = [(*key, *filter(None, each.option.split("."))) for each in error.wrong]
-    return [Problem(place, each.text, each.value) for place, each in zip(places, error.wrong, strict=True)]
+    """Return the invalid options of the mapping at `key`, as problems of the config."""
+    keys = [(*key, *filter(None, wrong.option.split("."))) for wrong in error.wrong]
+    return [Problem(full, wrong.text, wrong.value) for full, wrong in zip(keys, error.wrong, strict=True)]
 
 
 def dotted(key: Iterable[str | int]) -> str:
@@ -73,16 +73,16 @@ def dotted(key: Iterable[str | int]) -> str:
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Return every key of the config with its field; the keys of a list's entries carry no index."""
-    found: dict[str, Any] = {}
+    """Return the field of every dotted key, without an index for keys of list entries."""
+    fields: dict[str, Any] = {}
     for name, info in model.model_fields.items():
         section = section_of(info.annotation)
-        found |= leaves(section, f"{prefix}{name}.") if section else {prefix + name: info}
-    return found
+        fields |= leaves(section, f"{prefix}{name}.") if section else {prefix + name: info}
+    return fields
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section behind a field: itself, or the entry of a list of sections."""
+    """Return the section class of a field's type: the type itself, or that of its list entries. None: no section."""
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
@@ -96,24 +96,24 @@ def explain(error: ValidationError, root: type[BaseModel]) -> list[Problem]:
 def _explain(details: ErrorDetails, root: type[BaseModel]) -> Problem:
     key, kind, value = details["loc"], details["type"], details["input"]
     if kind == "extra_forbidden" and (name := ALIASES.get(dotted(key))):
-        return Problem(key, f"is another name of {name}, which is set as well; keep one", value)
+        return Problem(key, f"is an alias of {name}, which is also set; remove one of them", value)
     if kind == "extra_forbidden" and (instead := GUESSED.get(dotted(key))):
-        return Problem(key, f"unknown key; write {instead}", value)
+        return Problem(key, f"unknown key; set {instead}", value)
     if kind == "extra_forbidden":
         return Problem(key, f"unknown key{did_you_mean(_right_key(key, root))}", value)
     if kind in ("model_type", "model_attributes_type"):
         section = _section_at(key, root)
-        return Problem(key, f"must be a section with keys {', '.join(section.model_fields)}", value)
+        return Problem(key, f"must be a section with the keys {', '.join(section.model_fields)}", value)
     if kind == "missing":
         return Problem(key, "is missing")
     if dotted(key) == "training.algorithm" and (option := _option_of_algorithm(value, root)):
         section = option.partition(".")[0]
-        return Problem(key, f"{value} is an option of {section}; write training.algorithm={section} {option}")
+        return Problem(key, f"{value} is an option of {section}; set training.algorithm={section} {option}")
     return Problem(key, explain_value(details), value)
 
 
 def _option_of_algorithm(value: Any, root: type[BaseModel]) -> str | None:
-    """Return the option that selects what others call an algorithm: dpo.loss_kind=orpo, grpo.advantage=rloo."""
+    """Return the option that selects a variant which other libraries treat as an algorithm: dpo.loss_kind=orpo."""
     algorithms = get_args(leaves(root)["training.algorithm"].annotation)
     for full, info in leaves(root).items():
         if full.partition(".")[0] in algorithms and value in get_args(info.annotation):
@@ -130,13 +130,13 @@ def _section_at(key: tuple[str | int, ...], root: type[BaseModel]) -> type[BaseM
 
 
 def _right_key(key: tuple[str | int, ...], root: type[BaseModel]) -> str | None:
-    """Return a sibling that is spelled like it, else the same name in another section."""
+    """Return the valid key closest to an unknown one: a sibling of similar spelling, else the name in any section."""
     *parents, last = key
     siblings = _section_at(tuple(parents), root).model_fields
     split = (alias.rpartition(".") for alias in ALIASES)
     aliases = [name for section, _, name in split if section == dotted(parents)]
-    if found := nearest(str(last), [*siblings, *aliases]):
-        return dotted([*parents, found])
-    by_last = {full.rsplit(".", 1)[-1]: full for full in leaves(root)}
-    found = nearest(str(last), by_last, cutoff=0.8)
-    return by_last[found] if found else None
+    if sibling := nearest(str(last), [*siblings, *aliases]):
+        return dotted([*parents, sibling])
+    by_name = {full.rsplit(".", 1)[-1]: full for full in leaves(root)}
+    name = nearest(str(last), by_name, cutoff=0.8)
+    return by_name[name] if name else None

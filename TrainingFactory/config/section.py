@@ -1,4 +1,4 @@
-"""Define what every section of the config is made of."""
+"""Base class and field types of the config sections."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-# Kept as text, so that a config can be written out again; in Python a Path is welcome, and so is what carries an id.
-PathText = Annotated[str, BeforeValidator(lambda given: _as_text(given))]
+# Stored as a string, so that a config can be serialized. In Python, a Path or an object with an id is accepted as well.
+PathText = Annotated[str, BeforeValidator(lambda value: _as_text(value))]
 
 
-def _as_text(given: Any) -> Any:
-    """Return the path as text, and of an object of another factory its id."""
-    if isinstance(given, os.PathLike):
-        return os.fspath(given)
-    ids = (getattr(given, name, None) for name in ("dataset_id", "scenario_id", "allocation_id"))
-    return next((name for name in ids if name is not None), given)
+def _as_text(value: Any) -> Any:
+    """Return a path as a string, and the id of an object that comes from another factory."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    ids = (getattr(value, name, None) for name in ("dataset_id", "scenario_id", "allocation_id"))
+    return next((object_id for object_id in ids if object_id is not None), value)
 
 
 class Section(BaseModel):
-    # strict: no "8" for 8 and no true for 1; what a run used must be what was written.
+    # strict: "8" is not 8 and true is not 1, so that a run uses exactly the values in its config.
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )

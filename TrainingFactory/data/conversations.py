@@ -1,5 +1,5 @@
-"""Read conversations as datasets write them: OpenAI-style messages, ShareGPT, or texts. A ValueError goes on after the
-name of the row, and names the column."""
+"""Parsing of conversations in datasets: OpenAI-style messages, ShareGPT, or plain strings. The text of a ValueError
+follows the location of the row and names the column."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from TrainingFactory.common.openai_format import message_from_dict, spec_from_di
 from TrainingFactory.data.trajectories import Kept
 from TrainingFactory.types import Message, Reward, ToolSpec
 
-# What is wrong with the arguments of a call, or None; handed in by who knows schemas.
+# Returns why arguments do not match a tool's schema, or None. Passed in, because this layer does not know schemas.
 Fits = Callable[[ToolSpec, dict[str, Any]], str | None]
 
 SHAREGPT_ROLES = {
@@ -30,21 +30,21 @@ class Conversation:
     id: str
     messages: list[Message]
     tools: list[ToolSpec] = field(default_factory=list)
-    recorded: Kept | None = None  # the trajectory it was, where its tokens are known
-    context: int = 0  # so many messages are not learned, whoever wrote them
+    recorded: Kept | None = None  # the recorded trajectory, with its tokens
+    context: int = 0  # number of leading messages that are not trained, whatever their role
     reward: Reward | None = None
-    steps: list[str] = field(default_factory=list)  # of the last message, where each has a label
-    bad: frozenset[int] = frozenset()  # messages that show how it is not done
+    steps: list[str] = field(default_factory=list)  # labelled steps of the last message
+    bad: frozenset[int] = frozenset()  # indices of negative examples, which may contain invalid calls
 
     @property
     def start(self) -> int:
-        """Return the number of the first message that is learned."""
+        """Return the index of the first trained message."""
         roles = (message.role for message in self.messages)
         return next(n for n, role in enumerate(roles) if role == "assistant" and n >= self.context)
 
 
 def conversation_in(columns: Mapping[str, Any], name: str, bad: bool = False) -> list[Message]:
-    """Return the conversation in a column; `bad`: calls that cannot be read are kept, as texts."""
+    """Return the conversation in a column. `bad`: keep invalid calls as text instead of raising ValueError."""
     rows = as_list(columns[name], name)
     if not rows:
         raise ValueError(f'has an empty "{name}"')
@@ -54,7 +54,7 @@ def conversation_in(columns: Mapping[str, Any], name: str, bad: bool = False) ->
 
 
 def text_or_messages(columns: Mapping[str, Any], name: str, role: str, bad: bool = False) -> list[Message]:
-    """Return a column that is a text of that role, or messages; `bad` as in `conversation_in`."""
+    """Return the messages in a column of messages or strings of `role`. `bad` as in `conversation_in`."""
     value = columns[name]
     if isinstance(value, str) and value.lstrip().startswith("[{") and '"role"' in value:
         value = as_list(value, name)
@@ -63,7 +63,7 @@ def text_or_messages(columns: Mapping[str, Any], name: str, role: str, bad: bool
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise ValueError(f'has a "{name}" that must be a text or a list of messages, and not empty')
+        raise ValueError(f'has an invalid "{name}": it must be a non-empty string or list of messages')
     return messages_in(value, name, bad)
 
 
@@ -72,24 +72,24 @@ def prompt_in(columns: Mapping[str, Any]) -> list[Message]:
 
 
 def messages_in(rows: Sequence[Any], name: str, bad: bool = False) -> list[Message]:
-    found = []
+    messages = []
     if any(isinstance(row, Mapping) and row.get("role") in ("tool_call", "tool_response") for row in rows):
         rows = _from_sharegpt([{"from": row["role"], "value": row.get("content")} for row in rows], name, bad)
     for number, row in enumerate(rows):
         try:
             message = message_from_dict(row)
         except ValueError as error:
-            raise ValueError(f'has a bad message {number} in "{name}": {error}') from error
+            raise ValueError(f'has an invalid message {number} in "{name}": {error}') from error
         broken = next((call for call in message.tool_calls if call.error or not call.name), None)
         if broken and bad:
             calls = [_call_text(call.get("function", call)) for call in row["tool_calls"]]
             message.content, message.tool_calls = "\n".join(filter(None, [message.content, *calls])), []
         elif broken:
-            what = f"broken call of {broken.name!r}" if broken.name else "call without a name"
-            why = broken.error or "it needs one"
-            raise ValueError(f'has a {what} in message {number} of "{name}": {why}')
-        found.append(message)
-    return found
+            what = f"an invalid call of {broken.name!r}" if broken.name else "a call without a name"
+            reason = broken.error or "add the name of the tool"
+            raise ValueError(f'has {what} in message {number} of "{name}": {reason}')
+        messages.append(message)
+    return messages
 
 
 def tools_in(columns: Mapping[str, Any]) -> list[ToolSpec]:
@@ -97,75 +97,75 @@ def tools_in(columns: Mapping[str, Any]) -> list[ToolSpec]:
     for number, row in enumerate(as_list(columns.get("tools") or [], "tools")):
         try:
             spec = spec_from_dict(json.loads(row) if isinstance(row, str) else row)
-            if isinstance(spec.parameters, str):  # some datasets keep them as JSON in a text
+            if isinstance(spec.parameters, str):  # some datasets store them as a JSON string
                 spec.parameters = json.loads(spec.parameters)
             if not isinstance(spec.parameters, dict):
                 raise ValueError(f"its parameters are {str(spec.parameters)[:40]}, not a JSON schema")
         except (ValueError, AttributeError) as error:
-            raise ValueError(f'has a bad tool {number} in "tools": {error}') from error
+            raise ValueError(f'has an invalid tool {number} in "tools": {error}') from error
         specs.append(spec)
     return specs
 
 
 def as_list(value: Any, name: str) -> list[Any]:
-    """Return a column that is a list, or JSON of one in a text."""
+    """Return the list in a column, which holds a list or a JSON string of one."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f'has a "{name}" that is a text and not JSON: {error}') from error
+            raise ValueError(f'has a string that is not valid JSON in "{name}": {error}') from error
     if not isinstance(value, list | tuple):
-        raise ValueError(f'has a "{name}" that is not a list but {str(value)[:40]}')
+        raise ValueError(f'has {str(value)[:40]} in "{name}"; it must be a list')
     return list(value)
 
 
 def checked(messages: Sequence[Message], name: str = "messages") -> list[Message]:
-    """Return the messages up to the last one of the assistant: what follows it teaches nothing."""
+    """Check the roles, and return the messages up to the last assistant message: later ones are never trained."""
     ends = [number for number, message in enumerate(messages) if message.role == "assistant"]
     if not ends:
-        raise ValueError(f'has no message of the assistant in "{name}", so there is nothing to learn from')
+        raise ValueError(f'has no assistant message in "{name}", so there is nothing to train on')
     if ends[0] == 0:
-        raise ValueError(f'has "{name}" that begins with the assistant; first comes the system or the user')
+        raise ValueError(f'has "{name}" that begins with the assistant; begin with a system or user message')
     if twice := next((later for earlier, later in pairwise(ends) if later == earlier + 1), None):
-        raise ValueError(f'has two messages of the assistant in a row in "{name}", up to message {twice}')
+        raise ValueError(f'has two consecutive assistant messages, {twice - 1} and {twice}, in "{name}"')
     for number in ends:
         if not (messages[number].content or messages[number].tool_calls or messages[number].reasoning):
-            raise ValueError(f'has an empty message {number} of the assistant in "{name}"')
+            raise ValueError(f'has an empty assistant message {number} in "{name}"')
     return list(messages[: ends[-1] + 1])
 
 
 def check_calls(conversation: Conversation, name: str, fits: Fits | None) -> None:
-    """Raise where a call that is learned as a good one cannot be read or does not fit the tools that a row lists."""
+    """Raise ValueError if a call in a positive example is invalid or does not match the row's tools."""
     specs = {spec.name: spec for spec in conversation.tools}
     for number, message in enumerate(conversation.messages):
         place = f'in message {number} of "{name}"'
         if number < conversation.start or number in conversation.bad or message.role != "assistant":
             continue
         if problem := _broken_text(message.content):
-            raise ValueError(f"has a broken call {place}: {problem}")
+            raise ValueError(f"has an invalid call {place}: {problem}")
         for call in message.tool_calls if specs else []:
             if call.name not in specs:
                 raise ValueError(f'calls {call.name!r} {place}, which is not in "tools": {", ".join(specs)}')
             if fits is not None and (problem := fits(specs[call.name], call.arguments)):
-                raise ValueError(f"has a call {place} whose arguments do not fit: {problem}")
+                raise ValueError(f"has a call {place} with invalid arguments: {problem}")
 
 
 def named_replies(messages: list[Message]) -> list[Message]:
-    """Give tool messages the name of their tool, by the id of its call or their place: some templates print it."""
+    """Set the tool name of tool messages, by call id or order, because some chat templates print it."""
     names: dict[str, str] = {}
-    waiting: list[str] = []
+    pending: list[str] = []
     for message in messages:
         if message.role == "assistant":
             names |= {call.id: call.name for call in message.tool_calls if call.id}
-            waiting = [call.name for call in message.tool_calls]
+            pending = [call.name for call in message.tool_calls]
         elif message.role == "tool":
-            following = waiting.pop(0) if waiting else None
-            message.name = message.name or names.get(message.tool_call_id or "", following)
+            by_order = pending.pop(0) if pending else None
+            message.name = message.name or names.get(message.tool_call_id or "", by_order)
     return messages
 
 
 def with_system(columns: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Put the column "system" before the messages, unless they begin with a system message of their own."""
+    """Prepend the column "system", unless the messages begin with a system message."""
     system = columns.get("system")
     if not isinstance(system, str) or not system.strip() or messages[0].role == "system":
         return messages
@@ -173,7 +173,7 @@ def with_system(columns: Mapping[str, Any], messages: list[Message]) -> list[Mes
 
 
 def _broken_text(text: str) -> str | None:
-    """Return what is wrong with JSON between the tags that most models write calls in."""
+    """Return the problem of a malformed <tool_call> block in a text, or None."""
     for inside, end in re.findall(r"<tool_call>\s*(\{.*?)(</tool_call>|\Z)", text, re.DOTALL):
         if not end:
             return "its text has <tool_call> without </tool_call>"
@@ -185,35 +185,35 @@ def _broken_text(text: str) -> str | None:
 
 
 def _call_text(function: Mapping[str, Any]) -> str:
-    """Return a call as a model would have written it, whatever its arguments are."""
+    """Return a call as text, as a model would write it, even if its arguments are invalid."""
     arguments = function.get("arguments")
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {written}}}\n</tool_call>'
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {text}}}\n</tool_call>'
 
 
 def _from_sharegpt(rows: Sequence[Mapping[str, Any]], name: str, bad: bool) -> list[dict[str, Any]]:
-    """Return the same rows in OpenAI's form; what cannot be read as a call is a text where `bad`."""
-    found: list[dict[str, Any]] = []
+    """Convert ShareGPT rows to OpenAI-style dicts. `bad`: keep invalid calls as text."""
+    messages: list[dict[str, Any]] = []
     for number, row in enumerate(rows):
         kind, value = str(row["from"]), row.get("value", "")
         if kind not in SHAREGPT_ROLES:
             known = ", ".join(SHAREGPT_ROLES)
-            raise ValueError(f'has a message {number} in "{name}" from {kind!r}; known are: {known}')
+            raise ValueError(f'has the unknown role {kind!r} in message {number} of "{name}"; known: {known}')
         message = {"role": SHAREGPT_ROLES[kind], "content": value}
         if kind == "tool_response" and not isinstance(value, str):
             message["content"] = json.dumps(value, ensure_ascii=False)
         if kind in ("function_call", "tool_call"):
-            said = found.pop() if found and found[-1]["role"] == "assistant" else {}  # and then called
+            before = messages.pop() if messages and messages[-1]["role"] == "assistant" else {}  # same turn
             try:
                 calls = json.loads(value) if isinstance(value, str) else value
-                calls = said.get("tool_calls", []) + (calls if isinstance(calls, list) else [calls])
-                message = {"role": "assistant", "content": said.get("content"), "tool_calls": calls}
+                calls = before.get("tool_calls", []) + (calls if isinstance(calls, list) else [calls])
+                message = {"role": "assistant", "content": before.get("content"), "tool_calls": calls}
                 message_from_dict(message)
             except (ValueError, RecursionError) as error:
                 if not bad:
-                    text = f'has a broken call in message {number} of "{name}": it is not valid JSON: {error}'
+                    text = f'has an invalid call in message {number} of "{name}": not valid JSON: {error}'
                     raise ValueError(text) from error
-                texts = [said.get("content"), f"<tool_call>\n{value}\n</tool_call>"]
-                message = {**said, "role": "assistant", "content": "\n".join(filter(None, texts))}
-        found.append(message)
-    return found
+                texts = [before.get("content"), f"<tool_call>\n{value}\n</tool_call>"]
+                message = {**before, "role": "assistant", "content": "\n".join(filter(None, texts))}
+        messages.append(message)
+    return messages

@@ -1,16 +1,16 @@
-"""From recorded trajectories to portable rows: OpenAI-style messages in the columns that TRL and others read.
+"""Conversion of recorded trajectories to portable rows: OpenAI-style messages in the columns that TRL and others read.
 
     sft   messages, tools                        an episode
-    kto   prompt, completion, label, tools       an episode; label: its reward is over the threshold
-    prm   prompt, completion, labels, tools      an episode; labels: each turn's step reward is over the threshold
-    dpo   prompt, chosen, rejected, margin, tools    the best and the worst episode of a group; margin: by how much
+    kto   prompt, completion, label, tools       an episode; label: its reward is above the threshold
+    prm   prompt, completion, labels, tools      an episode; labels: each turn's step reward is above the threshold
+    dpo   prompt, chosen, rejected, margin, tools    best and worst episode of a group; margin: their reward difference
     rm    the same
 
-`swift_row` writes the same as ms-swift has it: messages with the roles tool_call and tool_response, the other side of a
-pair as rejected_messages, tools as JSON in a text.
+`swift_row` converts a row to ms-swift's format: messages with the roles tool_call and tool_response, the rejected side
+of a pair as rejected_messages, tools as a JSON string.
 
-Rows hold texts, so what texts cannot say is left out: a turn that was cut has no end (sft and prm keep the turns before
-it), and a call that could not be read has no name.
+Rows hold text, so turns that text cannot represent are dropped: a truncated turn has no end (sft and prm keep the turns
+before it), and an unparsable call has no name.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ THRESHOLDS: dict[Form, float] = {"kto": 0.5, "prm": 0.0}
 
 @dataclass(slots=True)
 class Filters:
-    """Choose the episodes that become rows; the text under each is its help on the command line."""
+    """Selection of the episodes that become rows. The command line shows the attribute docstrings as help."""
 
     min_reward: float | None = None
-    """Least reward, step rewards included."""
+    """Minimum reward of an episode, including step rewards."""
     max_reward: float | None = None
-    """Greatest reward."""
+    """Maximum reward of an episode, including step rewards."""
     status: list[Status] = field(default_factory=list)
-    """How the episode ended: done, max_turns, truncated. May be given several times."""
+    """Status of the episode: done, max_turns, truncated. Repeatable."""
     tasks: list[str] = field(default_factory=list)
-    """Ids of tasks, or patterns such as 'search-*'. May be given several times."""
+    """Task ids, or patterns such as 'search-*'. Repeatable."""
     max_per_task: int | None = None
-    """At most so many rows of a task, chosen at random."""
+    """Maximum rows per task, selected at random."""
     dedupe: bool = False
-    """Rows that say the same of the same task count once."""
+    """Drop duplicate rows of the same task."""
     min_margin: float = 0.0
-    """dpo, rm: by how much the better side of a pair must lead."""
+    """dpo, rm: minimum reward difference of a pair."""
     threshold: float | None = None
-    """kto: rewards above it are good (0.5 if not given). prm: turns with step rewards above it are good (0)."""
+    """kto: rewards above it are positive (default 0.5). prm: step rewards above it are positive (default 0)."""
     seed: int = 0
-    """For the choice that --max-per-task makes."""
+    """Random seed of --max-per-task."""
 
 
 @dataclass(slots=True)
 class Converted:
-    """`dropped` counts episodes, or pairs, by what they were dropped for; `note` is what to know about the labels."""
+    """Converted rows. `dropped` counts episodes or pairs by reason; `note` is a warning about one-sided labels."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     read: int = 0
@@ -72,7 +72,7 @@ class Converted:
 
 @dataclass(slots=True)
 class _Episode:
-    """What rows need of a trajectory; its tokens would fill the memory."""
+    """The parts of a trajectory that rows need, without the tokens, to save memory."""
 
     group: str
     row: dict[str, Any]  # with "prompt" and "completion"
@@ -81,61 +81,62 @@ class _Episode:
 
 
 def convert(rows: Iterable[Row], to: Form, filters: Filters | None = None) -> Converted:
-    """Read `rows`, those of a trajectories file, one at a time."""
-    filters, done = filters or Filters(), Converted()
+    """Convert the rows of a trajectories file to the form `to`. Reads one row at a time."""
+    filters, result = filters or Filters(), Converted()
     episodes: list[_Episode] = []
     for row in rows:
-        done.read += 1
+        result.read += 1
         episode = _read(row, to, filters)
         if isinstance(episode, str):
-            done.dropped[episode] += 1
+            result.dropped[episode] += 1
         else:
             episodes.append(episode)
     threshold = THRESHOLDS.get(to, 0.0) if filters.threshold is None else filters.threshold
     if to in PAIRS:
-        made = _pairs(episodes, filters, done.dropped)
+        converted = _pairs(episodes, filters, result.dropped)
     else:
-        made = [_single(each, to, threshold) for each in episodes]
+        converted = [_single(episode, to, threshold) for episode in episodes]
     if to in THRESHOLDS:
-        judged = [reward for each in episodes for reward in (each.steps if to == "prm" else [each.reward])]
-        done.note = one_sided(judged, threshold, "--threshold")
+        rewards = [reward for e in episodes for reward in (e.steps if to == "prm" else [e.reward])]
+        result.note = one_sided(rewards, threshold, "--threshold")
     if filters.dedupe:
-        made = _once(made, done.dropped)
-    done.rows = made if filters.max_per_task is None else _limited(made, filters, done.dropped)
-    return done
+        converted = _deduplicated(converted, result.dropped)
+    result.rows = converted if filters.max_per_task is None else _limited(converted, filters, result.dropped)
+    return result
 
 
 def _read(row: Row, to: Form, filters: Filters) -> _Episode | str:
-    """An episode, or what it is dropped for."""
+    """Return the episode of a row, or why it is dropped."""
     try:
         episode = trajectory_from_dict(row.columns)
     except (ValueError, KeyError, TypeError, AttributeError):
         return "is not a trajectory"
     reward = None if episode.reward is None else total(episode.reward)
-    if why := useless(episode, to) or _outside(episode, reward, filters):
-        return why
-    if any(turn.signals.get("proxy/row", 1) > 1 for turn in episode.turns):  # of a user's own agent
+    if reason := useless(episode, to) or _filtered_by(episode, reward, filters):
+        return reason
+    if any(turn.signals.get("proxy/row", 1) > 1 for turn in episode.turns):  # from a user's own agent
         return "has several conversations"
-    kept = [turn for turn in episode.turns if turn.completion.finish == "stop"]
-    if not kept or (len(kept) < len(episode.turns) and to not in ("sft", "prm")):
-        return "was cut"
-    if any(call.error for turn in kept for call in turn.message.tool_calls):
-        return "has a call that cannot be read"
-    said = [message for turn in kept for message in (turn.message, *turn.replies)]
-    row_of = {
+    turns = [turn for turn in episode.turns if turn.completion.finish == "stop"]
+    if not turns or (len(turns) < len(episode.turns) and to not in ("sft", "prm")):
+        return "was truncated"
+    if any(call.error for turn in turns for call in turn.message.tool_calls):
+        return "has an unparsable call"
+    messages = [message for turn in turns for message in (turn.message, *turn.replies)]
+    messages = messages[: len(messages) - len(turns[-1].replies)]
+    converted = {
         "id": f"{episode.group}/{episode.member}",
         "task": episode.task.id,
         "reward": reward,
         "prompt": [message_to_dict(message) for message in episode.prompt],
-        "completion": [message_to_dict(message) for message in said[: len(said) - len(kept[-1].replies)]],
+        "completion": [message_to_dict(message) for message in messages],
     }
     if episode.tools:
-        row_of["tools"] = [spec_to_dict(spec) for spec in episode.tools]
-    steps = episode.reward.steps[: len(kept)] if episode.reward else []
-    return _Episode(episode.group, row_of, reward or 0.0, steps)
+        converted["tools"] = [spec_to_dict(spec) for spec in episode.tools]
+    steps = episode.reward.steps[: len(turns)] if episode.reward else []
+    return _Episode(episode.group, converted, reward or 0.0, steps)
 
 
-def _outside(trajectory: Trajectory, reward: float | None, filters: Filters) -> str | None:
+def _filtered_by(trajectory: Trajectory, reward: float | None, filters: Filters) -> str | None:
     if filters.status and trajectory.status not in filters.status:
         return "--status"
     if filters.tasks and not any(fnmatchcase(trajectory.task.id, pattern) for pattern in filters.tasks):
@@ -149,7 +150,7 @@ def _outside(trajectory: Trajectory, reward: float | None, filters: Filters) -> 
 
 def _single(episode: _Episode, to: Form, threshold: float) -> dict[str, Any]:
     row = episode.row
-    # A prompt with answers in it stays a prompt: they are not what was learned from.
+    # A prompt that contains assistant messages stays a prompt, so that they are not trained.
     if to == "sft" and not any(message["role"] == "assistant" for message in row["prompt"]):
         row["messages"] = row.pop("prompt") + row.pop("completion")
     elif to == "kto":
@@ -160,74 +161,75 @@ def _single(episode: _Episode, to: Form, threshold: float) -> dict[str, Any]:
 
 
 def _pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str]) -> list[dict[str, Any]]:
-    """One for each group: the first of its best episodes against the first of its worst."""
+    """Return one pair per group: its first best against its first worst episode."""
     groups: dict[str, list[_Episode]] = defaultdict(list)
-    for each in episodes:
-        groups[each.group].append(each)
-    made = []
+    for episode in episodes:
+        groups[episode.group].append(episode)
+    rows = []
     for name, group in groups.items():
         pair = best_and_worst(group, lambda episode: episode.reward)
         if pair is None or pair[0].row["completion"] == pair[1].row["completion"]:
-            dropped["pair: nothing better or worse in the group"] += 1
+            dropped["pair: equal rewards or completions"] += 1
         elif (margin := pair[0].reward - pair[1].reward) < filters.min_margin:
             dropped["pair: --min-margin"] += 1
         else:
-            best, worst = (each.row for each in pair)
+            best, worst = pair[0].row, pair[1].row
             row = {key: value for key, value in best.items() if key not in ("reward", "completion")}
             sides = {"chosen": best["completion"], "rejected": worst["completion"]}
-            made.append(row | sides | {"id": name, "margin": margin})
-    return made
+            rows.append(row | sides | {"id": name, "margin": margin})
+    return rows
 
 
-def _once(made: list[dict[str, Any]], dropped: Counter[str]) -> list[dict[str, Any]]:
+def _deduplicated(rows: list[dict[str, Any]], dropped: Counter[str]) -> list[dict[str, Any]]:
     seen: dict[str, dict[str, Any]] = {}
-    for row in made:
-        told = {key: value for key, value in row.items() if key not in ("id", "reward", "margin")}
-        seen.setdefault(json.dumps(told, sort_keys=True), row)
-    dropped["--dedupe"] += len(made) - len(seen)
+    for row in rows:
+        content = {key: value for key, value in row.items() if key not in ("id", "reward", "margin")}
+        seen.setdefault(json.dumps(content, sort_keys=True), row)
+    dropped["--dedupe"] += len(rows) - len(seen)
     return list(seen.values())
 
 
-def _limited(made: list[dict[str, Any]], filters: Filters, dropped: Counter[str]) -> list[dict[str, Any]]:
-    numbers: dict[str, list[int]] = defaultdict(list)
-    for number, row in enumerate(made):
-        numbers[row["task"]].append(number)
+def _limited(rows: list[dict[str, Any]], filters: Filters, dropped: Counter[str]) -> list[dict[str, Any]]:
+    by_task: dict[str, list[int]] = defaultdict(list)
+    for number, row in enumerate(rows):
+        by_task[row["task"]].append(number)
     rng = random.Random(filters.seed)
-    drawn = (rng.sample(found, min(filters.max_per_task or 0, len(found))) for found in numbers.values())
+    limit = filters.max_per_task or 0
+    drawn = (rng.sample(indices, min(limit, len(indices))) for indices in by_task.values())
     kept = sorted(chain.from_iterable(drawn))
-    dropped["--max-per-task"] += len(made) - len(kept)
-    return [made[number] for number in kept]
+    dropped["--max-per-task"] += len(rows) - len(kept)
+    return [rows[number] for number in kept]
 
 
 def swift_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a converted row in the form that ms-swift reads."""
+    """Return a converted row in ms-swift's format. Raise ValueError for rows with labels for turns."""
     if "labels" in row:
-        raise ValueError("ms-swift has no rows with labels for turns: --to prm has no --format swift")
-    # What a prompt contains is not learned.
+        raise ValueError("ms-swift has no format for turn labels; use --to prm without --format swift")
+    # The prompt is excluded from the loss.
     prompt = _swift_messages(row.get("prompt", []), {"loss": False})
     answer = row["chosen"] if "chosen" in row else row.get("completion", row.get("messages", []))
-    made: dict[str, Any] = {"messages": prompt + _swift_messages(answer)}
+    converted: dict[str, Any] = {"messages": prompt + _swift_messages(answer)}
     if "rejected" in row:
-        made["rejected_messages"] = prompt + _swift_messages(row["rejected"])
+        converted["rejected_messages"] = prompt + _swift_messages(row["rejected"])
     if "tools" in row:
-        made["tools"] = json.dumps(row["tools"], ensure_ascii=False)
-    return {key: row[key] for key in ("id", "label", "margin") if key in row} | made
+        converted["tools"] = json.dumps(row["tools"], ensure_ascii=False)
+    return {key: row[key] for key in ("id", "label", "margin") if key in row} | converted
 
 
 def _swift_messages(
     rows: Iterable[dict[str, Any]], marks: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for row in rows:
         role, text = row["role"], row["content"]
         if role != "assistant":
-            made.append({"role": "tool_response" if role == "tool" else role, "content": text})
+            messages.append({"role": "tool_response" if role == "tool" else role, "content": text})
             continue
-        if thought := row.get("reasoning_content"):
-            text = f"<think>\n{thought}\n</think>\n\n{text}"
-        calls = [call["function"] for call in row.get("tool_calls", [])]
-        written = [{"name": call["name"], "arguments": json.loads(call["arguments"])} for call in calls]
-        said = [("assistant", text)] if text or not calls else []
-        said += [("tool_call", json.dumps(call, ensure_ascii=False)) for call in written]
-        made += [{"role": kind, "content": content, **(marks or {})} for kind, content in said]
-    return made
+        if reasoning := row.get("reasoning_content"):
+            text = f"<think>\n{reasoning}\n</think>\n\n{text}"
+        functions = [call["function"] for call in row.get("tool_calls", [])]
+        calls = [{"name": call["name"], "arguments": json.loads(call["arguments"])} for call in functions]
+        parts = [("assistant", text)] if text or not calls else []
+        parts += [("tool_call", json.dumps(call, ensure_ascii=False)) for call in calls]
+        messages += [{"role": kind, "content": content, **(marks or {})} for kind, content in parts]
+    return messages

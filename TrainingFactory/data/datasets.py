@@ -1,4 +1,4 @@
-"""Read the rows of a dataset, wherever it is, one at a time; a column that is null counts as not there."""
+"""Rows of a dataset from files, folders, the hub or Python objects, read one at a time. Null columns are dropped."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from TrainingFactory.common.options import Unknown
 from TrainingFactory.common.texts import describe
 
 FILES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
-KINDS = "a JSONL, JSON, Parquet or CSV file, a folder saved by datasets, or the id of a dataset on the hub"
-MAX_PROBLEMS = 10  # told at once
+KINDS = "a JSONL, JSON, Parquet or CSV file, a folder saved by datasets, or a dataset id on the hub"
+MAX_PROBLEMS = 10  # reported in one error
 Made = TypeVar("Made")
-WRAPPERS = ("data", "rows", "examples")  # where a JSON file has its list under a name
+WRAPPERS = ("data", "rows", "examples")  # keys under which a JSON file may have its list
 
 
 @dataclass(slots=True)
 class Row:
-    """Holds the columns of a row; `problem` says why there are none, after `where` in messages."""
+    """The columns of a row. `problem` is why the row is invalid; in messages it follows the location `where`."""
 
     where: str
     columns: dict[str, Any]
@@ -30,22 +30,22 @@ class Row:
 
 
 def read_rows(source: Any, split: str = "train", columns: Mapping[str, str] | None = None) -> Iterator[Row]:
-    """Yield the rows of a path, a hub id (`name` or `name:configuration`), a `datasets.Dataset` or dicts; `columns`
-    says for names of ours which column has them: {"prompt": "question"}."""
+    """Yield the rows of a path, a hub id (`name` or `name:configuration`), a `datasets.Dataset` or dicts. `columns`
+    maps expected to actual column names: {"prompt": "question"}."""
     try:
         rows = _rows(source, split)
         yield from (_renamed(row, columns) for row in rows) if columns else rows
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not a UTF-8 text: {error.reason}; rows come from {KINDS}") from error
+        raise ValueError(f"{source} is not UTF-8 text: {error.reason}; expected {KINDS}") from error
 
 
 def is_path(name: str) -> bool:
-    """Tell a name that can only be that of a file or folder."""
+    """Return whether a name can only be a file or folder, not a hub id."""
     return name.lower().endswith(FILES) or name.startswith((".", "/", "~"))
 
 
 def builtin_dataset(name: str) -> Path | None:
-    """Return the file of a dataset that comes with TrainingFactory; None for other names."""
+    """Return the file of a built-in dataset; None for other names."""
     path = Path(__file__).parent / "builtin" / f"{name}.jsonl"
     return path if path.parent.name == "builtin" and path.is_file() else None
 
@@ -59,29 +59,29 @@ def _rows(source: Any, split: str) -> Iterator[Row]:
     if path.is_file():
         readers = {".json": _of_json, ".parquet": _of_parquet, ".csv": _of_csv}
         return readers.get(path.suffix.lower(), _of_lines)(path)
-    if (own := builtin_dataset(str(source))) is not None:
-        return _of_lines(own)
+    if (builtin := builtin_dataset(str(source))) is not None:
+        return _of_lines(builtin)
     if is_path(str(source)):
-        raise ValueError(f"there is no file of data at {path}; rows come from {KINDS}")
+        raise ValueError(f"data file not found: {path}; expected {KINDS}")
     return _of_dicts(_from_hub(str(source), split), str(source), arrow=True)
 
 
 def _of_lines(path: Path) -> Iterator[Row]:
-    """Read an object a line; bad lines wait for a good one, for where there is none the file has another format."""
-    waiting: list[Row] = []
-    good = False
-    # utf-8-sig: some programs put a mark at the beginning. surrogatepass: what a model wrote may hold half a character.
+    """Read JSONL. Invalid lines are held back until the first valid one; without any, the file has another format."""
+    pending: list[Row] = []
+    any_valid = False
+    # utf-8-sig: some programs write a byte order mark. surrogatepass: model output may contain lone surrogates.
     with path.open(encoding="utf-8-sig", errors="surrogatepass") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                waiting.append(_of_line(line, f"{path}, line {number}"))
-                good = good or waiting[-1].problem is None
-            if good:
-                yield from waiting
-                waiting.clear()
-    if waiting:
-        first = f"{waiting[0].where} {waiting[0].problem}"
-        raise ValueError(f"{first}, and no line of the file is an object in JSON; rows come from {KINDS}")
+                pending.append(_of_line(line, f"{path}, line {number}"))
+                any_valid = any_valid or pending[-1].problem is None
+            if any_valid:
+                yield from pending
+                pending.clear()
+    if pending:
+        first = f"{pending[0].where} {pending[0].problem}"
+        raise ValueError(f"{first}, and no line of the file is a JSON object; expected {KINDS}")
 
 
 def _of_line(line: str, where: str) -> Row:
@@ -91,21 +91,21 @@ def _of_line(line: str, where: str) -> Row:
         return Row(where, {}, f"is not valid JSON: {error}")
     if not isinstance(row, dict):
         return Row(where, {}, f"must be an object with the columns of the row, not {line.strip()[:40]}")
-    return Row(where, _there(row, deep=False))
+    return Row(where, _without_nulls(row, deep=False))
 
 
 def _of_json(path: Path) -> Iterator[Row]:
-    """Read a list of objects, alone or under a name such as `data`; or one object a line after all."""
+    """Read a list of objects, at the top level or under a key such as `data`; fall back to JSONL."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig", errors="surrogatepass") or "[]")
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             return _of_lines(path)
-        raise ValueError(f"{path} is not valid JSON: {error}; rows come from {KINDS}") from error
+        raise ValueError(f"{path} is not valid JSON: {error}; expected {KINDS}") from error
     if isinstance(value, dict):
         value = next((value[key] for key in WRAPPERS if isinstance(value.get(key), list)), [value])
     if not isinstance(value, list):
-        raise ValueError(f"{path} must hold a list of objects, not {str(value)[:40]}")
+        raise ValueError(f"{path} must contain a list of objects, not {str(value)[:40]}")
     return _of_dicts(value, str(path))
 
 
@@ -114,8 +114,8 @@ def _of_csv(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
         for row in reader:
-            short = None in row or None in row.values()
-            problem = f"has not the {len(reader.fieldnames or ())} cells of the first line" if short else None
+            ragged = None in row or None in row.values()
+            problem = f"must have {len(reader.fieldnames or ())} cells, like the header" if ragged else None
             columns = {name: cell for name, cell in row.items() if cell != ""}
             yield Row(f"{path}, line {reader.line_num}", columns, problem)
 
@@ -126,24 +126,24 @@ def _of_parquet(path: Path) -> Iterator[Row]:
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is no Parquet file: {error}; rows come from {KINDS}") from error
+        raise ValueError(f"{path} is not a Parquet file: {error}; expected {KINDS}") from error
     return _of_dicts((row for batch in batches for row in batch.to_pylist()), str(path), arrow=True)
 
 
 def _of_folder(path: Path, split: str) -> Iterator[Row]:
-    if (path / "trajectories.jsonl").is_file():  # a run
+    if (path / "trajectories.jsonl").is_file():  # a run folder
         return _of_lines(path / "trajectories.jsonl")
     if not any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
         files = [path / f"{split}{ending}" for ending in FILES]
-        if (found := next((file for file in files if file.is_file()), None)) is not None:
-            return _rows(found, split)
+        if (split_file := next((file for file in files if file.is_file()), None)) is not None:
+            return _rows(split_file, split)
         raise ValueError(
-            f"the folder {path} is no dataset: there is neither dataset_info.json nor {split}.jsonl in it"
+            f"folder {path} is not a dataset: it has neither dataset_info.json nor {split}.jsonl"
         )
     import datasets
 
-    found = _split_of(datasets.load_from_disk(str(path)), str(path), split)
-    return _of_dicts(found, str(path), arrow=True)
+    dataset = _split_of(datasets.load_from_disk(str(path)), str(path), split)
+    return _of_dicts(dataset, str(path), arrow=True)
 
 
 def _from_hub(source: str, split: str) -> Any:
@@ -152,9 +152,9 @@ def _from_hub(source: str, split: str) -> Any:
     name, _, configuration = source.partition(":")
     try:
         return datasets.load_dataset(name, configuration or None, split=split)
-    except Exception as error:  # foreign code, at the far end of a network
-        text = f"{source} is no file here, and the hub did not give its split {split!r}"
-        raise Unknown(source, f"{text}: {describe(error)}. Rows come from {KINDS}") from error
+    except Exception as error:  # any error of the library or the network
+        text = f"{source} is not a local file, and loading its split {split!r} from the hub failed"
+        raise Unknown(source, f"{text}: {describe(error)}. Expected {KINDS}") from error
 
 
 def _split_of(dataset: Any, name: str, split: str) -> Any:
@@ -168,30 +168,31 @@ def _split_of(dataset: Any, name: str, split: str) -> Any:
 def _of_objects(source: Any, split: str) -> Iterator[Row]:
     source = _split_of(source, "the dataset", split)
     if not isinstance(source, Iterable):
-        raise ValueError(f"rows come from {KINDS}, or a list of dicts, not a {type(source).__name__}")
+        raise ValueError(f"a dataset must be {KINDS}, or a list of dicts, not a {type(source).__name__}")
     return _of_dicts(source, None, arrow=type(source).__module__.startswith("datasets."))
 
 
 def _of_dicts(rows: Iterable[Any], name: str | None, arrow: bool = False) -> Iterator[Row]:
     for number, row in enumerate(rows):
         where = f"row {number} of the dataset" if name is None else f"{name}, row {number}"
-        if isinstance(row, Row):  # read before
+        if isinstance(row, Row):  # already read
             yield row
         elif isinstance(row, Mapping):
-            yield Row(where, _there(row, deep=arrow))
+            yield Row(where, _without_nulls(row, deep=arrow))
         else:
             yield Row(where, {}, f"must be an object with the columns of the row, not {str(row)[:40]}")
 
 
-def _there(value: Any, deep: bool) -> Any:
-    """Drop the keys that are null; `deep` where Arrow gave every nested object the keys of all rows."""
+def _without_nulls(value: Any, deep: bool) -> Any:
+    """Drop null keys. `deep`: also in nested objects, to which Arrow adds the keys of all rows."""
     if isinstance(value, Mapping):
-        return {key: _there(item, deep) if deep else item for key, item in value.items() if item is not None}
-    return [_there(item, deep) for item in value] if isinstance(value, list) else value
+        kept = {key: item for key, item in value.items() if item is not None}
+        return {key: _without_nulls(item, deep) for key, item in kept.items()} if deep else kept
+    return [_without_nulls(item, deep) for item in value] if isinstance(value, list) else value
 
 
 def column_at(columns: Mapping[str, Any], name: str) -> Any:
-    """Return a column by its name, or what stands in one by a path such as `reward_model.ground_truth`."""
+    """Return a column by name, or a nested value by a path such as `reward_model.ground_truth`. None: missing."""
     first, dot, rest = name.partition(".")
     if name in columns or not dot:
         return columns.get(name)
@@ -200,12 +201,12 @@ def column_at(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def _renamed(row: Row, names: Mapping[str, str]) -> Row:
-    found = {ours: column_at(row.columns, theirs) for ours, theirs in names.items()}
-    missing = [f"{names[ours]!r} for {ours}" for ours, value in found.items() if value is None]
+    renamed = {expected: column_at(row.columns, actual) for expected, actual in names.items()}
+    missing = [f"{names[expected]!r} for {expected}" for expected, value in renamed.items() if value is None]
     if missing and row.problem is None:
-        there = ", ".join(map(str, row.columns)) or "none"
-        row.problem = f"has not what data.columns names: {', '.join(missing)}; its columns are: {there}"
-    row.columns = row.columns | found
+        available = ", ".join(map(str, row.columns)) or "none"
+        row.problem = f"lacks columns of data.columns: {', '.join(missing)}; its columns are: {available}"
+    row.columns = row.columns | renamed
     return row
 
 
@@ -217,26 +218,26 @@ def read_each(
     count: int | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> list[Made]:
-    """Return what `read` makes of the first `count` rows and their numbers; its ValueError goes on after the row's
-    place, such as "FILE, line N"."""
-    made: list[Made] = []
+    """Call `read` on the first `count` rows and their numbers (None: all), and return the results. Report every
+    ValueError, after the row's location such as "FILE, line N", in one ValueError."""
+    results: list[Made] = []
     problems: list[str] = []
     for number, row in enumerate(islice(read_rows(source, split, columns), count), 1):
         try:
             if row.problem is not None:
                 raise ValueError(row.problem)
-            made.append(read(row, number))
+            results.append(read(row, number))
         except ValueError as error:
             problems.append(f"{row.where} {error}")
     if problems:
         raise ValueError(in_one(problems))
-    if not made:
+    if not results:
         name = source if isinstance(source, str | Path) else "the dataset"
-        raise ValueError(f"{name} is empty: there must be {what} in it, one a row")
-    return made
+        raise ValueError(f"{name} is empty; it must contain {what}, one per row")
+    return results
 
 
 def in_one(problems: Sequence[str]) -> str:
-    """Return the first of them, and how many more there are."""
+    """Join the first `MAX_PROBLEMS` problems, with the number of further ones."""
     more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
     return "\n".join([*problems[:MAX_PROBLEMS], *more])

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, whenever a process is killed or the power goes."""
+"""Atomic writes of files and folders, which survive a killed process or a power cut, and safe reads."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-SUMS = "SHA256SUMS"  # as `sha256sum -c` reads it
-# What a checkpoint holds to train on, which is large and no part of the model; the second as earlier versions wrote it.
+SUMS = "SHA256SUMS"  # in the format of `sha256sum -c`
+# Training state of a checkpoint: large, and only needed to resume. Earlier versions wrote the second name.
 STATE = ("learner/state.safetensors", "learner.safetensors")
-MAX_FILE = 16 << 20  # bytes of a file that is read as a whole
+MAX_FILE = 16 << 20  # bytes, of a file read as a whole
 MAX_LINE = 64 << 20  # bytes
-# Neither wait for the other end of a FIFO nor follow a link. Windows has neither flag.
+# Do not block on a FIFO and do not follow symbolic links. Windows has neither flag.
 CAREFUL = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
 def sync(*paths: Path) -> None:
-    """Bring files and folders to the disk: after a power cut no name must stand for an empty file."""
+    """Flush files and folders to disk, so that no file is empty after a power cut."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -31,8 +31,8 @@ def sync(*paths: Path) -> None:
 
 
 def open_regular(path: Path, mode: str = "rb") -> IO[Any]:
-    """Open a file of a folder that others may have written; raise ValueError for a FIFO, a device, a directory, and
-    a link that leads out of the folder."""
+    """Open a file in a folder that others may have written. Raise ValueError for a FIFO, device or directory, and for a
+    symbolic link to a target outside the folder."""
     target = path.resolve() if path.is_symlink() else path
     if target != path and not target.is_relative_to(path.parent.resolve()):
         raise ValueError(
@@ -47,7 +47,7 @@ def open_regular(path: Path, mode: str = "rb") -> IO[Any]:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the content of a small file; raise ValueError as `open_regular` does, and for a larger one."""
+    """Return the content of a small file. Raise ValueError like `open_regular`, and for files over `MAX_FILE` bytes."""
     with open_regular(path) as file:
         content = file.read(MAX_FILE + 1)
     if len(content) > MAX_FILE:
@@ -56,8 +56,8 @@ def read_whole(path: Path) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file with their ends; none if it does not exist. Raise ValueError as `open_regular` does,
-    and for a line over `MAX_LINE` bytes."""
+    """Yield the lines of a file, including line ends; no lines if it does not exist. Raise ValueError like
+    `open_regular`, and for lines over `MAX_LINE` bytes."""
     if not os.path.lexists(path):
         return
     with open_regular(path) as file:
@@ -69,7 +69,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file that could not be written: of a full disk the system itself names none."""
+    """Add the file name to an OSError; the system's own message for a full disk has none."""
     try:
         yield
     except OSError as error:
@@ -77,7 +77,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_aside(path: Path, text: str) -> None:
-    """Write a file aside first: what was there is whole until what comes is."""
+    """Write a file atomically, through a temporary file next to it."""
     part = path.with_name(f".{path.name}.part")
     with writing(path):
         part.write_text(text, encoding="utf-8", errors="surrogatepass", newline="\n")
@@ -87,7 +87,7 @@ def write_aside(path: Path, text: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Take the name away first, so that half a folder is never taken for a whole one."""
+    """Delete a folder. Rename it first, so that nobody mistakes a partly deleted folder for a complete one."""
     if folder.exists():
         gone = folder.with_name(f".{folder.name.removeprefix('.')}.gone")
         shutil.rmtree(gone, ignore_errors=True)
@@ -96,14 +96,14 @@ def remove(folder: Path) -> None:
 
 
 def write_sums(folder: Path) -> None:
-    """Write down the digest of every file in a folder."""
+    """Write the SHA-256 of every file in a folder to `SUMS`."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     lines = [f"{file_digest(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Return the digests that were written down, by file; none where an earlier version wrote the folder."""
+    """Return the recorded digests by file. Folders of earlier versions have none."""
     if not (folder / SUMS).is_file():
         return {}
     lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -111,8 +111,8 @@ def read_sums(folder: Path) -> dict[str, str]:
 
 
 def drop_state(folder: Path) -> None:
-    """Remove from a checkpoint what only training needs. Its digest goes first: a kill in between leaves a file without
-    a digest, never a digest without its file."""
+    """Delete the training state of a checkpoint. Its digest is removed first: a kill in between leaves a file without a
+    digest, never a digest without its file."""
     present = [folder / name for name in STATE if (folder / name).exists()]
     if present and (sums := read_sums(folder)):
         kept = (f"{digest}  {name}\n" for name, digest in sums.items() if name not in STATE)
@@ -122,14 +122,12 @@ def drop_state(folder: Path) -> None:
 
 
 def changed(folder: Path, but: Collection[str] = ()) -> list[str]:
-    """Return the files that are missing or not as they were when their digests were written; none without digests.
-    The files `but` are not looked at."""
+    """Return the files that are missing or no longer match their recorded digests, except those in `but`."""
     sums = {name: digest for name, digest in read_sums(folder).items() if name not in but}
-    whole = {n for n, digest in sums.items() if (folder / n).is_file() and file_digest(folder / n) == digest}
-    return sorted(sums.keys() - whole)
+    intact = {n for n, digest in sums.items() if (folder / n).is_file() and file_digest(folder / n) == digest}
+    return sorted(sums.keys() - intact)
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

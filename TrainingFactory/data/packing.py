@@ -1,6 +1,6 @@
-"""Pack training rows as prefix trees, in which what rows have in common at their beginning is computed once. The only
-place that shifts: a trained token is predicted by the output at the token before it. In a pack, of at most
-`token_budget` tokens unless an episode or pair has more, a node holds a run of tokens; a row is a path from the top.
+"""Packing of training rows into prefix trees, so that a common prefix is computed once. No other module shifts targets:
+the output at the token before predicts a trained token. A pack has at most `token_budget` tokens, unless one episode or
+pair has more. A node holds consecutive tokens; a row is a path from the root.
 
         row 0  P P P a a      nodes   0: P P P            flat  P P P a a b b b
         row 1  P P P b b b            1: a a   (parent 0)
@@ -19,55 +19,55 @@ import numpy as np
 from TrainingFactory.data.samples import mismatched as mismatched_rows
 from TrainingFactory.types import Sample
 
-MIN_SAVING = 24  # tokens that a node must save; below that one more level costs more than it gives
+MIN_SAVING = 24  # tokens that a node must save; below that, another level costs more than it saves
 MAX_LEVELS = 6
-COPY_SHARE = 16  # a beginning of many rows is there again if that costs 1 token in so many, no more
+COPY_SHARE = 16  # a common prefix may be repeated in another tree if that adds at most 1 token in COPY_SHARE
 
 
 @dataclass(slots=True)
 class Node:
-    start: int  # of its tokens in the flat tree
+    start: int  # index of its first token in the flat tree
     length: int
     depth: int  # position of its first token in a row
-    parent: int  # number of the node above, -1 for none
-    level: int  # how many nodes are above
+    parent: int  # index of the parent node, -1 for a root
+    level: int  # number of ancestors
 
 
 @dataclass(slots=True)
 class Pack:
-    """Holds N tokens of a tree, the M trained tokens of its rows (row by row, in order), and their E episodes."""
+    """N tokens of a tree, the M trained tokens of its rows (row by row, in order), and their E episodes."""
 
     token_ids: np.ndarray  # [N]
     positions: np.ndarray  # [N] position within a row
-    nodes: list[Node]  # parents before children; their tokens follow each other in the flat tree
-    rows: np.ndarray  # which of the samples are in this pack
+    nodes: list[Node]  # parents before children; their tokens are adjacent in the flat tree
+    rows: np.ndarray  # indices of the samples in this pack
     source: np.ndarray  # [M] flat index of the token whose output predicts the trained one
     place: np.ndarray  # [M] flat index of the trained token itself
-    target: np.ndarray  # [M] the trained token
-    row: np.ndarray  # [M] the sample it belongs to
-    episode: np.ndarray  # [M] the episode it belongs to, counted within the pack
+    target: np.ndarray  # [M] id of the trained token
+    row: np.ndarray  # [M] index of its sample
+    episode: np.ndarray  # [M] index of its episode within the pack
     labels: np.ndarray  # [E]
-    pairs: np.ndarray  # [P, 2] episodes that are compared: the better one, the worse one
-    logprobs: np.ndarray  # [M] the sampler's
+    pairs: np.ndarray  # [P, 2] compared episodes: chosen, rejected
+    logprobs: np.ndarray  # [M] of the sampler
     advantages: np.ndarray  # [M]
     rewards: np.ndarray  # [M]
-    versions: np.ndarray  # [M] of the weights that sampled it
+    versions: np.ndarray  # [M] weight version that sampled it
     row_tokens: int  # tokens of the rows without sharing
-    # What `Learner.annotate` adds where an objective needs it, and what `Algorithm.prepare` makes of it. [M] each
+    # Added by `Learner.annotate` if the objective needs it, and derived from it by `Algorithm.prepare`. [M] each
     reference: np.ndarray | None = None  # log-probs of the reference model
-    old: np.ndarray | None = None  # log-probs of the model before the step, by the learner
-    values: np.ndarray | None = None  # what the critic expected before the step
-    returns: np.ndarray | None = None  # what the critic should have expected
+    old: np.ndarray | None = None  # log-probs by the learner before the step
+    values: np.ndarray | None = None  # the critic's values before the step
+    returns: np.ndarray | None = None  # targets of the critic
 
 
 def pack(
     samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, below: int = 0
 ) -> list[Pack]:
-    """Pack the rows; without `sharing` each has a node of its own, and the budget counts them as if padded. A tree has
-    about `below` tokens under its top if that is not 0."""
+    """Pack the rows. Without `sharing`, every row is its own tree, and the budget counts padded tokens. `below` is the
+    approximate number of tokens under the root of a tree; 0: no limit."""
     for number, sample in enumerate(samples):
         if sample.loss_mask and sample.loss_mask[0]:
-            raise ValueError(f"row {number} trains its first token, which nothing comes before")
+            raise ValueError(f"row {number} trains its first token, which no earlier token predicts")
     ids = [np.asarray(sample.token_ids, np.int64) for sample in samples]
     packs: list[Pack] = []
     batch: list[list[int]] = []
@@ -89,20 +89,20 @@ def pack(
 
 
 def _units(samples: Sequence[Sample], ids: list[np.ndarray], sharing: bool) -> list[list[int]]:
-    """Return the numbers of the rows that stay together, in the order in which they are packed."""
+    """Return the indices of the rows that must stay in one pack, in packing order."""
 
-    # Without sharing, rows of like length side by side need little padding.
+    # Without sharing, sort by length first, because adjacent rows of similar length need little padding.
     def key(number: int) -> Any:
         return samples[number].token_ids if sharing else (len(ids[number]), samples[number].token_ids)
 
-    found: dict[int, list[int]] = {}
+    units: dict[int, list[int]] = {}
     for number in sorted((n for n, sample in enumerate(samples) if any(sample.loss_mask)), key=key):
-        found.setdefault(samples[number].pair, []).append(number)
-    return list(found.values())
+        units.setdefault(samples[number].pair, []).append(number)
+    return list(units.values())
 
 
 def _tree_size(ids: list[np.ndarray], rows: list[int]) -> int:
-    """Count the tokens of a tree over sorted rows that had a node for every saving."""
+    """Return the number of tokens of a tree over sorted rows in which every common prefix is shared."""
     common = sum(shared_prefix(ids[left], ids[right]) for left, right in pairwise(rows))
     return sum(len(ids[row]) for row in rows) - common
 
@@ -114,7 +114,7 @@ def shared_prefix(left: np.ndarray, right: np.ndarray) -> int:
 
 
 class _Tree:
-    """Builds the nodes over sorted rows; `shared[i]` is what row i has in common with row i - 1."""
+    """Prefix tree over sorted rows. `shared[i]` is the length of the common prefix of rows i - 1 and i."""
 
     def __init__(self, ids: list[np.ndarray], shared: list[int]) -> None:
         self.ids, self.shared = ids, shared
@@ -125,7 +125,7 @@ class _Tree:
         self.grow(0, len(ids), 0, -1)
 
     def grow(self, first: int, last: int, depth: int, parent: int) -> None:
-        """Add nodes for rows first..last-1, whose first `depth` tokens are in the nodes above."""
+        """Add nodes for rows first..last-1, whose first `depth` tokens are in ancestor nodes."""
         level = self.nodes[parent].level + 1 if parent >= 0 else 0
         if last - first == 1:
             self._node(first, last, depth, len(self.ids[first]), parent, level)
@@ -143,7 +143,7 @@ class _Tree:
             self.grow(start, end, depth, parent)
 
     def _node(self, first: int, last: int, depth: int, end: int, parent: int, level: int) -> int:
-        if end == depth:  # the row ends where the node above ends
+        if end == depth:  # the row ends with its parent node
             return parent
         self.nodes.append(Node(self.size, end - depth, depth, parent, level))
         self.tokens.append(self.ids[first][depth:end])
@@ -166,7 +166,7 @@ def _packs(
     sharing: bool,
     below: int,
 ) -> list[Pack]:
-    """Make one pack, or several where the tree is larger than was counted on: it has no node for small savings."""
+    """Build one pack, or several if the tree exceeds the budget: unlike `_tree_size`, it shares no short prefixes."""
     rows = [number for unit in units for number in unit]
     if sharing:
         rows.sort(key=lambda number: samples[number].token_ids)
@@ -180,12 +180,14 @@ def _packs(
 
 
 def _parted(lengths: list[int], shared: list[int], below: int) -> list[int]:
-    """Return `shared` with a 0 where another tree begins: at a row that shares no more than all before it did."""
-    parted, size, least = list(shared), lengths[0], lengths[0]
+    """Return `shared` with 0 where a new tree begins: at a row that shares no more than all rows of the tree before."""
+    parted = list(shared)
+    size = least = lengths[0]
     for row in range(1, len(shared)) if below else ():
         least = min(least, shared[row])
         if shared[row] == least and size > max(below, COPY_SHARE * shared[row]):
-            parted[row], size, least = 0, 0, lengths[row]
+            parted[row] = size = 0
+            least = lengths[row]
         size += lengths[row] - parted[row]
     return parted
 
@@ -195,17 +197,17 @@ def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tr
     trained = [np.flatnonzero(sample.loss_mask) for sample in rows]
     sizes = [len(at) for at in trained]
     places = [tree.places(index) for index in range(len(batch))]
-    first: dict[int, Sample] = {}  # row of each episode, in the order of the pack
+    first: dict[int, Sample] = {}  # first row of each episode, in the order of the pack
     for sample in rows:
         first.setdefault(sample.episode, sample)
     order = {episode: number for number, episode in enumerate(first)}
 
     def of(values: Iterable[Any], kind: Any, shift: int = 0) -> np.ndarray:
-        """Return what each row has at its trained tokens, or so many before them."""
+        """Return the values of all rows at their trained tokens, or `shift` tokens before them."""
         pairs = zip(values, trained, strict=True)
         return np.concatenate([np.asarray(value, kind)[at - shift] for value, at in pairs])
 
-    known = [sample.reference for sample in rows]
+    references = [sample.reference for sample in rows]
     return Pack(
         token_ids=np.concatenate(tree.tokens),
         positions=np.concatenate([np.arange(node.depth, node.depth + node.length) for node in tree.nodes]),
@@ -223,39 +225,39 @@ def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tr
         rewards=of((sample.rewards for sample in rows), np.float32),
         versions=of((sample.policy_version for sample in rows), np.int64),
         row_tokens=sum(len(sample.token_ids) for sample in rows),
-        reference=of(known, np.float32) if all(values is not None for values in known) else None,
+        reference=of(references, np.float32) if all(values is not None for values in references) else None,
     )
 
 
 def _pairs(episodes: Iterable[Sample], order: dict[int, int]) -> np.ndarray:
-    """Return [P, 2]: of every two episodes that belong together, the one with the higher label and the other."""
-    found: dict[int, list[Sample]] = {}
+    """Return [P, 2]: the episodes of each pair, the one with the higher label first."""
+    groups: dict[int, list[Sample]] = {}
     for sample in episodes:
-        found.setdefault(sample.pair, []).append(sample)
-    pairs = [sorted(members, key=lambda each: -each.label) for members in found.values() if len(members) == 2]
+        groups.setdefault(sample.pair, []).append(sample)
+    pairs = [sorted(group, key=lambda sample: -sample.label) for group in groups.values() if len(group) == 2]
     numbers = [[order[sample.episode] for sample in pair] for pair in pairs]
     return np.array(numbers, np.int64).reshape(-1, 2)
 
 
 @dataclass(slots=True)
 class Batch:
-    """Holds all that one update is made from; counts are over the whole step, whatever the packs."""
+    """The packs of one update, with counts over all of them."""
 
     packs: list[Pack]
     rows: int  # training rows
     tokens: int  # trained tokens
     episodes: int
     pairs: int
-    baseline: float = 0.0  # what `prepare` found for the step as a whole
-    values_only: bool = False  # the critic learns, the policy stays as it is
-    mismatched: list[Pack] = field(default_factory=list)  # answers after other prompts, never trained
+    baseline: float = 0.0  # set by `Algorithm.prepare`, for the whole step
+    values_only: bool = False  # update only the critic, not the policy
+    mismatched: list[Pack] = field(default_factory=list)  # answers paired with other prompts, never trained
 
 
 def make_batch(
     samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, mismatched: bool = False,
     below: int = 0,
 ) -> Batch:  # fmt: skip
-    """Pack the rows of a step; `sharing` and `below` as the learner has them."""
+    """Pack the rows of a step. `sharing` and `below` are those of `pack`."""
     packs = pack(samples, token_budget, sharing, below)
     return Batch(
         packs,

@@ -1,4 +1,4 @@
-"""Tell which episodes of a group are better: the one rule for pairs, whatever they are made of."""
+"""Ranking of the episodes of a group, as the rule for all preference pairs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import TypeVar
 from TrainingFactory.types import Reward
 
 Scored = TypeVar("Scored")
-ROUNDING = 1e-6  # of the larger of two rewards
+ROUNDING = 1e-6  # relative to the larger of two rewards
 
 
 def total(reward: Reward) -> float:
-    """Return outcome and step rewards together."""
+    """Return the sum of outcome and step rewards."""
     return reward.outcome + sum(reward.steps)
 
 
 def best_and_worst(
     group: Iterable[Scored], reward: Callable[[Scored], float]
 ) -> tuple[Scored, Scored] | None:
-    """Return the first of the best and the first of the worst; None where all earned the same, up to rounding."""
+    """Return the first best and the first worst member. None: all rewards are equal up to rounding."""
     members = list(group)
     if not members:
         return None
@@ -29,10 +29,10 @@ def best_and_worst(
 
 
 def one_sided(rewards: Sequence[float], threshold: float, key: str) -> str | None:
-    """Return what to say where none of the rewards is over the threshold, which `key` sets, or all are."""
+    """Return a warning if all rewards, or none, are above the threshold, which the option `key` sets."""
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     if not rewards or low <= threshold < high:
         return None
-    which = "good" if low > threshold else "bad"
-    told = f"all {len(rewards)} labels are {which} where {key} is {threshold:g}, so there is nothing to tell apart"
-    return told if low == high else f"{told}; the rewards go from {low:g} to {high:g}"
+    label = "positive" if low > threshold else "negative"
+    text = f"all {len(rewards)} labels are {label} at {key} {threshold:g}, so there is nothing to distinguish"
+    return text if low == high else f"{text}; the rewards range from {low:g} to {high:g}"

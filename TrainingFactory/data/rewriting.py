@@ -1,4 +1,4 @@
-"""Write episodes in the tokens of another model; what was sampled stays where the two write alike."""
+"""Conversion of episodes to the tokens of another model. Sampled tokens are kept if both models write them alike."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from TrainingFactory.types import Completion, Trajectory, Turn
 
 
 class Unreadable(ValueError):
-    """Says that a call could not be read, so that nobody knows how another model would have written it."""
+    """A tool call could not be parsed, so that it cannot be rendered for another model."""
 
 
 def written_by(chat: ChatFormat, trajectory: Trajectory) -> Trajectory:
-    """Return the episode as this model would have written it; the very same where its tokens are this model's."""
+    """Return the episode in the tokens of this model's chat template, or unchanged if it already is."""
     turns: list[Turn] = []
     ids = chat.render(trajectory.prompt, trajectory.tools)
     if ids == trajectory.turns[0].prompt_ids and all(
@@ -26,7 +26,7 @@ def written_by(chat: ChatFormat, trajectory: Trajectory) -> Trajectory:
         if number:
             ids = ids + chat.extend(turns[-1], turns[-1].replies)
         if broken := next((call.error for call in old.message.tool_calls if call.error), None):
-            raise Unreadable(f"turn {number} cannot be written in another template: {broken}")
+            raise Unreadable(f"turn {number} cannot be rendered in another chat template: {broken}")
         sampled = chat.write(old.message, ids, trajectory.tools)
         if old.completion.finish == "length":
             sampled = sampled[:-1] or sampled

@@ -1,5 +1,5 @@
-"""Read tasks from rows of any format: each has a "prompt" and, as wanted, "id", "answer" and other columns. Where one
-has neither, common names are known."""
+"""Tasks from the rows of a dataset. A row has a "prompt" and optionally "id", "answer" and other columns. Common other
+names of "prompt" and "answer" are recognized."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from TrainingFactory.data.datasets import Row, column_at, read_each
 from TrainingFactory.types import Message, Task
 
 PROMPTS = ("question", "query", "problem", "instruction", "input", "messages")
-# The first that is there; an answer is not needed, so that several are no mistake.
+# The first that exists is used; several are no error, because an answer is optional.
 ANSWERS = (
     "ground_truth",
     "reward_model.ground_truth.target",
@@ -26,20 +26,20 @@ ANSWERS = (
 def load_tasks(
     source: Any, split: str = "train", count: int | None = None, columns: Mapping[str, str] | None = None
 ) -> list[Task]:
-    """Return the first `count` tasks of whatever `read_rows` reads, or of a list of tasks; one without `id` is named
-    after its place, columns that are not part of a task are metadata, and so are those of other names."""
+    """Return the first `count` tasks (None: all) of any source of `read_rows`, or of a list of tasks. A task without
+    `id` gets its row number. Columns that are not fields of a task become metadata."""
     stem = Path(source).stem if isinstance(source, str | Path) else "task"
     if not isinstance(source, str | Path | Mapping) and not type(source).__module__.startswith("datasets."):
         source = list(source)
-        if all(isinstance(each, Task) for each in source):
+        if all(isinstance(task, Task) for task in source):
             return source[:count]
-    taken: dict[str, str] = {}
+    locations: dict[str, str] = {}
 
     def read(row: Row, number: int) -> Task:
         task = _task(row.columns, f"{stem}-{number}")
-        if task.id in taken:
-            raise ValueError(f"has the id {task.id!r}, which is already that of {taken[task.id]}")
-        taken[task.id] = row.where
+        if task.id in locations:
+            raise ValueError(f"has the same id {task.id!r} as {locations[task.id]}")
+        locations[task.id] = row.where
         return task
 
     return read_each(source, 'tasks such as {"prompt": "..."}', read, split, count, columns)
@@ -49,27 +49,26 @@ def _task(row: dict[str, Any], default_id: str) -> Task:
     if "prompt" not in row:
         row = row | {"prompt": row[_prompt_column(row)]}
     if "answer" not in row:
-        row = row | {
-            "answer": next((each for name in ANSWERS if (each := column_at(row, name)) is not None), None)
-        }
+        answers = (column_at(row, name) for name in ANSWERS)
+        row = row | {"answer": next((answer for answer in answers if answer is not None), None)}
     metadata = row.get("metadata") or {}
     if not isinstance(metadata, dict):
-        raise ValueError('has a "metadata" that is not an object')
+        raise ValueError('has invalid "metadata": it must be an object')
     rest = {key: value for key, value in row.items() if key not in ("id", "prompt", "answer", "metadata")}
     prompt: str | list[Message] = with_system(row, text_or_messages(row, "prompt", "user"))
     if prompt[-1].role == "assistant":
-        raise ValueError('has a "prompt" that must end before the model\'s turn')
+        raise ValueError('has a "prompt" that ends with the assistant; it must end before the model\'s turn')
     if prompt == [Message("user", row["prompt"])]:
         prompt = row["prompt"]
     return Task(str(row.get("id", default_id)), prompt, row.get("answer"), rest | metadata)
 
 
 def _prompt_column(row: Mapping[str, Any]) -> str:
-    """Return the column that is meant where none is called "prompt"."""
-    found = [name for name in PROMPTS if name in row]
-    if len(found) == 1:
-        return found[0]
-    remedy = "say which column it is: data.columns={prompt: NAME}"
-    if found:
-        raise ValueError(f'has no "prompt", and it could be {" or ".join(found)}; {remedy}')
-    raise ValueError(f'has no "prompt"; its keys are: {", ".join(row) or "none"}; {remedy}')
+    """Return the column to use as prompt in a row without "prompt". Raise ValueError unless exactly one matches."""
+    candidates = [name for name in PROMPTS if name in row]
+    if len(candidates) == 1:
+        return candidates[0]
+    remedy = "name the column: data.columns={prompt: NAME}"
+    if candidates:
+        raise ValueError(f'has no "prompt", and it could be {" or ".join(candidates)}; {remedy}')
+    raise ValueError(f'has no "prompt"; its columns are: {", ".join(row) or "none"}; {remedy}')

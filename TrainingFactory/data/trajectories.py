@@ -1,5 +1,5 @@
-"""Write trajectories to disk, one JSON object a line, and read them back exactly as they were. Of a turn's prompt only
-what is new since the turn before is written (`new_ids`), because each prompt repeats all that came earlier."""
+"""Lossless storage of trajectories as JSONL. Of a turn's prompt only the tokens that the previous turn does not have
+are stored (`new_ids`), because each prompt repeats the whole conversation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from TrainingFactory.data.disk import writing
 from TrainingFactory.types import Completion, Reward, Task, ToolResult, Trajectory, Turn
 
 _COMPLETION, _RESULT = ([field.name for field in fields(cls)] for cls in (Completion, ToolResult))
-KEEP_ALL = "surrogatepass"  # how undecodable characters are written: whatever a text holds comes back
+KEEP_ALL = "surrogatepass"  # lone surrogates are written and read back unchanged
 
 
 def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], append: bool = False) -> None:
@@ -40,24 +40,24 @@ def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], appe
 
 
 def _line(trajectory: Trajectory) -> str:
-    """Return what `json.dumps` would, with the turns by a library that takes a twentieth of the time."""
+    """Return the line that `json.dumps` would, but serialize the turns with pydantic, which is 20 times as fast."""
     row = trajectory_to_dict(trajectory)
     turns = row.pop("turns")
     text = ""
-    with suppress(ValueError):  # of lone surrogates, which it does not write
+    with suppress(ValueError):  # pydantic rejects lone surrogates
         text = to_json(turns).decode() if all(map(_is_plain, trajectory.turns)) else ""
     text = text or json.dumps(turns, ensure_ascii=False)
     return f'{json.dumps(row, ensure_ascii=False)[:-1]}, "turns": {text}}}\n'
 
 
 def _is_plain(turn: Turn) -> bool:
-    """Tell whether nothing of a tool's or an environment's own is in it, which both libraries may write differently."""
+    """Return whether a turn holds no values of a tool's or environment's own types, on which the serializers differ."""
     kinds = set(map(type, turn.signals)) | set(map(type, turn.signals.values()))
     return kinds <= {str, int, float} and not any(result.attachments for result in turn.tool_results)
 
 
 def load_trajectories(path: str | Path, groups: str = "", growing: bool = False) -> Iterator[Trajectory]:
-    """Yield those whose group's name begins with `groups`; the last line of a `growing` file may not be whole."""
+    """Yield the trajectories whose group name starts with `groups`. `growing`: ignore an incomplete last line."""
     with Path(path).open(encoding="utf-8", errors=KEEP_ALL) as file:
         for number, line in enumerate(file, 1):
             if growing and not line.endswith("\n"):
@@ -76,7 +76,7 @@ def trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
         turns.append(_turn_to_dict(turn, before))
         before = turn.prompt_ids + turn.completion.token_ids
     task, reward = trajectory.task, trajectory.reward
-    prompt = task.prompt if isinstance(task.prompt, str) else [message_to_dict(each) for each in task.prompt]
+    prompt = task.prompt if isinstance(task.prompt, str) else [message_to_dict(m) for m in task.prompt]
     return {
         "task": {"id": task.id, "prompt": prompt, "answer": task.answer, "metadata": task.metadata},
         "group": trajectory.group,
@@ -108,20 +108,20 @@ def trajectory_from_dict(row: dict[str, Any]) -> Trajectory:
         turns=turns,
         status=row["status"],
         reward=None if row.get("reward") is None else Reward(**row["reward"]),
-        error=row.get("error"),  # what is null may be left out
+        error=row.get("error"),  # readers of datasets drop null keys
         seconds=row["seconds"],
     )
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Kept:
-    """Keeps a trajectory in little memory: ids and log-probs are arrays, and of prompts there is only what is new."""
+    """Compact form of a trajectory: ids and log-probs are arrays, and prompts hold only their new tokens."""
 
     head: Trajectory  # without its turns
     turns: list[tuple[bool, np.ndarray, np.ndarray, np.ndarray, Turn]]
 
     def __repr__(self) -> str:
-        """Return another text where any token is another: runs tell by it whether their data are the same."""
+        """Return a text that depends on every token id: the fingerprint of a run's data hashes it."""
         turns = [(*turn[:1], *(ids.tobytes() for ids in turn[1:3]), turn[4]) for turn in self.turns]
         return f"Kept({self.head!r}, {turns!r})"
 
@@ -148,13 +148,13 @@ class Kept:
 
     @property
     def length(self) -> int:
-        """Return the tokens of the longest prompt with its answer."""
+        """Return the length of the longest prompt plus completion, in tokens."""
         turns = self.trajectory().turns
         return max((len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns), default=0)
 
 
 def _new_ids(turn: Turn, before: list[int]) -> tuple[bool, list[int]]:
-    """Return whether the turn's prompt continues what came before, and what is new in it."""
+    """Return whether the turn's prompt continues the tokens of the turn before, and the prompt's new tokens."""
     continues = bool(before) and turn.prompt_ids[: len(before)] == before
     return continues, turn.prompt_ids[len(before) :] if continues else turn.prompt_ids
 
@@ -162,7 +162,7 @@ def _new_ids(turn: Turn, before: list[int]) -> tuple[bool, list[int]]:
 def _turn_to_dict(turn: Turn, before: list[int]) -> dict[str, Any]:
     continues, new_ids = _new_ids(turn, before)
     completion = {name: getattr(turn.completion, name) for name in _COMPLETION}
-    if completion["versions"] is None:  # one version, which is there anyway
+    if completion["versions"] is None:  # `policy_version` applies to all tokens
         del completion["versions"]
     return {
         "message": message_to_dict(turn.message),

@@ -1,4 +1,4 @@
-"""Environments: what the model sees, may do, and is asked to reach."""
+"""Environments: system prompt, tools, tasks and reward of an episode."""
 
 from TrainingFactory.envs.base import ToolEnvironment
 from TrainingFactory.envs.builtin.calculator import CalculatorEnvironment

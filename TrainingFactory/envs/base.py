@@ -1,4 +1,4 @@
-"""The environment most people write: a system prompt, tools, tasks and a reward in a dozen lines."""
+"""Base class of tool environments: a system prompt, tools, tasks and a reward in a dozen lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from TrainingFactory.types import Message, Reward, Step, Task
 
 
 class ToolEnvironment:
-    """A conversation about one task in which the model may call tools; it ends when a turn calls none.
+    """A conversation about one task in which the model may call tools. It ends when a turn calls none.
 
     ```python
     class Weather(ToolEnvironment):
@@ -28,8 +28,8 @@ class ToolEnvironment:
             return {"Oslo": "4"}.get(city, "unknown")
     ```
 
-    The tools are the `@tool` members of the class and those handed in. Made for one episode and thrown
-    away after it, so state belongs on `self`. What takes time to set up goes into `reset`, not `__init__`.
+    The tools are the `@tool` members of the class and those passed in. Every episode gets a new instance, so keep state
+    on `self`. Put slow setup into `reset`, not `__init__`. `timeout` is in seconds per tool call.
     """
 
     system_prompt: ClassVar[str] = ""
@@ -48,9 +48,9 @@ class ToolEnvironment:
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
-        """Make `count` tasks of a split ("train" or "heldout"), the same ones for the same seed."""
+        """Generate `count` tasks of a split ("train" or "heldout"). The same seed must give the same tasks."""
         raise ValueError(
-            f"{cls.__name__} makes no tasks of its own: write its `tasks` method or give a file of tasks"
+            f"{cls.__name__} generates no tasks; implement its `tasks` method or set data.tasks to a file"
         )
 
     async def reset(self) -> list[Message]:
@@ -72,38 +72,38 @@ class ToolEnvironment:
         return Step(replies, tool_results=results)
 
     def reward(self, episode: Episode) -> Reward | float | Awaitable[Reward | float]:
-        """Return 1 if the last message is the task's answer, or what follows `####` in it, else 0."""
+        """Return 1 if the last message equals the task's answer, or the part of it after `####`, else 0."""
         if self.task.answer is None:
             name = type(self).__name__
             raise ValueError(
-                f"task {self.task.id} has no answer to compare with: write {name}.reward or give a reward"
+                f"task {self.task.id} has no answer to compare with; implement {name}.reward or set a reward"
             )
-        wanted = str(self.task.answer)
-        short = wanted.rpartition("####")[2]  # GSM8K has a whole solution before it
-        return float(episode.trajectory.answer.strip() in (wanted.strip(), short.strip()))
+        answer = str(self.task.answer)
+        short = answer.rpartition("####")[2]  # GSM8K answers have the solution before it
+        return float(episode.trajectory.answer.strip() in (answer.strip(), short.strip()))
 
-    reward.quick = True  # type: ignore[attr-defined]  # as `rewards.adapt.called` wants it: not worth a thread
+    reward.quick = True  # type: ignore[attr-defined]  # tells `rewards.adapt.called` not to use a thread
 
     async def close(self) -> None:
-        """Give back what the episode held."""
+        """Release the resources of the episode."""
 
 
 class ForeignEnvironment(ABC):
-    """Is written for another framework: one object for a run, which says what the environments of its episodes are."""
+    """Adapter of another framework's environment: one object per run that provides the class of the environments."""
 
     @classmethod
     @abstractmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
-        """Make it as a config names it, with its `environment.options`."""
+        """Create the adapter from the config's `environment.options`."""
 
     @abstractmethod
     def as_environment(self) -> type[ToolEnvironment]: ...
 
 
 def _own_tools(environment: ToolEnvironment) -> list[FunctionTool]:
-    """Return the tools on the class, in the order they were written, base classes first; what a subclass overrides
-    with something else is gone."""
+    """Return the `@tool` members in definition order, base classes first, without tools that a subclass overrides with
+    another kind of member."""
     classes = type(environment).__mro__[-2::-1]  # without object
     names = dict.fromkeys(name for cls in classes for name in vars(cls))
-    found = ((name, getattr(type(environment), name, None)) for name in names)
-    return [getattr(environment, name) for name, member in found if isinstance(member, FunctionTool)]
+    members = ((name, getattr(type(environment), name, None)) for name in names)
+    return [getattr(environment, name) for name, member in members if isinstance(member, FunctionTool)]

@@ -103,12 +103,12 @@ def test_calls_that_cannot_be_read_may_be_shown_as_bad_ones() -> None:
     assert raw in said.content and '"name": "search"' in said.content and not said.tool_calls
     assert one(row | {"rejected": BROKEN}, "rm")[1].messages[-1].content == BROKEN
     assert raw in one({"messages": [USER, broken], "label": False}, "kto").messages[-1].content
-    with pytest.raises(ValueError, match="broken call of 'search' in message 1"):
+    with pytest.raises(ValueError, match="call of 'search' in message 1"):
         one({"messages": [USER, broken], "label": True}, "kto")
     dialogue = [USER, broken, RESULT, ANSWER]
     found = one({"messages": dialogue, "labels": [0, 1]}, "prm")
     assert raw in found.messages[1].content and found.bad == {1}
-    with pytest.raises(ValueError, match="broken call in message 1"):
+    with pytest.raises(ValueError, match="invalid call in message 1"):
         one({"messages": dialogue, "labels": [1, 0]}, "prm")
     turns = [{"from": "human", "value": "Where?"}, {"from": "function_call", "value": "{bad"}]
     assert "{bad" in one({"conversations": turns, "label": False}, "kto").messages[-1].content
@@ -139,9 +139,9 @@ def test_labels_of_one_class_are_noted() -> None:
     fine = {"messages": DIALOGUE, "labels": [1, 0]}
     assert load([fine], "prm").notes == []
     (note,) = load([fine | {"labels": [1, 1]}] * 2, "prm").notes
-    assert note.startswith("all 4 labels are good where reward_model.threshold is 0")
+    assert note.startswith("all 4 labels are positive at reward_model.threshold 0")
     (note,) = load([{"prompt": "a", "completion": "b", "label": 0}], "kto").notes
-    assert note.startswith("all 1 labels are bad where kto.threshold is 0.5")
+    assert note.startswith("all 1 labels are negative at kto.threshold 0.5")
 
 
 # -- files
@@ -199,19 +199,19 @@ def test_datasets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", give)
     (example,) = load_examples("someone/chats:small", "sft", split="test").found
     assert asked == [("someone/chats", "small", "test")] and example.where == "someone/chats:small, row 0"
-    with pytest.raises(ValueError, match=r"someone/gone is no file here, and the hub did.*cannot be reached"):
+    with pytest.raises(ValueError, match=r"someone/gone is not a local file.*cannot be reached"):
         load_examples("someone/gone", "sft")
 
 
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("a.jsonl", "", "a.jsonl is empty: sft needs rows with"),
+        ("a.jsonl", "", "a.jsonl is empty; sft needs rows with"),
         ("a.json", "[]", "a.json is empty"),
         ("a.json", "[1]", "a.json, row 0 must be an object"),
-        ("a.json", "3", "must hold a list of objects"),
+        ("a.json", "3", "a list of objects"),
         ("a.json", "[{]", "is not valid JSON"),
-        ("a.csv", "prompt,completion\na,b,c\n", "a.csv, line 2 has not the 2 cells"),
+        ("a.csv", "prompt,completion\na,b,c\n", "a.csv, line 2 must have 2 cells"),
         ("a.parquet", "no", "Parquet file"),
         ("a.jsonl", "{", "a.jsonl, line 1 is not valid JSON"),
     ],
@@ -223,8 +223,8 @@ def test_files_that_are_none(tmp_path: Path, name: str, text: str, expected: str
 
 
 def test_folders_and_names_that_are_none(tmp_path: Path) -> None:
-    nothing = "is no dataset: there is neither dataset_info.json nor train.jsonl"
-    said = {nothing: tmp_path, "no file of data at": tmp_path / "x.parquet"}
+    nothing = "is not a dataset: it has neither dataset_info.json nor train.jsonl"
+    said = {nothing: tmp_path, "data file not found": tmp_path / "x.parquet"}
     for text, source in (said | {"not a int": 3}).items():
         with pytest.raises(ValueError, match=text):
             load_examples(source, "sft")

@@ -24,41 +24,41 @@ def with_tool(name: str, query: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("form", "row", "expected"),
     [
-        ("sft", {"text": "x"}, 'not what sft needs: "messages".*its keys are: text'),
-        ("dpo", {"prompt": "x", "chosen": "y"}, 'what dpo needs: "chosen" and "rejected".*: prompt, chosen'),
-        ("kto", {"prompt": "x", "completion": "y"}, 'not what kto needs: "label"'),
-        ("prm", {"messages": DIALOGUE}, 'not what prm needs: "labels"'),
+        ("sft", {"text": "x"}, 'sft needs "messages".*: text'),
+        ("dpo", {"prompt": "x", "chosen": "y"}, 'dpo needs "chosen" and "rejected".*: prompt, chosen'),
+        ("kto", {"prompt": "x", "completion": "y"}, 'kto needs "label"'),
+        ("prm", {"messages": DIALOGUE}, 'prm needs "labels"'),
         ("sft", {"messages": []}, 'an empty "messages"'),
-        ("sft", {"messages": "no"}, '"messages" that is a text and not JSON'),
-        ("sft", {"messages": [USER]}, 'no message of the assistant in "messages"'),
-        ("sft", {"messages": [USER, ANSWER, ANSWER]}, "two messages of the assistant in a row.*message 2"),
-        ("sft", {"messages": [USER, {"role": "assistant", "content": ""}]}, "an empty message 1"),
-        ("sft", {"messages": [USER, {"role": "wizard"}]}, 'bad message 1 in "messages".*wizard'),
-        ("sft", {"messages": [USER, calling("search", "{")]}, "broken call of 'search' in message 1"),
+        ("sft", {"messages": "no"}, 'not valid JSON in "messages"'),
+        ("sft", {"messages": [USER]}, 'no assistant message in "messages"'),
+        ("sft", {"messages": [USER, ANSWER, ANSWER]}, "two consecutive assistant messages, 1 and 2"),
+        ("sft", {"messages": [USER, {"role": "assistant", "content": ""}]}, "an empty assistant message 1"),
+        ("sft", {"messages": [USER, {"role": "wizard"}]}, 'invalid message 1 in "messages".*wizard'),
+        ("sft", {"messages": [USER, calling("search", "{")]}, "call of 'search' in message 1"),
         ("sft", {"messages": [USER, calling("search", "[1]")]}, "must be a JSON object"),
-        ("sft", {"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "bad message 1"),
+        ("sft", {"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "invalid message 1"),
         ("sft", {"messages": [USER, calling("", {})]}, "call without a name in message 1"),
         ("sft", with_tool("serach", "x"), "calls 'serach' in message 1.*not in \"tools\": search"),
-        ("sft", with_tool("search", 3), '1 of "messages" whose.*fit: search: `query` must be string, not 3'),
-        ("sft", {"messages": DIALOGUE, "tools": [{"description": "x"}]}, 'bad tool 0 in "tools"'),
-        ("sft", {"conversations": [{"from": "elf", "value": "x"}]}, "from 'elf'; known are"),
-        ("sft", {"conversations": SHAREGPT}, "broken call in message 1.*not valid JSON"),
-        ("sft", {"prompt": "", "completion": "x"}, '"prompt" that must be a text or a list'),
-        ("dpo", {"chosen": "a", "rejected": "b"}, 'has no "prompt", and "chosen" begins with the answer'),
+        ("sft", with_tool("search", 3), '1 of "messages" .*arguments: search: `query` must be string, not 3'),
+        ("sft", {"messages": DIALOGUE, "tools": [{"description": "x"}]}, 'invalid tool 0 in "tools"'),
+        ("sft", {"conversations": [{"from": "elf", "value": "x"}]}, "role 'elf'"),
+        ("sft", {"conversations": SHAREGPT}, "invalid call in message 1.*not valid JSON"),
+        ("sft", {"prompt": "", "completion": "x"}, 'invalid "prompt"'),
+        ("dpo", {"chosen": "a", "rejected": "b"}, 'has no "prompt", and "chosen" begins with the assistant'),
         ("dpo", {"chosen": [USER, ANSWER], "rejected": [SYSTEM, ANSWER]}, "no common prompt"),
-        ("dpo", PAIR | {"rejected": "b"}, 'the same dialogue in "chosen" and in "rejected"'),
+        ("dpo", PAIR | {"rejected": "b"}, 'the same conversation in "chosen" and "rejected"'),
         ("rm", PAIR | {"margin": -1}, '"margin" of -1'),
         ("rm", PAIR | {"margin": "much"}, '"margin" of much'),
-        ("kto", {"messages": DIALOGUE, "label": "good"}, "\"label\" with 'good'; it must be true or false"),
-        ("prm", {"messages": DIALOGUE, "labels": [1]}, 'has 1 "labels" for 2 turns of the assistant'),
+        ("kto", {"messages": DIALOGUE, "label": "good"}, "'good' in \"label\"; it must be true or false"),
+        ("prm", {"messages": DIALOGUE, "labels": [1]}, 'has 1 "labels" for 2 assistant turns'),
         ("prm", {"prompt": "a", "completions": ["b"], "labels": [1, 0]}, 'has 2 "labels" for 1 "comp'),
         (
             "prm",
             {"messages": DIALOGUE, "labels": [1, "x"]},
-            "\"labels\" with 'x'; it must be true.*, or 1 or 0",
+            "'x' in \"labels\"; it must be true.*, or 1 or 0",
         ),
-        ("prm", {"messages": DIALOGUE, "labels": [0.2, 1]}, "\"labels\" with '0.2'; it must be true or"),
-        ("prm", {"messages": DIALOGUE, "labels": [0, -1]}, "\"labels\" with '-1'; it must be true or false"),
+        ("prm", {"messages": DIALOGUE, "labels": [0.2, 1]}, "'0.2' in \"labels\"; it must be true or"),
+        ("prm", {"messages": DIALOGUE, "labels": [0, -1]}, "'-1' in \"labels\"; it must be true or false"),
         ("sft", {"prompt": "a", "completion": "<tool_call>{bad"}, '1 of "completion".*without </tool_call>'),
         ("dpo", PAIR | {"chosen": BROKEN}, 'message 1 of "chosen".*not valid JSON'),
         ("sft", {"task": {}, "turns": []}, "is not a trajectory"),
@@ -72,7 +72,7 @@ def test_mistakes_are_told_by_row_and_column(form: Form, row: dict[str, Any], ex
         load([fine, row, fine], form)
     found = load([fine, row, fine], form, skip_bad_rows=True)
     assert len(found) == 2 and len(found.bad) == 1 and found.rows == 3
-    with pytest.raises(ValueError, match="no row of the dataset can be used"):
+    with pytest.raises(ValueError, match="no row of the dataset is valid"):
         load([row], form, skip_bad_rows=True)
 
 
@@ -81,7 +81,7 @@ def test_ten_mistakes_at_once() -> None:
         load([{"messages": []}] * 13, "sft")
     lines = str(caught.value).splitlines()
     assert len(lines) == 11 and lines[9].startswith("row 9 of the dataset") and lines[10] == "and 3 more"
-    with pytest.raises(ValueError, match="the dataset is empty: dpo needs rows with"):
+    with pytest.raises(ValueError, match="the dataset is empty; dpo needs rows with"):
         load([], "dpo")
 
 

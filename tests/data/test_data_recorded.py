@@ -94,7 +94,7 @@ def test_steps_of_one_answer_are_labelled_at_their_ends() -> None:
     said: list[str] = []
     good = load_examples([row | {"labels": [1, 1, 1]}], "prm")
     TokenizedDataset(good, chat, 4096, say=said.append)
-    assert said[0].startswith("all 3 labels are good where reward_model.threshold is 0")
+    assert said[0].startswith("all 3 labels are positive")
 
 
 def test_texts_with_tags_become_calls_and_broken_ones_are_told() -> None:
@@ -103,7 +103,7 @@ def test_texts_with_tags_become_calls_and_broken_ones_are_told() -> None:
     (found,) = in_tokens([{"prompt": "a", "completion": tagged}], chat=chat).group(0)
     assert found.turns[0].message.tool_calls[0].arguments == {"what": "x"}
     # the first is seen before there is a model; what else a model cannot read, its chat layer says
-    for text, said in (("{", "has a broken call in message 1"), ("3", "cannot render.*broken tool call")):
+    for text, said in (("{", ".*invalid call in message 1"), ("3", ".*broken tool call")):
         texts = (f"<tool_call>{text}</tool_call>", "b")
         broken = [{"prompt": "a", "completion": said_} for said_ in texts]
         with pytest.raises(ValueError, match=f"row 0 of the dataset {said}"):
@@ -146,10 +146,12 @@ def test_recorded_episodes_keep_their_tokens(tmp_path: Path) -> None:
     cut.reward = Reward(-1.0)
     save_trajectories(tmp_path / "cut.jsonl", episodes)
     assert rows(in_tokens(tmp_path / "cut.jsonl", "dpo").group(0)[1:]) == rows([cut])  # judged as it is
-    with pytest.raises(ValueError, match=r"cannot be used|can be used for prm: .*no reward for each turn"):
+    with pytest.raises(
+        ValueError, match=r"cannot be used|can be used for prm: .*no step reward for every turn"
+    ):
         load_examples(tmp_path / "t.jsonl", "prm")
     save_trajectories(tmp_path / "u.jsonl", played(1, [Reward(1.0), Reward(1.0)]))
-    with pytest.raises(ValueError, match="used for dpo: 2 are in a group with nothing better or worse"):
+    with pytest.raises(ValueError, match="used for dpo: 2 are in a group with equal rewards"):
         load_examples(tmp_path / "u.jsonl", "dpo")
 
 
@@ -176,7 +178,7 @@ def test_a_call_that_nobody_could_read_is_not_rewritten(tmp_path: Path) -> None:
     episodes = played(1, [Reward(1.0), Reward(0.5), Reward(0.0)])
     episodes[2].turns[0].message.tool_calls[0].error = "The tool call could not be read."
     assert written_by(loaded()[2], episodes[2]) is episodes[2]  # in its own tokens it stays
-    with pytest.raises(Unreadable, match="turn 0 cannot be written in another template: The tool call"):
+    with pytest.raises(Unreadable, match=r"turn 0 cannot be .*: The tool call"):
         written_by(other, episodes[2])
     save_trajectories(tmp_path / "t.jsonl", episodes)
     found = in_tokens(tmp_path / "t.jsonl", "dpo", other, 10_000)
@@ -253,7 +255,7 @@ def test_a_run_over_rows_goes_on_exactly(tmp_path: Path) -> None:
     ("training", "data", "expected"),
     [
         ({"eval_every": 2}, {}, "eval_every needs held-out rows: data.heldout=FILE"),
-        ({"algorithm": "reward_model"}, {}, "line 1 has not what rm needs"),
+        ({"algorithm": "reward_model"}, {}, "line 1 .*rm needs"),
         ({"algorithm": "dpo"}, {"dataset": None}, "dpo needs a dataset.*data.dataset=FILE"),
     ],
 )

@@ -74,10 +74,10 @@ def test_columns_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("row", "columns", "says"),
     [
-        (ROW, {"prompt": "frage"}, r"row 0 .*names: 'frage' for prompt; its columns are: question, answer"),
+        (ROW, {"prompt": "frage"}, r"row 0 .*data.columns: 'frage' for prompt; its columns are: question, answer"),
         (ROW, {"answer": "answer.text"}, "'answer.text' for answer"),
-        ({"instruction": "a", "input": "b"}, {}, "it could be instruction or input; say which.*data.columns"),
-        ({"text": "a"}, {}, "has no \"prompt\"; its keys are: text; say which"),
+        ({"instruction": "a", "input": "b"}, {}, "it could be instruction or input; .*data.columns"),
+        ({"text": "a"}, {}, "has no \"prompt\"; its columns are: text; name the column"),
     ],
 )  # fmt: skip
 def test_mistakes(row: dict[str, Any], columns: dict[str, str], says: str) -> None:

@@ -87,7 +87,7 @@ def test_a_vague_request_gets_a_plan_and_trains_nothing(tool: RLTrainingTool, va
         ({"dataset": "gsm9k"}, "no dataset gsm9k"),
         ({"max_samples": 0}, "max_samples is 0; it must be 1 or more"),
         ({"max_samples": "many"}, "max_samples is 'many'; it must be 1 or more"),
-        ({"algorithm": "dpo"}, "has not what dpo needs"),
+        ({"algorithm": "dpo"}, "dpo needs"),
         ({"algorithm": "grpo", "reward": "mine"}, "no reward mine"),
         ({"reward_type": "step"}, "reward_type"),
         ({"num_generations": 4}, "training.group_size: sft samples no groups"),
@@ -98,7 +98,7 @@ def test_a_vague_request_gets_a_plan_and_trains_nothing(tool: RLTrainingTool, va
         ({"use_wandb": True}, "wandb is not installed"),
         ({"algorithm": "sft", "clip_range": 0.2}, "sft.clip"),
         ({"grpo.klx": 1, "algorithm": "grpo"}, "grpo.klx"),
-        ({"custom_dataset": [{"a": 1}]}, "row 0 of the dataset has not what sft needs"),
+        ({"custom_dataset": [{"a": 1}]}, "row 0 of the dataset lacks columns: sft needs"),
         ({"output_dir": "mine"}, "output_dir mine holds a model (config.json) that was not trained here"),
     ],
 )

@@ -77,7 +77,7 @@ def test_one_that_cannot_be_loaded_is_an_error_before_the_first_step(judge: str,
     ("given", "told"),
     [
         (section(replicas=1), "reward.judge.model: is missing"),
-        (section(modle="x"), "reward.judge.modle: is no option of reward.judge; did you mean model?"),
+        (section(modle="x"), "reward.judge.modle: is not an option of reward.judge; did you mean model?"),
         (section(model="nowhere"), "reward.judge.model: there is no such run or model"),
         (section(model="builtin:tiny", replicas=2), "reward.judge.replicas: needs compute.backend=ray"),
         (section(model="builtin:tiny") | {"model": "m"}, "reward.model: is for a judge at an endpoint"),
@@ -87,7 +87,7 @@ def test_one_that_cannot_be_loaded_is_an_error_before_the_first_step(judge: str,
         ),
         (
             section(model="builtin:tiny") | {"options": {"options": {"stop": "x"}}},
-            "reward.options.options.stop: is no option of a judge of the run's own",
+            "reward.options.options.stop: is not an option of a judge of the run's own",
         ),
         (
             {"type": "rule_based", "options": {"rule": "numeric"}, "judge": {"model": "builtin:tiny"}},

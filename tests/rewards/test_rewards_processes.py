@@ -315,7 +315,7 @@ def test_the_words_of_the_seed(tmp_path: Path):
         RewardWorkerPool(model=seven, rubric="x")
     with pytest.raises(ValueError, match="num_workers is 1, but base_url has 2 addresses"):
         RewardWorkerPool(model="m", num_workers=1, base_url=["http://a/v1", "http://b/v1"])
-    with pytest.raises(ValueError, match="rubrik is no option of a model judge; did you mean rubric"):
+    with pytest.raises(ValueError, match="rubrik is not an option of a model judge; did you mean rubric"):
         RewardWorkerPool(model="m", base_url="http://127.0.0.1:9/v1", rubrik="x")
 
 

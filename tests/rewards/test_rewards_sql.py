@@ -100,7 +100,7 @@ def test_a_tool_of_ones_own_shows_rows_as_json_or_nothing_is_known(database: Pat
     assert scored(REWARD, "no query", "SELECT a FROM t", (sql,)) == 0
     many = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r LIMIT 60000) SELECT n FROM r"
     assert scored(REWARD, many, "SELECT a FROM t", (sql,)) == 0  # cut, but surely not the same
-    with pytest.raises(ValueError, match=r"task t1: the tool does not show .* as whole JSON"):
+    with pytest.raises(ValueError, match=r"task t1: the tool did not return .* JSON"):
         scored(REWARD, many.replace("n FROM", "-n FROM"), many, (sql,))
     shapes: list[Any] = [
         json.dumps,
@@ -112,7 +112,7 @@ def test_a_tool_of_ones_own_shows_rows_as_json_or_nothing_is_known(database: Pat
     ]
     for shape in shapes:  # noqa: B007 (the tool uses it)
         for said in ("SELECT 999", "SELECT a FROM t"):
-            with pytest.raises(ValueError, match="use SqlTool, let your tool answer in this form"):
+            with pytest.raises(ValueError, match="use SqlTool"):
                 scored(REWARD, said, "SELECT a FROM t", (sql,))
 
 

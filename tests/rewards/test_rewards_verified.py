@@ -94,11 +94,11 @@ def test_constants_are_right_on_one_database_only(shown: Path, hidden: Path):
 
 def test_what_cannot_be_verified_is_not_zero(shown: Path):
     reward = make_verifier("sql_execution")
-    with pytest.raises(ValueError, match="task t1: the right query fails: SQL error: no such table"):
+    with pytest.raises(ValueError, match="task t1: the reference query failed: SQL error: no such table"):
         scored(reward, RIGHT, "SELECT n FROM gone", database=str(shown))
-    with pytest.raises(ValueError, match="task t1: the right query gives more than"):
+    with pytest.raises(ValueError, match="task t1: the reference query returns more than"):
         scored(make_verifier("sql_execution", max_rows=2), RIGHT, RIGHT, database=str(shown))
-    with pytest.raises(ValueError, match="there is no SQLite file"):
+    with pytest.raises(ValueError, match="SQLite file not found"):
         scored(reward, RIGHT, RIGHT, database=str(shown) + ".gone")
     with pytest.raises(ValueError, match="no answer to compare with"):
         scored(reward, RIGHT, None, database=str(shown))

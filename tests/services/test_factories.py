@@ -140,10 +140,10 @@ def test_ids_that_lead_nowhere(project: Path, install: Install, monkeypatch: pyt
         return str(error.value)
 
     text = told(SFTTrainer, dataset_id="ds_question")
-    assert "the hub did not give" in text and "DataFactory (not installed)" in text
+    assert "from the hub failed" in text and "DataFactory (not installed)" in text
     assert "factories.yaml (not under datasets; did you mean ds_questions?)" in text
     text = told(GRPOTrainer, environment_id="env_smal")
-    assert "there is no environment 'env_smal'" in text and "EnvironmentFactory (not installed)" in text
+    assert "unknown environment 'env_smal'" in text and "EnvironmentFactory (not installed)" in text
     assert "did you mean env_small?" in text
     text = told(GRPOTrainer, environment_id="env_small", allocation_id="alloc-9")
     assert "there is no allocation 'alloc-9'" in text and "ComputeFactory (not installed)" in text
@@ -165,7 +165,7 @@ def test_a_sibling_without_the_method(project: Path, install: Install) -> None:
     with pytest.raises(ValueError, match=r"ScenarioBuilder\(\) fails: OSError: no server"):
         GRPOTrainer(environment_id="env_x", **small()).train()
     (project / "factories.yaml").write_text("environments: {env_x: calculator}\ndatasets: {ds_x: x.jsonl}\n")
-    with pytest.raises(ValueError, match=r"no file of data at x\.jsonl"):  # the file goes first
+    with pytest.raises(ValueError, match=r"data file not found: x\.jsonl"):  # the file goes first
         SFTTrainer(dataset_id="ds_x", **small()).train()
 
 

@@ -55,7 +55,7 @@ def full(run: RunFolder, name: str, row: dict[str, Any]) -> None:
 def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--data", "g", "--model", "bare", "--scale", "small", "--out", "made"]
     options += [word for given in asked["grpo"] for word in ("--grpo", given)]
-    with pytest.raises(ValueError, match="there is no file of data at /gone/g"):
+    with pytest.raises(ValueError, match="data file not found: /gone/g"):
         Recipe(**asked | {"source": "/gone/g"}).prepare(Quiet())  # nothing is begun by it
     # Broken off in both runs: they go on, with the tokens that were added to the model.
     recipe = Recipe(**asked)

@@ -173,7 +173,7 @@ def test_files_are_found_beside_the_config(tfactory: Run, monkeypatch: pytest.Mo
     assert status == 2 and "has no function 'nothing'" in err  # so the file was found
     missing = [each.replace("rewards.py", "no.py") for each in by("never")]
     status, _, err = tfactory("train", "../small.yaml", *missing)
-    assert status == 2 and f"there is no file no.py in {Path.cwd()}, nor beside the config" in err
+    assert status == 2 and f"there is no file no.py in {Path.cwd()}, nor next to the config" in err
     (status_file := Path("runs/a/status.json")).write_text(
         json.dumps(json.loads(status_file.read_text()) | {"status": "interrupted"})
     )

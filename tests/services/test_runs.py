@@ -194,8 +194,8 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
         ({"sampling": {"min_p": 0.1}}, "for evaluation"),
         ({"logging": {"trackers": ["wandb"]}}, r"pip install 'training-factory\[wandb\]'"),
         ({"data": {"demonstrations": "x.jsonl"}}, "data.dataset is for sft"),
-        ({"training": {"algorithm": "sft"}, "data": {"demonstrations": "x.jsonl"}}, "no file of data"),
-        ({"data": {"tasks": "x.jsonl"}}, "no file of data at x.jsonl"),
+        ({"training": {"algorithm": "sft"}, "data": {"demonstrations": "x.jsonl"}}, "data file not found"),
+        ({"data": {"tasks": "x.jsonl"}}, "data file not found: x.jsonl"),
         (
             {"grpo": {"overlong_length": 8, "overlong_buffer": 9}},
             r"grpo\.overlong_buffer is 9; .*length \(8\)",

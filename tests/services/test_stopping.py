@@ -43,7 +43,7 @@ def test_when_a_run_ends() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"patience": 0}, "whole number of 1 or more"),
+        ({"patience": 0}, "integer of at least 1"),
         ({"patience": 1.5}, "counts evaluations"),
         ({"target": 1.2}, "1 at most"),
         ({"patince": 2}, "did you mean patience"),

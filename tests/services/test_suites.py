@@ -115,7 +115,7 @@ def test_suites_of_the_package_can_be_run(tmp_path: Path) -> None:
         ),
         ("entries: []", "entries: must have at least 1"),
         ("name: x", "entries: is missing"),
-        ("- environment: search", "must hold a list `entries:`"),
+        ("- environment: search", "a list `entries:`"),
         ("entries:\n  - count: 3", "entries.0: has neither an environment nor tasks"),
         (
             "entries:\n  - environment: search\n  - environment: search",
@@ -138,7 +138,7 @@ def test_what_is_wrong_with_a_suite_is_told_by_file_and_line(tfactory: Run, text
 def test_suites_that_are_not_there(tfactory: Run) -> None:
     for name, told in (
         ("bultin", "builtin, quick; did you mean builtin?"),
-        ("nothing.yaml", "nothing.yaml: there is no such file"),
+        ("nothing.yaml", "nothing.yaml: file not found"),
     ):
         status, _, err = tfactory("eval", "tiny", "--suite", name)
         assert status == 2 and told in err, err

@@ -181,15 +181,15 @@ def seed(**given: Any) -> dict[str, Any]:
         (entry(type="sse"), "must begin with http://"),
         (one(url="http://h", type="stdio"), "program ''"),
         (one(url="ftp://h"), "must begin with http://"),
-        (one(comand="x", url="http://h"), "comand is no option of a server; did you mean command?"),
+        (one(comand="x", url="http://h"), "comand is not an option of a server; did you mean command?"),
         (entry(command="no-such-program"), "program 'no-such-program' not found; install it"),
         (entry(command="./no/such"), "program './no/such'"),
         (entry(args="-V"), "args must be a valid list"),
         (entry(env=["A=1"]), "env must be a valid dictionary"),
-        (entry(envFile=".env"), "envFile is no option of a server"),
+        (entry(envFile=".env"), "envFile is not an option of a server"),
         (
             entry(tfactory={"isolaton": "a"}),
-            "tfactory.isolaton is no option of a server; did you mean isolation?",
+            "tfactory.isolaton is not an option of a server; did you mean isolation?",
         ),
         (
             entry(tfactory={"isolation": "alone"}),

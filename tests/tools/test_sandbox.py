@@ -210,7 +210,7 @@ TICKET = "__import__('sys')._getframe(4).f_locals['ticket']"
 )
 def test_answers_stay_in_step_with_calls(code: str):
     results = run(make(), INTO_THE_PIPE, code, "'one'", "'two'", "'three'")
-    stopped = [result for result in results if "code wrote into the pipe for its answers" in result.content]
+    stopped = [result for result in results if "code wrote to the pipe" in result.content]
     assert stopped and not stopped[0].ok and stopped[0].error == "exception"
     assert not any("forged" in result.content for result in results[2:])
     assert results[3].content.endswith("'two'") and results[4].content == "'three'"

@@ -61,7 +61,7 @@ DECLARED: list[Mistake] = [
     (lambda _: tool(name="two words")(lambda: ""), "name 'two words'.*1 to 64"),
     (lambda _: tool(timeout=0), r"timeout must be greater than 0 \(got 0\)"),
     (lambda _: tool(rate=0), r"rate must be greater than 0 \(got 0\)"),
-    (lambda _: tool(time_out=3), r"time_out is no option of @tool; did you mean timeout\?"),  # type: ignore[call-overload]
+    (lambda _: tool(time_out=3), r"time_out is not an option of @tool; did you mean timeout\?"),  # type: ignore[call-overload]
     (lambda _: tool(retries=3), "retries needs pure=True or idempotent=True"),
     (lambda _: tool(pure=True, stateful=True), "both pure and stateful"),
     (lambda _: AsyncToolExecutor([calculator, calculator]), "the same name: calculator"),
@@ -81,7 +81,7 @@ NAMED: list[Mistake] = [
     (lambda _: make_tool({"name": "sql"}), "path is missing; tool sql needs it"),
     (
         lambda _: make_tool({"name": "sql", "options": {"paht": "x"}}),
-        "paht is no option of tool sql; did you mean path",
+        "paht is not an option of tool sql; did you mean path",
     ),
     (
         lambda _: make_tool({"name": "sql", "options": {"path": "x.db", "max_rows": 0}}),
@@ -91,7 +91,7 @@ NAMED: list[Mistake] = [
         lambda _: make_tool({"name": "sql", "options": {"path": "x.db", "format": "xml"}}),
         r'format must be one of table, json, exact.* \(got "xml"\)',
     ),
-    (lambda _: make_tool({"name": "sql", "options": {"path": "gone.db"}}), "no SQLite file .*gone.db"),
+    (lambda _: make_tool({"name": "sql", "options": {"path": "gone.db"}}), "SQLite file not found.*gone.db"),
     (lambda _: make_tool({"name": "calculator", "options": {"x": 1}}), "tool calculator takes no options"),
     (lambda _: make_tool({"nome": "sql"}), "invalid tool .*nome"),
     (
@@ -109,7 +109,7 @@ NAMED: list[Mistake] = [
                 },
             }
         ),
-        "model.modell is no option of an agent's model; did you mean model",
+        "model.modell is not an option of an agent's model; did you mean model",
     ),
     (lambda _: AgentTool("a", "", Endpoint("http://h/v1", "m"), max_turns=0), "max_turns"),
     *(
@@ -130,7 +130,7 @@ FILES: list[Mistake] = [
         lambda folder: SqlTool(
             written(folder, "text.db", "this is no database, however long it may be " * 50)
         ),
-        r"text\.db cannot be read as a SQLite file",
+        r"text\.db is not a readable SQLite file",
     ),
     (searching('{"text": "a"}\n{"text"\n'), r"bad\.jsonl:2: not a JSON object"),
     (

@@ -66,11 +66,11 @@ def test_a_model_answers_under_its_own_prompt(server: Judge):
         ((429, b"slow down"), "status 429: slow down", "unavailable"),
         ((401, f"bad key {KEY}".encode()), "status 401: bad key ***", "exception"),
         ((307, b"over there"), "status 307", "exception"),  # not followed
-        (b"<html>", "no chat completion", "exception"),
-        (b'{"choices": []}', "no chat completion", "exception"),
-        (b'{"choices": [{"message": 3}]}', "no chat completion", "exception"),
-        (b'{"choices": [{"message": {"content": [{"image": 1}]}}]}', "no chat completion", "exception"),
-        (b"[" * 100_000, "no chat completion", "exception"),
+        (b"<html>", "chat completion", "exception"),
+        (b'{"choices": []}', "chat completion", "exception"),
+        (b'{"choices": [{"message": 3}]}', "chat completion", "exception"),
+        (b'{"choices": [{"message": {"content": [{"image": 1}]}}]}', "chat completion", "exception"),
+        (b"[" * 100_000, "chat completion", "exception"),
         (None, "could not be reached", "unavailable"),
     ],
 )

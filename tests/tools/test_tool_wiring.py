@@ -102,7 +102,7 @@ def test_a_name_is_a_tool_a_server_or_a_label() -> None:
     ("entry", "expected"),
     [
         ("nothing.py", "there is no file nothing.py"),
-        ("mytools.py:nothing", "has no 'nothing'"),
+        ("mytools.py:nothing", "'nothing'"),
         ("tasks.py", "defines no tool: put @tool"),
         ({"name": "mytools.py", "options": {"x": 1}}, "tools.0.options are for built-in tools"),
         ({"name": "left", "config": "left.json", "options": {"x": 1}}, "tools.0.options are for built-in"),

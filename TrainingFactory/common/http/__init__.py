@@ -1,1 +1,1 @@
-"""HTTP: the only folder that imports fastapi, sse-starlette and uvicorn. What is served is handed in."""
+"""HTTP servers: the only package that imports fastapi, sse-starlette and uvicorn. Callers pass in the handlers."""

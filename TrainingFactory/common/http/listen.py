@@ -1,4 +1,4 @@
-"""Where a server listens: its socket, its key, and uvicorn."""
+"""Listening socket, API key and uvicorn server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-GRACE = 5  # seconds that running requests are given after Ctrl-C
-HEAD_TIME = 20  # seconds for the first line and the headers of a request
+GRACE = 5  # seconds that running requests may take to finish after Ctrl-C
+HEAD_TIME = 20  # maximum seconds until the request line and headers have arrived
 
 
 def is_loopback(host: str) -> bool:
@@ -24,21 +24,21 @@ def is_loopback(host: str) -> bool:
 
 
 def key_from(variable: str | None) -> str | None:
-    """Return the API key in an environment variable; None where none is asked for."""
+    """Return the API key in an environment variable. None: no key is required."""
     if variable is None:
         return None
     if not (key := os.environ.get(variable, "").strip()):
-        raise ValueError(f"--api-key-env {variable}: there is no such environment variable, or it is empty")
+        raise ValueError(f"--api-key-env {variable}: the environment variable is not set or empty")
     return key
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; who connects now is answered as soon as the server runs."""
+    """Return a listening socket. Clients that connect before the server runs wait in its backlog."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)  # type: ignore[arg-type]
     except OSError as error:
-        text = f"cannot serve at --host {host}, --port {port}: {error}; --port 0 picks a free one"
+        text = f"cannot listen on --host {host} --port {port}: {error}; use --port 0 to pick a free port"
         raise ValueError(text) from error
 
 
@@ -48,7 +48,7 @@ def address_of(bound: socket.socket) -> str:
 
 
 class _Connection(H11Protocol):
-    """Hangs up on a client whose headers do not come, for which uvicorn would wait forever."""
+    """Connection that times out if the headers do not arrive; uvicorn would wait forever."""
 
     _late: asyncio.TimerHandle | None = None
 
@@ -69,7 +69,7 @@ class _Connection(H11Protocol):
 
 
 def make_server(app: Any) -> uvicorn.Server:
-    """Make a server that serves until Ctrl-C, which lets running requests finish for a while."""
+    """Create a server that runs until Ctrl-C and then lets running requests finish for `GRACE` seconds."""
     config = uvicorn.Config(
         app,
         http=_Connection,
@@ -78,7 +78,7 @@ def make_server(app: Any) -> uvicorn.Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=75,  # longer than clients keep a connection, so that they are the ones to close it
+        timeout_keep_alive=75,  # longer than clients keep idle connections, so that the client closes them
         timeout_graceful_shutdown=GRACE,
     )
     return uvicorn.Server(config)

@@ -1,5 +1,5 @@
-"""A web site for the people of one machine: files, an API that describes itself, streams of events. Every request
-passes one guard, and every answer carries the headers that keep other pages out."""
+"""Local web site: static files, an API with an OpenAPI description, and event streams. One guard checks every request
+and adds security headers to every response."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from TrainingFactory.common.http.api import (
 )
 from TrainingFactory.common.http.listen import is_loopback
 
-PAGE_HEADER = "x-tfactory-page"  # whatever its value: a browser sends no such header for another site
-READ_TIME = 60.0  # seconds that a GET may take in a thread
+PAGE_HEADER = "x-tfactory-page"  # with any value: browsers do not send custom headers across sites
+READ_TIME = 60.0  # maximum seconds of a GET handler in a thread
 SAFE = ("GET", "HEAD")  # methods that change nothing
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -53,34 +53,33 @@ TYPES = {
     ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml", ".png": "image/png", ".json": "application/json", ".txt": "text/plain; charset=utf-8",
 }  # fmt: skip
-# With an empty icon: browsers would ask for /favicon.ico, which is not there.
+# The empty icon keeps browsers from requesting /favicon.ico, which does not exist.
 ENTER = (
     "<!doctype html><title>TrainingFactory</title><link rel=icon href='data:,'>"
     "<meta http-equiv=refresh content='0; url=/'>"
 )
 NO_TOKEN = (
-    "This page needs its token. Open the address that `tfactory ui` printed, which ends in /?token=..., or start "
-    "`tfactory ui` again to get a new one. Scripts send the token as the header `authorization: Bearer TOKEN`."
+    "Missing or invalid token. Open the address that `tfactory ui` printed, which ends in /?token=..., or restart "
+    "`tfactory ui` to get a new one. Scripts send the token as the header `authorization: Bearer TOKEN`."
 )
 
 Event = dict[str, Any]  # event: its name; data: a JSON text
 Events = AsyncGenerator[Event, None]
-IN_QUERY = Depends()  # of an argument: Annotated[Kind, IN_QUERY] has its fields from the query
+IN_QUERY = Depends()  # Annotated[Kind, IN_QUERY]: the argument's fields come from the query string
 
 
 class Refused(BaseModel):
-    """Says what went wrong: `message`, in words; `param`, the field of the request; `code`."""
+    """An error response: `message` for people, `param` the field of the request, `code` for programs."""
 
     error: dict[str, str | None]
 
 
 def event(name: str, data: BaseModel | dict[str, Any]) -> Event:
-    """Return an event with its data as JSON."""
     return {"event": name, "data": json_text(data)}
 
 
 def json_text(data: BaseModel | dict[str, Any]) -> str:
-    """Return JSON, where NaN is null and half a surrogate pair, which the name of a file may have, is escaped."""
+    """Serialize to JSON. NaN becomes null; lone surrogates, which file names may contain, are escaped."""
     with contextlib.suppress(PydanticSerializationError):
         if isinstance(data, BaseModel):
             return data.model_dump_json()
@@ -89,8 +88,8 @@ def json_text(data: BaseModel | dict[str, Any]) -> str:
 
 
 class Site:
-    """`static`: the folder of its files. `host`: where it listens. `token`: what every request must carry, as a cookie
-    or as a header; None admits everybody who can connect."""
+    """Web site with static files from the folder `static`, listening on `host`. Every request must carry `token`, as a
+    cookie or header; None: no token is required."""
 
     def __init__(self, title: str, version: str, static: Path, host: str, token: str | None) -> None:
         self._static = static
@@ -100,23 +99,23 @@ class Site:
         self.app = _Guard(self._api, host, token)
 
     def add(self, method: Literal["GET", "POST"], path: str, answer: Callable[..., Any]) -> None:
-        """Answer with the pydantic object that a function returns, or with the events. Its arguments are the parts of
-        the path, those of the query, and of a pydantic type the JSON body. A plain function runs in a thread, and a GET
-        that takes longer than `READ_TIME` there fails."""
-        waits = inspect.iscoroutinefunction(answer)
+        """Add a handler that returns a pydantic object or a generator of events. FastAPI fills its arguments from the
+        path, the query string and, for a pydantic type, the JSON body. A handler that is not a coroutine function runs
+        in a thread, with a limit of `READ_TIME` seconds for GET."""
         seconds = READ_TIME if method == "GET" else None
-        work = answer if waits else functools.partial(_in_thread, seconds, answer)
+        is_async = inspect.iscoroutinefunction(answer)
+        handler = answer if is_async else functools.partial(_in_thread, seconds, answer)
 
         @functools.wraps(answer)
-        async def guarded(*given: Any, **named: Any) -> Response:
+        async def guarded(*args: Any, **kwargs: Any) -> Response:
             try:
-                found = await work(*given, **named)
-                if isinstance(found, AsyncGenerator):
-                    return Stream(_with_error(found))
-                return Response(json_text(found), media_type="application/json")
+                result = await handler(*args, **kwargs)
+                if isinstance(result, AsyncGenerator):
+                    return Stream(_with_error(result))
+                return Response(json_text(result), media_type="application/json")
             except Exception as error:
-                told = _told(error)
-                return as_json(told.body, told.status, HEADERS.get(told.status))
+                response = _api_error(error)
+                return as_json(response.body, response.status, HEADERS.get(response.status))
 
         kind = get_type_hints(answer).get("return")
         model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
@@ -125,73 +124,73 @@ class Site:
         self._api.add_api_route(path, guarded, methods=[method], **more)
 
     def add_files(self) -> None:
-        """Serve the files and the description of the API, after all other routes."""
+        """Serve the static files and the OpenAPI description. Call after all other routes have been added."""
         self._api.add_api_route("/api/openapi.json", lambda: self._api.openapi(), include_in_schema=False)
         self._api.add_api_route("/{path:path}", self._file, methods=["GET", "HEAD"], include_in_schema=False)
-        # A name is looked up among the files that were there at the start, so that no path can lead elsewhere.
-        files = [each for each in self._static.rglob("*.*") if each.suffix in TYPES and each.is_file()]
-        self._files = {each.relative_to(self._static).as_posix(): _served(each) for each in files}
+        # Only files that exist at start-up are served, by exact name, which rules out path traversal.
+        files = [path for path in self._static.rglob("*.*") if path.suffix in TYPES and path.is_file()]
+        self._files = {path.relative_to(self._static).as_posix(): _load_file(path) for path in files}
 
     async def _file(self, request: Request, path: str) -> Response:
         name = {"": "index.html", "docs": "docs.html"}.get(path, path.removeprefix("static/"))
-        found = self._files.get(name)
-        if found is None:
-            raise HTTPException(404, "there is no such page")
-        content, headers = found
+        file = self._files.get(name)
+        if file is None:
+            raise HTTPException(404, "page not found")
+        content, headers = file
         if request.headers.get("if-none-match") == headers["etag"]:
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers)
 
 
-def _served(file: Path) -> tuple[bytes, dict[str, str]]:
-    """Return a file's content and headers; it is asked for each time, and answered in a few bytes while unchanged."""
+def _load_file(file: Path) -> tuple[bytes, dict[str, str]]:
+    """Return a file's content and headers. Browsers revalidate it by ETag on every use and get 304 if unchanged."""
     content = file.read_bytes()
-    mark = f'"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'
-    return content, {"etag": mark, "cache-control": "no-cache", "content-type": TYPES[file.suffix]}
+    etag = f'"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'
+    return content, {"etag": etag, "cache-control": "no-cache", "content-type": TYPES[file.suffix]}
 
 
-async def _in_thread(seconds: float | None, answer: Callable[..., Any], *given: Any, **named: Any) -> Any:
+async def _in_thread(seconds: float | None, answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         async with asyncio.timeout(seconds):
-            return await asyncio.to_thread(answer, *given, **named)
+            return await asyncio.to_thread(answer, *args, **kwargs)
     except TimeoutError:
         text = f"Reading took longer than {seconds:g} seconds. Check the disk, then reload the page."
         raise ApiError(text, status=504, code="timeout") from None
 
 
 async def _with_error(events: Events) -> AsyncGenerator[Any, None]:
-    """Yield the events; what goes wrong becomes the last one, named error."""
+    """Yield the events. An exception becomes the last event, named error."""
     try:
-        async for each in events:
-            yield each
+        async for item in events:
+            yield item
     except Exception as error:
-        yield event("error", _told(error).body)
+        yield event("error", _api_error(error).body)
     finally:
         await events.aclose()
 
 
-def _told(error: BaseException) -> ApiError:
-    """Return what the page is told: what users are told by a ValueError, or by the disk, is for them to read."""
-    plain = isinstance(error, ValueError | OverflowError | RecursionError | OSError)
-    return ApiError(str(error)) if plain else failure(error)
+def _api_error(error: BaseException) -> ApiError:
+    """Convert an exception into an error response. Messages of ValueError and OSError are written for users."""
+    for_users = isinstance(error, ValueError | OverflowError | RecursionError | OSError)
+    return ApiError(str(error)) if for_users else failure(error)
 
 
 async def _wrong_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"][1:]) or str(first["loc"][0])
-    told = ApiError(f"{place}: {first['msg']}", place, status=422)
-    return as_json(told.body, told.status)
+    field = ".".join(str(part) for part in first["loc"][1:]) or str(first["loc"][0])
+    response = ApiError(f"{field}: {first['msg']}", field, status=422)
+    return as_json(response.body, response.status)
 
 
 class _Guard:
-    """Lets through what comes from the site's own pages, and puts the headers on every answer."""
+    """Middleware that accepts only requests from the site's own pages and adds security headers to every response."""
 
     def __init__(self, app: Any, host: str, token: str | None) -> None:
         self._app, self._host, self._token = app, host.lower(), token
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def told(message: Any) -> None:
+        async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.setdefault("cache-control", "no-store")
@@ -206,41 +205,40 @@ class _Guard:
                 receive = await self._checked_body(request)
         except ApiError as error:
             answer = as_json(error.body, error.status, HEADERS.get(error.status))
-        await (answer or self._app)(scope, receive, told)
+        await (answer or self._app)(scope, receive, send_with_headers)
 
     def _check_names(self, request: Request) -> None:
-        """Check that the page was opened under its own name, and that the request comes from that page: another site
-        may give its name our address, or send a browser here."""
+        """Check the Host header, against DNS rebinding, and the origin, against requests from other sites."""
         host = request.headers.get("host", "").lower()
         if not self._is_ours(host):
-            text = f"this page is not served under the name {host[:80]!r}; open the address that tfactory ui printed"
+            text = f"unknown host name {host[:80]!r}; open the address that tfactory ui printed"
             raise ApiError(text, "host", status=403, code="forbidden")
         origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
         foreign = site not in ("none", "same-origin") and request.url.path.startswith("/api/")
         if foreign or origin not in (None, f"http://{host}"):
-            raise ApiError("this request comes from another site", "origin", status=403, code="forbidden")
+            raise ApiError("cross-site requests are not allowed", "origin", status=403, code="forbidden")
 
     def _is_ours(self, host: str) -> bool:
-        named = re.fullmatch(r"(?:\[([^\]]+)\]|([^:]+))(?::\d+)?", host)
-        name = named and (named[1] or named[2])
-        if not named or not name or is_loopback(name) or name == self._host:
+        match = re.fullmatch(r"(?:\[([^\]]+)\]|([^:]+))(?::\d+)?", host)
+        name = match and (match[1] or match[2])
+        if not match or not name or is_loopback(name) or name == self._host:
             return bool(name)
-        # Every address of this machine, and its own name: any other could be anybody's.
-        address = named[1] or re.fullmatch(r"[\d.]+", name)
+        # Listening on all interfaces: accept IP addresses and this machine's name. Others could belong to anybody.
+        address = match[1] or re.fullmatch(r"[\d.]+", name)
         return self._host in ("0.0.0.0", "::") and bool(address or name == socket.gethostname().lower())
 
     def _enter(self, request: Request) -> Response | None:
-        """Check the cookie or the header with the token; return the answer that sets the cookie to a browser that
-        opens the address with the token, and the page that explains the address to one that has neither."""
-        given = request.headers.get("authorization", "")
-        if self._token is None or _equal(given, f"Bearer {self._token}"):
+        """Check the token in the cookie or header. Return None if it is valid. For the address with ?token=, return a
+        page that sets the cookie; for a browser without a token, an explanation. Raise ApiError for the API."""
+        authorization = request.headers.get("authorization", "")
+        if self._token is None or _equal(authorization, f"Bearer {self._token}"):
             return None
-        cookie = f"tfactory-{request.scope['server'][1]}"  # by port: cookies are sent to all of them
+        cookie = f"tfactory-{request.scope['server'][1]}"  # per port: browsers share cookies across ports
         if request.url.path == "/" and _equal(request.query_params.get("token", ""), self._token):
-            # A page that goes on by itself: along with a redirect that began on another site no strict cookie is sent.
-            answer = Response(ENTER, media_type="text/html")
-            answer.set_cookie(cookie, self._token, httponly=True, samesite="strict")
-            return answer
+            # Not a redirect: browsers send no SameSite=strict cookie with a redirect that began on another site.
+            response = Response(ENTER, media_type="text/html")
+            response.set_cookie(cookie, self._token, httponly=True, samesite="strict")
+            return response
         if _equal(request.cookies.get(cookie, ""), self._token):
             return None
         if request.url.path.startswith("/api/"):
@@ -248,9 +246,9 @@ class _Guard:
         return Response(f"{NO_TOKEN}\n", 401, media_type="text/plain")
 
     async def _checked_body(self, request: Request) -> Callable[[], Awaitable[Any]]:
-        """Check that our own page sent it, and return what the application reads the body from."""
+        """Check that the site's own page sent the request. Return a `receive` function that replays the read body."""
         if PAGE_HEADER not in request.headers:
-            text = f"Requests that change something need the header {PAGE_HEADER}: 1."
+            text = f"Requests that change something must send the header {PAGE_HEADER}: 1."
             raise ApiError(text, PAGE_HEADER, status=403, code="forbidden")
         messages = [{"type": "http.request", "body": await json_body(request), "more_body": False}]
 
@@ -260,5 +258,5 @@ class _Guard:
         return receive
 
 
-def _equal(given: str, wanted: str) -> bool:
-    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), wanted.encode())
+def _equal(value: str, secret: str) -> bool:
+    return hmac.compare_digest(value.encode("utf-8", "surrogateescape"), secret.encode())

@@ -1,1 +1,1 @@
-"""SQLite without risk: a database that foreign queries may ask, and queries compared by their rows."""
+"""Sandboxed SQLite: a database for untrusted queries, and comparison of queries by their result rows."""

@@ -1,4 +1,4 @@
-"""Queries compared by their rows, which is how rewards and environments about SQL judge them."""
+"""Comparison of SQL queries by their result rows, for rewards and environments."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from TrainingFactory.common.sql.database import CUT_VALUE
 from TrainingFactory.types import ToolResult
 
 NO_ROWS = (
-    'the tool does not show the rows of the right query as whole JSON, {"rows": [[1, "a"], ...]}: use SqlTool, let '
-    "your tool answer in this form, or name the SQLite file in the task's metadata database"
+    'the tool did not return the rows of the reference query as complete JSON, {"rows": [[1, "a"], ...]}: use SqlTool, '
+    "return this format from your tool, or set `database` in the task's metadata to the SQLite file"
 )
-Ask = Callable[[str], Awaitable[ToolResult]]  # runs one query and shows its rows, as `Database` does in JSON
+Ask = Callable[[str], Awaitable[ToolResult]]  # runs one query and returns its rows as `Database` does in JSON
 
 
 @dataclass(slots=True)
 class Rows:
-    """`more`: there is more than was shown, further rows or the rest of a value. `columns` is 0 if not known."""
+    """Rows of a result. `more`: rows or parts of values were left out. `columns`: number of columns, 0 if unknown."""
 
     rows: list[tuple[Any, ...]]
     more: bool = False
@@ -30,30 +30,32 @@ class Rows:
 
 
 async def same_result(ask: Ask, query: str, right: str) -> bool:
-    """Compare the rows of a query with those of the right one, in order if that one orders them. Names of columns do
-    not count, and 2 is 2.0. A query that fails, is stopped, or shows more than the right one is wrong; ValueError if
-    the right one itself fails, gives more than can be shown, or nothing that can be read: then nothing is known."""
-    wanted = await ask(right)  # first: the other may change the data
-    if not wanted.ok:
-        raise ValueError(f"the right query fails: {wanted.content[:200]}")
-    known = read_rows(wanted.content)
-    if known is None:
+    """Return whether a query gives the rows of the reference query `right`, in order if that has an ORDER BY. Column
+    names are ignored, and 2 equals 2.0. Return False for a query that fails, times out, or returns more than the tool
+    shows. Raise ValueError if the reference query itself fails or its rows cannot be read completely."""
+    reference_result = await ask(right)  # first, because the other query may change the data
+    if not reference_result.ok:
+        raise ValueError(f"the reference query failed: {reference_result.content[:200]}")
+    expected = read_rows(reference_result.content)
+    if expected is None:
         raise ValueError(NO_ROWS)
-    if known.more:
+    if expected.more:
         raise ValueError(
-            "the right query gives more than the tool shows; raise its max_rows, or ask for less"
+            "the reference query returns more than the tool shows; raise the tool's max_rows or narrow the query"
         )
-    given = await ask(query)
-    found = read_rows(given.content) if given.ok else None
-    if found is None or found.more or (found.columns and known.columns and found.columns != known.columns):
+    result = await ask(query)
+    actual = read_rows(result.content) if result.ok else None
+    if actual is None or actual.more:
+        return False
+    if actual.columns and expected.columns and actual.columns != expected.columns:
         return False
     if orders_rows(right):
-        return found.rows == known.rows
-    return Counter(found.rows) == Counter(known.rows)
+        return actual.rows == expected.rows
+    return Counter(actual.rows) == Counter(expected.rows)
 
 
 def read_rows(content: str) -> Rows | None:
-    """Read the rows in `{"rows": [[1, "a"], ...]}`, as a database shows them in JSON; None for other and cut texts."""
+    """Parse `{"rows": [[1, "a"], ...]}`, the JSON format of `Database`. Return None for other or truncated texts."""
     try:
         table = json.loads(content)
     except (ValueError, RecursionError):
@@ -64,12 +66,12 @@ def read_rows(content: str) -> Rows | None:
     columns = table.get("columns")
     more = bool(table.get("more")) or table.get("count", len(rows)) != len(rows)
     more = more or any(isinstance(value, str) and CUT_VALUE.search(value) for row in rows for value in row)
-    made = [tuple(_comparable(value) for value in row) for row in rows]
-    return Rows(made, more, len(columns) if isinstance(columns, list) else 0)
+    comparable = [tuple(_comparable(value) for value in row) for row in rows]
+    return Rows(comparable, more, len(columns) if isinstance(columns, list) else 0)
 
 
 def orders_rows(query: str) -> bool:
-    """Tell whether the query itself has an ORDER BY: one in a subquery, a window or a text orders nothing."""
+    """Return whether the query has an ORDER BY at its top level, not in a subquery, a window or a string."""
     depth = 0
     for match in _PIECES.finditer(query):
         piece = match.group().lower()
@@ -86,7 +88,7 @@ _PIECES = re.compile(
 
 
 def _comparable(value: Any) -> Any:
-    """Round floats: sums of the same numbers in another order differ in their last digits; whole numbers are exact."""
+    """Return a value that compares equal up to rounding: sums in another order differ in their last digits."""
     if isinstance(value, float):
         if math.isfinite(value) and abs(value) < 2**53:
             whole = round(value)

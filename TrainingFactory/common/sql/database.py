@@ -1,4 +1,4 @@
-"""`Database`: foreign queries on a SQLite file, which can neither harm it nor run for ever nor reach another file."""
+"""`Database`: untrusted queries on a SQLite file, with a time limit and no access to other files."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from TrainingFactory.types import ToolResult
 
 Format = Literal["table", "json", "exact"]
 MAX_CELL_CHARS = 500
-MAX_VALUE_BYTES = 10_000_000  # no value that SQLite makes may be larger
+MAX_VALUE_BYTES = 10_000_000  # limit of any value that SQLite computes
 MAX_SQL_CHARS = 50_000
-GROWTH_PAGES = 25_000  # what a writable copy may grow by: 100 MB at the usual page size
-CUT_VALUE = re.compile(r"\A<\d+ bytes>\Z|\[\.\.\. \d+ characters cut\]\Z")  # as `_shown` writes it
-STEPS = 1000  # of SQLite's machine between two looks at the clock
+GROWTH_PAGES = 25_000  # maximum growth of a writable copy: 100 MB at the usual page size
+CUT_VALUE = re.compile(r"\A<\d+ bytes>\Z|\[\.\.\. \d+ characters cut\]\Z")  # as `_truncated` writes it
+STEPS = 1000  # SQLite virtual machine instructions between two checks of the time limit
 
 READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 NEVER = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH}  # other files; VACUUM INTO counts as ATTACH
 PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "index_info", "foreign_key_list"}
-FUNCTIONS = {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"}  # refused
+FUNCTIONS = {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"}  # denied
 
 
 class Database:
-    """Holds one connection to the SQLite file `path`, opened at the first query; its methods block, from any thread.
-    Read-only, or with `write` on a private copy. `format` "exact" is JSON for comparing: long texts and blobs are shown
-    by their digest."""
+    """One connection to the SQLite file `path`, opened at the first query. Methods block and are thread-safe. Queries
+    are read-only; with `write` they run on a private copy. `timeout` is in seconds per query. `format` "exact" is JSON
+    for comparison: long strings and blobs are replaced by their digest."""
 
     def __init__(
         self,
@@ -46,16 +46,16 @@ class Database:
         format: Format = "table",
     ) -> None:
         if not path.is_file():
-            raise ValueError(f"there is no SQLite file {path}")
+            raise ValueError(f"SQLite file not found: {path}")
         self.path, self.write = path, write
         self.timeout, self.max_rows, self.format = timeout, max_rows, format
         self._connection: sqlite3.Connection | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._lock = threading.Lock()  # a connection serves one statement at a time
+        self._lock = threading.Lock()  # a connection runs one statement at a time
         self._closed = False
 
     def run(self, query: str) -> ToolResult:
-        """Run one statement and show its rows, or what is wrong with it."""
+        """Run one statement. Return its rows as text, or the SQL error."""
         if not query.strip():
             return ToolResult("the query is empty", ok=False, error="exception")
         with self._lock:
@@ -65,8 +65,8 @@ class Database:
                 deadline = time.monotonic() + self.timeout
                 connection.set_progress_handler(lambda: time.monotonic() > deadline, STEPS)
                 cursor = connection.execute(query)
-                shown = _digested if self.format == "exact" else _shown
-                rows = [[shown(value) for value in row] for row in islice(cursor, self.max_rows + 1)]
+                shorten = _digested if self.format == "exact" else _truncated
+                rows = [[shorten(value) for value in row] for row in islice(cursor, self.max_rows + 1)]
                 names = [column[0] for column in cursor.description or ()]
                 changed = cursor.rowcount
                 cursor.close()
@@ -76,11 +76,11 @@ class Database:
             text = f"done, {changed} row{'' if changed == 1 else 's'} changed" if changed >= 0 else "done"
             return ToolResult(text)
         more = len(rows) > self.max_rows
-        show = as_table if self.format == "table" else as_json
-        return ToolResult(show(names, rows[: self.max_rows], more))
+        render = as_table if self.format == "table" else as_json
+        return ToolResult(render(names, rows[: self.max_rows], more))
 
     def tables(self, limit: int) -> str:
-        """List tables and columns in at most `limit` characters; raise ValueError where the file is no database."""
+        """List tables and columns in at most `limit` characters. Raise ValueError if the file is not a database."""
         query = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%'"
         try:
             with contextlib.closing(_read_only(self.path)) as connection:
@@ -90,14 +90,14 @@ class Database:
                     listed = ", ".join(f"{column} {kind}".strip() for column, kind in columns)
                     tables.append(f"{table}({listed})")
         except sqlite3.Error as error:
-            raise ValueError(f"{self.path} cannot be read as a SQLite file: {error}") from error
+            raise ValueError(f"{self.path} is not a readable SQLite file: {error}") from error
         text, count = "; ".join(tables), len(tables)
         if len(text) > limit:
             text = text[:limit] + f" ... ({count} tables in all; SELECT sql FROM sqlite_master shows them)"
         return f"Tables: {text or 'none'}."
 
     def close(self) -> None:
-        """Stop the statement that runs, if any, and delete the private copy."""
+        """Interrupt a running statement and delete the private copy."""
         if self._connection is not None:
             self._connection.interrupt()
         with self._lock:
@@ -112,12 +112,12 @@ class Database:
     def _failed(self, error: BaseException, late: bool) -> ToolResult:
         if late and "interrupted" in str(error):
             text = f"stopped after {self.timeout:g} s; ask for less, for instance with LIMIT"
-            # Not a time-out in the executor's sense: the file is well, and the same statement would stop again.
+            # Not error="timeout": the database works, and a retry of the same statement would time out again.
             return ToolResult(text, ok=False, error="exception")
-        said = "out of memory" if isinstance(error, MemoryError) else str(error)
-        if "authoriz" in said or "readonly" in said or "prohibited" in said:
-            said += " (this is not allowed here)" if self.write else " (only reading is allowed)"
-        return ToolResult(f"SQL error: {said}", ok=False, error="exception")
+        message = "out of memory" if isinstance(error, MemoryError) else str(error)
+        if "authoriz" in message or "readonly" in message or "prohibited" in message:
+            message += " (this is not allowed here)" if self.write else " (only reading is allowed)"
+        return ToolResult(f"SQL error: {message}", ok=False, error="exception")
 
     def _open(self) -> sqlite3.Connection:
         if self._closed:
@@ -125,7 +125,7 @@ class Database:
         connection = _read_only(self.path)
         if self.write:
             self._folder = tempfile.TemporaryDirectory(prefix="tf-sql-", ignore_cleanup_errors=True)
-            connection = _copied(connection, f"{self._folder.name}/copy.db")
+            connection = _copy_to(connection, f"{self._folder.name}/copy.db")
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
         connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, MAX_SQL_CHARS)
         connection.text_factory = lambda data: data.decode("utf-8", errors="replace")
@@ -141,12 +141,12 @@ def _read_only(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _copied(connection: sqlite3.Connection, path: str) -> sqlite3.Connection:
+def _copy_to(connection: sqlite3.Connection, path: str) -> sqlite3.Connection:
     copy = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
     with contextlib.closing(connection):
-        connection.backup(copy)  # also what is still in the write-ahead log
+        connection.backup(copy)  # includes the write-ahead log
     copy.execute("PRAGMA journal_mode = MEMORY")
-    copy.execute("PRAGMA synchronous = OFF")  # thrown away anyway
+    copy.execute("PRAGMA synchronous = OFF")  # the copy is temporary
     pages = copy.execute("PRAGMA page_count").fetchone()[0]
     copy.execute(f"PRAGMA max_page_count = {pages + GROWTH_PAGES}")
     return copy
@@ -159,10 +159,10 @@ def _may_read(action: int, first: str | None, second: str | None, *_: Any) -> in
 
 
 def _may_write(action: int, first: str | None, second: str | None, *_: Any) -> int:
-    refused = action in NEVER or (action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in FUNCTIONS)
+    denied = action in NEVER or (action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in FUNCTIONS)
     if action == sqlite3.SQLITE_PRAGMA:
-        refused = (first or "").lower() not in PRAGMAS
-    return sqlite3.SQLITE_DENY if refused else sqlite3.SQLITE_OK
+        denied = (first or "").lower() not in PRAGMAS
+    return sqlite3.SQLITE_DENY if denied else sqlite3.SQLITE_OK
 
 
 def as_table(names: list[str], rows: list[list[Any]], more: bool) -> str:
@@ -176,8 +176,8 @@ def as_json(names: list[str], rows: list[list[Any]], more: bool) -> str:
     return json.dumps({"columns": names, "rows": rows, "count": len(rows), "more": more}, ensure_ascii=False)
 
 
-def _shown(value: Any) -> Any:
-    """Cut a value to the size it is shown in, so that a large one is not kept."""
+def _truncated(value: Any) -> Any:
+    """Truncate a value to its displayed size, so that large values are not kept in memory."""
     if isinstance(value, bytes):
         return f"<{len(value)} bytes>"
     if not isinstance(value, str) or len(value) <= MAX_CELL_CHARS:
@@ -186,7 +186,7 @@ def _shown(value: Any) -> Any:
 
 
 def _digested(value: Any) -> Any:
-    """Replace a large value by a form that no other one has."""
+    """Replace a large value by a list with its type and digest, which no other value equals."""
     if isinstance(value, str) and len(value) <= MAX_CELL_CHARS and not CUT_VALUE.search(value):
         return value
     if not isinstance(value, str | bytes):

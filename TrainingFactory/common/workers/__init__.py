@@ -1,4 +1,4 @@
-"""Child processes that answer messages: `process` is the side of this process, `child` runs in the other one."""
+"""Worker processes that answer requests. `process` is the parent's side; `child` runs in the worker."""
 
 from TrainingFactory.common.workers.process import Worker, WorkerDied, WorkerError, WorkerTooSlow
 

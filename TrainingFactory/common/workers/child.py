@@ -1,4 +1,4 @@
-"""Answers lines of JSON with what a function makes of them. A script that imports little, to be there at once."""
+"""Script of a worker process: answers each line of JSON by calling a function. Imports little, to start fast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from typing import Any, BinaryIO
 
-PRIVATE = 40  # the pipes get descriptors from here on, which code does not use by accident
+PRIVATE = 40  # lowest file descriptor for the pipes: user code does not use such high numbers by accident
 
 
 def main() -> None:
@@ -27,18 +27,18 @@ def main() -> None:
         return send(answers, ticket, None, explain(error))
     send(answers, ticket, None, None)
     for line in lines:
-        ticket, message, hears = json.loads(line)
+        ticket, message, wants_events = json.loads(line)
         try:
-            tell = [lambda event, ticket=ticket: write(answers, [ticket, event])] if hears else []
-            answer, problem = function(message, *tell), None
+            report = [lambda event, ticket=ticket: write(answers, [ticket, event])] if wants_events else []
+            answer, problem = function(message, *report), None
         except Exception as error:
             answer, problem = None, explain(error)
         send(answers, ticket, answer, problem)
 
 
 def take_pipes() -> tuple[BinaryIO, int]:
-    """Move the pipes to the parent out of reach: what the function prints goes to stderr, not among the answers, and a
-    program that it starts reads nothing."""
+    """Move the pipes to private file descriptors: the function's prints go to stderr instead of the answers, and
+    subprocesses of the function have an empty stdin."""
     lines = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, PRIVATE)
     answers = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, PRIVATE)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -49,8 +49,8 @@ def take_pipes() -> tuple[BinaryIO, int]:
 
 
 def kill_at_hangup(pipe: int, group: int) -> None:
-    """Let the kernel kill a process group when the writing end of a pipe closes, however its holder ended; a process of
-    the group must hold the pipe open. An endless loop would otherwise run on."""
+    """Let the kernel kill a process group when the writing end of `pipe` closes, that is when the parent ends in any
+    way. Otherwise an endless loop would survive. A process of the group must hold the pipe open. Linux only."""
     if sys.platform == "linux":
         fcntl.fcntl(pipe, fcntl.F_SETOWN, -group)
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""A function in a process of its own, asked over pipes: what never ends there, or brings the process down, is over
-after a time limit and harms nobody else."""
+"""A function in a separate process, called over pipes: an endless loop or a crash ends with a time limit and does not
+affect the caller's process."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from pathlib import Path
 from typing import Any
 
 CHILD = Path(__file__).with_name("child.py")
-START_SECONDS = 120.0  # its function may import much
+START_SECONDS = 120.0  # long, because the function may import a lot
 Hear = Callable[[Any], None]
-LAST_SECONDS = 1.0  # to leave, for a process that has closed its pipe
-MAX_ANSWER_BYTES = 64 * 2**20  # of a function that may be trusted
+LAST_SECONDS = 1.0  # grace period for a process that has closed its pipe
+MAX_ANSWER_BYTES = 64 * 2**20  # default for trusted functions
 
 
 class WorkerError(Exception):
-    """The function raised, or could not be loaded."""
+    """The function raised an exception, or could not be loaded."""
 
 
 class WorkerDied(Exception):
-    """The process is gone without an answer. The text goes on from its name: "died of SIGSEGV"."""
+    """The process ended without an answer. Messages follow the worker's name: "died of SIGSEGV"."""
 
 
 class WorkerTooSlow(Exception):
-    """There was no answer in time, and the process was killed."""
+    """No answer arrived within the time limit; the process was killed."""
 
 
 class Worker:
-    """Starts its process with the first question and again after it has died; asks one question at a time. The process
-    ends with `close`, with this object, and with this program. `target` is `package.module:function`, which takes and
-    returns JSON; with `settings` it is called with them when the process starts and returns the function that answers.
-    """
+    """Runs a function in a process, one request at a time. The first request starts the process, and a request after a
+    crash restarts it. `close`, garbage collection and the end of the program end it. `target` is
+    `package.module:function` and takes and returns JSON. With `settings`, the process calls `target` with them at its
+    start, and the returned function answers the requests."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class Worker:
         settings: Any = None,
         *,
         start_seconds: float = START_SECONDS,
-        path: Sequence[str] | None = None,  # in front of the process's `sys.path`; None: all of ours
-        flags: Sequence[str] = (),  # of Python
+        path: Sequence[str] | None = None,  # prepended to the process's sys.path; None: the parent's sys.path
+        flags: Sequence[str] = (),  # of the Python interpreter
         max_answer: int = MAX_ANSWER_BYTES,
-        **launch: Any,  # env, cwd, stderr: as subprocess.Popen takes them
+        **launch: Any,  # arguments of subprocess.Popen: env, cwd, stderr
     ) -> None:
         self.target, self.settings, self.start_seconds = target, settings, start_seconds
         self._path, self._flags, self._launch, self._max_answer = path, flags, launch, max_answer
@@ -69,9 +69,9 @@ class Worker:
         return None if self._child is None else self._child.process.pid
 
     async def ask(self, message: Any, seconds: float, hear: Hear | None = None) -> Any:
-        """Return the answer; raise WorkerError, or WorkerTooSlow or WorkerDied, after which the process is gone. Who
-        hears is told what the function tells on the way, by the function that is its second argument then."""
-        if self._loop is not (loop := asyncio.get_running_loop()):  # an object may outlive a run and its loop
+        """Return the answer to a message. Raise WorkerError, or WorkerTooSlow or WorkerDied if the process has ended.
+        With `hear`, the function gets a second argument, with which it reports events to `hear` before it answers."""
+        if self._loop is not (loop := asyncio.get_running_loop()):  # a worker may outlive a run and its loop
             self._loop, self._turn = loop, asyncio.Lock()
         async with self._turn:
             if self._closed:
@@ -81,7 +81,7 @@ class Worker:
                     [sys.executable, "-P", *self._flags, str(CHILD)], self._launch, self._max_answer
                 )
                 self._end = weakref.finalize(self, self._child.end)
-                path = [each or os.getcwd() for each in sys.path] if self._path is None else list(self._path)
+                path = [p or os.getcwd() for p in sys.path] if self._path is None else list(self._path)
                 first = {"target": self.target, "settings": self.settings, "path": path}
                 try:
                     await self._answer(first | {"life": self._child.life}, self.start_seconds)
@@ -112,37 +112,37 @@ class Worker:
         self._end()
 
     def kill(self) -> None:
-        """End the process, and what it has started, at once. A call under way raises WorkerDied."""
+        """Kill the process and its subprocesses immediately. A running call raises WorkerDied."""
         if self._turn.locked() and self._child is not None:
-            self._child.signal()  # the call notices, and drops it
+            self._child.signal()  # the running call then drops it
         else:
             self._drop()
 
     async def close(self) -> None:
-        """End the process for good."""
+        """Kill the process for good. Later calls raise WorkerDied."""
         self._closed = True
         if (child := self._child) is not None:
             child.signal()
             try:
-                await asyncio.to_thread(child.process.wait)  # the kernel may need a while to free its memory
+                await asyncio.to_thread(child.process.wait)  # the kernel may take a while to free its memory
             finally:
                 self.kill()
 
 
 class _Child:
-    """One process and the pipes to it."""
+    """One process and its pipes."""
 
     def __init__(self, command: list[str], launch: Mapping[str, Any], max_answer: int) -> None:
         commands, self.commands = os.pipe()
         self.answers, answers = os.pipe()
-        self.life, self._alive = os.pipe()  # while our end is open, the process may live
+        self.life, self._alive = os.pipe()  # the process is killed when the parent's end closes
         try:
             self.process = subprocess.Popen(
                 command,
                 stdin=commands,
                 stdout=answers,
                 pass_fds=[self.life],
-                start_new_session=True,  # so that it can be ended with all that it has started
+                start_new_session=True,  # a process group, to kill it with its subprocesses
                 **launch,
             )
         except BaseException:
@@ -154,15 +154,15 @@ class _Child:
         os.set_blocking(self.commands, False)
         os.set_blocking(self.answers, False)
         self._max_answer = max_answer
-        self._rest = b""  # what came after the last answer
+        self._rest = b""  # bytes after the last answer
 
     async def exchange(self, message: Any, hear: Hear | None) -> tuple[Any, str | None]:
-        """Send the message and return the answer and the problem. The answer carries the ticket of its message: code
-        can find the pipe and write to it; one answer too many, and every later one would be that of the call before."""
+        """Send a message; return the answer and the problem. A random ticket ties an answer to its message: untrusted
+        code can find the pipe and write to it, and one extra answer would shift all later ones by one call."""
         ticket = secrets.token_hex(8)
         try:
             await self._send(json.dumps([ticket, message, hear is not None]).encode() + b"\n")
-            # before it is parsed, which takes time for foreign data
+            # Check the ticket before parsing, which is slow for untrusted data.
             while (line := await self._read_line()).startswith(f'["{ticket}", '.encode()):
                 match json.loads(line):
                     case [_, answer, problem]:
@@ -173,9 +173,9 @@ class _Child:
                         break
         except BrokenPipeError:
             raise WorkerDied(await self._epitaph()) from None
-        except (ValueError, RecursionError):  # no JSON
+        except (ValueError, RecursionError):  # not JSON
             pass
-        raise WorkerDied("was stopped, because code wrote into the pipe for its answers")
+        raise WorkerDied("was stopped, because its code wrote to the pipe for answers")
 
     async def _send(self, line: bytes) -> None:
         rest = memoryview(line)
@@ -188,7 +188,7 @@ class _Child:
     async def _read_line(self) -> bytes:
         parts, size = [self._rest], len(self._rest)
         while b"\n" not in parts[-1]:
-            await self._ready(self.answers)  # others have their turn, however fast it writes
+            await self._ready(self.answers)  # yields to other tasks, however fast the process writes
             parts.append(os.read(self.answers, 65536))
             size += len(parts[-1])
             if not parts[-1]:
@@ -217,8 +217,8 @@ class _Child:
         return f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
     def signal(self) -> None:
-        """Kill the process and what it has started, also when itself it has ended."""
-        with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group that is gone
+        """Kill the process group: the process, if it still runs, and its subprocesses."""
+        with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter if the group has ended
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> None:

@@ -1,1 +1,1 @@
-"""Environments that come with the package: search, calculator and text2sql."""
+"""Built-in environments: search, calculator and text2sql."""

@@ -1,4 +1,4 @@
-"""Arithmetic that a small model cannot do in its head, with a calculator at hand."""
+"""Arithmetic with a calculator tool, too hard for a small model without it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class CalculatorEnvironment(ToolEnvironment):
         return calculated(expression)
 
     def expert(self) -> Iterator[Message]:
-        """Write what somebody would who does it right."""
+        """Yield the turns of the reference solution."""
         yield _calculate(self.task.metadata["expression"])
         yield Message("assistant", str(self.task.answer))
 
     def novice(self, rng: random.Random) -> Iterator[Message]:
-        """Make one of the usual mistakes: warm starts that contain some leave something to learn."""
+        """Yield turns with a typical mistake: a warm start on such turns leaves something for RL to improve."""
         expression = self.task.metadata["expression"]
         mistake = rng.choice(("guesses", "wrong sum", "ignores the reply"))
         if mistake == "wrong sum":
@@ -48,7 +48,7 @@ class CalculatorEnvironment(ToolEnvironment):
 
 
 def _task(task_id: str, rng: random.Random) -> Task:
-    # Two digits: with three, half a million parameters do not copy the numbers safely.
+    # Two digits, because a model of half a million parameters does not copy three digits reliably.
     expression = f"{rng.randint(10, 99)}{rng.choice('+-*')}{rng.randint(10, 99)}"
     answer = str(calculate(expression))
     return Task(task_id, f"{expression}=?", answer, {"expression": expression})

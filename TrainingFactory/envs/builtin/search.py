@@ -1,10 +1,10 @@
-"""Two-hop questions over a small knowledge base made for each task.
+"""Two-hop questions over a small knowledge base that is generated for each task.
 
     Anna sold silver. Where is it?   search("Anna silver") -> Anna sold silver to Boris.
                                      search("Boris")       -> Boris lives in Oslo.          Oslo
 
-Nothing can be known by heart, and the second search needs the result of the first. Every name, place and
-thing is one token of the built-in model.
+The facts cannot be memorized, and the second search needs the result of the first. Every name, place and thing is one
+token of the built-in model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from TrainingFactory.models.words import NAMES, PLACES, THINGS
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, Task, ToolCall
 
-MAX_FACTS = 3  # told in one reply
+MAX_FACTS = 3  # per tool reply
 
 
 class SearchEnvironment(ToolEnvironment):
@@ -39,14 +39,14 @@ class SearchEnvironment(ToolEnvironment):
         return " ".join([text for hit, text in hits if hit == best][:MAX_FACTS]) if best else "Nothing found."
 
     def expert(self) -> Iterator[Message]:
-        """Write what somebody would who does it right."""
+        """Yield the turns of the reference solution."""
         seller, thing, buyer = (self.task.metadata[key] for key in ("seller", "thing", "buyer"))
         yield _search(f"{seller} {thing}")
         yield _search(buyer)
         yield Message("assistant", str(self.task.answer))
 
     def novice(self, rng: random.Random) -> Iterator[Message]:
-        """Make one of the usual mistakes: warm starts that contain some leave something to learn."""
+        """Yield turns with a typical mistake: a warm start on such turns leaves something for RL to improve."""
         seller, thing, buyer = (self.task.metadata[key] for key in ("seller", "thing", "buyer"))
         mistake = rng.choice(("guesses", "stops early", "guesses after one search"))
         if mistake == "guesses":
@@ -61,13 +61,13 @@ def _search(query: str) -> Message:
 
 
 def _task(task_id: str, rng: random.Random) -> Task:
-    """Make up the asked sale, and around it everything one could mix it up with: the seller's other sale, somebody
-    else's sale of the same thing, and where all of them live."""
+    """Generate the sale in question, with distractors: the seller's other sale, another seller's sale of the same
+    thing, and where all of them live."""
     seller, other, *buyers = rng.sample(NAMES, 5)
     thing, second = rng.sample(THINGS, 2)
     sales = list(zip((seller, seller, other), (thing, second, thing), buyers, strict=True))
     homes = dict(zip((seller, other, *buyers), rng.sample(PLACES, 5), strict=True))
-    # A fact is found by its keys: whose it is and what it is about.
+    # Each fact has keywords, by which the search finds it.
     facts = [[f"{who} {what}", f"{who} sold {what} to {whom}."] for who, what, whom in sales]
     facts += [[who, f"{who} lives in {place}."] for who, place in homes.items()]
     rng.shuffle(facts)

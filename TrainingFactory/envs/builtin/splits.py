@@ -1,4 +1,4 @@
-"""Train and held-out tasks, disjoint by construction: the question itself decides where it belongs."""
+"""Train and held-out splits, disjoint by construction: a hash of the question determines its split."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from itertools import count as endlessly
 from TrainingFactory.types import Task
 
 SPLITS = ("train", "heldout")
-HELDOUT_SHARE = 5  # one question in so many is held out
+HELDOUT_SHARE = 5  # one question in HELDOUT_SHARE is held out
 
 
 def belongs(question: str, split: str) -> bool:
-    """Tell whether a question is of this split, whatever the seed and however many are asked for."""
+    """Return whether a question belongs to a split, independently of seed and number of tasks."""
     if split not in SPLITS:
-        raise ValueError(f"there is no split {split!r}; the splits are {' and '.join(SPLITS)}")
+        raise ValueError(f"unknown split {split!r}; use {' or '.join(SPLITS)}")
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
     heldout = int.from_bytes(digest, "big") % HELDOUT_SHARE == 0
     return heldout == (split == "heldout")
@@ -29,7 +29,7 @@ def made_up(
     make: Callable[[str, random.Random], Task],
     question: Callable[[Task], str] = lambda task: str(task.prompt),
 ) -> Iterator[Task]:
-    """Yield tasks of the split without end; `question` is what decides where one belongs."""
+    """Yield tasks of a split endlessly. `question` returns the text whose hash determines a task's split."""
     rng = random.Random(f"{name} {seed}")
     tasks = (make(f"{name}-{seed}-{number}", rng) for number in endlessly())
     return (task for task in tasks if belongs(question(task), split))

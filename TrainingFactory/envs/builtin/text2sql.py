@@ -1,12 +1,12 @@
-"""Questions about a small SQLite database made for each task; the answer is a query.
+"""Questions about a small SQLite database that is generated for each task; the answer is a query.
 
     Which customers have no orders at all? Give their names.
         sql("SELECT name FROM customers WHERE id NOT IN (SELECT customer_id FROM orders)") -> Anna ...
         SELECT name FROM customers WHERE id NOT IN (SELECT customer_id FROM orders)
 
-What is rewarded is the query's rows: they must be those of the right query on the database that the model sees and on
-hidden ones with the same words, other rows and another result. A query that writes down what it has seen is right on
-the first only.
+The reward compares result rows: the query must give the rows of the reference query on the visible database and on
+hidden ones with the same vocabulary, other rows and another result. A query that hard-codes the visible rows fails on
+the hidden databases.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from TrainingFactory.tools import tool
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Message, Reward, Task, ToolCall, ToolResult
 
-HIDDEN = 2  # databases that the model does not see
-MAX_VARIANTS = 60  # that are looked through for them
+HIDDEN = 2  # number of databases that the model does not see
+MAX_VARIANTS = 60  # candidates for hidden databases
 QUERY_SECONDS = 2.0
 SHOWN_ROWS, COMPARED_ROWS = 20, 1000
 _FENCE = re.compile(r"```[\w+-]*[ \t]*\n(.*)```", re.S)
@@ -51,13 +51,13 @@ class Text2SqlEnvironment(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        made = made_up("text2sql", split, seed, _task)
-        # Many queries find nothing on the database that the model sees.
-        return islice((t for t in made if _finds_something(_rows(t, 0, str(t.answer)))), count)
+        tasks = made_up("text2sql", split, seed, _task)
+        # Many generated queries return nothing on the visible database.
+        return islice((task for task in tasks if _is_informative(_rows(task, 0, str(task.answer)))), count)
 
     async def reset(self) -> list[Message]:
         self._folder = tempfile.TemporaryDirectory(prefix="tf-text2sql-", ignore_cleanup_errors=True)
-        self._shown = await self._opened(0, "table", SHOWN_ROWS)
+        self._shown = await self._open(0, "table", SHOWN_ROWS)
         return await super().reset()
 
     @tool(stateful=True)
@@ -67,12 +67,12 @@ class Text2SqlEnvironment(ToolEnvironment):
 
     @property
     def database(self) -> Database:
-        """Return what the model sees, for rewards that run its query."""
-        assert self._shown is not None, "reset comes first"
+        """Return the visible database, for rewards that run the model's query."""
+        assert self._shown is not None, "call reset first"
         return self._shown
 
     async def reward(self, episode: Episode) -> Reward:
-        """Return 1 if the answer gives the right rows on all databases. `shown`: on the one that the model sees."""
+        """Return 1 if the answer gives the reference rows on all databases. Part `shown`: on the visible one."""
         query = _query_in(episode.trajectory.answer)
         shown = bool(query) and await self._same(query, 0)
         right = shown
@@ -87,12 +87,12 @@ class Text2SqlEnvironment(ToolEnvironment):
             await in_thread(self._folder.cleanup)
 
     def expert(self) -> Iterator[Message]:
-        """Write what somebody would who does it right."""
+        """Yield the turns of the reference solution."""
         yield _try(str(self.task.answer))
         yield Message("assistant", str(self.task.answer))
 
     def novice(self, rng: random.Random) -> Iterator[Message]:
-        """Make one of the usual mistakes: warm starts that contain some leave something to learn."""
+        """Yield turns with a typical mistake: a warm start on such turns leaves something for RL to improve."""
         mistake = rng.choice(("answers in words", "forgets the condition", "asks and repeats a number"))
         words = DOMAINS[self.task.metadata["domain"]]
         if mistake == "answers in words":
@@ -105,14 +105,14 @@ class Text2SqlEnvironment(ToolEnvironment):
         )
 
     async def _same(self, query: str, variant: int) -> bool:
-        database = await self._opened(variant, "exact", COMPARED_ROWS)
+        database = await self._open(variant, "exact", COMPARED_ROWS)
         try:
             return await same_result(lambda text: in_thread(database.run, text), query, str(self.task.answer))
         finally:
             await in_thread(database.close)
 
-    async def _opened(self, variant: int, form: Literal["table", "exact"], max_rows: int) -> Database:
-        assert self._folder is not None, "reset comes first"
+    async def _open(self, variant: int, form: Literal["table", "exact"], max_rows: int) -> Database:
+        assert self._folder is not None, "call reset first"
         path = Path(self._folder.name, f"{variant}.db")
         if not path.exists():
             await in_thread(_build, path, self.task, variant)
@@ -124,7 +124,7 @@ def _try(query: str) -> Message:
 
 
 def _query_in(answer: str) -> str:
-    """Return the answer without the fence that many models put around code."""
+    """Return the answer without a Markdown code fence."""
     match = _FENCE.fullmatch(answer.strip())
     return (match.group(1) if match else answer).strip()
 
@@ -138,44 +138,47 @@ def _task(task_id: str, rng: random.Random) -> Task:
 
 
 def hidden_variants(task: Task) -> list[int]:
-    """Return the first databases on which the right query finds something else than on the one that is shown (there
-    constants are wrong), those first on which near misses do not find the same; any, if it is the same everywhere."""
+    """Return the hidden databases: variants on which the reference query gives another result than on the visible one,
+    so that constants fail, preferably also another one than near misses. If there are none, return any variants."""
     shown = Counter(_rows(task, 0, str(task.answer)))
-    good = (
+    candidates = (
         variant
         for variant in range(1, MAX_VARIANTS)
-        if _finds_something(rows := _rows(task, variant, str(task.answer))) and Counter(rows) != shown
+        if _is_informative(rows := _rows(task, variant, str(task.answer))) and Counter(rows) != shown
     )
-    unseen = _as_right(task, 0, _near_misses(str(task.answer)))
+    undetected = _with_same_rows(task, 0, _near_misses(str(task.answer)))
     chosen, passed_over = list[int](), list[int]()
-    for variant in good:
-        left = _as_right(task, variant, unseen)
-        useful = len(left) < len(unseen) or len(chosen) + bool(unseen) < HIDDEN
-        (chosen if useful else passed_over).append(variant)
-        unseen = left
+    for variant in candidates:
+        remaining = _with_same_rows(task, variant, undetected)
+        is_last_slot = len(chosen) == HIDDEN - 1
+        if len(remaining) < len(undetected) or not (undetected and is_last_slot):
+            chosen.append(variant)
+        else:
+            passed_over.append(variant)
+        undetected = remaining
         if len(chosen) == HIDDEN:
             break
     return list(islice(chain(chosen, passed_over, endlessly(MAX_VARIANTS)), HIDDEN))
 
 
 def _near_misses(query: str) -> list[str]:
-    """Return the query with one slip each: a DISTINCT forgotten, > for >= or the other way round."""
-    slips = ((r"\bDISTINCT ", ""), (">=", ">"), (">(?!=)", ">="), ("<=", "<"), ("<(?![=>])", "<="))
-    return [miss for slip, other in slips if (miss := re.sub(slip, other, query, count=1)) != query]
+    """Return variants of the query with one mistake each: a missing DISTINCT, > for >= or the other way round."""
+    mistakes = ((r"\bDISTINCT ", ""), (">=", ">"), (">(?!=)", ">="), ("<=", "<"), ("<(?![=>])", "<="))
+    return [miss for right, wrong in mistakes if (miss := re.sub(right, wrong, query, count=1)) != query]
 
 
-def _as_right(task: Task, variant: int, queries: list[str]) -> list[str]:
-    """Return the queries that give the rows of the right one."""
-    right = Counter(_rows(task, variant, str(task.answer)))
-    return [query for query in queries if Counter(_rows(task, variant, query)) == right]
+def _with_same_rows(task: Task, variant: int, queries: list[str]) -> list[str]:
+    """Return the queries that give the rows of the reference query."""
+    expected = Counter(_rows(task, variant, str(task.answer)))
+    return [query for query in queries if Counter(_rows(task, variant, query)) == expected]
 
 
-def _finds_something(rows: list[Any]) -> bool:
+def _is_informative(rows: list[Any]) -> bool:
     return bool(rows) and rows not in ([(None,)], [(0,)])
 
 
 def _rows(task: Task, variant: int, query: str) -> list[Any]:
-    """Return what a query finds in a database; a slip may leave no query, which finds nothing."""
+    """Return the rows of a query on a database variant; none for an invalid query, as a near miss may be."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         connection.executescript(script_of(task, variant))
         with contextlib.suppress(sqlite3.Error):
@@ -185,6 +188,6 @@ def _rows(task: Task, variant: int, query: str) -> list[Any]:
 
 def _build(path: Path, task: Task, variant: int) -> None:
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute("PRAGMA synchronous = OFF")  # thrown away after the episode
+        connection.execute("PRAGMA synchronous = OFF")  # the file is temporary
         connection.execute("PRAGMA journal_mode = OFF")
         connection.executescript(f"BEGIN;{script_of(task, variant)}COMMIT;")

@@ -1,5 +1,5 @@
-"""Small databases and questions about them, made from seeds. Four domains of one form: people, things, and who did what
-with which of them."""
+"""Small databases and questions about them, generated from seeds. Four domains with the same structure: people, things,
+and links between them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import yaml
 from TrainingFactory.models.words import NAMES, PLACES, THINGS
 from TrainingFactory.types import Task
 
-PEOPLE, TITLES, CITIES, KINDS, LINKS = 10, 8, 4, 3, 24  # rows, and different values in a column
+PEOPLE, TITLES, CITIES, KINDS, LINKS = 10, 8, 4, 3, 24  # rows per table, distinct values per column
 YEARS = range(2018, 2026)
 
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """Holds the words of one database; text2sql.yaml says what they are for."""
+    """Vocabulary of one database; text2sql.yaml explains the fields."""
 
     people: str
     things: str
@@ -36,7 +36,7 @@ class Domain:
 
     @property
     def schema(self) -> list[str]:
-        """Return one statement per table, as the model sees it."""
+        """Return one CREATE TABLE statement per table, as the model sees it."""
         return [
             f"CREATE TABLE {self.people} (id INTEGER PRIMARY KEY, name TEXT, city TEXT)",
             f"CREATE TABLE {self.things} (id INTEGER PRIMARY KEY, title TEXT, {self.kind} TEXT, {self.value} INTEGER)",
@@ -54,12 +54,12 @@ class Domain:
 
 _WORDS = yaml.safe_load(Path(__file__).with_name("text2sql.yaml").read_text(encoding="utf-8"))
 DOMAINS = {name: Domain(**words) for name, words in _WORDS["domains"].items()}
-QUESTIONS: dict[str, list[str]] = _WORDS["questions"]  # what is asked, and the query that answers it
+QUESTIONS: dict[str, list[str]] = _WORDS["questions"]  # kind -> [question, reference query]
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What occurs in all variants of one database, so that a question about Oslo makes sense in each."""
+    """Values that all variants of one database share, so that a question about Oslo makes sense in each."""
 
     names: tuple[str, ...]
     cities: tuple[str, ...]
@@ -78,8 +78,8 @@ def values_of(domain: str, seed: str) -> Values:
 
 
 def script_of(task: Task, variant: int) -> str:
-    """Return the SQL that makes the database: for each variant other rows of the same values. Names, titles and the
-    values of things are unique, so that orders by them are. In hidden variants (from 1) one value is the average."""
+    """Return the SQL that creates a database; variants have different rows over the same values. Names, titles and
+    values of things are unique, so that sorting is. In hidden variants (1 and up), one value is the average."""
     domain, seed = task.metadata["domain"], task.metadata["database_seed"]
     words, values = DOMAINS[domain], values_of(domain, seed)
     rng = random.Random(f"text2sql rows {domain} {seed} {variant}")
@@ -92,7 +92,7 @@ def script_of(task: Task, variant: int) -> str:
         (words.things, n, title, rng.choice(values.kinds), value)
         for n, (title, value) in enumerate(zip(titles, numbers, strict=True), 1)
     ]
-    active = rng.sample(range(1, PEOPLE + 1), PEOPLE - 2)  # two people did nothing
+    active = rng.sample(range(1, PEOPLE + 1), PEOPLE - 2)  # two people have no links
     rows += [
         (words.links, n, rng.choice(active), rng.randint(1, TITLES), rng.randint(1, 9), rng.choice(YEARS))
         for n in range(1, LINKS + 1)
@@ -102,7 +102,7 @@ def script_of(task: Task, variant: int) -> str:
 
 
 def _with_average(rng: random.Random) -> list[int]:
-    """Draw different numbers of which one is the average of all: there `>` and `>=` do not give the same."""
+    """Draw distinct numbers of which one is the average, so that `>` and `>=` give different rows."""
     while True:
         others = rng.sample(range(5, 100), TITLES - 1)
         average, rest = divmod(sum(others), TITLES - 1)
@@ -110,7 +110,7 @@ def _with_average(rng: random.Random) -> list[int]:
             return rng.sample([*others, average], TITLES)
 
 
-DRAWN: dict[str, Callable[[Values, random.Random], Any]] = {  # what questions are about
+DRAWN: dict[str, Callable[[Values, random.Random], Any]] = {  # placeholders in questions
     "city": lambda values, rng: rng.choice(values.cities),
     "kind": lambda values, rng: rng.choice(values.kinds),
     "name": lambda values, rng: rng.choice(values.names),
@@ -123,8 +123,8 @@ DRAWN: dict[str, Callable[[Values, random.Random], Any]] = {  # what questions a
 
 
 def ask(kind: str, domain: str, seed: str, rng: random.Random) -> tuple[str, str]:
-    """Return a question of that kind about a database, and the query that answers it."""
-    values, both = values_of(domain, seed), QUESTIONS[kind]
-    drawn = {name: draw(values, rng) for name, draw in DRAWN.items() if f"{{{name}" in "".join(both)}
-    question, query = (text.format(d=DOMAINS[domain], **drawn) for text in both)
+    """Return a question of this kind about a database, and the reference query."""
+    values, templates = values_of(domain, seed), QUESTIONS[kind]
+    drawn = {name: draw(values, rng) for name, draw in DRAWN.items() if f"{{{name}" in "".join(templates)}
+    question, query = (text.format(d=DOMAINS[domain], **drawn) for text in templates)
     return question, query
