@@ -1,5 +1,5 @@
-"""Make the built-in model, a Qwen3 of half a million parameters, from a seed: its tokenizer is trained on the texts
-below, its weights are random. Architecture, added tokens and chat template are those of a 4B Qwen3."""
+"""The built-in model, a Qwen3 of half a million parameters. Its tokenizer is trained on the texts below; its weights
+are random numbers from a seed. Architecture, added tokens and chat template are those of Qwen3 4B."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPECIAL_TOKENS = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <
 <|vision_pad|> <|image_pad|> <|video_pad|>""".split()
 PLAIN_TOKENS = """<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|>
 <|repo_name|> <|file_sep|> <tool_response> </tool_response> <think> </think>""".split()
-# Qwen's own split of a text into words: digits stand alone, a word may carry one leading space.
+# Qwen's pre-tokenization: digits are split one by one, a word may include one leading space.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -38,7 +38,7 @@ def template() -> str:
 
 @cache
 def _trained_tokenizer() -> str:
-    """Train a byte-level BPE of under a thousand entries in which every word of `words` is one token."""
+    """Train a byte-level BPE tokenizer with fewer than 1,000 entries in which every word of `words` is one token."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from tokenizers.normalizers import NFC
 
@@ -57,7 +57,7 @@ def _trained_tokenizer() -> str:
     for word in NAMES + PLACES + THINGS + VERBIAGE:
         for form in (word, "Ġ" + word):  # the byte-level spelling of a leading space
             vocabulary.setdefault(form, len(vocabulary))
-    state["model"]["ignore_merges"] = True  # a whole word in the vocabulary is taken as it is
+    state["model"]["ignore_merges"] = True  # use the vocabulary's whole words directly
     tokenizer = Tokenizer.from_str(json.dumps(state))
     special = [AddedToken(text, normalized=False, special=True) for text in SPECIAL_TOKENS]
     tokenizer.add_special_tokens(special)
@@ -66,7 +66,7 @@ def _trained_tokenizer() -> str:
 
 
 def tiny_tokenizer() -> Any:
-    """Return a new tokenizer, as the built-in model has it."""
+    """Return a new tokenizer of the built-in model."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -78,8 +78,8 @@ def tiny_tokenizer() -> Any:
 
 
 def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: str = "0") -> Any:
-    """Return the model. `revision` is the seed of its weights; `torch:SEED` draws them with torch's generator, as
-    versions before 0.2 did: those weights depend on the processor type."""
+    """Return the model. `revision` is the seed of its weights. `torch:SEED` draws them with torch's generator, as
+    versions before 0.2 did; those weights depend on the processor type."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -92,7 +92,7 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: 
     number = revision.removeprefix(BY_TORCH)
     if not number.isdecimal():
         raise ValueError(
-            f"model.revision is {revision!r}; for {BUILTIN} set the seed of its weights, such as 0"
+            f"model.revision is {revision!r}, but for {BUILTIN} it must be the seed of the weights, such as 0"
         )
     seed = int(number)
     with torch.random.fork_rng(devices=[]):
@@ -104,8 +104,8 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: 
 
 
 def _draw_weights(model: Any, seed: int, deviation: float) -> None:
-    """Fill every matrix with numbers of nearly normal distribution that are the same on every processor: each is the
-    sum of twelve 16-bit integers, scaled by one multiplication. Norms (vectors) stay as they are, at one."""
+    """Fill every matrix with approximately normal numbers that are identical on every processor: each number is the
+    sum of twelve 16-bit integers, scaled by one multiplication. Norms (vectors) stay at one."""
     import numpy as np
     import torch
 

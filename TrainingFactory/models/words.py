@@ -1,5 +1,5 @@
-"""List the words that the built-in model knows as one token each, with and without a leading space: environments
-write their tasks from them, so that a model of half a million parameters can copy a name in one step."""
+"""Words that are single tokens of the built-in model, with and without a leading space. Environments build their tasks
+from them, so that a model of half a million parameters can copy a name in one step."""
 
 NAMES = tuple(
     """Ada Amir Anna Boris Carla Chen Clara David Dora Edgar Elena Emma Felix Fiona Frank Greta Hanna
@@ -21,7 +21,7 @@ THINGS = tuple(
     saddle salt silk silver stone sugar tower violin wool""".split()
 )
 
-# what the built-in environments write around the names
+# other words in the sentences of the built-in environments
 VERBIAGE = tuple(
     """Calculate Find Nothing Search Where answer calculator expression fact facts found is it lives number of
     one query search sold the then to with word""".split()
