@@ -1,4 +1,5 @@
-"""Tokens in, tokens and log-probs out. The native engine is imported on first use: vLLM needs nothing of it."""
+"""Sampling engines: token ids in, token ids and log-probs out. The native engine is imported on first use, because vLLM
+does not need it."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""Lay a forward out for the GPU's kernels, in shapes that come back: which tokens look at which slot's keys."""
+"""Layout of a forward for the GPU kernels, in recurring shapes: which tokens attend to which slot's keys."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from TrainingFactory.sampling.cache.slots import StepContext, Tiles
 from TrainingFactory.sampling.planning import PIECES, Plan
 from TrainingFactory.sampling.table import SlotTable
 
-WORTH = 0.5  # of all keys that are read, how many groups must save
-SHORT = 64  # a shared beginning under so many tokens is not worth a group
-QUERIES = 64  # of a tile, whatever the sizes of groups: graphs are recorded for few shapes
+WORTH = 0.5  # smallest fraction of key reads that groups must save
+SHORT = 64  # shortest shared prefix of a group, in tokens
+QUERIES = 64  # query heads of a tile, independent of group sizes, because graphs are recorded for few shapes
 
 
 @dataclass(slots=True)
 class Layout:
-    """Holds the tiles as arrays, and what of it is fixed in a graph."""
+    """The tiles as arrays, and the sizes that a CUDA graph fixes."""
 
-    extra: int  # chunk tokens, unused places included
+    extra: int  # chunk tokens, including padding
     pieces: int  # tiles of the chunks
-    groups: int  # tiles of rows that begin alike; 0: every row reads all of its keys
+    groups: int  # tiles of rows that share a prefix; 0: every row reads all of its keys
     tokens: int  # of a tile of chunks or groups
     arrays: list[np.ndarray]
-    recorded: bool = True  # these shapes come back
+    recorded: bool = True  # these shapes recur, so that a graph is worth recording
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -44,13 +44,13 @@ class Layout:
 
 
 def lay_out(plan: Plan, table: SlotTable, heads: int) -> Layout:
-    """`heads`: query heads of each key head."""
+    """Return the layout of a plan. `heads` is the number of query heads per key head."""
     tokens, dense = max(1, QUERIES // heads), plan.rows * (plan.span or 1)
     layout = Layout(int(plan.counts.sum()), 0, 0, tokens, [])
     if len(plan.slots):
         arrays = _pieces(plan, dense, tokens)
         layout.pieces = len(arrays[1])
-        most = 2 * max(layout.extra, PIECES[1])  # in more than that too much would be unused
+        most = 2 * max(layout.extra, PIECES[1])  # larger sizes would waste too much on padding
         sizes = [size for size in PIECES if layout.extra <= size < most]
         fitting = [size for size in sizes if layout.pieces <= size // 8]
         if fitting:
@@ -66,7 +66,7 @@ def lay_out(plan: Plan, table: SlotTable, heads: int) -> Layout:
 
 
 def filled(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
-    """Make an array longer; np.pad takes ten times as long."""
+    """Return the array padded to a size; ten times as fast as np.pad."""
     longer = np.full(size, value, array.dtype)
     longer[: len(array)] = array
     return longer

@@ -124,7 +124,7 @@ def test_a_hub_id_is_loaded_through_the_hub_cache(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     loaded = load_model("acme/tiny")
     assert (loaded.name, loaded.model.config.model_type) == ("acme/tiny", "qwen3")
-    with pytest.raises(ValueError, match="model 'acme/other': acme/other is not in .* cache"):
+    with pytest.raises(ValueError, match=r"model 'acme/other': acme/other is not in .* cache"):
         load_model("acme/other")
 
 
