@@ -211,8 +211,8 @@ def test_prompts_that_cannot_be(vllm_place: Shared, policy: Policy) -> None:
     for prompt, words in (
         ([5, 1010], "token id 1010 is not in the model's vocabulary of 1010"),
         ([-1], "token id -1 is not"),
-        ([], "an empty prompt"),
-        ([1] * 512, "the prompt has 512 tokens, and max_length 512 has room for 511"),
+        ([], "prompt is empty"),
+        ([1] * 512, "512 tokens, .*max_length=512 .*511"),
     ):
         with pytest.raises(ValueError, match=words):
             vllm_place.call("sample", prompt, SamplingParams())
