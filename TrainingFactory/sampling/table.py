@@ -153,12 +153,11 @@ class SlotTable:
         return width if same.all() else int(same.argmin())
 
     def place(self, request: Request, admission: Round) -> bool:
-        """Start the request if a slot is available and no longer prefix is being computed; return whether it started."""
-        seat, need = request.seat, len(request.prompt) - 1
-        current = seat.slot
-        if current is None and (
-            not self._has_slot(seat, admission) or request.prompt.tobytes() in admission.must_wait
-        ):
+        """Start the request if a slot is available and no longer prefix is being computed. Return whether it did."""
+        current, need = request.seat.slot, len(request.prompt) - 1
+        if current is None and not self._has_slot(request.seat, admission):
+            return False
+        if current is None and request.prompt.tobytes() in admission.must_wait:
             return False
         stored = 0 if current is None else int(self.stored[current])
         continues = 0 < stored <= need and np.array_equal(self.ids[current, :stored], request.prompt[:stored])
