@@ -4,13 +4,35 @@ seed and position. So a sampled token does not depend on the rest of the batch, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
+Data = TypeVar("Data", bound=np.ndarray | torch.Tensor)  # on the host or on the device
 BLOCK = 32  # tokens of the vocabulary per partial sum of a draw
 BELOW_ONE = 1 - 2.0**-40
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class DrawInputs(NamedTuple, Generic[Data]):
+    """Inputs of M draws besides the logits. Fields that no row needs are None: the filters, or all but `uniform`."""
+
+    uniform: Data  # [M] float64 in [0, 1)
+    temperature: Data | None = None  # [M], 0 is greedy; None: all are 1
+    top_p: Data | None = None  # [M]
+    top_k: Data | None = None  # [M], 0: off
+    min_p: Data | None = None  # [M]
+
+    @property
+    def present(self) -> list[Data]:
+        """Return the fields that are not None, which are always the first ones."""
+        return [data for data in self if data is not None]
+
+    @property
+    def filters(self) -> list[Data]:
+        """Return top-p, top-k and min-p; empty if no row has a filter."""
+        return self.present[2:]
 
 
 def _mix(z: np.ndarray) -> np.ndarray:

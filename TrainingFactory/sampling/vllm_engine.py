@@ -200,7 +200,7 @@ class VllmEngine:
         self._version = version
 
     async def _load_adapter(self, weights: Weights) -> None:
-        """Add the adapter under a new number, so that vLLM keeps its prefix cache apart from those of other adapters."""
+        """Add the adapter under a new number, so that vLLM separates its prefix cache from that of other adapters."""
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         from TrainingFactory.models.saved import check_weights
@@ -209,7 +209,7 @@ class VllmEngine:
             raise ValueError("the engine was started without adapters: set enable_lora in its options")
         if weights.base != self._base:
             await self._load_full(Weights(weights.version, weights.base))
-        file = Path(weights.where) / ADAPTER  # the first one defines the names and shapes of all
+        file = Path(weights.where) / ADAPTER  # the first adapter defines the names and shapes of all
         self._adapter_shapes = await asyncio.to_thread(check_weights, file, self._adapter_shapes)
         request = LoRARequest(f"v{weights.version}", next(self._numbers), weights.where)
         first = self._adapter is None

@@ -41,17 +41,13 @@ class FusedLayer(nn.Module):
         return states[None]
 
 
-class LoraFactors(NamedTuple):
-    down: Any
-    up: Any
-    scaling: float
-
-
 class Projection(NamedTuple):
-    """A projection and its LoRA adapter, if it has one."""
+    """A linear layer, and the two factors of its LoRA adapter if it has one."""
 
     layer: Any
-    adapter: LoraFactors | None = None
+    down: Any = None
+    up: Any = None
+    scaling: float = 1.0
 
 
 def _opened(layer: Any) -> Projection:
@@ -64,16 +60,18 @@ def _opened(layer: Any) -> Projection:
     down, up = layer.lora_A[name], layer.lora_B[name]
     if up.bias is not None or up.weight.dtype != layer.base_layer.weight.dtype:
         return Projection(layer)
-    return Projection(layer.base_layer, LoraFactors(down, up, layer.scaling[name]))
+    return Projection(layer.base_layer, down, up, layer.scaling[name])
 
 
 def _products(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
     """Return the layers' outputs for the states [N, E]: one matrix product for plain layers, and one more for the down
     projections of their adapters. The output of a single layer can be added in place to `onto`."""
     projections = [_opened(layer) for layer in layers]
-    downs = [projection.adapter.down for projection in projections if projection.adapter is not None]
-    weight = join([projection.layer for projection in projections])
-    down_weight = join(downs) if downs else None
+    downs = [projection.down for projection in projections if projection.down is not None]
+    weight, down_weight = (
+        join([projection.layer for projection in projections]),
+        join(downs) if downs else None,
+    )
     if weight is None or (downs and down_weight is None):
         outputs = [layer(states) for layer in layers]
         return outputs if onto is None else [onto.add_(outputs[0])]
@@ -81,9 +79,9 @@ def _products(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = No
     outputs = joined.split([projection.layer.out_features for projection in projections], 1)
     if down_weight is not None:
         low = iter(torch.mm(states, down_weight.t()).split([down.out_features for down in downs], 1))
-        for output, (_, adapter) in zip(outputs, projections, strict=True):
-            if adapter is not None:
-                output.addmm_(next(low), adapter.up.weight.t(), alpha=adapter.scaling)
+        for output, projection in zip(outputs, projections, strict=True):
+            if projection.down is not None:
+                output.addmm_(next(low), projection.up.weight.t(), alpha=projection.scaling)
     return outputs
 
 

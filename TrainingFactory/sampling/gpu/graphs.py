@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +19,7 @@ FREE_TOKENS = (
     128  # a forward of this many tokens takes hardly longer than one of few: it reads the same weights
 )
 Step = Callable[[list[torch.Tensor]], torch.Tensor]
-
-
-class _Recording(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    inputs: torch.Tensor  # all arrays of a step, packed; overwritten before each replay
-    result: torch.Tensor
+_Recording = tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]  # graph, packed inputs, result
 
 
 def graph_rows(rows: int, most: int) -> int:
@@ -93,7 +88,7 @@ class DecodeGraphs:
             self.broken = True
             return None
         self._pool = self._pool or graph.pool()
-        self._graphs[key] = _Recording(graph, inputs, result)
+        self._graphs[key] = (graph, inputs, result)
         self.recorded, self.seconds = self.recorded + 1, self.seconds + time.perf_counter() - started
         return self._graphs[key]
 
