@@ -1,5 +1,4 @@
-"""Models and chat formats. Names are imported on first use, so that `models.words` needs neither torch nor
-transformers."""
+"""Models and chat formats. Names are imported on first use, so that `models.words` does not import torch."""
 
 from __future__ import annotations
 

@@ -169,8 +169,7 @@ class TemplateChatFormat:
         return self._cut_end(body)
 
     def _in_parts(self, message: Message, texts: Texts, opened: bool) -> str:
-        """Return a turn composed of thought, text and calls, each rendered alone, for templates that drop one of them
-        if another is present."""
+        """Compose a turn of thought, text and calls, each rendered alone, for templates that cannot combine them."""
         opening, closing = self.family.think
         parts = [Message("assistant", message.content)] if message.content else []
         parts += [Message("assistant", tool_calls=message.tool_calls)] if message.tool_calls else []
@@ -225,8 +224,6 @@ class TemplateChatFormat:
         return self.decode(last_ids).rstrip().endswith(self.family.think[0])
 
     def _unquoted(self, message: Message, quotes: Texts) -> Message:
-        """Replace the marks in a message by the texts that they stand for."""
-
         def plain(value: Any) -> Any:
             if isinstance(value, str):
                 parts = self._marks.split(value)
@@ -250,8 +247,7 @@ class TemplateChatFormat:
     # marks and pieces
 
     def _pieces(self, text: str) -> Pieces:
-        """Split a rendering at its control tokens. The text between two of them, with or without marks, is encoded as
-        one string."""
+        """Split a rendering at its control tokens; the text between two of them is encoded as one string."""
         parts, pieces = list[Any](), Pieces()
         for part in self._marks.split(text):
             parts += [part] if isinstance(part, int) else self._encoder.split(part)

@@ -63,16 +63,13 @@ class TextEncoder:
         byte_level = (state["decoder"] or {}).get("type") == "ByteLevel"
         self._bytes_of = lru_cache(maxsize=None)(self._token_bytes) if byte_level else None
         # The clone renumbers the remaining added tokens, except those that are in the vocabulary itself.
-        self._original_ids = {
-            self._plain.token_to_id(token["content"]): token["id"] for token in state["added_tokens"]
-        }
+        kept = state["added_tokens"]
+        self._original_ids = {self._plain.token_to_id(token["content"]): token["id"] for token in kept}
         self.control_ids = frozenset(self.control_texts.values())
         longest_first = sorted(self.control_texts, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._cached = lru_cache(maxsize=4096)(self._encode)
-        self.can_join = lru_cache(maxsize=512)(
-            self._can_join
-        )  # called mostly with names of tools and arguments
+        self.can_join = lru_cache(maxsize=512)(self._can_join)  # mostly for names of tools and arguments
         self._joined = "\0".join(["", *self.control_texts, ""])
         self._words = {_word(text) for text in self.control_texts} - {""}
         self._longest = max(map(len, self.control_texts), default=0)
@@ -102,13 +99,11 @@ class TextEncoder:
         # lone surrogates, which a model can write in JSON, cannot be encoded as UTF-8
         text = valid_text(text)
         encoding = self._plain.encode(text, add_special_tokens=False)
-        ids = encoding.ids
-        if self._original_ids:
-            ids = [self._original_ids.get(token, token) for token in ids]
+        original = self._original_ids
+        ids = [original.get(token, token) for token in encoding.ids] if original else encoding.ids
         if self.control_ids.isdisjoint(ids):
             return ids
-        # The vocabulary may also contain a control token as a normal entry. Encoded in two halves, its text cannot
-        # produce it.
+        # The vocabulary may also contain a control token as a normal entry, which half of its text cannot produce.
         position = next(i for i, token in enumerate(ids) if token in self.control_ids)
         start, end = encoding.offsets[position]
         if end - start < 2:

@@ -16,6 +16,7 @@ from typing import Any
 
 from TrainingFactory.models.parsers import (
     DECODER,
+    MAX_DEPTH,
     CallReader,
     call_from_tree,
     call_from_value,
@@ -28,10 +29,10 @@ from TrainingFactory.types import ToolCall, ToolSpec
 # Returns the template's text of an assistant turn with these calls, without thought and end of turn.
 Body = Callable[[Sequence[ToolCall]], str]
 # Parses the calls at a position of a text; returns them and their end, or None if there is no call.
-ReadAt = Callable[[str, int, Sequence[ToolSpec]], tuple[list[ToolCall], int] | None]
+Parsed = tuple[list[ToolCall], int]
+ReadAt = Callable[[str, int, Sequence[ToolSpec]], Parsed | None]
 # Start and end of a canary call's text, and a function from the text that closes a call to its parser.
 CallSyntax = tuple[int, int, Callable[[str], ReadAt]]
-MAX_DEPTH = 64  # of nested values
 
 
 def learn_reader(body: Body, marks: Marks) -> CallReader | None:
@@ -100,7 +101,7 @@ def _json(text: str, name: str, marks: Marks) -> CallSyntax | None:
 
         def read_at(
             text: str, position: int, tools: Sequence[ToolSpec], path: tuple[list[str], str, str] = path
-        ) -> tuple[list[ToolCall], int] | None:
+        ) -> Parsed | None:
             decoded = _decode(text, position)
             if decoded is None:
                 return None
@@ -125,7 +126,7 @@ def _named(text: str, name: str, marks: Marks) -> CallSyntax | None:
         return None
     middle = re.compile(_loose(text[name_end:brace]) + r"\s*(?=\{)")
 
-    def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> tuple[list[ToolCall], int] | None:
+    def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> Parsed | None:
         between = middle.search(text, position)
         decoded = decode(text, between.end()) if between else None
         if between is None or decoded is None:
@@ -144,7 +145,7 @@ def _python(text: str, name: str, marks: Marks) -> CallSyntax | None:
     def make_reader(close: str) -> ReadAt:
         ending = _literal(close) if close.strip() else re.compile(r"\Z")
 
-        def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> tuple[list[ToolCall], int] | None:
+        def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> Parsed | None:
             end = ending.search(text, position)
             return _python_calls(text[position : end.start()].strip(), end.start()) if end else None
 
@@ -153,7 +154,7 @@ def _python(text: str, name: str, marks: Marks) -> CallSyntax | None:
     return calls.start(), calls.end(), make_reader
 
 
-def _python_calls(code: str, end: int) -> tuple[list[ToolCall], int] | None:
+def _python_calls(code: str, end: int) -> Parsed | None:
     for text in (code, code.replace("\n", "\\n")):  # some templates do not escape newlines in strings
         try:
             with warnings.catch_warnings(action="ignore"):
@@ -161,12 +162,9 @@ def _python_calls(code: str, end: int) -> tuple[list[ToolCall], int] | None:
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
         rows = tree.elts if isinstance(tree, ast.List) else [tree]
-        calls = [
-            row
-            for row in rows
-            if isinstance(row, ast.Call) and isinstance(row.func, ast.Name | ast.Attribute)
-        ]
-        if rows and len(calls) == len(rows):
+        calls = [row for row in rows if isinstance(row, ast.Call)]
+        named = all(isinstance(call.func, ast.Name | ast.Attribute) for call in calls)
+        if rows and named and len(calls) == len(rows):
             return [call_from_tree(ast.unparse(call.func), call) for call in calls], end
     return None
 
@@ -184,19 +182,14 @@ def _pairs(text: str, name: str, marks: Marks) -> CallSyntax | None:
         return None
     end = start + len(name) + len(text[start + len(name) :].partition(marks[5])[0]) + len(marks[5] + closing)
     ahead = to_key.removesuffix(opening)
-    return (
-        start,
-        end,
-        lambda close: (
-            _PairReader(
-                _literal(ahead + opening),
-                _literal(ahead + close),
-                re.compile(_tight(to_value)),
-                re.compile(_tight(closing) + _loose(opening)),
-                re.compile(f"{_tight(closing)}(?={_loose(close)})"),
-            ).read_at
-        ),
-    )
+
+    def make_reader(close: str) -> ReadAt:
+        first_key, no_key = _literal(ahead + opening), _literal(ahead + close)
+        next_key = re.compile(_tight(closing) + _loose(opening))
+        call_end = re.compile(f"{_tight(closing)}(?={_loose(close)})")
+        return _PairReader(first_key, no_key, re.compile(_tight(to_value)), next_key, call_end).read_at
+
+    return start, end, make_reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +202,7 @@ class _PairReader:
     next_key: re.Pattern[str]
     end: re.Pattern[str]
 
-    def read_at(
-        self, text: str, position: int, tools: Sequence[ToolSpec]
-    ) -> tuple[list[ToolCall], int] | None:
+    def read_at(self, text: str, position: int, tools: Sequence[ToolSpec]) -> Parsed | None:
         first, ending = self.first_key.search(text, position), self.no_key.search(text, position)
         if ending and (first is None or ending.start() < first.start()):
             return [make_call(text[position : ending.start()], {})], ending.start()

@@ -30,6 +30,7 @@ LOADING = (Exception,)
 AGAIN = "copy or download it again"
 MAX_LAYERS = 10_000  # a larger number in config.json is corrupt
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "tokenization_*.py")
+Options = dict[str, Any]  # keyword arguments of transformers' `from_pretrained`
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -60,8 +61,7 @@ def load_model(
     trust_remote_code: bool = False,
     quantization: str = "none",
 ) -> LoadedModel:
-    """Load a model and its tokenizer. The options are those of the config's section `model`. `seed` is that of the
-    built-in model's weights, unless `revision` is set."""
+    """Load a model. The options are those of the config's section `model`. `seed` is that of the built-in weights."""
     target = resolve(name)
     check_quantization(quantization, target)
     _freeze_imports()
@@ -88,9 +88,7 @@ def load_model(
         model = model.to(device=torch_device, dtype=torch_dtype)
     else:  # transformers has loaded the weights onto their device, and their dtype is fixed
         _keep_trainable(model)
-    model = model.eval()
-    if adapter is not None:
-        model = _with_adapter(model, adapter)
+    model = model.eval() if adapter is None else _with_adapter(model.eval(), adapter)
     _check_finite(name, model)
     return LoadedModel(target, model, tokenizer)
 
@@ -133,9 +131,7 @@ def _freeze_imports() -> None:
 
     gc.collect()
     gc.freeze()
-    gc.set_threshold(
-        200_000, 10, 10
-    )  # with the default, the live episodes of a step are scanned again and again
+    gc.set_threshold(200_000, 10, 10)  # the default scans the live episodes of a step again and again
 
 
 def pick_device(device: str) -> torch.device:
@@ -160,9 +156,7 @@ def check_quantization(quantization: str, name: str) -> None:
     if quantization == "none":
         return
     if name == BUILTIN or name.endswith(".gguf") or name.startswith("package:"):
-        raise ValueError(
-            f"model.quantization is {quantization}, but {name} cannot be quantized. Remove model.quantization"
-        )
+        raise ValueError(f"model.quantization is {quantization}, but {name} cannot be quantized: remove it")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(f"model.quantization is {quantization}, which needs: pip install bitsandbytes")
 
@@ -201,9 +195,7 @@ def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool
     return getattr(config, "dtype", None) or torch.float32
 
 
-def _load_pretrained(
-    name: str, target: str, options: dict[str, Any], weight_options: dict[str, Any]
-) -> tuple[Any, Any]:
+def _load_pretrained(name: str, target: str, options: Options, weight_options: Options) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     source, gguf = _locate(name, target)
@@ -258,8 +250,8 @@ def _read_once() -> Iterator[None]:
 
 
 def _check_hub(name: str, target: str, revision: str) -> None:
-    """Raise `Unknown` if the model is not cached and the hub cannot be reached. This takes one round of the hub
-    library's retries; loading would take one for each file."""
+    """Raise `Unknown` if the model is not cached and the hub is unreachable, after one round of the hub library's
+    retries. Loading would take one round for each file."""
     from huggingface_hub import errors, hf_hub_download
 
     try:

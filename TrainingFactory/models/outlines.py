@@ -34,9 +34,8 @@ class Outlines:
         self._last_schemas: tuple[list[dict[str, Any]], str, Texts] = ([], "", [])
 
     def settle(self, calls_as_json: bool) -> None:
-        """Set whether calls are written as JSON instead of by the template. If the template's transform of string
-        arguments is known, marks replace usual strings from now on, so that calls which differ in them have the same
-        outline."""
+        """Set whether calls are written as JSON instead of by the template. If the template's transform of arguments is
+        known, marks replace usual strings from now on, so that calls with other strings have the same outline."""
         self._calls_as_json = calls_as_json
         with suppress(ValueError):
             self._marks_arguments = not calls_as_json and self.shown("argument", "") == ""

@@ -165,9 +165,8 @@ def call_from_tree(name: str, tree: ast.Call) -> ToolCall:
     if tree.args or any(keyword.arg is None for keyword in tree.keywords):
         return unreadable('arguments must be written as key="value"', name)
     try:
-        values = {
-            str(keyword.arg): ast.literal_eval(_Constants().visit(keyword.value)) for keyword in tree.keywords
-        }
+        nodes = {str(keyword.arg): _Constants().visit(keyword.value) for keyword in tree.keywords}
+        values = {key: ast.literal_eval(node) for key, node in nodes.items()}
         json.dumps(values, allow_nan=False)
     except (ValueError, TypeError, RecursionError, MemoryError):
         return unreadable('the arguments are not of the form key="value"', name)

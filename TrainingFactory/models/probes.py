@@ -105,23 +105,18 @@ def assistant_body(template: Template, start: str, outline: dict[str, Any], thin
     # The header opens a thought that the finished turn no longer shows.
     before, opened, _ = start.rpartition(think[0])
     if not opened or not whole.startswith(before):
-        raise ValueError(
-            "the chat template begins a finished assistant turn differently from its generation prompt"
-        )
+        raise ValueError("the chat template begins an assistant turn differently from its generation prompt")
     rest = whole[len(before) :]
     if start.rstrip().endswith(think[1]):
         return rest
-    if rest.startswith(
-        think[0]
-    ):  # an empty thought, without the white space that the header writes after the tag
+    if rest.startswith(think[0]):  # an empty thought, without the white space after the header's tag
         return rest.removeprefix(think[0])
     thought = outline.get("reasoning_content", "")
     return thought + rest if rest.startswith(think[1]) else f"{thought}\n{think[1]}\n\n{rest}"
 
 
 def shown(template: Template, what: str, style: CallStyle | None) -> Callable[[str], str]:
-    """Return a function that renders the shortest conversation with a given text at the place `what`: a role, or a part
-    of a call or tool."""
+    """Return a function that renders the shortest conversation with its text at `what`: a role or part of a tool."""
 
     def render(text: str) -> str:
         tools: list[dict[str, Any]] = []

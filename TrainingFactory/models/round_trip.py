@@ -23,15 +23,12 @@ def same_turn(read: Message, written: Message) -> bool:
 
 
 def difference(family: str, written: Message, read: Message) -> str:
-    """Return an error text that shows both messages."""
-
     def summary(message: Message) -> str:
-        calls = [
-            f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})" for call in message.tool_calls
-        ]
-        thought = [f"thought {message.reasoning!r}"] if message.reasoning else []
-        text = [f"text {message.content!r}"] if message.content else []
-        return ", ".join([*thought, *text, *(f"call {call}" for call in calls)])[:300] or "nothing"
+        parts = [f"thought {message.reasoning!r}"] if message.reasoning else []
+        parts += [f"text {message.content!r}"] if message.content else []
+        for call in message.tool_calls:
+            parts.append(f"call {call.name}({json.dumps(call.arguments, ensure_ascii=False)})")
+        return ", ".join(parts)[:300] or "nothing"
 
     return (
         f"this model (family {family!r}) would not read back the turn that it learns to write: {summary(written)} is "

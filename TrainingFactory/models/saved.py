@@ -51,11 +51,10 @@ def check_weights(file: Path, shapes: Shapes | None) -> Shapes:
             stored = {name: tuple(weights.get_slice(name).get_shape()) for name in names}
             expected = stored if shapes is None else shapes
             for name in sorted(stored.keys() | expected.keys()):
-                shape, expected_shape = stored.get(name), expected.get(name)
-                if shape != expected_shape:
+                if stored.get(name) != expected.get(name):
                     raise ValueError(
-                        f"{file} does not contain the model's weights: {name} is {shape or 'missing'} in the file and "
-                        f"{expected_shape or 'missing'} in the model"
+                        f"{file} does not contain the model's weights: {name} is {stored.get(name, 'missing')} in the "
+                        f"file and {expected.get(name, 'missing')} in the model"
                     )
             for name in names:
                 if not bool(torch.isfinite(weights.get_tensor(name)).all()):

@@ -95,17 +95,13 @@ class Template:
         self, tokenizer: Any, options: dict[str, Any] | None = None, day: date | None = None
     ) -> None:
         if not tokenizer.chat_template:
-            raise ValueError(
-                "the tokenizer has no chat template; use a chat model, or set tokenizer.chat_template"
-            )
+            raise ValueError("the tokenizer has no chat template; use a chat model, or set chat_template")
         self._tokenizer = tokenizer
         moment = datetime.combine(day or date.today(), datetime.min.time())
         # Some templates print the date: it stays the same for the lifetime of this object.
         self._options = {"strftime_now": moment.strftime, **(options or {})}
         self.marks = Marks()
-        self.watched = (
-            True  # count steps, which doubles the rendering time, until the template is known to finish
-        )
+        self.watched = True  # count steps until the template is known to finish; that doubles the time
 
     def text(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), header: bool = True

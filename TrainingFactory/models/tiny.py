@@ -11,25 +11,23 @@ from typing import Any
 from TrainingFactory.models.names import BUILTIN, BY_TORCH
 from TrainingFactory.models.words import NAMES, PLACES, THINGS, VERBIAGE
 
-SPECIAL_TOKENS = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|>
-<|box_start|> <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|>
-<|vision_pad|> <|image_pad|> <|video_pad|>""".split()
-PLAIN_TOKENS = """<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|>
-<|repo_name|> <|file_sep|> <tool_response> </tool_response> <think> </think>""".split()
+SPECIAL_TOKENS = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|>
+<|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|>
+<|video_pad|>""".split()
+PLAIN_TOKENS = """<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|>
+<|file_sep|> <tool_response> </tool_response> <think> </think>""".split()
 # Qwen's pre-tokenization: digits are split one by one, a word may include one leading space.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-COMMON_WORDS = """a about after all also an and answer any are as at back be because been before between
-both but by call can city could day do does each error find first for from get give go
-has have how if in into is it its just know last like look make many more most much name
-new no not now number of on one only or other out over people place question result say
-see she so some take tell than that the their them then there these they this time to
-tool two up use user value was way we what when where which who why will with word work
-would year you your search lookup query find expression calculate calculator compute
-equals plus minus times divided result number string integer object text key value list
-true false null live lives born owns likes visits color keep keeps""".split()
+COMMON_WORDS = """a about after all also an and answer any are as at back be because been before between both but
+by call can city could day do does each error find first for from get give go has have how if in into is it its
+just know last like look make many more most much name new no not now number of on one only or other out over
+people place question result say see she so some take tell than that the their them then there these they this time
+to tool two up use user value was way we what when where which who why will with word work would year you your
+search lookup query find expression calculate calculator compute equals plus minus times divided result number
+string integer object text key value list true false null live lives born owns likes visits color keep keeps""".split()
 
 
 def template() -> str:
@@ -66,7 +64,6 @@ def _trained_tokenizer() -> str:
 
 
 def tiny_tokenizer() -> Any:
-    """Return a new tokenizer of the built-in model."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -91,9 +88,7 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: 
     )  # fmt: skip
     number = revision.removeprefix(BY_TORCH)
     if not number.isdecimal():
-        raise ValueError(
-            f"model.revision is {revision!r}, but for {BUILTIN} it must be the seed of the weights, such as 0"
-        )
+        raise ValueError(f"model.revision is {revision!r}; for {BUILTIN} it must be a seed, such as 0")
     seed = int(number)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

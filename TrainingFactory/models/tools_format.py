@@ -44,7 +44,7 @@ def add_tools_format(
     _add_rows(loaded.model, tokenizer.convert_tokens_to_ids(new), used)
     tokens = f"the tokens {', '.join(new)} (embeddings: the mean of the others)" if new else "no new token"
     say(
-        f"note: the chat template of {loaded.name} has no tools. model.tools_format={name} adds them, and {tokens}"
+        f"note: {loaded.name} has no chat template for tools. model.tools_format={name} adds them, and {tokens}"
     )
 
 

@@ -1,5 +1,4 @@
-"""Sampling engines: token ids in, token ids and log-probs out. The native engine is imported on first use, because vLLM
-does not need it."""
+"""Sampling engines: token ids in, token ids and log-probs out. `NativeEngine` is imported on first use."""
 
 from typing import TYPE_CHECKING, Any
 

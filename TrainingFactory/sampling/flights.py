@@ -1,5 +1,4 @@
-"""Asynchronous steps on a GPU: each is launched before the tokens of the previous one are fetched, with the GPU kernels
-if they support the model."""
+"""Asynchronous steps on a GPU: each step is launched before the tokens of the previous one are fetched."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class Flight:
 
 
 class LegInputs(NamedTuple, Generic[Data]):
-    """The tokens of one leg of a launch. The first leg samples a token for each slot; the second leg feeds these tokens
-    and samples the next ones."""
+    """The tokens of one leg of a launch: the first leg samples a token per slot, the second one feeds these tokens."""
 
     tokens: Data  # [N] ids; -1 - slot: the token that this slot samples in the previous leg or launch
     positions: Data  # [N]
@@ -150,21 +148,21 @@ class FlightRunner(Runner):
         recorded = layout.recorded and not draws.filters
         if recorded and plan.twice and plan.rows:
             legs.append(self._second_leg(plan, flat, cache, scaled=draws.temperature is not None))
-        arrays = [array for inputs, leg_draws in legs for array in (*inputs, *leg_draws.present)]
-        arrays += layout.arrays
+        leg_arrays = [array for inputs, draws in legs for array in (*inputs, *draws.present)]
+        arrays = [*leg_arrays, *layout.arrays]
 
         def step(tensors: list[torch.Tensor]) -> torch.Tensor:
-            remaining = iter(tensors)
-            legs_on_device = [_next_leg(remaining, leg) for leg in legs]
-            tiles, results = list(remaining), []
-            for number, (inputs, draws) in enumerate(legs_on_device):
+            remaining, results = iter(tensors), []
+            leg_tensors = [_next_leg(remaining, leg) for leg in legs]
+            tiles = list(remaining)
+            for number, (inputs, draws) in enumerate(leg_tensors):
                 context = StepContext(cache, inputs.where, tokens=plan.rows * (plan.span or 1))
                 context.attend, context.positions = kernels.attend, inputs.positions
                 layout.enter(context, plan, tiles)
                 has_chunks = len(plan.slots) and not number
                 context.pieces = context.pieces if has_chunks else None
-                ids, keep = self._known(inputs.tokens), inputs.keep if has_chunks else 0
-                logits = self._logits(ids, inputs.positions, context, keep)
+                keep = inputs.keep if has_chunks else 0
+                logits = self._logits(self._known(inputs.tokens), inputs.positions, context, keep)
                 if draws.filters:
                     picked = pick(logits, draws.uniform, draws.temperature, draws.filters)
                 else:

@@ -1,12 +1,10 @@
 """Engine that samples stock transformers models in slots with prefix sharing; a worker thread runs the steps.
 
-With `deterministic=True` the same requests give bit-identical results whatever their timing, on one machine, on CPU
-and with a fixed number of threads:
-- Session i (in the order of opening) waits for slot i mod slots. Nothing is evicted, so sessions must be closed, and
-  nested agents need a slot each.
-- A decode step always has one row per slot. Its rows also feed short replies.
-- A prompt is prefilled alone, in chunks of 32 tokens at multiples of 32, so that its keys and values are a pure
-  function of its tokens and can be shared.
+With `deterministic=True` the same requests give bit-identical results whatever their timing, on the CPU of one machine
+with a fixed number of threads. Session i (in the order of opening) waits for slot i mod slots. Nothing is evicted, so
+sessions must be closed, and nested agents need a slot each. A decode step always has one row per slot; its rows also
+feed short replies. A prompt is prefilled alone, in chunks of 32 tokens at multiples of 32, so that its keys and values
+are a pure function of its tokens and can be shared.
 """
 
 from __future__ import annotations
@@ -107,18 +105,14 @@ class NativeEngine:
         self._deterministic = deterministic
         self._opened = 0  # sessions so far
         # Shared with the worker, under the lock: the inbox, whether the worker runs, whether new turns are held.
-        self._lock = (
-            threading.RLock()
-        )  # the garbage collector may close a session in the thread that has the lock
+        self._lock = threading.RLock()  # the garbage collector may close a session in a thread that has it
         self._inbox: deque[Request | Seat] = deque()
         self._working = False
         self._held: Callable[[], object] | None = None  # hold new turns, and call this once when no turn runs
         # Used by the worker only.
         self._waiting: deque[Request] = deque()
         self._sparse = 0  # consecutive steps with fewer than half of the rows in use
-        initializer = (
-            partial(torch.cuda.set_device, causal.device) if on_cuda else None
-        )  # the device is per thread
+        initializer = partial(torch.cuda.set_device, causal.device) if on_cuda else None  # it is per thread
         self._pool = ThreadPoolExecutor(1, "native-engine", initializer)
 
     def session(self) -> NativeSession:
@@ -140,7 +134,7 @@ class NativeEngine:
         """Switch to new weights: hold new turns, let the running turns finish, invalidate the cache, then resume."""
         if weights.where != "shared":
             raise ValueError(
-                f"the native engine shares the learner's weights, so it cannot load {weights.where}"
+                f"the native engine shares the learner's weights; it cannot load {weights.where}"
             )
         loop = asyncio.get_running_loop()
         idle = loop.create_future()
@@ -226,9 +220,7 @@ class NativeEngine:
                 running = bool(self._table.running.any()) or self._flight is not None
                 if running:
                     self._step()
-            except (
-                BaseException
-            ) as error:  # the model may raise anything, and every waiting request must get it
+            except BaseException as error:  # the model may raise anything, and all requests must get it
                 self._fail(error)
                 continue
             if running:
@@ -315,9 +307,7 @@ class NativeEngine:
         table = self._table
         self.stats.sampled += len(sampled.slots)
         finished = [table.finish(slot, self.policy_version) for slot in table.accept(*sampled)]
-        if (
-            self._drafts is not None and len(sampled.slots) < GUESSED_TOKENS
-        ):  # with more rows there are no drafts
+        if self._drafts is not None and len(sampled.slots) < GUESSED_TOKENS:  # with more rows, no drafts
             self._drafts.learn(table.recent(sampled.slots, sampled.places, CONTEXT), sampled.tokens)
         if finished:
             self._deliver(finished)

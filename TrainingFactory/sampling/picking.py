@@ -26,12 +26,10 @@ class DrawInputs(NamedTuple, Generic[Data]):
 
     @property
     def present(self) -> list[Data]:
-        """Return the fields that are not None, which are always the first ones."""
         return [data for data in self if data is not None]
 
     @property
-    def filters(self) -> list[Data]:
-        """Return top-p, top-k and min-p; empty if no row has a filter."""
+    def filters(self) -> list[Data]:  # top-p, top-k and min-p, or nothing
         return self.present[2:]
 
 
@@ -45,9 +43,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return one float64 number in [0, 1) for each (seed, position); seeds are uint64."""
     bits = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    return (
-        bits >> np.uint64(24)
-    ) * 2.0**-40  # with 40 bits, the product with a float64 total stays below the total
+    return (bits >> np.uint64(24)) * 2.0**-40  # 40 bits: the product with a float64 total stays below it
 
 
 def restrict(

@@ -85,9 +85,7 @@ class Runner:
         self._fused = same_sizes and self.device.type == "cpu"  # the CPU's fused kernel supports these layers
         self.ahead = False  # steps are launched before the tokens of the previous step are known
         self._trunks: dict[tuple[int, bytes], int] = {}
-        self._latest = torch.zeros(
-            table.slots + 1, dtype=torch.long, device=self.device
-        )  # last token of each slot
+        self._latest = torch.zeros(table.slots + 1, dtype=torch.long, device=self.device)  # by slot
         self._graphs = DecodeGraphs(self.device, self._latest) if self.device.type == "cuda" else None
         self._prepare()
         self._compare()
@@ -102,8 +100,7 @@ class Runner:
 
     @torch.inference_mode()
     def _shapes(self) -> list[Shape]:
-        """Return the shapes of the model's layers, recorded by a forward of two tokens; raise ValueError if the model
-        is not supported."""
+        """Run two tokens through the model to get the shapes of its layers; raise ValueError if it is unsupported."""
         step, ids = StepContext(), torch.zeros(2, dtype=torch.long, device=self.device)
         self._logits(ids, ids, step, 0)
         layers = self.model.config.get_text_config().num_hidden_layers
@@ -213,7 +210,8 @@ class Runner:
         trunk: int,
     ) -> torch.Tensor | None:  # fmt: skip
         """Return tokens and log-probs [2, M]; None if no drawn token is used."""
-        merged, twins = self._merge_twins(plan, flat)
+        twins = self._twins(plan, flat)
+        merged = plan if twins is None else _leaders_only(plan, twins)
         rows, fed = slice(0, plan.rows), flat.fed
         if not plan.fixed:
             rows, fed = _covered(merged.dense, flat.fed[merged.dense])
@@ -235,27 +233,19 @@ class Runner:
         logits = self._logits(ids, inputs.positions, step, inputs.keep if len(plan.slots) else 0)
         if not flat.live.any():
             return None
-        tensor_draws = DrawInputs(*tensors[len(arrays) :])
+        drawn = DrawInputs(*tensors[len(arrays) :])
         logit_rows = inputs.logit_rows if twins is not None else None
-        picked = pick(
-            logits, tensor_draws.uniform, tensor_draws.temperature, tensor_draws.filters, logit_rows
-        )
+        picked = pick(logits, drawn.uniform, drawn.temperature, drawn.filters, logit_rows)
         if self.ahead:
             self._latest[flat.rows[flat.live]] = picked[0, flat.live].long()
         return picked
 
-    def _merge_twins(self, plan: Plan, flat: Flat) -> tuple[Plan, Twins | None]:
-        """Return the plan with only the leaders of its twins, and the twins; the plan itself if there are none."""
+    def _twins(self, plan: Plan, flat: Flat) -> Twins | None:
         rows = np.concatenate((plan.dense, plan.slots))
         if plan.fixed or len(rows) < 2:  # with fixed shapes, a row less saves nothing
-            return plan, None
+            return None
         counts = np.concatenate((flat.fed[plan.dense], plan.counts))
-        twins = find_twins(self.table.hashes[rows], self.table.marks(flat.tokens, flat.positions), counts)
-        if twins is None:
-            return plan, None
-        dense, chunks = twins.leaders[: len(plan.dense)], twins.leaders[len(plan.dense) :]
-        slots, counts = plan.slots[chunks], plan.counts[chunks]
-        return replace(plan, dense=plan.dense[dense], slots=slots, counts=counts), twins
+        return find_twins(self.table.hashes[rows], self.table.marks(flat.tokens, flat.positions), counts)
 
     def _logits(
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext, keep: torch.Tensor | int
@@ -393,6 +383,11 @@ class Runner:
             return DrawInputs(uniform, table.temperature[rows], *filters)
         scaled = not (table.temperature[live] == 1).all()
         return DrawInputs(uniform, table.temperature[rows] if scaled else None)
+
+
+def _leaders_only(plan: Plan, twins: Twins) -> Plan:
+    dense, chunks = twins.leaders[: len(plan.dense)], twins.leaders[len(plan.dense) :]
+    return replace(plan, dense=plan.dense[dense], slots=plan.slots[chunks], counts=plan.counts[chunks])
 
 
 def _step_inputs(

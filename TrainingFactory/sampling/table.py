@@ -87,9 +87,7 @@ class SlotTable:
         self.hashes = np.zeros(slots, np.uint64)  # hash of the sequence: the sum of its tokens' marks
         self.head = np.zeros(slots, np.int64)  # leading tokens that rows with the same mark have in common
         self.mark = np.zeros(slots, np.uint64)  # hash of the session's first prompt
-        self.flying = np.zeros(
-            slots, np.int64
-        )  # tokens in flight: counted as known while they are being sampled
+        self.flying = np.zeros(slots, np.int64)  # tokens in flight, which are counted as known
         self.epoch = np.zeros(slots, np.int64)  # increases whenever a turn ends
         # Random, so that nobody can construct two texts with the same hash.
         self._factors = np.random.default_rng().integers(0, 1 << 64, max_length, np.uint64) | np.uint64(1)

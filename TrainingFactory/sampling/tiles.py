@@ -19,9 +19,9 @@ QUERIES = 64  # query heads of a tile, independent of group sizes, because graph
 
 
 class TileArrays(NamedTuple):
-    """Arrays of `count` tiles, as in `Tiles`."""
+    """The arrays of `Tiles`, in the order of its fields."""
 
-    members: np.ndarray  # [count, tokens] flat tokens, negative: none; flattened once it is padded
+    members: np.ndarray  # [count, tokens], or flattened
     slots: np.ndarray  # [count]
     ends: np.ndarray  # [count]
 

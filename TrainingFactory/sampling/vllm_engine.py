@@ -86,9 +86,7 @@ class VllmEngine:
         self, prompt_ids: Sequence[int], params: SamplingParams, session: int = -1
     ) -> Completion:
         self._check(prompt_ids)
-        if (
-            self._lora or not self._spans
-        ):  # a turn uses the version that it starts with, so wait for a running load
+        if self._lora or not self._spans:  # a turn has only one version, so wait for a load to finish
             async with self._loading:
                 pass
         if self._unusable:

@@ -1,5 +1,4 @@
-"""Extension of vLLM's worker processes: loading of weights from a file into the running model, and log-probs of the
-full softmax."""
+"""Extension of vLLM's worker processes: loading of weights from a file, and log-probs of the full softmax."""
 
 from __future__ import annotations
 

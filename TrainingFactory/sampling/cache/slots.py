@@ -127,9 +127,7 @@ class Tiles:
 
     tokens: int
     count: int
-    members: torch.Tensor | None = (
-        None  # [count * tokens] flat tokens, negative: none; None: row i with slot i
-    )
+    members: torch.Tensor | None = None  # [count * tokens] flat tokens, negative: none; None: row i, slot i
     slots: torch.Tensor | None = None  # [count]
     ends: torch.Tensor | None = None  # [count] first key that is not read
     begins: torch.Tensor | None = None  # [count] first key that is read; None: 0
@@ -168,8 +166,7 @@ def part_attention(query: torch.Tensor, layer: Layer, part: Part, scale: Any) ->
 def trunk_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: Layer, part: Part, scale: Any
 ) -> torch.Tensor:  # fmt: skip
-    """Attend to the shared prefix of all rows once and to the rest per row, and merge both by their log-sum-exps. CPU
-    only."""
+    """Attend to the rows' shared prefix once and to the rest per row; merge both by their log-sum-exps. CPU only."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     slot = slice(part.trunk_slot, part.trunk_slot + 1)
     prefix = (cache[slot, : part.trunk].transpose(1, 2) for cache in (layer.keys, layer.values))

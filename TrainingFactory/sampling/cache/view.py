@@ -90,9 +90,7 @@ def shared_view(
         # The dict of parameters is shared, so that parameters replaced by the learner are replaced here too. The
         # dict of buffers is not: a forward may replace rotary tables, and here they are inference tensors.
         twin.__dict__.update(module.__dict__)
-        twin.__dict__.pop(
-            "forward", None
-        )  # wrappers, such as Accelerate's, are bound to the learner's modules
+        twin.__dict__.pop("forward", None)  # wrappers such as Accelerate's are bound to the learner's modules
         twin.__dict__["_buffers"] = dict(module._buffers)
         twin.__dict__["training"] = False
         twin.__dict__["plain"] = module.__class__

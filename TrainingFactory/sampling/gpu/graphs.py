@@ -15,9 +15,7 @@ log = logging.getLogger(__name__)
 
 ROWS = (16, 64, 128, 256)  # and multiples of 256: unused rows cost less than recording more graphs
 SPANS = (8, 4, 2)  # tokens per row, if rows have more than one to feed
-FREE_TOKENS = (
-    128  # a forward of this many tokens takes hardly longer than one of few: it reads the same weights
-)
+FREE_TOKENS = 128  # reading the weights takes most of the time of a forward up to this size
 Step = Callable[[list[torch.Tensor]], torch.Tensor]
 _Recording = tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]  # graph, packed inputs, result
 
@@ -49,8 +47,8 @@ class DecodeGraphs:
 
     def check(self, model: torch.nn.Module, cache: list[torch.Tensor]) -> None:
         """Drop the graphs, which contain addresses, if weights moved, adapters were switched or the cache grew."""
-        pointers = tuple(tensor.data_ptr() for tensor in (*model.parameters(), *cache))
-        addresses = (pointers, adapter_state(model))
+        tensors = (*model.parameters(), *cache)
+        addresses = (tuple(tensor.data_ptr() for tensor in tensors), adapter_state(model))
         if addresses != self._addresses:
             self._graphs.clear()
             self._pool = None  # the memory pool is released with the last graph that uses it
