@@ -63,8 +63,8 @@ class TextEncoder:
         byte_level = (state["decoder"] or {}).get("type") == "ByteLevel"
         self._bytes_of = lru_cache(maxsize=None)(self._token_bytes) if byte_level else None
         # The clone renumbers the remaining added tokens, except those that are in the vocabulary itself.
-        kept = state["added_tokens"]
-        self._original_ids = {self._plain.token_to_id(token["content"]): token["id"] for token in kept}
+        remaining = state["added_tokens"]
+        self._original_ids = {self._plain.token_to_id(token["content"]): token["id"] for token in remaining}
         self.control_ids = frozenset(self.control_texts.values())
         longest_first = sorted(self.control_texts, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

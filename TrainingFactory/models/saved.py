@@ -28,9 +28,9 @@ def as_saved(meta_model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, 
     from transformers.core_model_loading import revert_weight_conversion
 
     names = {name for name, _ in meta_model.named_parameters(remove_duplicate=False)}
-    tied = names - {name for name, _ in meta_model.named_parameters()}
-    untied = {name: weight for name, weight in weights.items() if name not in tied}
-    return revert_weight_conversion(meta_model, untied)
+    duplicates = names - {name for name, _ in meta_model.named_parameters()}
+    unique = {name: weight for name, weight in weights.items() if name not in duplicates}
+    return revert_weight_conversion(meta_model, unique)
 
 
 def saved_shapes(folder: str, trust_remote_code: bool = False) -> Shapes:

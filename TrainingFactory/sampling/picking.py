@@ -29,7 +29,8 @@ class DrawInputs(NamedTuple, Generic[Data]):
         return [data for data in self if data is not None]
 
     @property
-    def filters(self) -> list[Data]:  # top-p, top-k and min-p, or nothing
+    def filters(self) -> list[Data]:
+        """Return top-p, top-k and min-p; [] if no row has a filter."""
         return self.present[2:]
 
 

@@ -26,7 +26,7 @@ class WorkerExtension:
             _repack_tied_head(model)
 
     def tfactory_full_logprobs(self: Any) -> None:
-        """Return log-probs of the full softmax, where vLLM would return those after top_p, top_k and min_p."""
+        """Make the sampler return log-probs of the full softmax; vLLM's own are those after top_p, top_k and min_p."""
         sampler = self.model_runner.sampler
         assert hasattr(sampler, "topk_topp_sampler"), "VLLM_USE_V2_MODEL_RUNNER must be 0"
         sampler.sample = _full_logprobs(sampler.sample)
@@ -37,16 +37,16 @@ def _bare(model: Any) -> Iterator[None]:
     """Remove vLLM's adapter wrappers temporarily, because the weights have the names of the layers inside them."""
     from vllm.lora.layers import BaseLayerWithLoRA  # pyright: ignore[reportMissingImports]
 
-    children = [(parent, *child) for parent in model.modules() for child in parent.named_children()]
-    wrappers = [
-        (parent, name, child) for parent, name, child in children if isinstance(child, BaseLayerWithLoRA)
+    children = [
+        (child, parent, name) for parent in model.modules() for name, child in parent.named_children()
     ]
-    for parent, name, wrapper in wrappers:
+    wrappers = [row for row in children if isinstance(row[0], BaseLayerWithLoRA)]
+    for wrapper, parent, name in wrappers:
         setattr(parent, name, wrapper.base_layer)
     try:
         yield
     finally:
-        for parent, name, wrapper in wrappers:
+        for wrapper, parent, name in wrappers:
             setattr(parent, name, wrapper)
 
 
@@ -70,9 +70,10 @@ def _repack_tied_head(model: Any) -> None:
 
 def _full_logprobs(sample: Any) -> Any:
     def wrapped(logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        processors = metadata.logitsprocs.argmax_invariant
         filtered = metadata.top_p is not None or metadata.top_k is not None
-        filtered = filtered or any(getattr(processor, "min_p_count", 0) for processor in processors)
+        filtered = filtered or any(
+            getattr(processor, "min_p_count", 0) for processor in metadata.logitsprocs.argmax_invariant
+        )
         if not filtered or metadata.max_num_logprobs is None or metadata.temperature is None:
             return sample(logits, metadata, *args, **kwargs)
         temperature = torch.where(metadata.temperature < 1e-5, 1.0, metadata.temperature)[:, None]

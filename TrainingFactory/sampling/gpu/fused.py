@@ -68,10 +68,8 @@ def _products(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = No
     projections of their adapters. The output of a single layer can be added in place to `onto`."""
     projections = [_opened(layer) for layer in layers]
     downs = [projection.down for projection in projections if projection.down is not None]
-    weight, down_weight = (
-        join([projection.layer for projection in projections]),
-        join(downs) if downs else None,
-    )
+    weight = join([projection.layer for projection in projections])
+    down_weight = join(downs) if downs else None
     if weight is None or (downs and down_weight is None):
         outputs = [layer(states) for layer in layers]
         return outputs if onto is None else [onto.add_(outputs[0])]

@@ -17,7 +17,6 @@ ROWS = (16, 64, 128, 256)  # and multiples of 256: unused rows cost less than re
 SPANS = (8, 4, 2)  # tokens per row, if rows have more than one to feed
 FREE_TOKENS = 128  # reading the weights takes most of the time of a forward up to this size
 Step = Callable[[list[torch.Tensor]], torch.Tensor]
-_Recording = tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]  # graph, packed inputs, result
 
 
 def graph_rows(rows: int, most: int) -> int:
@@ -41,7 +40,8 @@ class DecodeGraphs:
         self.state = state  # tensor that a step changes; the warm-up before a recording restores it
         self.broken = False  # the model cannot be recorded
         self._addresses: Hashable = None
-        self._graphs: dict[Hashable, _Recording] = {}
+        # graph, packed inputs, result
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
         self._pool: Any = None
         self.recorded, self.seconds = 0, 0.0  # recordings so far, and the time they took
 
@@ -66,7 +66,7 @@ class DecodeGraphs:
         graph.replay()
         return result
 
-    def _record(self, key: Hashable, arrays: list[np.ndarray], step: Step) -> _Recording | None:
+    def _record(self, key: Hashable, arrays: list[np.ndarray], step: Step) -> Any:
         started, inputs = time.perf_counter(), packed(arrays).to(self.device)
         tensors = unpacked(inputs, arrays)
         try:
