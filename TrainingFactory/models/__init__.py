@@ -1,4 +1,4 @@
-"""Models. Names are imported on first use, so that `models.words` costs neither torch nor transformers."""
+"""Models and chat formats. Names are imported on first use, so that `models.words` does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from TrainingFactory.models.loading import load_model as load_model
     from TrainingFactory.models.names import SUPPORTED_MODELS as SUPPORTED_MODELS
 
-_HOMES = {
+_MODULES = {
     "chat": ("TemplateChatFormat", "chat_format"),
     "faces": ("DeepSeekModel", "LlamaModel", "Qwen3Model"),
     "families": ("Family", "register_family"),
@@ -27,7 +27,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
+    for module, names in _MODULES.items():
         if name in names:
-            return getattr(import_module(f"{__name__}.{home}"), name)
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,10 @@
-"""Turn conversations into tokens and sampled turns into messages, for any Hugging Face template.
+"""Conversion of conversations to tokens and of sampled turns to messages, for any Hugging Face chat template.
 
-History is never decoded and encoded again. `render` writes the first prompt; after that a turn's ids stay as
-they were sampled, and `extend` adds what the template puts between this turn and the next one. That text is
-cut out of a rendering of the template itself (`probes.py`), so no family is special-cased here; families
-differ in how a completion is read (`families.py`, `forms.py`). Foreign text cannot give a control token
-(`encoding.py`), and what is written as a message is read back as that message, or it is not written.
+History is never decoded and re-encoded. `render` writes the first prompt; after that a turn keeps its sampled ids, and
+`extend` appends the text that the template puts between this turn and the next one. That text is cut out of a
+rendering of the template itself (`probes.py`), so no family is special-cased here; families differ in how completions
+are parsed (`families.py`, `forms.py`). Untrusted text cannot produce a control token (`encoding.py`). `write` only
+writes messages that `parse` reads back unchanged.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from TrainingFactory.models.round_trip import NotReadBack, difference, same_turn
 from TrainingFactory.models.templates import Template
 from TrainingFactory.types import Message, ToolCall, ToolSpec, Turn
 
-# Ids that a template's own text gives, and between them texts to be encoded: its own, and numbers of marks.
+# A rendering, split: tuples of finished token ids, and lists to be encoded of template texts (str) and marks (int).
 Pieces = list[tuple[int, ...] | list[str | int]]
-MAX_SKELETONS = 512
-MAX_KEY = 50_000  # characters; the outline of a longer conversation is not kept
+MAX_SKELETONS = 512  # cached renderings
+MAX_KEY = 50_000  # characters; renderings with longer cache keys are not cached
 WAYS_OUT = (
-    "family 'generic' (model.family) puts the tool list into the system message instead, and "
-    "TrainingFactory.models.register_family adds a family of your own"
+    "set model.family=generic to put the tool list into the system message instead, or add a family with "
+    "TrainingFactory.models.register_family"
 )
 
 
 class TemplateChatFormat:
-    """Writes and reads for a tokenizer. Without `family`: the one whose reader understands the template's calls.
-    `stop_ids` are ends of a turn known from elsewhere; `day` is what a template that prints the date prints."""
+    """Chat format of a tokenizer's template. `family` None: the first one whose parser reads the template's calls.
+    `stop_ids` are additional tokens that end a turn. `day` is the date for templates that print it; None: today."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class TemplateChatFormat:
         stop_ids: Sequence[int] = (),
         day: date | None = None,
     ) -> None:
-        chosen = get_family(family) if family else None
+        requested = get_family(family) if family else None
         self.tokenizer = tokenizer
         self._encoder = TextEncoder(tokenizer)
-        self._ends_open = lru_cache(maxsize=4096)(self._ends_in_thought)  # prompts end alike
+        self._ends_open = lru_cache(maxsize=4096)(self._ends_in_thought)  # many prompts have the same end
         options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         self._template = Template(tokenizer, options, day)
         self._marks = self._template.marks
@@ -62,23 +62,23 @@ class TemplateChatFormat:
         self._header = self._start.rpartition(mark)[2].rstrip()
         self._style = probes.find_call_style(self._template)
         self._end = probes.end_of_turn(self._template, self._encoder.control_texts)
-        self.family = chosen or self._detect() or FAMILIES["generic"]
-        # the turns of a dataset differ in their texts, and few in their outlines
+        self.family = requested or self._detect() or FAMILIES["generic"]
+        # turns of a dataset have different texts but few different outlines
         self._turn = remembered(self._written_turn)
         self._turn_pieces = remembered(self._pieces)
         native = self._reads_template(self.family)
         self._template_tools = native and probes.renders_tools(self._template)
-        knows_results = probes.shows_tool_results(self._template, self._style, self._end)
-        self._replies_as_user = self.family.replies_as_user and not (native or (knows_results and not chosen))
+        results = probes.shows_tool_results(self._template, self._style, self._end)
+        self._replies_as_user = self.family.replies_as_user and not (native or (results and not requested))
         self._opens_thinking = self._header.endswith(self.family.think[0])
         self._outlines = Outlines(self._template, self._style, self._encoder)
         self._skeletons: dict[str | tuple[Any, ...], Pieces] = {}
         self.stop_ids = self._find_stops(tokenizer.eos_token_id, stop_ids)
         self._calls_text: Callable[[Sequence[ToolCall]], str] | None = None
-        # Our own form of calls is for templates that have none, or lose what stands beside a call.
+        # The family writes calls for templates that render none, or that drop the text or thought beside a call.
         self._calls_text = None if native and not self._misread() else self.family.calls_text
         self._outlines.settle(calls_as_json=self._calls_text is not None)
-        self._refusal = self._misread() if chosen or native else self._why_no_tools()
+        self._refusal = self._misread() if requested or native else self._why_no_tools()
         self._template.watched = False
 
     # writing
@@ -101,9 +101,9 @@ class TemplateChatFormat:
         key = json.dumps(outlines) + schemas_text
         if (pieces := self._skeletons.get(key)) is None:
             text = self._template.text(outlines, schemas)
-            shown = self._marks.numbers(text)
+            rendered = self._marks.numbers(text)
             for role, content in ((outline["role"], outline["content"]) for outline in outlines):
-                if role != "assistant" and not shown.issuperset(self._marks.numbers(content)):
+                if role != "assistant" and not rendered.issuperset(self._marks.numbers(content)):
                     raise ValueError(f"the chat template drops a {role} message of this conversation")
             pieces = self._remember(key, text)
         return self._fill(pieces, texts)
@@ -111,14 +111,14 @@ class TemplateChatFormat:
     def extend(self, turn: Turn, replies: Sequence[Message | Mapping[str, Any]]) -> list[int]:
         sampled = turn.completion.token_ids
         if not sampled or sampled[-1] not in self.stop_ids:
-            raise ValueError("this turn was cut before its stop token, so nothing can follow it")
-        answers = self._as_user([as_message(reply) for reply in replies])
-        texts: Texts = ["", ""]  # marks 0 and 1 stand in the part before the replies
-        for reply in answers:
-            shown = self._outlines.shown(reply.role, reply.content) if reply.content else ""
-            texts += [shown, reply.name or "tool"]
-        ids = self._fill(self._continuation(answers), texts)
-        # where a turn has no end of its own, its stop token is the first token of what follows (GLM)
+            raise ValueError("cannot extend a turn that was cut before its stop token")
+        messages = self._as_user([as_message(reply) for reply in replies])
+        texts: Texts = ["", ""]  # marks 0 and 1 are in the part before the replies
+        for message in messages:
+            content = self._outlines.shown(message.role, message.content) if message.content else ""
+            texts += [content, message.name or "tool"]
+        ids = self._fill(self._continuation(messages), texts)
+        # if the template has no end-of-turn token, the stop token is the first token of the next message (GLM)
         return ids[1:] if self._end is None and ids[:1] == sampled[-1:] else ids
 
     def write(
@@ -132,7 +132,7 @@ class TemplateChatFormat:
         opened = self.opens_thought(prompt_ids)
         problem: ValueError | None = None
         for compose in (self._as_template, self._in_parts):
-            texts: Texts = [""]  # mark 0 is the user's
+            texts: Texts = [""]  # mark 0 is the user's message
             try:
                 body = compose(message, texts, opened)
             except ValueError as error:
@@ -148,7 +148,7 @@ class TemplateChatFormat:
         raise problem
 
     def _as_template(self, message: Message, texts: Texts, opened: bool) -> str:
-        """Return a turn as the template writes it, from where the model begins to write to its end."""
+        """Return a turn as the template writes it, from the model's first token to the end."""
         write_calls = self._calls_text if message.tool_calls else None
         outline = self._outlines.message(replace(message, tool_calls=[]) if write_calls else message, texts)
         body = self._turn(json.dumps(outline))
@@ -157,26 +157,25 @@ class TemplateChatFormat:
         if opened == self._opens_thinking:
             return body
         if opened:
-            raise ValueError("the chat template opens this turn with a thought, and the first one without")
-        # the first header opens a thought, that of this turn does not
+            raise ValueError("the chat template opens a thought in this turn, but not in the first turn")
+        # the header of the first turn opens a thought, the header of this turn does not
         opening, closing = self.family.think
         thought, _, rest = body.partition(closing)
         return f"{opening}\n{thought.strip()}\n{closing}{rest}" if message.reasoning else rest.lstrip("\n")
 
     def _written_turn(self, outline: str) -> str:
-        """Return what the template writes for an outline in JSON."""
+        """Return the template's text of an outline, which is given as JSON to be cacheable."""
         body = probes.assistant_body(self._template, self._start, json.loads(outline), self.family.think)
         return self._cut_end(body)
 
     def _in_parts(self, message: Message, texts: Texts, opened: bool) -> str:
-        """Return a turn as its thought, its text and its calls, each as the template writes it alone, for templates
-        that drop one beside another."""
+        """Compose a turn of thought, text and calls, each rendered alone, for templates that cannot combine them."""
         opening, closing = self.family.think
-        alone = [Message("assistant", message.content)] if message.content else []
-        alone += [Message("assistant", tool_calls=message.tool_calls)] if message.tool_calls else []
+        parts = [Message("assistant", message.content)] if message.content else []
+        parts += [Message("assistant", tool_calls=message.tool_calls)] if message.tool_calls else []
         opens = self._opens_thinking
-        bodies = [self._as_template(part, texts, opens) for part in alone]
-        text = "\n".join(probes.after_thought(each, self.family.think, opens).strip("\n") for each in bodies)
+        bodies = [self._as_template(part, texts, opens) for part in parts]
+        text = "\n".join(probes.after_thought(body, self.family.think, opens).strip("\n") for body in bodies)
         if not (opened or message.reasoning):
             return text
         thought = self._outlines.mark(message.reasoning.strip("\n"), texts) if message.reasoning else ""
@@ -194,16 +193,16 @@ class TemplateChatFormat:
         if ids and ids[-1] in self.stop_ids:
             ids.pop()
         quotes: Texts = []
-        text = self._encoder.quoted(ids, lambda found: self._outlines.mark(found, quotes))
+        text = self._encoder.quoted(ids, lambda quote: self._outlines.mark(quote, quotes))
         message = self._read(text, self.opens_thought(prompt_ids), tools)
         return self._unquoted(message, quotes) if quotes else message
 
     def parse_text(self, text: str, tools: Sequence[ToolSpec] = ()) -> Message:
-        """Read an assistant's text as a message, its tags as the model's own."""
+        """Parse an assistant's text as a message; tags in it count as control tokens."""
         return self._read(text, self._opens_thinking, tools)
 
     def _read(self, text: str, opened: bool, tools: Sequence[ToolSpec]) -> Message:
-        """Read a turn; what stands inside its reasoning is not read as a call."""
+        """Parse a turn. Calls inside its reasoning are ignored."""
         opening, closing = self.family.think
         reasoning = None
         closes = closing in text and closing in self._encoder.control_texts
@@ -216,7 +215,7 @@ class TemplateChatFormat:
         return Message("assistant", content.strip(), calls, reasoning=reasoning)
 
     def opens_thought(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether a turn after this prompt begins inside a thought; without one, the first turn is meant."""
+        """Return whether a turn after this prompt begins inside a thought. Empty prompt: the first turn of a chat."""
         if not prompt_ids:
             return self._opens_thinking
         return self._ends_open(tuple(prompt_ids[-16:]))
@@ -248,17 +247,17 @@ class TemplateChatFormat:
     # marks and pieces
 
     def _pieces(self, text: str) -> Pieces:
-        """Cut a rendering: what stands between two control tokens, own and foreign, is encoded as one text."""
+        """Split a rendering at its control tokens; the text between two of them is encoded as one string."""
         parts, pieces = list[Any](), Pieces()
         for part in self._marks.split(text):
             parts += [part] if isinstance(part, int) else self._encoder.split(part)
-        for control, found in groupby(parts, lambda part: isinstance(part, Control)):
-            run = list(found)
-            if control:
+        for is_control, group in groupby(parts, lambda part: isinstance(part, Control)):
+            run = list(group)
+            if is_control:
                 pieces.append(tuple(part.token for part in run))
             else:
-                own = all(isinstance(part, str) for part in run)
-                pieces.append(tuple(self._encoder.plain("".join(run))) if own else run)
+                without_marks = all(isinstance(part, str) for part in run)
+                pieces.append(tuple(self._encoder.plain("".join(run))) if without_marks else run)
         return pieces
 
     def _fill(self, pieces: Pieces, texts: Texts) -> list[int]:
@@ -283,24 +282,24 @@ class TemplateChatFormat:
         key = tuple([(reply.role, bool(reply.content)) for reply in replies])
         if key not in self._skeletons:
             text = probes.continuation(self._template, self._style, self._end, replies)
-            shown = self._marks.numbers(text)
-            if any(reply.content and 2 + 2 * number not in shown for number, reply in enumerate(replies)):
-                raise ValueError("the chat template drops a reply to a turn of the model")
+            rendered = self._marks.numbers(text)
+            if any(reply.content and 2 + 2 * number not in rendered for number, reply in enumerate(replies)):
+                raise ValueError("the chat template drops a reply to an assistant turn")
             return self._remember(key, text)
         return self._skeletons[key]
 
-    # what the template leaves out
+    # what the template does not render
 
     def _as_user(self, messages: Sequence[Message]) -> list[Message]:
-        """Make the results of a turn one message of the user, where the template knows no tool messages."""
+        """Join the tool results of a turn into one user message, if the template does not render tool messages."""
         if not self._replies_as_user:
             return list(messages)
-        changed: list[Message] = []
-        for results, several in groupby(messages, lambda message: message.role == "tool"):
-            found = list(several)
-            texts = [f"Result of {each.name or 'the tool'}:\n{each.content}" for each in found]
-            changed += [Message("user", "\n\n".join(texts))] if results else found
-        return changed
+        joined: list[Message] = []
+        for are_results, group in groupby(messages, lambda message: message.role == "tool"):
+            run = list(group)
+            texts = [f"Result of {message.name or 'the tool'}:\n{message.content}" for message in run]
+            joined += [Message("user", "\n\n".join(texts))] if are_results else run
+        return joined
 
     def _put_tools_into_system(
         self, outlines: list[dict[str, Any]], specs: list[ToolSpec], texts: Texts
@@ -311,13 +310,13 @@ class TemplateChatFormat:
         if outlines[0]["role"] != "system":
             outlines.insert(0, {"role": "system", "content": ""})
         separator = "\n\n" if outlines[0]["content"] else ""
-        listed = self._outlines.mark(describe(specs), texts)
-        outlines[0]["content"] += separator + text.replace("{tools}", listed)
+        tool_list = self._outlines.mark(describe(specs), texts)
+        outlines[0]["content"] += separator + text.replace("{tools}", tool_list)
 
     # probes
 
     def _reads_template(self, family: Family) -> bool:
-        """Return whether the family's reader understands the calls that this template writes."""
+        """Return whether the family's parser reads the calls that this template writes."""
         call = ToolCall("probe_tool", {"text": "a b"})
         try:
             return family.read_calls(self._calls_body(family.think)([call]), ())[1] == [call]
@@ -328,18 +327,18 @@ class TemplateChatFormat:
         def body(calls: Sequence[ToolCall]) -> str:
             if self._style is None:
                 raise ValueError("the chat template renders no tool calls")
-            written = probes.assistant_body(self._template, self._start, self._style.message(calls), think)
-            return self._cut_end(probes.after_thought(written, think, self._header.endswith(think[0])))
+            turn = probes.assistant_body(self._template, self._start, self._style.message(calls), think)
+            return self._cut_end(probes.after_thought(turn, think, self._header.endswith(think[0])))
 
         return body
 
     def _detect(self) -> Family | None:
         tokens = (None, *self._encoder.control_texts)
-        here = (family for family in FAMILIES.values() if family.needs_token in tokens)
-        return next(filter(self._reads_template, here), None) or self._learned()
+        candidates = (family for family in FAMILIES.values() if family.needs_token in tokens)
+        return next(filter(self._reads_template, candidates), None) or self._learned()
 
     def _learned(self) -> Family | None:
-        """Return a family whose reader was found from what the template writes around its calls."""
+        """Return a family whose parser is learned from the template's rendering of calls; None if that fails."""
         plain = Family("template", lambda text, tools: (text, []))
         try:
             reader = learn_reader(self._calls_body(plain.think), self._marks)
@@ -349,7 +348,7 @@ class TemplateChatFormat:
         return learned if self._reads_template(learned) else None
 
     def _misread(self) -> str:
-        """Return which canary turn is read as another than was written; "" where none is."""
+        """Return an error text for the first canary turn that does not parse back as written; "" if all do."""
         tags = f"{self.family.think[1]} </tool_call> "
         call = ToolCall("probe_tool", {"text": f'{tags}"quoted"\n\\ é', "n": 5, "deep": {"x": ["y", True]}})
         spec = ToolSpec("probe_tool", "", {"type": "object", "properties": {"text": {"type": "string"}}})
@@ -359,20 +358,21 @@ class TemplateChatFormat:
                     self.write(Message("assistant", content, calls, reasoning=reasoning), tools=[spec])
                 except NotReadBack as error:
                     return f"{error}; {WAYS_OUT}"
-                except ValueError as error:  # some templates take one call a turn
+                except ValueError as error:  # some templates accept only one call per turn
                     if len(calls) == 1:
                         return f"{error}; {WAYS_OUT}"
         return ""
 
     def _why_no_tools(self) -> str:
-        why = f"writes tool calls in a form that family {self.family.name!r} does not read"
-        why = why if self._style else "renders no tool calls"
-        return f"the chat template of this model {why}; {WAYS_OUT}"
+        reason = "renders no tool calls"
+        if self._style:
+            reason = f"writes tool calls in a syntax that family {self.family.name!r} does not read"
+        return f"the chat template of this model {reason}; {WAYS_OUT}"
 
     def _find_stops(self, eos: int | None, extra: Sequence[int]) -> tuple[int, ...]:
         vocabulary = self._encoder.control_texts
         stops = [vocabulary[self._end]] if self._end else []
-        if self._end is None:  # a turn ends where the next one begins
+        if self._end is None:  # a turn ends where the next message begins
             for reply in (Message("tool", "r"), Message("user", "r")):
                 try:
                     first = self._continuation([reply])[0]
@@ -380,18 +380,18 @@ class TemplateChatFormat:
                     continue
                 if isinstance(first, tuple) and first[0] in self._encoder.control_ids:
                     stops.append(first[0])
-        known = [vocabulary.get(text) for text in self.family.stop_texts]
+        family_stops = [vocabulary.get(text) for text in self.family.stop_texts]
         calls_end = probes.end_of_calls(self._template, self._style, vocabulary)
         self._calls_end = vocabulary.get(calls_end or "")
-        found = (*stops, eos, self._calls_end, *known, *extra)
-        return tuple(dict.fromkeys(stop for stop in found if stop is not None))
+        candidates = (*stops, eos, self._calls_end, *family_stops, *extra)
+        return tuple(dict.fromkeys(stop for stop in candidates if stop is not None))
 
 
 chat_format = TemplateChatFormat
 
 
 def as_message(message: Message | Mapping[str, Any]) -> Message:
-    """Convert OpenAI-style dicts, here at the edge."""
+    """Convert an OpenAI-style dict to a message; a `Message` is returned unchanged."""
     return message if isinstance(message, Message) else message_from_dict(message)
 
 

@@ -1,3 +1,3 @@
-"""DeepSeek by its family name."""
+"""Import path of the DeepSeek model class."""
 
 from TrainingFactory.models.faces import DeepSeekModel as DeepSeekModel

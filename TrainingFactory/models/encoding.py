@@ -1,11 +1,10 @@
-"""Text to ids, so that only a template's own text can give a control token.
+"""Encoding of text so that only the chat template's own text can produce control tokens.
 
-Control means special tokens, and added tokens that look like markup though they are not flagged special: Qwen3's
-<tool_call> and </tool_response> are such, and `encode_special_tokens` leaves them live. Other added tokens are text
-(Gemma adds its newlines and tabs). So control tokens are found in the template's own text by us, and everything
-between two of them, own and foreign text together, goes through a clone of the tokenizer that has no control tokens.
-Own and foreign text are encoded as one string, so the ids are those that the tokenizer itself would give, merges over
-the border included; they are checked after.
+Control tokens are special tokens, and added tokens that look like markup though they are not flagged special, such as
+Qwen3's <tool_call> and </tool_response>, which `encode_special_tokens` does not disable. Other added tokens are text
+(Gemma adds newlines and tabs). This module finds the control tokens in the template's own text. It encodes everything
+between two of them, trusted and untrusted text as one string, with a clone of the tokenizer that has no control tokens.
+So the ids, including merges across the border, are those of the tokenizer itself. They are checked afterwards.
 """
 
 from __future__ import annotations
@@ -22,32 +21,32 @@ from tokenizers import Tokenizer, pre_tokenizers
 from TrainingFactory.common.texts import valid_text
 
 MARKUP = re.compile(r"[<\[{|｜].*[>\]}|｜]", re.DOTALL)
-# How byte-level tokenizers write bytes: one whose own character is no such sign by one behind 255, in order.
-_SIGNS = sorted(pre_tokenizers.ByteLevel.alphabet())
-_BYTES = dict(zip(_SIGNS, sorted(range(256), key=lambda byte: chr(byte) not in _SIGNS), strict=True))
+# The character of each byte in byte-level tokenizers: its own if printable, else the next free one after 255.
+_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+_BYTES = dict(zip(_ALPHABET, sorted(range(256), key=lambda byte: chr(byte) not in _ALPHABET), strict=True))
 T = TypeVar("T")
-SHORT = 2_000  # characters; longer outlines of a turn have a text of its own in them, and do not come back
+SHORT = 2_000  # characters; longer outlines of a turn contain a text of that turn and do not recur
 CANARY = "Hello world,  f(x):\n\treturn '<b>wörld</b> 你好'\n\n"
 
 
 class Control(NamedTuple):
-    """Stands for a control token in a template's own text."""
+    """A control token in a template's own text."""
 
     token: int
 
 
 def gives_back(tokenizer: Tokenizer) -> bool:
-    """Return whether a text with everything that tokenizers lose comes back as it was."""
+    """Return whether the tokenizer decodes the canary, which has everything that tokenizers lose, unchanged."""
     ids = tokenizer.encode(CANARY, add_special_tokens=False).ids
     return tokenizer.decode(ids, skip_special_tokens=False) == CANARY
 
 
 class TextEncoder:
     def __init__(self, tokenizer: Any) -> None:
-        backend = getattr(tokenizer, "backend_tokenizer", None)  # foreign object: slow tokenizers have none
+        backend = getattr(tokenizer, "backend_tokenizer", None)  # slow tokenizers have none
         if backend is None:
             raise ValueError(
-                f"{type(tokenizer).__name__} is not a fast tokenizer (tokenizer.json), as is needed"
+                f"{type(tokenizer).__name__} is a slow tokenizer; use one with a tokenizer.json (fast tokenizer)"
             )
         state = json.loads(backend.to_str()) | {"post_processor": None}
         added = {token["content"]: token for token in state["added_tokens"]}
@@ -63,25 +62,26 @@ class TextEncoder:
         self._whole = backend
         byte_level = (state["decoder"] or {}).get("type") == "ByteLevel"
         self._bytes_of = lru_cache(maxsize=None)(self._token_bytes) if byte_level else None
-        # The clone numbers the added tokens that are left anew, except those in the vocabulary itself.
-        self._numbers = {self._plain.token_to_id(one["content"]): one["id"] for one in state["added_tokens"]}
+        # The clone renumbers the remaining added tokens, except those that are in the vocabulary itself.
+        remaining = state["added_tokens"]
+        self._original_ids = {self._plain.token_to_id(token["content"]): token["id"] for token in remaining}
         self.control_ids = frozenset(self.control_texts.values())
         longest_first = sorted(self.control_texts, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._cached = lru_cache(maxsize=4096)(self._encode)
-        self.can_join = lru_cache(maxsize=512)(self._can_join)  # mostly names of tools and arguments
+        self.can_join = lru_cache(maxsize=512)(self._can_join)  # mostly for names of tools and arguments
         self._joined = "\0".join(["", *self.control_texts, ""])
         self._words = {_word(text) for text in self.control_texts} - {""}
         self._longest = max(map(len, self.control_texts), default=0)
         ids = self._encode(CANARY)
         if self.decode(ids) != CANARY and tokenizer.unk_token_id not in ids:
             raise ValueError(
-                f"the tokenizer does not give texts back: {CANARY!r} becomes {self.decode(ids)!r}; its tokenizer.json "
-                "does not fit the tokenizer_class in its tokenizer_config.json, or is not made for a language model"
+                f"the tokenizer changes texts: {CANARY!r} is decoded as {self.decode(ids)!r}. Check that its "
+                "tokenizer.json fits the tokenizer_class in tokenizer_config.json and belongs to a language model"
             )
 
     def split(self, text: str) -> list[str | Control]:
-        """Cut a template's own text at its control tokens."""
+        """Split a template's own text at its control tokens."""
         parts: list[str | Control] = []
         end = 0
         for match in self._control.finditer(text):
@@ -90,28 +90,29 @@ class TextEncoder:
         return [part for part in [*parts, text[end:]] if part != ""]
 
     def plain(self, text: str) -> list[int]:
-        """Return ids of a text, none of which is a control token, whatever the text contains."""
+        """Return the ids of a text. None of them is a control token, whatever the text contains."""
         return list(self._cached(text) if len(text) < 20_000 else self._encode(text))
 
     def _encode(self, text: str) -> list[int]:
         if not text:
             return []
-        # a lone surrogate (a model can write one in JSON) has no UTF-8 form
+        # lone surrogates, which a model can write in JSON, cannot be encoded as UTF-8
         text = valid_text(text)
         encoding = self._plain.encode(text, add_special_tokens=False)
-        ids = [self._numbers.get(token, token) for token in encoding.ids] if self._numbers else encoding.ids
+        original = self._original_ids
+        ids = [original.get(token, token) for token in encoding.ids] if original else encoding.ids
         if self.control_ids.isdisjoint(ids):
             return ids
-        # A vocabulary may hold a control token as an ordinary entry, too. Cut in two, its text cannot give it.
+        # The vocabulary may also contain a control token as a normal entry, which half of its text cannot produce.
         position = next(i for i, token in enumerate(ids) if token in self.control_ids)
         start, end = encoding.offsets[position]
         if end - start < 2:
-            return self._encode(text[:start]) + self._encode(text[end:])  # one character: left out
+            return self._encode(text[:start]) + self._encode(text[end:])  # a single character is dropped
         middle = (start + end) // 2
         return self._encode(text[:middle]) + self._encode(text[middle:])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        if self._bytes_of is not None:  # what the library does, in a tenth of its time
+        if self._bytes_of is not None:  # ten times as fast as the library
             return b"".join(map(self._bytes_of, token_ids)).decode("utf-8", errors="replace")
         return self._whole.decode(list(token_ids), skip_special_tokens=False)
 
@@ -120,19 +121,19 @@ class TextEncoder:
         return bytes(map(_BYTES.__getitem__, text)) if _BYTES.keys() >= set(text) else text.encode()
 
     def quoted(self, token_ids: Sequence[int], quote: Callable[[str], str]) -> str:
-        """Decode a turn; text in ordinary tokens that reads like a control token is given to `quote`."""
+        """Decode a turn. `quote` replaces each text that looks like a control token but consists of normal tokens."""
         text = self.decode(token_ids)
         if len(self._control.findall(text)) == len(list(filter(self.control_ids.__contains__, token_ids))):
             return text
         runs = groupby(token_ids, self.control_ids.__contains__)
-        parts = [(control, self.decode(list(run))) for control, run in runs]
+        parts = [(is_control, self.decode(list(run))) for is_control, run in runs]
         return "".join(
-            part if control else self._control.sub(lambda found: quote(found.group()), part)
-            for control, part in parts
+            part if is_control else self._control.sub(lambda match: quote(match.group()), part)
+            for is_control, part in parts
         )
 
     def _can_join(self, text: str) -> bool:
-        """Return whether the text holds a control token, is the word in one, or could be its beginning or end."""
+        """Return whether the text contains a control token, is the word in one, or could be its beginning or end."""
         text = text.strip()
         sizes = range(1, min(len(text), self._longest) + 1)
         return bool(text) and (
@@ -142,9 +143,9 @@ class TextEncoder:
         )
 
     def cut(self, text: str, max_tokens: int) -> str:
-        """Return the text if it fits, else its beginning and its end with the cut marked between them."""
+        """Return the text if it fits into `max_tokens`, else its beginning and end with a marker between them."""
         text = valid_text(text)
-        # No token is longer than the longest entry, so much of a huge text need not be encoded at all.
+        # Tokens have a maximum length, so most of a huge text need not be encoded.
         keep_chars = max_tokens * 40
         if len(text) > 2 * keep_chars:
             head, tail = text[:keep_chars], text[-keep_chars:]
@@ -154,19 +155,19 @@ class TextEncoder:
             head = tail = text
         marker = f"\n[... cut from {len(text)} characters ...]\n"
         room = max_tokens - len(self.plain(marker))
-        if room < 2:  # too narrow for a marker
+        if room < 2:  # no room for a marker
             return self._slice(head, max_tokens, from_end=False)
         beginning = self._slice(head, room - room // 3, from_end=False)
         ending = self._slice(tail, room // 3, from_end=True)
         return beginning + marker + ending
 
     def _slice(self, text: str, tokens: int, from_end: bool) -> str:
-        """Return the longest beginning (or end) of the text that encodes to at most so many tokens."""
+        """Return the longest beginning (or end) of the text that has at most `tokens` tokens."""
         offsets = self._plain.encode(text, add_special_tokens=False).offsets
         size = max(0, min(tokens, len(offsets)))
         while size > 0:
             piece = text[offsets[-size][0] :] if from_end else text[: offsets[size - 1][1]]
-            excess = len(self.plain(piece)) - tokens  # a token border may fall inside a character
+            excess = len(self.plain(piece)) - tokens  # a token may end inside a character
             if excess <= 0:
                 return piece
             size -= excess
@@ -178,7 +179,7 @@ def _word(text: str) -> str:
 
 
 def _without_prefix_space(node: Any) -> Any:
-    """Drop the space that some tokenizers put before a whole text: inner pieces must not get it."""
+    """Remove the prefix space of a normalizer or pre-tokenizer, because pieces inside a text must not get one."""
     if isinstance(node, list):
         return [cleaned for item in node if (cleaned := _without_prefix_space(item)) is not None]
     if not isinstance(node, dict):
@@ -194,6 +195,6 @@ def _without_prefix_space(node: Any) -> Any:
 
 
 def remembered(function: Callable[[str], T]) -> Callable[[str], T]:
-    """Return the function, with what it gave for short texts kept."""
-    known = lru_cache(512)(function)
-    return lambda text: (known if len(text) <= SHORT else function)(text)
+    """Return the function with a cache of its results for short texts."""
+    cached = lru_cache(512)(function)
+    return lambda text: (cached if len(text) <= SHORT else function)(text)

@@ -1,4 +1,4 @@
-"""Name models by family: a model with its chat layer, for people who write `Qwen3Model("qwen3-4b")`."""
+"""One class per model family, with model, tokenizer and chat format: `Qwen3Model("qwen3-4b")`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from TrainingFactory.models.loading import LoadedModel, load_model
 
 
 class ModelFace:
-    """Loads the model on first use, so that naming one costs nothing."""
+    """Base class: a named model that is loaded on first use of an attribute."""
 
     family: ClassVar[str | None] = None
 
@@ -21,9 +21,9 @@ class ModelFace:
 
     @property
     def section(self) -> dict[str, Any]:
-        """Return the model as a config names it."""
-        found = {"name": self.name, "family": self.family, "thinking": self._thinking, **self._options}
-        return {key: value for key, value in found.items() if value is not None}
+        """Return the config's section `model` for this model."""
+        options = {"name": self.name, "family": self.family, "thinking": self._thinking, **self._options}
+        return {key: value for key, value in options.items() if value is not None}
 
     @cached_property
     def loaded(self) -> LoadedModel:
@@ -39,12 +39,12 @@ class ModelFace:
 
     @cached_property
     def chat(self) -> TemplateChatFormat:
-        stops = self.loaded.stop_ids
-        return chat_format(self.tokenizer, self.family, thinking=self._thinking, stop_ids=stops)
+        stop_ids = self.loaded.stop_ids
+        return chat_format(self.tokenizer, self.family, thinking=self._thinking, stop_ids=stop_ids)
 
 
 class Qwen3Model(ModelFace):
-    """Qwen3; `thinking=False` has the template close the thought before the model writes."""
+    """Qwen3. With `thinking=False` the chat template ends the thought before the model starts to write."""
 
     family = "qwen3"
 

@@ -1,4 +1,4 @@
-"""List model families, which differ only in how a completion is read, and in what their templates leave out."""
+"""Model families: how to parse completions, and how to write tools and calls where the chat template cannot."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from TrainingFactory.types import ToolCall, ToolSpec
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a family's completions are read: `read_calls` gets the text after the reasoning and the tools there are.
-    `tools_text` and `calls_text` are for templates that render no tools or calls themselves; `tools_text`
-    is ours, so control tokens in it are live, and `{tools}` in it is where the (foreign) list goes.
-    `replies_as_user`: there, results are sent as the user's messages."""
+    """How to parse the completions of a family. `read_calls` gets the text after the reasoning and the available tools.
+
+    The last four fields are for templates that render no tools or calls. `tools_text` is trusted: control tokens in it
+    stay control tokens. The (untrusted) tool list by `describe_tools` replaces `{tools}` in it."""
 
     name: str
     read_calls: CallReader
-    needs_token: str | None = None  # a control token without which a tokenizer is not of this family
-    stop_texts: tuple[str, ...] = ()  # ends of a turn beside the template's own
+    needs_token: str | None = None  # a control token that every tokenizer of this family has
+    stop_texts: tuple[str, ...] = ()  # tokens that end a turn, besides the template's own
     think: tuple[str, str] = ("<think>", "</think>")
-    # For templates that render no tools or calls: this text is ours, so control tokens in it are live, and `{tools}` in
-    # it is where the (foreign) list goes; results may be sent as the user's messages.
     tools_text: str | None = None
     describe_tools: Callable[[Sequence[ToolSpec]], str] | None = None
     calls_text: Callable[[Sequence[ToolCall]], str] | None = None
-    replies_as_user: bool = False
+    replies_as_user: bool = False  # send tool results as user messages
 
 
 def _list_as_json(tools: Sequence[ToolSpec]) -> str:
@@ -109,7 +107,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def register_family(family: Family) -> None:
-    """Add a family of your own; `chat_format(tokenizer, family=NAME)` then finds it."""
+    """Add a custom family, which `chat_format(tokenizer, family=NAME)` then finds."""
     FAMILIES[family.name] = family
 
 

@@ -1,8 +1,8 @@
-"""Readers of tool calls learned from a template: what it writes around the names and values of canary calls.
+"""Parsers of tool calls that are learned from a chat template, by rendering canary calls.
 
-The tags are the template's own; the syntax between them is one of five: a JSON object or a list of them, a name
-before a JSON object (Mistral, DeepSeek), the same with bare keys and a quote of its own (Gemma), tagged pairs of keys
-and values (Qwen3-Coder, GLM, Nemotron), and Python calls (LFM2). A family that writes calls so needs no code here.
+The tags are learned. The syntax between them is one of five: a JSON object or a list of them, a name before a JSON
+object (Mistral, DeepSeek), the same with bare keys and a special quote (Gemma), tagged pairs of keys and values
+(Qwen3-Coder, GLM, Nemotron), and Python calls (LFM2). Models with one of these syntaxes need no code here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from TrainingFactory.models.parsers import (
     DECODER,
+    MAX_DEPTH,
     CallReader,
     call_from_tree,
     call_from_value,
@@ -25,40 +26,41 @@ from TrainingFactory.models.parsers import (
 from TrainingFactory.models.templates import Marks
 from TrainingFactory.types import ToolCall, ToolSpec
 
-# The assistant's text with these calls as the template writes it, without a thought and without the turn's end.
+# Returns the template's text of an assistant turn with these calls, without thought and end of turn.
 Body = Callable[[Sequence[ToolCall]], str]
-# Reads the calls at a position of a text; returns them and where they end, or None where there is none.
-ReadAt = Callable[[str, int, Sequence[ToolSpec]], tuple[list[ToolCall], int] | None]
-# Where the text of a canary call begins and ends, and the reader for it, given what the template writes behind it.
-Shape = tuple[int, int, Callable[[str], ReadAt]]
-MAX_DEPTH = 64
+# Parses the calls at a position of a text; returns them and their end, or None if there is no call.
+Parsed = tuple[list[ToolCall], int]
+ReadAt = Callable[[str, int, Sequence[ToolSpec]], Parsed | None]
+# Start and end of a canary call's text, and a function from the text that closes a call to its parser.
+CallSyntax = tuple[int, int, Callable[[str], ReadAt]]
 
 
 def learn_reader(body: Body, marks: Marks) -> CallReader | None:
-    """Return the reader of the calls that this template writes; None where they are in no known syntax."""
+    """Return a parser of the calls that this template writes; None if their syntax is unknown."""
     arguments = {marks[2]: marks[3], marks[4]: marks[5]}
     one = body([ToolCall(marks[1], arguments)])
     try:
         two = body([ToolCall(marks[1], arguments), ToolCall(marks[6], arguments)])
-    except ValueError:  # this template takes one call a turn
+    except ValueError:  # this template accepts only one call per turn
         two = one
-    for syntax in (_json, _named, _python, _pairs):
-        shape = syntax(one, marks[1], marks)
-        if shape is None:
+    for find_syntax in (_json, _named, _python, _pairs):
+        first = find_syntax(one, marks[1], marks)
+        if first is None:
             continue
-        start, end, make = shape
-        second = syntax(two, marks[6], marks)
+        start, end, make_reader = first
+        second = find_syntax(two, marks[6], marks)
         head, tail, between = one[:start], one[end:], two[end : second[0]] if second else ""
         begin = _common_end(head, between) if between else head
         close = _common_start(tail, between.removesuffix(begin)) if between else tail
         if begin.strip():
-            return _Tagged(head.removesuffix(begin), begin, close, tail.removeprefix(close), make(close))
+            outer_begin, outer_close = head.removesuffix(begin), tail.removeprefix(close)
+            return _TaggedCallReader(outer_begin, begin, close, outer_close, make_reader(close))
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Tagged:
-    """Reads calls that each stand between two tags, all of them between two outer ones. What is outside is content."""
+class _TaggedCallReader:
+    """Parses calls that are enclosed in tags, with outer tags around all of them. Text outside the tags is content."""
 
     outer_begin: str
     begin: str
@@ -69,18 +71,18 @@ class _Tagged:
     def __call__(self, text: str, tools: Sequence[ToolSpec]) -> tuple[str, list[ToolCall]]:
         tag, close = _literal(self.begin), _literal(self.close)
         outside, calls, position = "", list[ToolCall](), 0
-        while found := tag.search(text, position):
-            outside += text[position : found.start()]
-            read = self.read_at(text, found.end(), tools)
-            if read is None:
+        while opening := tag.search(text, position):
+            outside += text[position : opening.start()]
+            parsed = self.read_at(text, opening.end(), tools)
+            if parsed is None:
                 calls.append(unreadable(f"what follows {self.begin.strip()} is not a whole call"))
-                position = found.end()
+                position = opening.end()
                 closing = close.search(text, position) if self.close.strip() else None
                 position = closing.end() if closing else len(text)
             else:
-                calls += read[0]
-                closing = close.match(text, read[1])
-                position = closing.end() if closing else read[1]
+                calls += parsed[0]
+                closing = close.match(text, parsed[1])
+                position = closing.end() if closing else parsed[1]
         if not calls:
             return text, []
         outside += text[position:]
@@ -89,9 +91,9 @@ class _Tagged:
         return outside.strip(), calls
 
 
-def _json(text: str, name: str, marks: Marks) -> Shape | None:
-    """Find {"name": NAME, "arguments": {...}}, under any keys and in any order, or a list of such objects."""
-    for start in (place.start() for place in re.finditer(r"[\[{]", text)):
+def _json(text: str, name: str, marks: Marks) -> CallSyntax | None:
+    """Find {"name": NAME, "arguments": {...}}, with any keys in any order, or a list of such objects."""
+    for start in (bracket.start() for bracket in re.finditer(r"[\[{]", text)):
         value, end = _decode(text, start) or (None, 0)
         path = _path(value[-1] if isinstance(value, list) and value else value, name, marks[2])
         if path is None:
@@ -99,7 +101,7 @@ def _json(text: str, name: str, marks: Marks) -> Shape | None:
 
         def read_at(
             text: str, position: int, tools: Sequence[ToolSpec], path: tuple[list[str], str, str] = path
-        ) -> tuple[list[ToolCall], int] | None:
+        ) -> Parsed | None:
             decoded = _decode(text, position)
             if decoded is None:
                 return None
@@ -110,70 +112,65 @@ def _json(text: str, name: str, marks: Marks) -> Shape | None:
     return None
 
 
-def _named(text: str, name: str, marks: Marks) -> Shape | None:
-    """Find NAME, a separator and {...}, as JSON or with bare keys and a quote of the template's own."""
+def _named(text: str, name: str, marks: Marks) -> CallSyntax | None:
+    """Find NAME, a separator and {...}, as JSON or with bare keys and a special quote."""
     start = text.find(name)
-    after = start + len(name)
-    place = text.find("{", after) if start >= 0 else -1
-    bare = (
-        re.compile(rf"\{{{marks[2]}:(?P<quote>\S+?){marks[3]}(?P=quote),").match(text, place)
-        if place >= 0
-        else None
-    )
-    decode = _decode_with(bare["quote"]) if bare else _decode
-    found = decode(text, place) if place >= 0 else None
-    if found is None or found[0] != {marks[2]: marks[3], marks[4]: marks[5]}:
+    name_end = start + len(name)
+    brace = text.find("{", name_end) if start >= 0 else -1
+    if brace < 0:
         return None
-    middle = re.compile(_loose(text[after:place]) + r"\s*(?=\{)")
+    bare = re.compile(rf"\{{{marks[2]}:(?P<quote>\S+?){marks[3]}(?P=quote),").match(text, brace)
+    decode = _decode_with(bare["quote"]) if bare else _decode
+    arguments = decode(text, brace)
+    if arguments is None or arguments[0] != {marks[2]: marks[3], marks[4]: marks[5]}:
+        return None
+    middle = re.compile(_loose(text[name_end:brace]) + r"\s*(?=\{)")
 
-    def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> tuple[list[ToolCall], int] | None:
+    def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> Parsed | None:
         between = middle.search(text, position)
         decoded = decode(text, between.end()) if between else None
         if between is None or decoded is None:
             return None
         return [make_call(text[position : between.start()], decoded[0])], decoded[1]
 
-    return start, found[1], lambda close: read_at
+    return start, arguments[1], lambda close: read_at
 
 
-def _python(text: str, name: str, marks: Marks) -> Shape | None:
+def _python(text: str, name: str, marks: Marks) -> CallSyntax | None:
     """Find [NAME(KEY=VALUE, ...), ...]."""
-    found = re.search(rf"\[[^\[]*\b{name}\({marks[2]}\s*=.*\)\s*\]", text, re.DOTALL)
-    if found is None:
+    calls = re.search(rf"\[[^\[]*\b{name}\({marks[2]}\s*=.*\)\s*\]", text, re.DOTALL)
+    if calls is None:
         return None
 
-    def make(close: str) -> ReadAt:
+    def make_reader(close: str) -> ReadAt:
         ending = _literal(close) if close.strip() else re.compile(r"\Z")
 
-        def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> tuple[list[ToolCall], int] | None:
+        def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> Parsed | None:
             end = ending.search(text, position)
             return _python_calls(text[position : end.start()].strip(), end.start()) if end else None
 
         return read_at
 
-    return found.start(), found.end(), make
+    return calls.start(), calls.end(), make_reader
 
 
-def _python_calls(code: str, end: int) -> tuple[list[ToolCall], int] | None:
-    for text in (code, code.replace("\n", "\\n")):  # some templates leave newlines in strings as they are
+def _python_calls(code: str, end: int) -> Parsed | None:
+    for text in (code, code.replace("\n", "\\n")):  # some templates do not escape newlines in strings
         try:
             with warnings.catch_warnings(action="ignore"):
                 tree = ast.parse(text, mode="eval").body
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
         rows = tree.elts if isinstance(tree, ast.List) else [tree]
-        calls = [
-            row
-            for row in rows
-            if isinstance(row, ast.Call) and isinstance(row.func, ast.Name | ast.Attribute)
-        ]
-        if rows and len(calls) == len(rows):
+        calls = [row for row in rows if isinstance(row, ast.Call)]
+        named = all(isinstance(call.func, ast.Name | ast.Attribute) for call in calls)
+        if rows and named and len(calls) == len(rows):
             return [call_from_tree(ast.unparse(call.func), call) for call in calls], end
     return None
 
 
-def _pairs(text: str, name: str, marks: Marks) -> Shape | None:
-    """Find NAME and any number of pairs, each with a tag before its key, before its value and behind it."""
+def _pairs(text: str, name: str, marks: Marks) -> CallSyntax | None:
+    """Find NAME and any number of pairs, each with a tag before the key, before the value and after the value."""
     start = text.find(name)
     pieces = re.split("|".join(marks[n] for n in range(2, 6)), text[start + len(name) :])
     if start < 0 or len(pieces) < 5:
@@ -185,32 +182,27 @@ def _pairs(text: str, name: str, marks: Marks) -> Shape | None:
         return None
     end = start + len(name) + len(text[start + len(name) :].partition(marks[5])[0]) + len(marks[5] + closing)
     ahead = to_key.removesuffix(opening)
-    return (
-        start,
-        end,
-        lambda close: (
-            _PairForm(
-                _literal(ahead + opening),
-                _literal(ahead + close),
-                re.compile(_tight(to_value)),
-                re.compile(_tight(closing) + _loose(opening)),
-                re.compile(f"{_tight(closing)}(?={_loose(close)})"),
-            ).read_at
-        ),
-    )
+
+    def make_reader(close: str) -> ReadAt:
+        first_key, no_key = _literal(ahead + opening), _literal(ahead + close)
+        next_key = re.compile(_tight(closing) + _loose(opening))
+        call_end = re.compile(f"{_tight(closing)}(?={_loose(close)})")
+        return _PairReader(first_key, no_key, re.compile(_tight(to_value)), next_key, call_end).read_at
+
+    return start, end, make_reader
 
 
 @dataclass(frozen=True, slots=True)
-class _PairForm:
+class _PairReader:
+    """Parses a name and tagged pairs of keys and values; the fields match the tags between them."""
+
     first_key: re.Pattern[str]
     no_key: re.Pattern[str]
     to_value: re.Pattern[str]
     next_key: re.Pattern[str]
     end: re.Pattern[str]
 
-    def read_at(
-        self, text: str, position: int, tools: Sequence[ToolSpec]
-    ) -> tuple[list[ToolCall], int] | None:
+    def read_at(self, text: str, position: int, tools: Sequence[ToolSpec]) -> Parsed | None:
         first, ending = self.first_key.search(text, position), self.no_key.search(text, position)
         if ending and (first is None or ending.start() < first.start()):
             return [make_call(text[position : ending.start()], {})], ending.start()
@@ -224,7 +216,7 @@ class _PairForm:
                 return None
             key = text[position : middle.start()].strip()
             following, ending = self.next_key.search(text, middle.end()), self.end.search(text, middle.end())
-            stop = min((each for each in (following, ending) if each), key=re.Match.start, default=None)
+            stop = min((tag for tag in (following, ending) if tag), key=re.Match.start, default=None)
             if stop is None:
                 return None
             values[key] = _typed(text[middle.end() : stop.start()], types.get(key))
@@ -234,10 +226,10 @@ class _PairForm:
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """Return what a bare text stands for: itself where the tool wants a string, else the JSON that it is."""
+    """Return the value of an unquoted text: the text if the schema says string or it is not JSON, else the JSON."""
     value, end = _decode(text, 0) or (text, 0)
-    wanted = schema.get("type") if isinstance(schema, dict) else None
-    return text if wanted == "string" or isinstance(value, str) or text[end:].strip() else value
+    expected = schema.get("type") if isinstance(schema, dict) else None
+    return text if expected == "string" or isinstance(value, str) or text[end:].strip() else value
 
 
 def _decode(text: str, position: int) -> tuple[Any, int] | None:
@@ -255,27 +247,29 @@ def _decode_with(quote: str) -> Callable[[str, int], tuple[Any, int] | None]:
     )
 
     def value_at(text: str, position: int, depth: int) -> tuple[Any, int]:
-        found = token.match(text, position)
-        if found is None or depth > MAX_DEPTH or (found[2] or "{") not in "{[":
+        match = token.match(text, position)
+        if match is None or depth > MAX_DEPTH or (match[2] or "{") not in "{[":
             raise ValueError("no value")
-        if found[1] is not None:
-            return found[1], found.end()
-        if found[3] is not None:
-            bare = found[3].strip()
-            known = {"None": None, "True": True, "False": False}
-            return known[bare] if bare in known else (_decode(bare, 0) or (bare, 0))[0], found.end()
-        keyed, position, rows = found[2] == "{", found.end(), list[tuple[str, Any]]()
+        position = match.end()
+        if match[1] is not None:
+            return match[1], position
+        if match[3] is not None:
+            bare = match[3].strip()
+            constants = {"None": None, "True": True, "False": False}
+            return constants[bare] if bare in constants else (_decode(bare, 0) or (bare, 0))[0], position
+        is_object = match[2] == "{"
+        items = list[tuple[str, Any]]()
         while not (closing := re.compile(r"\s*,?\s*[}\]]").match(text, position)):
             comma = re.compile(r"\s*,").match(text, position)
             position, key = comma.end() if comma else position, ""
-            if keyed:
+            if is_object:
                 label = re.compile(r"\s*([^:{}]+):").match(text, position)
                 if label is None:
                     raise ValueError("no key")
                 key, position = label[1].strip().removeprefix(quote).removesuffix(quote), label.end()
-            inner, position = value_at(text, position, depth + 1)
-            rows.append((key, inner))
-        return dict(rows) if keyed else [row for _, row in rows], closing.end()
+            value, position = value_at(text, position, depth + 1)
+            items.append((key, value))
+        return dict(items) if is_object else [value for _, value in items], closing.end()
 
     def decode(text: str, position: int) -> tuple[Any, int] | None:
         try:
@@ -287,10 +281,10 @@ def _decode_with(quote: str) -> Callable[[str, int], tuple[Any, int] | None]:
 
 
 def _path(value: Any, name: str, key: str) -> tuple[list[str], str, str] | None:
-    """Return the keys that lead to the object of a call, and its keys of name and arguments."""
+    """Return the path of keys to the object of a call, and its keys of name and arguments; None if there is none."""
     for field, inner in value.items() if isinstance(value, dict) else ():
         if inner == name:
-            arguments = [other for other, held in value.items() if other != field and key in str(held)]
+            arguments = [other for other, item in value.items() if other != field and key in str(item)]
             return ([], field, arguments[0]) if arguments else None
         if deeper := _path(inner, name, key):
             return [field, *deeper[0]], deeper[1], deeper[2]
@@ -298,8 +292,8 @@ def _path(value: Any, name: str, key: str) -> tuple[list[str], str, str] | None:
 
 
 def _call_of(value: Any, path: tuple[list[str], str, str]) -> ToolCall:
-    way, name, arguments = path
-    for field in way:
+    fields, name, arguments = path
+    for field in fields:
         value = value.get(field) if isinstance(value, dict) else None
     if isinstance(value, dict):
         value = {"name": value.get(name), "arguments": value.get(arguments)}
@@ -320,10 +314,10 @@ def _literal(text: str) -> re.Pattern[str]:
 
 
 def _tight(text: str) -> str:
-    """Return a pattern for a tag beside a value, to which white space other than the tag's newline belongs."""
+    """Return a pattern for a tag next to a value. White space, except the tag's newline, belongs to the value."""
     return re.escape(text).replace("\\\n", "\n?")
 
 
 def _loose(text: str) -> str:
-    """Return a pattern for the text in which white space may be missing or different."""
+    """Return a pattern for the text that accepts missing or different white space."""
     return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))

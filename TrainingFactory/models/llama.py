@@ -1,3 +1,3 @@
-"""Llama by its family name."""
+"""Import path of the Llama model class."""
 
 from TrainingFactory.models.faces import LlamaModel as LlamaModel

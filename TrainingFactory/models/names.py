@@ -1,11 +1,11 @@
-"""Know short names of models, and hub ids that people write but that do not exist."""
+"""Short model names, and corrections of hub ids that people write but that do not exist."""
 
 from __future__ import annotations
 
 BUILTIN = "builtin:tiny"
-BY_TORCH = "torch:"  # before the seed in a revision of BUILTIN: torch draws the weights
+BY_TORCH = "torch:"  # prefix of the seed in a revision of BUILTIN: draw the weights with torch's generator
 
-# short name -> hub id, a package that carries weights, or another spelling of a hub id
+# short name -> hub id, `package:` and a Python package that contains weights, or the built-in model
 SUPPORTED_MODELS = {
     "qwen3-0.6b": "Qwen/Qwen3-0.6B",
     "qwen3-1.7b": "Qwen/Qwen3-1.7B",
@@ -23,7 +23,7 @@ SUPPORTED_MODELS = {
     "tiny": BUILTIN,
 }
 
-# ids that the hub does not have -> the model that is meant
+# nonexistent hub id -> existing hub id of the same model
 HUB_ALIASES = {
     "Qwen/Qwen3-4B-Instruct": "Qwen/Qwen3-4B-Instruct-2507",
     "Qwen/Qwen3-8B-Instruct": "Qwen/Qwen3-8B",
@@ -32,6 +32,6 @@ HUB_ALIASES = {
 
 
 def resolve(name: str) -> str:
-    """Return the hub id, package or built-in model that a name means; what is not known as it is."""
+    """Return the hub id, package or built-in model of a short name. Other names are returned unchanged."""
     target = SUPPORTED_MODELS.get(name.lower(), name)
     return HUB_ALIASES.get(target, target)

@@ -1,4 +1,4 @@
-"""Messages and tool lists as a chat template gets them, with a mark in place of every text that is foreign to it."""
+"""Outlines: messages and tool lists as a chat template gets them, with a mark in place of every untrusted text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from TrainingFactory.models.probes import CallStyle
 from TrainingFactory.models.templates import Template, Transform, json_inner
 from TrainingFactory.types import Message, ToolCall, ToolSpec
 
-Texts = list[str]  # foreign text number i is what mark number i stands for
-# Words of JSON schemas that templates look for; every other string of a tool list is foreign.
+Texts = list[str]  # mark number i stands for text number i
+# Keywords of JSON schemas that templates look for; every other string of a tool list is untrusted.
 SCHEMA_WORDS = frozenset(
     "type function name description parameters properties required items enum default anyOf return "
     "object string integer number boolean array null".split()
 )
 
-USUAL = re.compile(r"[\w\n -&(-~]*")  # templates do nothing to these characters that a canary does not show
+USUAL = re.compile(r"[\w\n -&(-~]*")  # characters whose changes by a template show in the canaries
 
 
 class Outlines:
@@ -34,8 +34,8 @@ class Outlines:
         self._last_schemas: tuple[list[dict[str, Any]], str, Texts] = ([], "", [])
 
     def settle(self, calls_as_json: bool) -> None:
-        """Set whether calls are written by us, as JSON, or by the template; where it is known how it writes texts as
-        arguments, usual ones become marks from now on, so that calls that differ in them have the same outline."""
+        """Set whether calls are written as JSON instead of by the template. If the template's transform of arguments is
+        known, marks replace usual strings from now on, so that calls with other strings have the same outline."""
         self._calls_as_json = calls_as_json
         with suppress(ValueError):
             self._marks_arguments = not calls_as_json and self.shown("argument", "") == ""
@@ -45,7 +45,7 @@ class Outlines:
         return self._template.marks[len(texts) - 1]
 
     def shown(self, what: str, text: str) -> str:
-        """Return the text as the template writes it in that place (some strip it, some write it as JSON)."""
+        """Return the text as the template writes it at the place `what`: some strip it, some encode it as JSON."""
         if self._calls_as_json and what.endswith("argument"):
             return json_inner(text)
         if what not in self._transforms:
@@ -54,8 +54,8 @@ class Outlines:
         return self._transforms[what](text)
 
     def shield(self, value: Any, texts: Texts, what: str, key: str = "nested argument") -> Any:
-        """Return a copy of JSON data in which every string that could give a control token is a mark. `what` says
-        where its strings stand, `key` where the keys of its objects do."""
+        """Return a copy of JSON data with marks for all strings that could produce a control token. `what` is the place
+        of its strings in the conversation, `key` that of its object keys."""
         inner = "nested argument" if what == "argument" else what
         if isinstance(value, dict):
             return {
@@ -69,8 +69,8 @@ class Outlines:
         return value
 
     def schemas(self, specs: list[ToolSpec]) -> tuple[list[dict[str, Any]], str, Texts]:
-        """The tool list as the template gets it, the same as text, and the texts its marks stand for. The last
-        list is kept: the episodes of a batch have the same tools."""
+        """Return the tool list as the template gets it, its JSON text, and the texts of its marks. The last list is
+        cached, because the episodes of a batch have the same tools."""
         if specs != self._last_specs:
             texts: Texts = []
             schemas = self.shield([spec_to_dict(spec) for spec in specs], texts, "tool text", "tool name")
@@ -91,12 +91,12 @@ class Outlines:
         return self.shield(value, texts, "argument")
 
     def message(self, message: Message, texts: Texts) -> dict[str, Any]:
-        """The message as templates expect it, with marks in place of its texts."""
+        """Return the message as templates expect it, with marks in place of its texts."""
         content = self.mark(self.shown(message.role, message.content), texts) if message.content else ""
         outline: dict[str, Any] = {"role": message.role, "content": content}
         if message.tool_calls:
             if self._style is None:
-                raise ValueError("the chat template renders no tool calls, so none can be written")
+                raise ValueError("the chat template renders no tool calls, so this message cannot be written")
             calls = [self.call(call, texts) for call in message.tool_calls]
             outline = self._style.message(calls, content)
         if message.reasoning:

@@ -1,7 +1,7 @@
-"""Readers of tool calls, one per syntax: text after the reasoning, and the tools there are -> (content, calls).
+"""Parsers of tool calls, one per syntax: text after the reasoning, and the available tools -> (content, calls).
 
-A reader never raises on what a model can write. A call that cannot be read is returned with its `error`,
-which is what the model is told. Syntaxes that a template shows by itself are in `forms.py`.
+A parser never raises on model output. It returns a malformed call with its `error`, which the model gets as the
+result. Parsers that are learned from a chat template are in `forms.py`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from TrainingFactory.common.texts import valid_text
 from TrainingFactory.types import ToolCall, ToolSpec
 
 CallReader = Callable[[str, Sequence[ToolSpec]], tuple[str, list[ToolCall]]]
-_TAG, _SPACE = re.compile("</?tool_call>"), re.compile(r"\s*")
-MAX_DEPTH = 64  # of nested arguments; what comes later (schema check, saving) walks them recursively
+_TAG = re.compile("</?tool_call>")
+_SPACE = re.compile(r"\s*")
+MAX_DEPTH = 64  # of nested arguments, because the schema check and saving walk them recursively
 
 
 def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
-    """Read <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number: Qwen2.5, Qwen3, Hermes. A tag inside
-    a string of the arguments is a part of it."""
+    """Parse <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number: Qwen2.5, Qwen3, Hermes. A tag inside
+    a string of the arguments belongs to the string."""
     outside, calls, position = "", list[ToolCall](), 0
     while tag := _TAG.search(text, position):
         outside += text[position : tag.start()]
@@ -40,23 +41,23 @@ def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[To
             calls.append(unreadable("found <tool_call> without </tool_call> after it"))
             position = closing.start() if closing else len(text)
         else:
-            whole = end > position and not text[end : closing.start()].strip()
+            decoded = end > position and not text[end : closing.start()].strip()
             inside = text[position : closing.start()]
-            calls.append(call_from_value(value) if whole else _call_from_json(inside))
+            calls.append(call_from_value(value) if decoded else _call_from_json(inside))
             position = closing.end()
     return (outside + text[position:]).strip() if calls else text, calls
 
 
 def read_bare_json(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
-    """Read JSON objects {"name": ..., "parameters" or "arguments": {...}} from the first line that begins with one,
-    separated by white space, commas or semicolons, as they are or in a ```json fence. Without arguments it is a call
-    only if it names a tool; any other JSON is an answer."""
-    found = re.search(
+    """Parse JSON objects {"name": ..., "parameters" or "arguments": {...}} from the first line that begins with one,
+    separated by white space, commas or semicolons, with or without a ```json fence. An object without arguments is a
+    call only if it names a tool; any other JSON is the answer."""
+    start = re.search(
         r'^[ \t]*(?:```(?:json)?\s*)?(\[?\s*(?=\{\s*"(?:name|function|type)"))', text, re.MULTILINE
     )
-    if found is None:
+    if start is None:
         return text, []
-    body = re.sub(r"\s*```\s*\Z", "", text[found.end() :])
+    body = re.sub(r"\s*```\s*\Z", "", text[start.end() :])
     names = [tool.name for tool in tools]
     calls, position = list[ToolCall](), 0
     while position < len(body):
@@ -66,7 +67,8 @@ def read_bare_json(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list
             rest = body[position:].lstrip()
             if not calls and not re.search(r'"(arguments|parameters)"', rest):
                 return text, []
-            calls += [unreadable("the call is not valid JSON")] if not calls or rest.startswith("{") else []
+            if not calls or rest.startswith("{"):
+                calls.append(unreadable("the call is not valid JSON"))
             break
         if isinstance(value, dict) and isinstance(value.get("function"), dict):
             value = value["function"]
@@ -75,11 +77,11 @@ def read_bare_json(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list
         elif not calls:
             return text, []
         position += len(body[position:]) - len(body[position:].lstrip(" \t\r\n,;"))
-    return text[: found.start()].strip(), calls
+    return text[: start.start()].strip(), calls
 
 
 def read_llama(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
-    """Llama 3.x: bare JSON; after <|python_tag|> JSON, name.call(key="value") or code."""
+    """Parse calls of Llama 3.x: bare JSON, or after <|python_tag|> JSON, name.call(key="value") or Python code."""
     before, tag, after = text.partition("<|python_tag|>")
     if not tag:
         return read_bare_json(text, tools)
@@ -93,14 +95,14 @@ def read_llama(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[Too
 
 
 def read_deepseek(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
-    """DeepSeek V3 and R1 (type, separator, name, fenced JSON) and V3.1 (name, separator, JSON)."""
+    """Parse calls of DeepSeek V3 and R1 (type, separator, name, fenced JSON) and V3.1 (name, separator, JSON)."""
     begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     content, *blocks = text.split(begin)
     calls = []
     for block in blocks:
         inside, closed, _ = block.partition(end)
-        first, found, second = inside.partition(sep)
-        if not closed or not found:
+        first, separator, second = inside.partition(sep)
+        if not closed or not separator:
             calls.append(unreadable(f"a call needs {sep} inside and {end} at its end"))
         elif first.strip() == "function":
             name, _, arguments = second.strip().partition("\n")
@@ -127,7 +129,7 @@ def call_from_value(value: Any) -> ToolCall:
 
 
 def make_call(name: Any, arguments: Any) -> ToolCall:
-    """Return a call; in the OpenAI form and DeepSeek's its arguments are JSON text of their own."""
+    """Return a call from its name and arguments, which the OpenAI and DeepSeek formats encode as JSON text."""
     if not isinstance(name, str) or not name.strip():
         return unreadable('"name" must be the name of a tool')
     try:
@@ -135,7 +137,7 @@ def make_call(name: Any, arguments: Any) -> ToolCall:
             arguments = _decoded(arguments) if arguments.strip() else {}
         if not isinstance({} if arguments is None else arguments, dict):
             raise ValueError("no JSON object")
-        return ToolCall(valid_text(name.strip()), _tidy(arguments or {}))
+        return ToolCall(valid_text(name.strip()), _plain(arguments or {}))
     except ValueError as error:
         return unreadable(f"the arguments are {error}", name)
 
@@ -150,7 +152,7 @@ def _decoded(text: str) -> Any:
 
 
 def call_from_keywords(name: str, keywords: str) -> ToolCall:
-    """Read `key="value", other=2` as literals of Python or JSON, which are never run."""
+    """Parse `key="value", other=2` as literals of Python or JSON, without evaluating code."""
     try:
         tree = ast.parse(f"call({keywords})", mode="eval").body
         assert isinstance(tree, ast.Call)
@@ -163,7 +165,8 @@ def call_from_tree(name: str, tree: ast.Call) -> ToolCall:
     if tree.args or any(keyword.arg is None for keyword in tree.keywords):
         return unreadable('arguments must be written as key="value"', name)
     try:
-        values = {str(each.arg): ast.literal_eval(_Constants().visit(each.value)) for each in tree.keywords}
+        nodes = {str(keyword.arg): _Constants().visit(keyword.value) for keyword in tree.keywords}
+        values = {key: ast.literal_eval(node) for key, node in nodes.items()}
         json.dumps(values, allow_nan=False)
     except (ValueError, TypeError, RecursionError, MemoryError):
         return unreadable('the arguments are not of the form key="value"', name)
@@ -171,23 +174,23 @@ def call_from_tree(name: str, tree: ast.Call) -> ToolCall:
 
 
 class _Constants(ast.NodeTransformer):
-    """Turns JSON's constants, which are names to Python, into Python's."""
+    """Replaces JSON's `true`, `false` and `null`, which are variable names in Python."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        known = {"true": True, "false": False, "null": None}
-        return ast.Constant(known[node.id]) if node.id in known else node
+        constants = {"true": True, "false": False, "null": None}
+        return ast.Constant(constants[node.id]) if node.id in constants else node
 
 
-def _tidy(value: Any, depth: int = 0) -> Any:
-    """Return the value in plain JSON types and with every string in a form that has UTF-8."""
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Return the value in plain JSON types, with strings that can be encoded as UTF-8."""
     if depth > MAX_DEPTH:
         raise ValueError("nested too deeply")
     if isinstance(value, str):
         return valid_text(value)
     if isinstance(value, dict):
-        return {valid_text(str(key)): _tidy(item, depth + 1) for key, item in value.items()}
+        return {valid_text(str(key)): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_tidy(item, depth + 1) for item in value]
+        return [_plain(item, depth + 1) for item in value]
     return value
 
 
@@ -196,7 +199,7 @@ def _finite(number: str) -> float | str:
     return value if math.isfinite(value) else number
 
 
-# What JSON cannot hold (NaN, 1e999) stays text, and the schema check tells the model.
+# Numbers that JSON cannot represent (NaN, 1e999) stay text, which the schema check rejects.
 DECODER = json.JSONDecoder(strict=False, parse_constant=str, parse_float=_finite)
 
 

@@ -1,5 +1,5 @@
-"""Probe a chat template with marks: how it wants tool calls, whether it renders tools, how it ends a turn, and what it
-writes between one assistant turn and the next."""
+"""Probes of a chat template with marks: which form of tool calls it accepts, whether it renders tools, how it ends a
+turn, and what it writes between one assistant turn and the next."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from TrainingFactory.models.templates import Template
 from TrainingFactory.types import Message, ToolCall
 
-CALL_ID = "call0000"  # with a digit behind it nine characters long, which some templates insist on
+CALL_ID = "call0000"  # plus one digit: some templates require ids of nine characters
 
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """Says how a template wants an assistant message with tool calls."""
+    """The form of assistant messages with tool calls that a template accepts."""
 
     arguments_as_text: bool  # JSON text instead of an object
-    empty_content: str | None  # what stands for no content
+    empty_content: str | None  # the value of `content` if there is none
 
     def message(self, calls: Sequence[ToolCall], content: str = "") -> dict[str, Any]:
         rows = []
@@ -36,9 +36,9 @@ def user(text: str) -> dict[str, Any]:
 
 
 def find_call_style(template: Template) -> CallStyle | None:
-    """Return the first way of giving a call in which its name and its argument come out; None if none does."""
+    """Return the first style in which the template renders a call's name and argument; None if there is none."""
     name, argument = template.marks[1], template.marks[2]
-    for style in (CallStyle(a, c) for a in (False, True) for c in (None, "")):
+    for style in (CallStyle(as_text, empty) for as_text in (False, True) for empty in (None, "")):
         try:
             text = template.text([user("m"), style.message([ToolCall(name, {"a": argument})])], header=False)
         except ValueError:
@@ -62,21 +62,21 @@ def renders_tools(template: Template) -> bool:
 
 
 def end_of_turn(template: Template, control_texts: Iterable[str]) -> str | None:
-    """Return the control token with which the template ends an assistant message; None where it writes none."""
+    """Return the control token with which the template ends an assistant message; None if there is none."""
     mark = template.marks[1]
     text = template.text([user("m"), {"role": "assistant", "content": mark}], header=False)
     if mark not in text:
-        raise ValueError("the chat template drops the assistant's messages when they are plain text")
+        raise ValueError("the chat template drops assistant messages without tool calls")
     rest = text.rpartition(mark)[2]
-    found = [(rest.index(control), -len(control), control) for control in control_texts if control in rest]
-    return min(found)[2] if found else None
+    ends = [(rest.index(control), -len(control), control) for control in control_texts if control in rest]
+    return min(ends)[2] if ends else None
 
 
 def end_of_calls(template: Template, style: CallStyle | None, control_texts: Iterable[str]) -> str | None:
-    """Return the control token at the end of a turn with calls, where it stands nowhere else in it (Gemma 4)."""
+    """Return the control token that ends a turn with calls, unless it also occurs inside the turn (Gemma 4)."""
     try:
-        calls = [style.message([ToolCall("f", {"a": "b"})] * count) if style else {} for count in (1, 2)]
-        one, two = (template.text([user("m"), each], header=False).rstrip() for each in calls)
+        turns = [style.message([ToolCall("f", {"a": "b"})] * count) if style else {} for count in (1, 2)]
+        one, two = (template.text([user("m"), turn], header=False).rstrip() for turn in turns)
     except ValueError:
         return None
     ends = [text for text in control_texts if one.endswith(text) and two.endswith(text)]
@@ -84,7 +84,7 @@ def end_of_calls(template: Template, style: CallStyle | None, control_texts: Ite
 
 
 def after_thought(body: str, think: tuple[str, str], opened: bool) -> str:
-    """Return a turn without the thought that it begins with."""
+    """Return a turn without its leading thought."""
     thinks = opened or body.lstrip().startswith(think[0])
     return body.partition(think[1])[2] if thinks and think[1] in body else body
 
@@ -97,41 +97,34 @@ def shows_tool_results(template: Template, style: CallStyle | None, end_text: st
 
 
 def assistant_body(template: Template, start: str, outline: dict[str, Any], think: tuple[str, str]) -> str:
-    """Return the assistant's part of a rendering, from where the model begins to write: `start`, which the template
-    writes for mark 0 as the user's, ends there."""
+    """Return the assistant's part of a rendering, from the model's first token. `start` is the template's prompt for a
+    user message that is mark 0."""
     whole = template.text([user(template.marks[0]), outline], header=False)
     if whole.startswith(start):
         return whole[len(start) :]
     # The header opens a thought that the finished turn no longer shows.
     before, opened, _ = start.rpartition(think[0])
     if not opened or not whole.startswith(before):
-        raise ValueError(
-            "the chat template writes an assistant turn differently from the header it gives the model"
-        )
+        raise ValueError("the chat template begins an assistant turn differently from its generation prompt")
     rest = whole[len(before) :]
     if start.rstrip().endswith(think[1]):
         return rest
-    if rest.startswith(
-        think[0]
-    ):  # the header writes white space after it that a thought of no words leaves out
+    if rest.startswith(think[0]):  # an empty thought, without the white space after the header's tag
         return rest.removeprefix(think[0])
     thought = outline.get("reasoning_content", "")
     return thought + rest if rest.startswith(think[1]) else f"{thought}\n{think[1]}\n\n{rest}"
 
 
 def shown(template: Template, what: str, style: CallStyle | None) -> Callable[[str], str]:
-    """Return a rendering of the shortest conversation with a text in that place: of a role, or in a call or tool."""
+    """Return a function that renders the shortest conversation with its text at `what`: a role or part of a tool."""
 
     def render(text: str) -> str:
         tools: list[dict[str, Any]] = []
-        call = {"argument": ToolCall("f", {"a": text}), "nested argument": ToolCall("f", {"a": [text]})}.get(
-            what
-        )
-        called = (
-            style.message([call or ToolCall("f", {"a": "b"})])
-            if style
-            else {"role": "assistant", "content": "m"}
-        )
+        calls = {"argument": ToolCall("f", {"a": text}), "nested argument": ToolCall("f", {"a": [text]})}
+        call = calls.get(what)
+        turn = {"role": "assistant", "content": "m"}
+        if style:
+            turn = style.message([call or ToolCall("f", {"a": "b"})])
         conversation = [user("m")]
         if what == "system":
             conversation = [{"role": "system", "content": text}, user("m")]
@@ -141,9 +134,9 @@ def shown(template: Template, what: str, style: CallStyle | None) -> Callable[[s
             conversation = [user("m"), {"role": "assistant", "content": text}]
         elif what == "tool":
             reply = {"role": "tool", "tool_call_id": f"{CALL_ID}0", "name": "f", "content": text}
-            conversation = [user("m"), called, reply]
+            conversation = [user("m"), turn, reply]
         elif call:
-            conversation = [user("m"), called]
+            conversation = [user("m"), turn]
         else:
             tools = [tool(text, "d") if what == "tool name" else tool("f", text)]
         return template.text(conversation, tools, header=False)
@@ -154,39 +147,39 @@ def shown(template: Template, what: str, style: CallStyle | None) -> Callable[[s
 def continuation(
     template: Template, style: CallStyle | None, end_text: str | None, replies: Sequence[Message]
 ) -> str:
-    """Return what the template writes after a sampled turn: the rest of its end, the replies, the next header."""
+    """Return the template's text after a sampled turn: the rest of its end, the replies, the next generation prompt."""
     marks = template.marks
     tool_replies = [number for number, reply in enumerate(replies) if reply.role == "tool"]
-    refusal: ValueError | None = None
-    # Some templates take one call a turn only, but any number of results.
-    for amount in dict.fromkeys((len(tool_replies), min(1, len(tool_replies)))):
-        calls = [ToolCall(marks[3 + 2 * number], {"a": marks[1]}) for number in tool_replies[:amount]]
+    failure: ValueError | None = None
+    # Some templates accept only one call per turn, but any number of results.
+    for count in dict.fromkeys((len(tool_replies), min(1, len(tool_replies)))):
+        calls = [ToolCall(marks[3 + 2 * number], {"a": marks[1]}) for number in tool_replies[:count]]
         turn = style.message(calls) if style and calls else {"role": "assistant", "content": marks[1]}
         answers: list[dict[str, Any]] = []
         # mark 2 + 2i is the text of reply i, mark 3 + 2i the name of its tool
         for number, reply in enumerate(replies):
             answer = {"role": reply.role, "content": marks[2 + 2 * number] if reply.content else ""}
             if reply.role == "tool":
-                call_id = f"{CALL_ID}{min(len(answers), max(amount - 1, 0))}"
+                call_id = f"{CALL_ID}{min(len(answers), max(count - 1, 0))}"
                 answer |= {"tool_call_id": call_id, "name": marks[3 + 2 * number]}
             answers.append(answer)
         try:
             alone = template.text([user(marks[0]), turn], header=False)
             whole = template.text([user(marks[0]), turn, *answers])
         except ValueError as error:
-            refusal = error
+            failure = error
             continue
         return _between(alone, whole, marks[1], end_text)
-    assert refusal is not None
-    raise refusal
+    assert failure is not None
+    raise failure
 
 
 def _between(alone: str, whole: str, last: str, end_text: str | None) -> str:
-    """Return what `whole` has after the turn that `alone` ends with; `last` is the last mark inside the turn."""
+    """Return the part of `whole` after the turn that `alone` ends with; `last` is the last mark inside the turn."""
     ending, rest = alone.rpartition(last)[2], whole.rpartition(last)[2]
     if last not in whole:
-        raise ValueError("the chat template drops the assistant's turn once it is answered")
+        raise ValueError("the chat template drops an assistant turn that has a reply")
     cut = ending.rindex(end_text) + len(end_text) if end_text and end_text in ending else len(ending)
     if not rest.startswith(ending[:cut]):
-        raise ValueError("the chat template ends a turn differently once it is answered")
+        raise ValueError("the chat template ends an assistant turn differently if it has a reply")
     return rest[cut:]

@@ -1,4 +1,4 @@
-"""Whether a turn is read back as it was written."""
+"""Comparison of an assistant turn with the message that is parsed back from its tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from TrainingFactory.types import Message
 
 
 class NotReadBack(ValueError):
-    """A message that this model's reader would take for another one."""
+    """Raised for a message whose tokens this model's parser would read as a different message."""
 
 
 def same_turn(read: Message, written: Message) -> bool:
@@ -23,15 +23,14 @@ def same_turn(read: Message, written: Message) -> bool:
 
 
 def difference(family: str, written: Message, read: Message) -> str:
-    def shown(message: Message) -> str:
-        calls = [
-            f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})" for call in message.tool_calls
-        ]
-        thought = [f"thought {message.reasoning!r}"] if message.reasoning else []
-        text = [f"text {message.content!r}"] if message.content else []
-        return ", ".join([*thought, *text, *(f"call {call}" for call in calls)])[:300] or "nothing"
+    def summary(message: Message) -> str:
+        parts = [f"thought {message.reasoning!r}"] if message.reasoning else []
+        parts += [f"text {message.content!r}"] if message.content else []
+        for call in message.tool_calls:
+            parts.append(f"call {call.name}({json.dumps(call.arguments, ensure_ascii=False)})")
+        return ", ".join(parts)[:300] or "nothing"
 
     return (
-        f"this model (family {family!r}) would not read back what it is to learn to write: {shown(written)} is read "
-        f"as {shown(read)}"
+        f"this model (family {family!r}) would not read back the turn that it learns to write: {summary(written)} is "
+        f"parsed as {summary(read)}"
     )

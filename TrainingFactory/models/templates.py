@@ -1,5 +1,5 @@
-"""Render a chat template with a mark in place of every text that is not its own: that shows which text is the
-template's and where the foreign texts go, so no foreign text is ever read by the template."""
+"""Rendering of chat templates with a mark in place of every text of a conversation. The rendering shows which text is
+the template's own and where the conversation's texts go, and the template never sees untrusted text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 Transform = Callable[[str], str]
 
-MAX_STEPS = 3_000_000  # lines of a template that one rendering may run; a message takes some 30
-# Texts that show what a template does to content: edge spaces, quotes, escapes, markup, newlines, JSON.
+MAX_STEPS = 3_000_000  # template lines that one rendering may execute; a message takes about 30
+# Texts that show how a template changes content: edge spaces, quotes, escapes, markup, newlines, JSON.
 CANARIES = (
     "plain",
     '  two  spaces, "quotes", \\ back\nlines, <b>tags</b> &amp; é 你\ttab \n',
@@ -47,7 +47,7 @@ TRANSFORMS: tuple[Transform, ...] = (
 
 
 class Marks:
-    """Makes strings that no foreign text can hold, because they are drawn anew in every process."""
+    """Numbered strings that no untrusted text can contain, because every object draws a random salt."""
 
     def __init__(self) -> None:
         self._salt = secrets.token_hex(8)
@@ -60,7 +60,7 @@ class Marks:
         return set(map(int, self._pattern.findall(text)))
 
     def split(self, text: str) -> list[str | int]:
-        """Cut the text at its marks: own texts and mark numbers, in order, without empty texts."""
+        """Split the text at its marks into texts and mark numbers, in order, without empty texts."""
         parts: list[str | int] = []
         for position, part in enumerate(self._pattern.split(text)):
             if position % 2:
@@ -71,18 +71,18 @@ class Marks:
 
 
 def _bounded(render: Callable[[], str]) -> str:
-    """Return what a template writes; raise where it does not come to an end."""
+    """Return a template's rendering; raise ValueError if it executes more than MAX_STEPS lines."""
     steps = 0
 
     def count(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal steps
         steps += 1
         if steps > MAX_STEPS:
-            raise ValueError(f"it has not come to an end after {MAX_STEPS} steps")
+            raise ValueError(f"it did not finish within {MAX_STEPS} steps")
         return count
 
     before = sys.gettrace()
-    # Counted steps end in every run at the same place, and on every thread; a clock would not.
+    # A step limit, unlike a time limit, is reproducible and works on every thread.
     sys.settrace(lambda frame, *_: count if frame.f_code.co_filename == "<template>" else None)
     try:
         return render()
@@ -95,15 +95,13 @@ class Template:
         self, tokenizer: Any, options: dict[str, Any] | None = None, day: date | None = None
     ) -> None:
         if not tokenizer.chat_template:
-            raise ValueError(
-                "the tokenizer has no chat template, so there is no way to write a conversation with it"
-            )
+            raise ValueError("the tokenizer has no chat template; use a chat model, or set chat_template")
         self._tokenizer = tokenizer
         moment = datetime.combine(day or date.today(), datetime.min.time())
-        # Some templates print the date: it is fixed for the life of this object.
+        # Some templates print the date: it stays the same for the lifetime of this object.
         self._options = {"strftime_now": moment.strftime, **(options or {})}
         self.marks = Marks()
-        self.watched = True  # until it is known to end: that doubles the time of a rendering
+        self.watched = True  # count steps until the template is known to finish; that doubles the time
 
     def text(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), header: bool = True
@@ -118,23 +116,23 @@ class Template:
         )
         try:
             return _bounded(render) if self.watched else render()
-        except Exception as error:  # a template is foreign code
-            raise ValueError(f"the chat template refuses this conversation: {error}") from error
+        except Exception as error:  # templates are third-party code
+            raise ValueError(f"the chat template cannot render this conversation: {error}") from error
 
     def transform(self, what: str, render: Callable[[str], str]) -> Transform:
-        """Return what the template does to a text, found by rendering canaries in its place."""
+        """Find how the template changes a text at the place `what`, by rendering canaries there."""
         mark = self.marks[0]
         pattern = render(mark)
         if mark not in pattern and what.startswith("tool "):
-            return str  # it shows no such part of a tool
+            return str  # the template does not render this part of a tool
         if mark not in pattern:
             raise ValueError(
-                f"the chat template drops or rewrites a text ({what}), so this model cannot be given one"
+                f"the chat template drops or rewrites a text ({what}), so conversations with one cannot be rendered"
             )
         shown = [render(canary) for canary in CANARIES]
         for transform in TRANSFORMS:
             if all(pattern.replace(mark, transform(c)) == s for c, s in zip(CANARIES, shown, strict=True)):
                 return transform
         raise ValueError(
-            f"the chat template rewrites a text ({what}) in a way that cannot be followed token by token"
+            f"the chat template rewrites a text ({what}) in an unknown way, so its tokens cannot be attributed"
         )

@@ -1,5 +1,5 @@
-"""Make the built-in model, a Qwen3 of half a million parameters, from a seed: its tokenizer is trained on the texts
-below, its weights are random. Architecture, added tokens and chat template are those of a 4B Qwen3."""
+"""The built-in model, a Qwen3 of half a million parameters. Its tokenizer is trained on the texts below; its weights
+are random numbers from a seed. Architecture, added tokens and chat template are those of Qwen3 4B."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ from typing import Any
 from TrainingFactory.models.names import BUILTIN, BY_TORCH
 from TrainingFactory.models.words import NAMES, PLACES, THINGS, VERBIAGE
 
-SPECIAL_TOKENS = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|>
-<|box_start|> <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|>
-<|vision_pad|> <|image_pad|> <|video_pad|>""".split()
-PLAIN_TOKENS = """<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|>
-<|repo_name|> <|file_sep|> <tool_response> </tool_response> <think> </think>""".split()
-# Qwen's own split of a text into words: digits stand alone, a word may carry one leading space.
+SPECIAL_TOKENS = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|>
+<|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|>
+<|video_pad|>""".split()
+PLAIN_TOKENS = """<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|>
+<|file_sep|> <tool_response> </tool_response> <think> </think>""".split()
+# Qwen's pre-tokenization: digits are split one by one, a word may include one leading space.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-COMMON_WORDS = """a about after all also an and answer any are as at back be because been before between
-both but by call can city could day do does each error find first for from get give go
-has have how if in into is it its just know last like look make many more most much name
-new no not now number of on one only or other out over people place question result say
-see she so some take tell than that the their them then there these they this time to
-tool two up use user value was way we what when where which who why will with word work
-would year you your search lookup query find expression calculate calculator compute
-equals plus minus times divided result number string integer object text key value list
-true false null live lives born owns likes visits color keep keeps""".split()
+COMMON_WORDS = """a about after all also an and answer any are as at back be because been before between both but
+by call can city could day do does each error find first for from get give go has have how if in into is it its
+just know last like look make many more most much name new no not now number of on one only or other out over
+people place question result say see she so some take tell than that the their them then there these they this time
+to tool two up use user value was way we what when where which who why will with word work would year you your
+search lookup query find expression calculate calculator compute equals plus minus times divided result number
+string integer object text key value list true false null live lives born owns likes visits color keep keeps""".split()
 
 
 def template() -> str:
@@ -38,7 +36,7 @@ def template() -> str:
 
 @cache
 def _trained_tokenizer() -> str:
-    """Train a byte-level BPE of under a thousand entries in which every word of `words` is one token."""
+    """Train a byte-level BPE tokenizer with fewer than 1,000 entries in which every word of `words` is one token."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from tokenizers.normalizers import NFC
 
@@ -57,7 +55,7 @@ def _trained_tokenizer() -> str:
     for word in NAMES + PLACES + THINGS + VERBIAGE:
         for form in (word, "Ġ" + word):  # the byte-level spelling of a leading space
             vocabulary.setdefault(form, len(vocabulary))
-    state["model"]["ignore_merges"] = True  # a whole word in the vocabulary is taken as it is
+    state["model"]["ignore_merges"] = True  # use the vocabulary's whole words directly
     tokenizer = Tokenizer.from_str(json.dumps(state))
     special = [AddedToken(text, normalized=False, special=True) for text in SPECIAL_TOKENS]
     tokenizer.add_special_tokens(special)
@@ -66,7 +64,6 @@ def _trained_tokenizer() -> str:
 
 
 def tiny_tokenizer() -> Any:
-    """Return a new tokenizer, as the built-in model has it."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -78,8 +75,8 @@ def tiny_tokenizer() -> Any:
 
 
 def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: str = "0") -> Any:
-    """Return the model. `revision` is the seed of its weights; `torch:SEED` draws them with torch's generator, as
-    versions before 0.2 did: those weights depend on the processor type."""
+    """Return the model. `revision` is the seed of its weights. `torch:SEED` draws them with torch's generator, as
+    versions before 0.2 did; those weights depend on the processor type."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -91,9 +88,7 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: 
     )  # fmt: skip
     number = revision.removeprefix(BY_TORCH)
     if not number.isdecimal():
-        raise ValueError(
-            f"model.revision is {revision!r}; for {BUILTIN} set the seed of its weights, such as 0"
-        )
+        raise ValueError(f"model.revision is {revision!r}; for {BUILTIN} it must be a seed, such as 0")
     seed = int(number)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -104,8 +99,8 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: 
 
 
 def _draw_weights(model: Any, seed: int, deviation: float) -> None:
-    """Fill every matrix with numbers of nearly normal distribution that are the same on every processor: each is the
-    sum of twelve 16-bit integers, scaled by one multiplication. Norms (vectors) stay as they are, at one."""
+    """Fill every matrix with approximately normal numbers that are identical on every processor: each number is the
+    sum of twelve 16-bit integers, scaled by one multiplication. Norms (vectors) stay at one."""
     import numpy as np
     import torch
 

@@ -1,6 +1,6 @@
-"""Give a model a form for tools that its own chat template has not: tokens for the tags, and a template over its own.
+"""Tool support for models whose chat template has none: tokens for the tags, and a template that wraps the model's own.
 
-A checkpoint carries both, so that what was trained from it needs no option to be loaded."""
+Checkpoints contain both, so a model trained this way is loaded without `model.tools_format`."""
 
 from __future__ import annotations
 
@@ -20,32 +20,31 @@ TAGS = {"hermes": ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_res
 def add_tools_format(
     loaded: LoadedModel, name: str, frozen: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> None:
-    """Change tokenizer and embeddings of a model in place, and say so; where the template has tools already nothing is
-    changed. `frozen`: an adapter is trained over the model, or its weights are in few bits."""
-    tokenizer, ours = loaded.tokenizer, _template(name)
-    own = tokenizer.chat_template
-    if own and own.startswith(ours):  # a checkpoint of a model that has it
+    """Add tokens, embeddings and a template for tools to a model in place, and report it with `say`. Change nothing if
+    the template renders tools already. `frozen`: an adapter is trained over the model, or the weights are quantized."""
+    tokenizer = loaded.tokenizer
+    tools_template = _template(name)
+    chat_template = tokenizer.chat_template
+    if chat_template and chat_template.startswith(tools_template):  # a checkpoint of a model that has it
         return
     if probes.renders_tools(Template(tokenizer)):
-        say(
-            f"note: model.tools_format is {name}, and is not used: the chat template of {loaded.name} has tools"
-        )
+        say(f"note: model.tools_format={name} is ignored: the chat template of {loaded.name} renders tools")
         return
     if frozen:
         raise ValueError(
-            f"model.tools_format is {name}, which adds tokens to {loaded.name}, and an adapter does not train their "
-            "embeddings: train all weights once (sft, without lora, model.adapter and model.quantization), and put the "
-            "adapter on what that run has made, without model.tools_format"
+            f"model.tools_format={name} adds tokens to {loaded.name}, and an adapter does not train their embeddings. "
+            "First train all weights once (sft, without lora, model.adapter and model.quantization); then train the "
+            "adapter on the model of that run, without model.tools_format"
         )
-    there = tokenizer.get_vocab()
-    new = [tag for tag in TAGS[name] if tag not in there]
+    vocabulary = tokenizer.get_vocab()
+    new = [tag for tag in TAGS[name] if tag not in vocabulary]
     used = len(tokenizer)
-    tokenizer.add_tokens(new)  # as ordinary ones: what decodes a turn shows them
-    tokenizer.chat_template = ours + own
+    tokenizer.add_tokens(new)  # not as special tokens, which decoding may skip
+    tokenizer.chat_template = tools_template + chat_template
     _add_rows(loaded.model, tokenizer.convert_tokens_to_ids(new), used)
     tokens = f"the tokens {', '.join(new)} (embeddings: the mean of the others)" if new else "no new token"
     say(
-        f"note: the chat template of {loaded.name} has no tools: model.tools_format={name} adds them, and {tokens}"
+        f"note: {loaded.name} has no chat template for tools. model.tools_format={name} adds them, and {tokens}"
     )
 
 
@@ -55,9 +54,9 @@ def _template(name: str) -> str:
 
 @torch.no_grad()
 def _add_rows(model: Any, tokens: list[int], used: int) -> None:
-    """Make rows for new tokens, the mean of those of the `used` tokens before them; some models have spare rows."""
+    """Add embedding rows for new tokens, each the mean of the first `used` rows. Some models have spare rows to use."""
     size = max([model.get_input_embeddings().weight.shape[0], *(token + 1 for token in tokens)])
     model.resize_token_embeddings(size, mean_resizing=False)
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    for weight in {id(each.weight): each.weight for each in ends}.values():  # tied ones once
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    for weight in {id(layer.weight): layer.weight for layer in layers}.values():  # tied weights once
         weight[tokens] = weight[:used].float().mean(0).to(weight.dtype)

@@ -1,4 +1,4 @@
-"""Tokens in, tokens and log-probs out. The native engine is imported on first use: vLLM needs nothing of it."""
+"""Sampling engines: token ids in, token ids and log-probs out. `NativeEngine` is imported on first use."""
 
 from typing import TYPE_CHECKING, Any
 

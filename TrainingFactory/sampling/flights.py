@@ -1,19 +1,20 @@
-"""Launch steps on a GPU, through its kernels where these know the model, before the last one's tokens are looked at."""
+"""Asynchronous steps on a GPU: each step is launched before the tokens of the previous one are fetched."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from itertools import islice
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
 
 from TrainingFactory.sampling.cache.slots import SlotCache, StepContext, Tiles
 from TrainingFactory.sampling.gpu.graphs import to_device
-from TrainingFactory.sampling.picking import finite, pick, split_picked, uniforms
+from TrainingFactory.sampling.picking import Data, DrawInputs, finite, pick, split_picked, uniforms
 from TrainingFactory.sampling.planning import NONE, Plan
 from TrainingFactory.sampling.runner import Flat, Runner, Sampled
 from TrainingFactory.sampling.tiles import lay_out
@@ -23,25 +24,38 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Flight:
-    """Holds a step that runs while the next one is planned: a token for each of its slots, and a second for those that
-    may go on."""
+    """A step that runs while the next one is planned. It samples a token for each slot, and a second one for slots
+    whose turn may continue."""
 
-    slots: np.ndarray  # those of the first tokens, then those of the second
-    places: np.ndarray
-    first: int  # how many are first tokens
-    epochs: np.ndarray  # a slot whose epoch has changed meanwhile has no use for its token
-    live: np.ndarray  # [M] whose logits they are drawn from
-    picked: torch.Tensor | None  # [2, M], on its way to the host
-    ready: torch.cuda.Event | None
+    slots: np.ndarray  # slots of the first tokens, then those of the second
+    places: np.ndarray  # positions of the tokens in their slot's sequence
+    first: int  # number of first tokens
+    epochs: np.ndarray  # the token of a slot whose epoch has changed since is dropped
+    live: np.ndarray  # [M] the rows of logits whose tokens are used
+    picked: torch.Tensor | None  # [2, M], being copied to the host
+    ready: torch.cuda.Event | None  # recorded after that copy
+
+
+class LegInputs(NamedTuple, Generic[Data]):
+    """The tokens of one leg of a launch: the first leg samples a token per slot, the second one feeds these tokens."""
+
+    tokens: Data  # [N] ids; -1 - slot: the token that this slot samples in the previous leg or launch
+    positions: Data  # [N]
+    where: Data  # [N] flat cache positions to write
+    keep: Data  # [M] tokens whose logits are drawn from; empty in the second leg: all
+    into: Data  # [M] slot whose latest token the draw becomes; `table.slots`: the draw is not used
+
+
+Leg = tuple[LegInputs[Data], DrawInputs[Data]]
 
 
 class FlightRunner(Runner):
-    """Runs steps with the GPU's kernels if `tiled`; as `Runner` does otherwise."""
+    """A `Runner` that uses the GPU kernels if `tiled`."""
 
     _kernels: Any = None
 
     def _prepare(self) -> None:
-        # Triton comes with torch for CUDA; deterministic mode holds on a CPU only.
+        # Triton is part of torch for CUDA. Deterministic mode is for CPUs only.
         if self._graphs is not None and not self.table.deterministic and importlib.util.find_spec("triton"):
             self.use_kernels()
 
@@ -63,10 +77,10 @@ class FlightRunner(Runner):
     def _compare(self) -> None:
         try:
             super()._compare()
-        except Exception as error:  # a device or a model that the kernels do not know
+        except Exception as error:  # a device or a model that the kernels do not support
             if self._kernels is None:
                 raise
-            log.warning("sampling without the GPU's own kernels: %s", error)
+            log.warning("Sampling without the fused GPU kernels, which is slower: %s", error)
             self._kernels = self._fused_kind = None
             self.refresh()
             super()._compare()
@@ -84,10 +98,11 @@ class FlightRunner(Runner):
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
-        """Begin a plan without guesses, and move the table on as if its tokens were known; `land` returns them."""
+        """Start a plan without guesses, and advance the table as if its tokens were known; `land` returns them."""
         table, plan.twice = self.table, True
         flat, picked = self._begin(plan)
-        slots, offsets, ready = flat.rows[flat.live], flat.offsets[flat.live], None
+        slots, offsets = flat.rows[flat.live], flat.offsets[flat.live]
+        ready = None
         if picked is not None and picked.is_cuda:
             host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True)
             picked, ready = host.copy_(picked, non_blocking=True), torch.cuda.Event()
@@ -105,19 +120,19 @@ class FlightRunner(Runner):
         return flight
 
     def land(self, flight: Flight) -> Sampled:
-        """Wait for the tokens of a step, and return those whose turn still goes on."""
+        """Wait for the tokens of a step, and return those of turns that have not ended."""
         if flight.ready is not None:
             flight.ready.synchronize()
         table, first = self.table, flight.first
         tokens, logprobs = (array[flight.live] for array in split_picked(flight.picked, flight.live))
-        good = table.epoch[flight.slots] == flight.epochs
-        if first < len(tokens):  # nothing follows a stop
+        valid = table.epoch[flight.slots] == flight.epochs
+        if first < len(tokens):  # drop second tokens after a stop
             ended = np.zeros(table.slots, bool)
             ended[flight.slots[:first]] = table.stopped(flight.slots[:first], tokens[:first])
-            good[first:] &= ~ended[flight.slots[first:]]
-        slots = flight.slots[good]
+            valid[first:] &= ~ended[flight.slots[first:]]
+        slots = flight.slots[valid]
         table.flying -= np.bincount(slots, minlength=table.slots)
-        return Sampled(slots, flight.places[good], tokens[good], finite(logprobs[good]))
+        return Sampled(slots, flight.places[valid], tokens[valid], finite(logprobs[valid]))
 
     def _feed(
         self, plan: Plan, cache: SlotCache, dense_end: int, chunk_end: int
@@ -127,46 +142,47 @@ class FlightRunner(Runner):
         kernels, table, shape = self._kernels, self.table, self.shapes[0]
         layout = lay_out(plan, table, shape.queries // shape.heads)
         flat = self._flat(plan, cache, 0, layout)
-        draws = uniforms(table.seed[flat.rows], table.known[flat.rows] + flat.offsets)
+        draws = self._draws(flat)
         into = np.where(flat.live, flat.rows, table.slots)
-        limits = self._limits(flat.rows[flat.live], flat.rows)
-        legs = [[flat.tokens, flat.positions, flat.where, flat.keep, into, draws, *limits]]
-        recorded = layout.recorded and len(limits) < 2
+        legs = [(LegInputs(flat.tokens, flat.positions, flat.where, flat.keep, into), draws)]
+        recorded = layout.recorded and not draws.filters
         if recorded and plan.twice and plan.rows:
-            legs.append(self._second(plan, flat, cache))
-            legs[1] += [table.temperature[: plan.rows]] if limits else []
-        arrays = [*chain(*legs), *layout.arrays]
+            legs.append(self._second_leg(plan, flat, cache, scaled=draws.temperature is not None))
+        leg_arrays = [array for inputs, draws in legs for array in (*inputs, *draws.present)]
+        arrays = [*leg_arrays, *layout.arrays]
 
         def step(tensors: list[torch.Tensor]) -> torch.Tensor:
-            size, rest, found = len(legs[0]), tensors[len(legs) * len(legs[0]) :], []
-            for number in range(len(legs)):
-                tokens, positions, where, keep, into, draws, *heat = tensors[number * size :][:size]
-                context = StepContext(cache, where, tokens=plan.rows * (plan.span or 1), positions=positions)
-                context.attend = kernels.attend
-                layout.enter(context, plan, rest)
-                chunks = len(plan.slots) and not number
-                context.pieces = context.pieces if chunks else None
-                logits = self._logits(self._known(tokens), positions, context, keep if chunks else 0)
-                if len(heat) > 1:
-                    picked = pick(logits, draws, heat[0], heat[1:])
+            remaining, results = iter(tensors), []
+            leg_tensors = [_next_leg(remaining, leg) for leg in legs]
+            tiles = list(remaining)
+            for number, (inputs, draws) in enumerate(leg_tensors):
+                context = StepContext(cache, inputs.where, tokens=plan.rows * (plan.span or 1))
+                context.attend, context.positions = kernels.attend, inputs.positions
+                layout.enter(context, plan, tiles)
+                has_chunks = len(plan.slots) and not number
+                context.pieces = context.pieces if has_chunks else None
+                keep = inputs.keep if has_chunks else 0
+                logits = self._logits(self._known(inputs.tokens), inputs.positions, context, keep)
+                if draws.filters:
+                    picked = pick(logits, draws.uniform, draws.temperature, draws.filters)
                 else:
-                    picked = kernels.choose(logits, draws, heat[0] if heat else None)
-                self._latest.index_copy_(0, into, picked[0].long())
-                found.append(picked)
-            return torch.cat(found, 1) if len(found) > 1 else found[0]
+                    picked = kernels.choose(logits, draws.uniform, draws.temperature)
+                self._latest.index_copy_(0, inputs.into, picked[0].long())
+                results.append(picked)
+            return torch.cat(results, 1) if len(results) > 1 else results[0]
 
         picked = None
         if self._graphs is not None and recorded:
             self._check_graphs(cache)
-            key = plan.rows, plan.span, len(limits), len(legs), *layout.key
+            key = plan.rows, plan.span, len(draws.present) - 1, len(legs), *layout.key
             picked = self._graphs.run(key, arrays, step)
         if picked is None:
             picked = step(to_device(arrays, self.device))
         return flat, picked
 
-    def _second(self, plan: Plan, flat: Flat, cache: SlotCache) -> list[np.ndarray]:
-        """Let rows that sample a token, and may go on after it, feed it in the same launch, for what follows it: a
-        launch costs the host as much as the GPU needs for a token. Enter what they sample into `flat`."""
+    def _second_leg(self, plan: Plan, flat: Flat, cache: SlotCache, scaled: bool) -> Leg[np.ndarray]:
+        """Return a leg that feeds the tokens of the first leg, in rows whose turn may continue, and add its rows of
+        logits to `flat`. Two legs pay because a launch takes the host as long as a token takes the GPU."""
         table, rows = self.table, np.arange(plan.rows)
         slots = flat.rows[flat.live]
         slots = slots[(slots < plan.rows) & (table.known[slots] + 1 < table.limit[slots])]
@@ -178,5 +194,12 @@ class FlightRunner(Runner):
         where[slots] = slots * cache.capacity + places
         flat.rows, flat.live = np.concatenate((flat.rows, rows)), np.concatenate((flat.live, live))
         flat.offsets = np.concatenate((flat.offsets, np.ones(plan.rows, np.int64)))
-        draws = uniforms(table.seed[: plan.rows], table.known[: plan.rows] + 1)
-        return [tokens, positions, where, NONE, np.where(live, rows, table.slots), draws]
+        uniform = uniforms(table.seed[: plan.rows], table.known[: plan.rows] + 1)
+        draws = DrawInputs(uniform, table.temperature[: plan.rows] if scaled else None)
+        return LegInputs(tokens, positions, where, NONE, np.where(live, rows, table.slots)), draws
+
+
+def _next_leg(tensors: Iterator[torch.Tensor], arrays: Leg[np.ndarray]) -> Leg[torch.Tensor]:
+    """Take the tensors of a leg's arrays, which have the same order."""
+    inputs, draws = arrays
+    return LegInputs(*islice(tensors, len(inputs))), DrawInputs(*islice(tensors, len(draws.present)))

@@ -1,10 +1,10 @@
-"""Sample stock transformers models in slots that share prefixes; a worker thread makes the steps.
+"""Engine that samples stock transformers models in slots with prefix sharing; a worker thread runs the steps.
 
-With `deterministic=True` the same requests give the same bits whatever their timing: session i (in the order
-of opening) sits in slot i mod slots and waits until it is free; a decode step always has one row per slot; a
-prompt is prefilled alone, in chunks of 32 tokens at multiples of 32, so that its keys and values are a pure
-function of its tokens and may be shared; a short reply goes through the decode rows; nothing is evicted. Sessions
-must be closed, nested agents need a slot each. It holds on one machine with one number of threads, on CPU.
+With `deterministic=True` the same requests give bit-identical results whatever their timing, on the CPU of one machine
+with a fixed number of threads. Session i (in the order of opening) waits for slot i mod slots. Nothing is evicted, so
+sessions must be closed, and nested agents need a slot each. A decode step always has one row per slot; its rows also
+feed short replies. A prompt is prefilled alone, in chunks of 32 tokens at multiples of 32, so that its keys and values
+are a pure function of its tokens and can be shared.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from TrainingFactory.sampling.runner import Sampled
 from TrainingFactory.sampling.table import Request, Round, Seat, SlotTable
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
-COMPACT_AFTER = 3  # steps
-LOOK_AFTER = 16  # steps launched ahead in a row before one waits, to see whether there is something to guess
+COMPACT_AFTER = 3  # consecutive steps with fewer than half of the rows in use
+LOOK_AFTER = 16  # consecutive steps launched ahead before one waits, to check whether drafts are available
 
 
 class NativeSession:
-    """Holds one episode's side of the engine; one turn at a time."""
+    """An episode's handle of the engine, for one turn at a time."""
 
     def __init__(self, engine: NativeEngine, order: int) -> None:
         self._engine = engine
@@ -61,12 +61,12 @@ class NativeSession:
                 self._engine._post(self._seat)
 
     def __del__(self) -> None:
-        self.close()  # a forgotten session must not hold its slot
+        self.close()  # a session that is garbage collected must release its slot
 
 
 class NativeEngine:
-    """A `Sampler` over a transformers or PEFT model in this process, sharing its weights with whoever holds it. With
-    `source`, which is what is trained, they are its own, and are copied from there at every update."""
+    """A `Sampler` over a transformers or PEFT model in this process. Without `source`, it shares the model's weights
+    with the learner. With `source`, the trained model, it has its own weights and copies them at every update."""
 
     def __init__(
         self,
@@ -76,48 +76,48 @@ class NativeEngine:
         max_length: int = 4096,
         deterministic: bool = False,
         prefill_tokens: int | None = None,
-        guesses: int = 7,  # most tokens that a row feeds on a guess in one step; 0: none
+        guesses: int = 7,  # most draft tokens of a row in one step; 0: no speculative decoding
         source: Any = None,
     ) -> None:
         self._model, self._source = model, source
         causal = causal_model(model)
         if deterministic and routes_tokens(causal):
-            reason = "its experts see batches that depend on timing, so deterministic mode cannot hold"
+            reason = "the batches of its experts depend on timing, so it has no deterministic mode"
             raise refuse(causal.config.model_type, reason)
         on_cuda = causal.device.type == "cuda"
         self._table = SlotTable(slots, max_length, deterministic=deterministic)
         self._runner = FlightRunner(causal, self._table)
         if on_cuda and not self._runner.tiled:
-            # Steps that only decode are by far the cheapest: short replies go along with them, token by token.
+            # Steps that only decode are by far the cheapest, so decoding rows feed short replies token by token.
             self._table.ride = 32
         self._runner.ahead = self._runner.tiled
-        # What there is to guess from depends on timing, so in deterministic mode nothing is guessed.
+        # The contents of the draft table depend on timing, so deterministic mode has none.
         self._drafts = Drafts() if guesses and not deterministic else None
         budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
         self._planner = Planner(self._table, budget, self._drafts, guesses, few_shapes=on_cuda)
         self._planner.tiled = self._runner.tiled
-        self._flight: Flight | None = None  # the step whose tokens have not been looked at
-        self._ahead = 0  # steps launched ahead since one waited; under 0: guesses pay
+        self._flight: Flight | None = None  # the launched step whose tokens have not been fetched
+        self._ahead = 0  # steps launched ahead since one waited; negative: drafts are worth waiting for
         self.policy_version = 0
         self.max_length = max_length
-        self.sessions = 0  # open now
+        self.sessions = 0  # currently open
         self.stats = self._table.stats
         self._deterministic = deterministic
         self._opened = 0  # sessions so far
-        # Shared with the worker, under the lock: the inbox, whether it works, whether turns are held back.
-        self._lock = threading.RLock()  # a session may be collected, hence closed, by whoever holds it
+        # Shared with the worker, under the lock: the inbox, whether the worker runs, whether new turns are held.
+        self._lock = threading.RLock()  # the garbage collector may close a session in a thread that has it
         self._inbox: deque[Request | Seat] = deque()
         self._working = False
-        self._held: Callable[[], object] | None = None  # called once when held and nothing runs any more
-        # The worker's own.
+        self._held: Callable[[], object] | None = None  # hold new turns, and call this once when no turn runs
+        # Used by the worker only.
         self._waiting: deque[Request] = deque()
-        self._sparse = 0  # steps in a row in which fewer than half of the rows were in use
-        choose = partial(torch.cuda.set_device, causal.device) if on_cuda else None  # each thread has its own
-        self._pool = ThreadPoolExecutor(1, "native-engine", choose)
+        self._sparse = 0  # consecutive steps with fewer than half of the rows in use
+        initializer = partial(torch.cuda.set_device, causal.device) if on_cuda else None  # it is per thread
+        self._pool = ThreadPoolExecutor(1, "native-engine", initializer)
 
     def session(self) -> NativeSession:
         if self._deterministic and not self.sessions:
-            # The next session gets the first slot, so that a batch depends on nothing but itself.
+            # The next session gets the first slot, so that a batch does not depend on earlier ones.
             while self._opened % self._table.slots:
                 self._opened += 1
                 self._post(Seat(self._opened - 1, closed=True))
@@ -131,10 +131,10 @@ class NativeEngine:
             return await session.sample(prompt_ids, params)
 
     async def update(self, weights: Weights) -> None:
-        """Hold new turns back, let the running ones finish, drop stored keys and values, go on with new weights."""
+        """Switch to new weights: hold new turns, let the running turns finish, invalidate the cache, then resume."""
         if weights.where != "shared":
             raise ValueError(
-                f"the native engine shares the learner's weights: it cannot load {weights.where}"
+                f"the native engine shares the learner's weights; it cannot load {weights.where}"
             )
         loop = asyncio.get_running_loop()
         idle = loop.create_future()
@@ -157,16 +157,16 @@ class NativeEngine:
 
     @torch.no_grad()
     def _copy(self) -> None:
-        """Copy in place, because CUDA graphs read these tensors; what is not trained is shared."""
-        for own, trained in zip(self._model.parameters(), self._source.parameters(), strict=True):
-            if own is not trained:
-                own.copy_(trained)
+        """Copy the trained weights in place, because CUDA graphs read these tensors. Other weights are shared."""
+        for target, trained in zip(self._model.parameters(), self._source.parameters(), strict=True):
+            if target is not trained:
+                target.copy_(trained)
 
     async def close(self) -> None:
-        """End the worker thread; nothing can be sampled afterwards."""
+        """Stop the worker thread. Afterwards the engine cannot sample."""
         self._pool.shutdown(wait=False)
 
-    # -- the event loop's side
+    # -- called from event loops
 
     async def _submit(self, seat: Seat, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         future = asyncio.get_running_loop().create_future()
@@ -182,14 +182,14 @@ class NativeEngine:
     def _checked(self, prompt_ids: Sequence[int]) -> np.ndarray:
         size, most = len(prompt_ids), self.max_length - 1
         if not size:
-            raise ValueError("an empty prompt cannot be sampled from; it needs at least one token")
+            raise ValueError("the prompt is empty; it needs at least one token")
         if size > most:
-            raise ValueError(f"the prompt has {size} tokens, and max_length {most + 1} has room for {most}")
-        # numpy alone needs twice as long for a list.
-        prompt, vocabulary = np.frombuffer(pack(f"{size}q", *prompt_ids), np.int64), self._runner.vocabulary
-        if prompt.view(np.uint64).max() >= vocabulary:  # where those under 0 are large
-            wrong = next(each for each in prompt_ids if not 0 <= each < vocabulary)
-            raise ValueError(f"token id {wrong} is not in the model's vocabulary of {vocabulary}")
+            raise ValueError(f"the prompt has {size} tokens, but max_length={most + 1} allows at most {most}")
+        vocabulary = self._runner.vocabulary
+        prompt = np.frombuffer(pack(f"{size}q", *prompt_ids), np.int64)  # twice as fast as np.array
+        if prompt.view(np.uint64).max() >= vocabulary:  # unsigned, so that negative ids are large
+            invalid = next(token for token in prompt_ids if not 0 <= token < vocabulary)
+            raise ValueError(f"token id {invalid} is not in the model's vocabulary of {vocabulary}")
         return prompt.astype(np.int32)
 
     def _post(self, item: Request | Seat) -> None:
@@ -198,29 +198,29 @@ class NativeEngine:
             self._wake()
 
     def _wake(self) -> None:
-        """Start the worker if there is anything to sample. Under the lock."""
+        """Start the worker if a request is waiting. The caller must have the lock."""
         if self._working or self._held is not None:
             return
         if self._waiting or any(isinstance(item, Request) for item in self._inbox):
             self._working = True
             self._pool.submit(self._work)
 
-    # -- the worker's side
+    # -- called in the worker thread
 
     def _work(self) -> None:
-        """Make steps until nothing runs and nothing can be admitted."""
+        """Run steps until no turn runs and none can be admitted."""
         while True:
             with self._lock:
-                # One by one: a session that is collected meanwhile, in this very thread, puts itself into the inbox.
-                news, held = [self._inbox.popleft() for _ in range(len(self._inbox))], self._held
+                # One by one: the garbage collector may close a session in this thread, which appends to the inbox.
+                items, held = [self._inbox.popleft() for _ in range(len(self._inbox))], self._held
             try:
-                self._take_in(news)
+                self._receive(items)
                 if held is None:
                     self._admit()
                 running = bool(self._table.running.any()) or self._flight is not None
                 if running:
                     self._step()
-            except BaseException as error:  # the model is foreign code; whoever waits must hear of it
+            except BaseException as error:  # the model may raise anything, and all requests must get it
                 self._fail(error)
                 continue
             if running:
@@ -232,15 +232,15 @@ class NativeEngine:
         if held is not None:
             held()
 
-    def _take_in(self, news: list[Request | Seat]) -> None:
-        """Let new requests wait, cancelled ones leave, and closed sessions give up their slot."""
-        for item in news:
+    def _receive(self, items: list[Request | Seat]) -> None:
+        """Queue new requests, drop cancelled ones, and release the slots of closed sessions."""
+        for item in items:
             if isinstance(item, Request) and not item.cancelled:
                 self._waiting.append(item)
                 continue
             seat = item if isinstance(item, Seat) else item.seat
-            seated = None if seat.slot is None else self._table.requests[seat.slot]
-            for request in [*self._waiting, seated]:
+            running = None if seat.slot is None else self._table.requests[seat.slot]
+            for request in [*self._waiting, running]:
                 if request is not None and (request is item or request.seat is item):
                     self._drop(request)
             if isinstance(item, Seat):
@@ -256,14 +256,14 @@ class NativeEngine:
             self._deliver([(request, ValueError("the session was closed while it was sampling"))])
 
     def _admit(self) -> None:
-        """Seat what can be seated, first come first served, and copy the prefixes that they share."""
+        """Start the waiting requests that get a slot, first come first served, and copy the prefixes they share."""
         if not self._waiting:
             return
-        this = Round()
-        self._waiting = deque([request for request in self._waiting if not self._table.place(request, this)])
-        if this.moved:
-            length = int(self._table.stored[list(this.moved)].max())
-            self._runner.copy([(source, target) for target, source in this.moved.items()], length)
+        admission, place = Round(), self._table.place
+        self._waiting = deque([request for request in self._waiting if not place(request, admission)])
+        if admission.moved:
+            length = int(self._table.stored[list(admission.moved)].max())
+            self._runner.copy([(source, target) for target, source in admission.moved.items()], length)
 
     def _step(self) -> None:
         self._compact()
@@ -280,14 +280,14 @@ class NativeEngine:
         self._ahead = -1 if 2 * plan.guessed.sum() > len(plan.dense) else 0
 
     def _launch(self, plan: Plan) -> None:
-        """Start the next step, then look at the tokens of the last; what follows a stop is computed in vain."""
-        before, self._flight = self._flight, None
+        """Launch the next step, then fetch the tokens of the previous one. Tokens after a stop are wasted."""
+        previous, self._flight = self._flight, None
         if len(plan.dense) or len(plan.slots):
             self._flight = self._runner.launch(plan)
             self._count(plan, 1 + (self._flight.first < len(self._flight.slots)))
         self._ahead += 1
-        if before is not None:
-            self._enter(self._runner.land(before))
+        if previous is not None:
+            self._enter(self._runner.land(previous))
 
     def _land(self) -> None:
         flight, self._flight = self._flight, None
@@ -303,17 +303,17 @@ class NativeEngine:
         counts.rows += (plan.rows if plan.fixed else len(plan.dense)) * legs
 
     def _enter(self, sampled: Sampled) -> None:
-        """Note what was sampled, and hand out the turns that have ended."""
+        """Record the sampled tokens, and deliver the turns that have ended."""
         table = self._table
         self.stats.sampled += len(sampled.slots)
-        done = [table.finish(slot, self.policy_version) for slot in table.accept(*sampled)]
-        if self._drafts is not None and len(sampled.slots) < GUESSED_TOKENS:  # with more rows none is guessed
+        finished = [table.finish(slot, self.policy_version) for slot in table.accept(*sampled)]
+        if self._drafts is not None and len(sampled.slots) < GUESSED_TOKENS:  # with more rows, no drafts
             self._drafts.learn(table.recent(sampled.slots, sampled.places, CONTEXT), sampled.tokens)
-        if done:
-            self._deliver(done)
+        if finished:
+            self._deliver(finished)
 
     def _compact(self) -> None:
-        """Move running slots to the front once it has been worth while for some steps (CUDA graphs only)."""
+        """Move running slots to the front after COMPACT_AFTER sparse steps (CUDA graphs only)."""
         if not self._planner.few_shapes:
             return
         pairs = self._table.scattered()
@@ -330,28 +330,28 @@ class NativeEngine:
         self._table.exchange(pairs)
 
     def _deliver(self, results: Sequence[tuple[Request, Completion | BaseException]]) -> None:
-        """Hand results to the event loops that wait, one call for each: every call may cost the worker its turn."""
+        """Pass results to their event loops, with one call per loop, because every call may cost the worker the GIL."""
         loops: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
         for request, result in results:
             loops.setdefault(request.future.get_loop(), []).append((request.future, result))
-        for loop, settled in loops.items():
-            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(_settle, settled)
+        for loop, loop_results in loops.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
+                loop.call_soon_threadsafe(_settle, loop_results)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell everyone who waits that a step has failed, and start afresh."""
+        """Raise the error of a failed step in every request, and reset the engine."""
         with self._lock:
-            waiting = [item for item in self._inbox if isinstance(item, Request)]
+            failed = [item for item in self._inbox if isinstance(item, Request)]
             self._inbox = deque(item for item in self._inbox if isinstance(item, Seat))
         self._flight = None
-        waiting += [*self._waiting, *self._table.clear()]
+        failed += [*self._waiting, *self._table.clear()]
         self._waiting.clear()
         self._runner.cache = None
-        self._deliver([(request, error) for request in waiting if not request.cancelled])
+        self._deliver([(request, error) for request in failed if not request.cancelled])
 
 
 def _settle(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
-    """Give each future its result, unless it has been cancelled meanwhile; runs in the event loop."""
+    """Set the results of the futures that are not cancelled. Runs in the event loop."""
     for future, result in results:
         if future.done():
             continue

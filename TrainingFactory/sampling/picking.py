@@ -1,35 +1,56 @@
-"""Draw tokens from logits. A draw is one uniform number that depends on seed and position only and inverts the
-cumulative distribution, so what is sampled does not depend on who shares the batch (but for rounding)."""
+"""Drawing of tokens from logits by inverting the cumulative distribution at one uniform number, which depends only on
+seed and position. So a sampled token does not depend on the rest of the batch, except for rounding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-BLOCK = 32  # tokens summed at a time when one is drawn
+Data = TypeVar("Data", bound=np.ndarray | torch.Tensor)  # on the host or on the device
+BLOCK = 32  # tokens of the vocabulary per partial sum of a draw
 BELOW_ONE = 1 - 2.0**-40
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
+class DrawInputs(NamedTuple, Generic[Data]):
+    """Inputs of M draws besides the logits. Fields that no row needs are None: the filters, or all but `uniform`."""
+
+    uniform: Data  # [M] float64 in [0, 1)
+    temperature: Data | None = None  # [M], 0 is greedy; None: all are 1
+    top_p: Data | None = None  # [M]
+    top_k: Data | None = None  # [M], 0: off
+    min_p: Data | None = None  # [M]
+
+    @property
+    def present(self) -> list[Data]:
+        return [data for data in self if data is not None]
+
+    @property
+    def filters(self) -> list[Data]:
+        """Return top-p, top-k and min-p; [] if no row has a filter."""
+        return self.present[2:]
+
+
 def _mix(z: np.ndarray) -> np.ndarray:
-    """Mix as splitmix64 ends: every bit of the result depends on every bit of z (uint64)."""
+    """Apply the finalizer of splitmix64: every bit of the result depends on every bit of z (uint64)."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return one number in [0, 1) for each (seed, position); uint64 seeds, float64 out."""
+    """Return one float64 number in [0, 1) for each (seed, position); seeds are uint64."""
     bits = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    return (bits >> np.uint64(24)) * 2.0**-40  # 40 bits: times a total in float64 it stays under the total
+    return (bits >> np.uint64(24)) * 2.0**-40  # 40 bits: the product with a float64 total stays below it
 
 
 def restrict(
     weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Zero what top-k, then top-p (of what top-k left), then min-p (of the largest) exclude. [M, V]; limits [M]"""
+    """Zero the weights [M, V] that top-k, then top-p (of the rest), then min-p (of the largest) exclude; limits [M]."""
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(weights.shape[-1], device=weights.device)
     top_k = torch.where(top_k > 0, top_k, weights.shape[-1])  # 0 is off
@@ -44,10 +65,10 @@ def restrict(
 def draw(
     weights: torch.Tensor, uniform: torch.Tensor, rows: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first token at which the running sum of the weights [M, V] exceeds uniform [M] times their total,
-    and that total, both [M, 1]; never a token of weight zero. With `rows` [M], draw i is from that row."""
-    # First the block of tokens, then the token in it: one pass over the vocabulary, and no long sum in float32, in
-    # which a token of probability 3e-8 would drown.
+    """Return the first token at which the cumulative sum of the weights [M, V] exceeds uniform [M] times their total,
+    and that total, both [M, 1]; never a token of weight zero. With `rows` [M], draw i uses the weights `rows[i]`."""
+    # Choose the block of tokens first, then the token in it. This takes one pass over the vocabulary and no long sum in
+    # float32, in which a token of probability 3e-8 would be lost.
     if rest := -weights.shape[-1] % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, rest))
     blocks = weights.unflatten(-1, (-1, BLOCK))
@@ -59,7 +80,7 @@ def draw(
     point = uniform[:, None] * total
     block = torch.searchsorted(ends, point, right=True).clamp_(max=ends.shape[-1] - 1)  # [M, 1]; NaN is last
     size = sums.gather(1, block)
-    # How far into the block; under 1 in spite of rounding, so that the point lies before its end.
+    # Relative position in the block; below 1 despite rounding, so that the point is before the block's end.
     share = ((point - ends.gather(1, block)) / size + 1).clamp_(0, BELOW_ONE)
     if rows is None:
         inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
@@ -75,10 +96,10 @@ def pick(
     uniform: torch.Tensor,  # [M] float64
     temperature: torch.Tensor | None = None,  # [M], 0 is greedy; None: all are 1
     filters: Sequence[torch.Tensor] = (),  # top-p, top-k and min-p, [M] each
-    rows: torch.Tensor | None = None,  # [M]: whose logits each draw is from; None: its own
+    rows: torch.Tensor | None = None,  # [M]: the row of logits for each draw; None: row i for draw i
 ) -> torch.Tensor:
-    """Return [2, M] in float64, which one copy brings to the host: the tokens, and their log-probs under the full
-    softmax at the row's temperature (at temperature 1 for greedy rows)."""
+    """Return tokens and their log-probs as one float64 tensor [2, M], for one copy to the host. Log-probs are those of
+    the full softmax at the row's temperature (at temperature 1 for greedy rows)."""
     logits = logits.float()
     if temperature is not None:
         logits, rows = logits if rows is None else logits[rows], None
@@ -90,7 +111,7 @@ def pick(
         tokens, _ = draw(restrict(weights, *filters), uniform)
     if temperature is not None:
         tokens = torch.where(temperature[:, None] > 0, tokens, logits.argmax(-1, keepdim=True))
-    # Where logits are NaN the token may be out of range; the caller sees it in the log-prob.
+    # NaN logits can give a token out of range; the caller detects them by the log-prob.
     tokens = tokens.clamp_(max=logits.shape[-1] - 1)
     chosen = shifted.gather(-1, tokens) if rows is None else shifted[rows, tokens[:, 0]][:, None]
     logprobs = chosen - total.log()
@@ -104,5 +125,5 @@ def split_picked(picked: torch.Tensor | None, live: np.ndarray) -> tuple[np.ndar
 
 def finite(logprobs: np.ndarray) -> np.ndarray:
     if not np.isfinite(logprobs).all():
-        raise FloatingPointError("the model gave NaN or infinite logits; there is nothing to sample")
+        raise FloatingPointError("the model returned NaN or infinite logits, so no token can be sampled")
     return logprobs

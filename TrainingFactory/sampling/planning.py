@@ -1,4 +1,4 @@
-"""Plan what the next forward feeds: the rows that decode, with guesses, and the chunks that are being prefilled."""
+"""Planning of the next forward: the rows to decode, with draft tokens (guesses), and the chunks to prefill."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from TrainingFactory.sampling.gpu.graphs import SPANS, graph_rows, graph_span
 from TrainingFactory.sampling.table import SlotTable
 
 NONE = np.zeros(0, np.int64)
-CHUNK = 32  # deterministic mode: tokens of one prefill forward, at multiples of it
-PIECES = (64, 512, 2048)  # chunk tokens of a forward for which there are graphs, if the GPU's kernel runs it
-GUESSED_TOKENS = 512  # dense tokens of a forward with guesses, at most
+CHUNK = 32  # deterministic mode: tokens of one prefill forward, which starts at a multiple of CHUNK
+PIECES = (64, 512, 2048)  # numbers of chunk tokens with a CUDA graph, if the GPU kernels run the forward
+GUESSED_TOKENS = 512  # most dense tokens of a forward with guesses
 
 
 @dataclass(slots=True)
 class Plan:
-    """Says what one forward feeds. Slot i of the dense part is row i."""
+    """The inputs of one forward. Slot i of the dense part is row i."""
 
     dense: np.ndarray  # [D] slots that feed their next token
-    rows: int = 0  # R, dense rows with the unused ones among them
-    fixed: bool = False  # unused rows are fed too, so that shapes come back
-    guesses: np.ndarray | None = None  # [D, most] what follows: the rest of a reply, or a guess
-    guessed: np.ndarray = field(default_factory=lambda: NONE)  # [D] how many of them are fed
-    span: int = 0  # feed all rows so many tokens, for shapes that come back; 0: as many as they have
-    slots: np.ndarray = field(default_factory=lambda: NONE)  # [P] slots that feed a chunk, in order
+    rows: int = 0  # R, dense rows including unused ones
+    fixed: bool = False  # feed unused rows too, so that shapes recur
+    guesses: np.ndarray | None = None  # [D, most] further tokens: the rest of a reply, or draft tokens
+    guessed: np.ndarray = field(default_factory=lambda: NONE)  # [D] how many of them to feed
+    span: int = 0  # tokens that every row feeds, so that shapes recur; 0: as many as each row has
+    slots: np.ndarray = field(default_factory=lambda: NONE)  # [P] slots that feed a chunk, in ascending order
     counts: np.ndarray = field(default_factory=lambda: NONE)  # [P] tokens of each chunk
-    twice: bool = False  # what is sampled may be fed at once, for the token after it
+    twice: bool = False  # the launch may feed a sampled token at once and sample a second one
 
 
 class Planner:
-    """Plans forwards; `few_shapes` is for CUDA graphs, of which there is one for each shape."""
+    """Plans forwards. `few_shapes` limits the number of shapes, because each needs a CUDA graph."""
 
     def __init__(
         self, table: SlotTable, prefill_tokens: int, drafts: Drafts | None, guesses: int, few_shapes: bool
     ) -> None:
         self.table, self.prefill_tokens, self.few_shapes = table, prefill_tokens, few_shapes
         self.drafts, self.guesses = drafts, guesses
-        self.tiled = False  # chunks of any lengths go together
+        self.tiled = False  # chunks of different lengths share a forward without padding
 
     def plan(self, guess: bool = True) -> Plan:
-        """Feed all rows that decode, and as many chunks as the budget allows, the oldest first."""
+        """Return a plan for all decoding rows and for as many chunks as fit into the budget, oldest first."""
         table = self.table
-        # A row that reaches its limit with a token that has not come back yet has nothing more to feed.
+        # A row whose in-flight token reaches the limit has nothing more to feed.
         running = np.flatnonzero(table.running & ((table.flying == 0) | (table.known < table.limit)))
         chunking = table.stored[running] < table.chunked[running]
         dense, queue = running[~chunking], running[chunking]
@@ -73,7 +73,7 @@ class Planner:
         return plan
 
     def _follow(self, plan: Plan) -> None:
-        """Let rows feed more: what they will probably sample, with CUDA graphs what they still have to feed."""
+        """Add further tokens to the rows: draft tokens, and with CUDA graphs known tokens that are not yet cached."""
         table, count = self.table, len(plan.dense)
         rows = plan.rows if plan.fixed else count
         most = min(max(SPANS) - 1 if self.few_shapes else self.guesses, GUESSED_TOKENS // rows - 1)
@@ -86,13 +86,13 @@ class Planner:
             counts = np.minimum(counts, table.limit[plan.dense] - known - 1)
         if self.few_shapes:
             self._ride(plan.dense, known, guesses, counts)
-            plan.span = graph_span(counts, plan.rows, 1 + most)  # all rows are fed as many tokens
+            plan.span = graph_span(counts, plan.rows, 1 + most)
             counts = np.minimum(counts, max(plan.span - 1, 0))
         if counts.any():
             plan.guesses, plan.guessed = guesses, counts
 
     def _ride(self, dense: np.ndarray, known: np.ndarray, guesses: np.ndarray, counts: np.ndarray) -> None:
-        """Let known tokens that a row still has to feed follow, instead of guesses."""
+        """Replace the guesses of rows with known tokens that are not yet cached by these tokens."""
         stored = self.table.stored[dense]
         for row in np.flatnonzero(stored + 1 < known):
             rest = self.table.ids[dense[row], stored[row] + 1 : known[row]][: guesses.shape[1]]
@@ -100,7 +100,7 @@ class Planner:
             counts[row] = len(rest)
 
     def _fixed(self, dense: np.ndarray, queue: np.ndarray) -> Plan:
-        """Feed one chunk alone, or one row per slot: deterministic mode."""
+        """Return a plan for deterministic mode: a single chunk, or one decoding row per slot."""
         table = self.table
         if not len(queue):
             return Plan(dense, table.slots, fixed=True)

@@ -1,96 +1,105 @@
-"""Lay a forward out for the GPU's kernels, in shapes that come back: which tokens look at which slot's keys."""
+"""Layout of a forward for the GPU kernels, in recurring shapes: which tokens attend to which slot's keys."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from TrainingFactory.sampling.cache.slots import StepContext, Tiles
-from TrainingFactory.sampling.planning import PIECES, Plan
+from TrainingFactory.sampling.planning import NONE, PIECES, Plan
 from TrainingFactory.sampling.table import SlotTable
 
-WORTH = 0.5  # of all keys that are read, how many groups must save
-SHORT = 64  # a shared beginning under so many tokens is not worth a group
-QUERIES = 64  # of a tile, whatever the sizes of groups: graphs are recorded for few shapes
+WORTH = 0.5  # smallest fraction of key reads that groups must save
+SHORT = 64  # shortest shared prefix of a group, in tokens
+QUERIES = 64  # query heads of a tile, independent of group sizes, because graphs are recorded for few shapes
+
+
+class TileArrays(NamedTuple):
+    """The arrays of `Tiles`, in the order of its fields."""
+
+    members: np.ndarray  # [count, tokens], or flattened
+    slots: np.ndarray  # [count]
+    ends: np.ndarray  # [count]
 
 
 @dataclass(slots=True)
 class Layout:
-    """Holds the tiles as arrays, and what of it is fixed in a graph."""
+    """The tiles as arrays, and the sizes that a CUDA graph fixes."""
 
-    extra: int  # chunk tokens, unused places included
+    extra: int  # chunk tokens, including padding
     pieces: int  # tiles of the chunks
-    groups: int  # tiles of rows that begin alike; 0: every row reads all of its keys
+    groups: int  # tiles of rows that share a prefix; 0: every row reads all of its keys
     tokens: int  # of a tile of chunks or groups
     arrays: list[np.ndarray]
-    recorded: bool = True  # these shapes come back
+    recorded: bool = True  # these shapes recur, so that a graph is worth recording
 
     @property
     def key(self) -> tuple[int, ...]:
         return self.extra, self.pieces, self.groups
 
     def enter(self, step: StepContext, plan: Plan, tensors: list[torch.Tensor]) -> None:
-        """Tell the step's kernel what `arrays` say, which are on the device now."""
-        rest = iter(tensors)
+        """Set the tiles of a step from the tensors of `arrays`."""
+        remaining = iter(tensors)
         if plan.rows:
             step.rows = Tiles(plan.span or 1, plan.rows)
         if self.pieces:
-            step.pieces = Tiles(self.tokens, self.pieces, next(rest), next(rest), next(rest))
+            step.pieces = Tiles(self.tokens, self.pieces, *islice(remaining, len(TileArrays._fields)))
         if self.groups and step.rows is not None:
-            step.groups = Tiles(self.tokens, self.groups, next(rest), next(rest), next(rest))
-            step.rows.begins = next(rest)
+            step.groups = Tiles(self.tokens, self.groups, *islice(remaining, len(TileArrays._fields)))
+            step.rows.begins = next(remaining)
 
 
 def lay_out(plan: Plan, table: SlotTable, heads: int) -> Layout:
-    """`heads`: query heads of each key head."""
+    """Return the layout of a plan. `heads` is the number of query heads per key head."""
     tokens, dense = max(1, QUERIES // heads), plan.rows * (plan.span or 1)
     layout = Layout(int(plan.counts.sum()), 0, 0, tokens, [])
     if len(plan.slots):
-        arrays = _pieces(plan, dense, tokens)
-        layout.pieces = len(arrays[1])
-        most = 2 * max(layout.extra, PIECES[1])  # in more than that too much would be unused
+        pieces = _pieces(plan, dense, tokens)
+        layout.pieces = len(pieces.slots)
+        most = 2 * max(layout.extra, PIECES[1])  # larger sizes would waste too much on padding
         sizes = [size for size in PIECES if layout.extra <= size < most]
         fitting = [size for size in sizes if layout.pieces <= size // 8]
         if fitting:
             layout.extra, layout.pieces = fitting[0], fitting[0] // 8
         layout.recorded = bool(fitting)
-        layout.arrays += _padded(arrays, layout.pieces, tokens)
+        layout.arrays += _padded(pieces, layout.pieces, tokens)
     if not plan.span and len(plan.dense) > 3:
-        found = _groups(plan, table, tokens)
-        if found is not None:
+        groups, begins = _groups(plan, table, tokens)
+        if groups is not None:
             layout.groups = plan.rows // 2
-            layout.arrays += [*_padded(found[:3], layout.groups, tokens), found[3]]
+            layout.arrays += [*_padded(groups, layout.groups, tokens), begins]
     return layout
 
 
 def filled(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
-    """Make an array longer; np.pad takes ten times as long."""
+    """Return the array padded to a size; ten times as fast as np.pad."""
     longer = np.full(size, value, array.dtype)
     longer[: len(array)] = array
     return longer
 
 
-def _padded(arrays: list[np.ndarray], count: int, tokens: int) -> list[np.ndarray]:
-    members, slots, ends = arrays
-    return [filled(members.ravel(), count * tokens, -1), filled(slots, count), filled(ends, count)]
+def _padded(tiles: TileArrays, count: int, tokens: int) -> TileArrays:
+    members = filled(tiles.members.ravel(), count * tokens, -1)
+    return TileArrays(members, filled(tiles.slots, count), filled(tiles.ends, count))
 
 
-def _pieces(plan: Plan, start: int, tokens: int) -> list[np.ndarray]:
-    """Return members, slots and ends of tiles for the chunks, whose tokens follow each other from `start` on."""
+def _pieces(plan: Plan, start: int, tokens: int) -> TileArrays:
+    """Return tiles of the chunks, whose tokens are consecutive from `start` on."""
     counts, tiles = plan.counts, -(-plan.counts // tokens)
     chunk = np.repeat(np.arange(len(counts)), tiles)
     before = (np.arange(len(chunk)) - np.repeat(tiles.cumsum() - tiles, tiles)) * tokens
     column = np.arange(tokens)
     members = (start + (counts.cumsum() - counts)[chunk] + before)[:, None] + column
     members[column >= (counts[chunk] - before)[:, None]] = -1
-    return [members, plan.slots[chunk], np.full(len(chunk), 1 << 30)]
+    return TileArrays(members, plan.slots[chunk], np.full(len(chunk), 1 << 30))
 
 
-def _groups(plan: Plan, table: SlotTable, tokens: int) -> list[np.ndarray] | None:
-    """Return members, slots and ends of tiles of rows whose prompts began alike, and where the own keys of each row
-    begin; None where that saves too little."""
+def _groups(plan: Plan, table: SlotTable, tokens: int) -> tuple[TileArrays | None, np.ndarray]:
+    """Return tiles of rows with a shared prefix, None if they save too little, and where each row's own keys begin."""
     dense = plan.dense
     rows = dense[(table.head[dense] >= SHORT) & (table.stored[dense] >= table.head[dense])]
     rows = rows[table.mark[rows].argsort(kind="stable")]
@@ -102,9 +111,9 @@ def _groups(plan: Plan, table: SlotTable, tokens: int) -> list[np.ndarray] | Non
     leaders = rows[place == 0]
     saved = table.head[rows].sum() - table.head[leaders].sum()
     if saved < WORTH * table.stored[dense].sum() or len(leaders) > plan.rows // 2:
-        return None
+        return None, NONE
     members = np.full((len(leaders), tokens), -1)
     members[tile, place] = rows
     begins = np.zeros(plan.rows, np.int64)
     begins[rows] = table.head[rows]
-    return [members, leaders, table.head[leaders], begins]
+    return TileArrays(members, leaders, table.head[leaders]), begins

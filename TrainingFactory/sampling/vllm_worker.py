@@ -1,5 +1,4 @@
-"""Runs in vLLM's worker processes, as their extension: loads weights from a file into the running model, and keeps
-log-probs those of the full softmax."""
+"""Extension of vLLM's worker processes: loading of weights from a file, and log-probs of the full softmax."""
 
 from __future__ import annotations
 
@@ -12,10 +11,10 @@ from safetensors import safe_open
 
 
 class WorkerExtension:
-    """Is mixed into vLLM's worker class, whose own names must not be met: hence the prefix."""
+    """Mixin for vLLM's worker class. The prefix of its methods avoids conflicts with vLLM's own names."""
 
     def tfactory_load(self: Any, path: str) -> None:
-        """Load all weights from a safetensors file, layer by layer: layers keep them packed in other forms."""
+        """Load all weights from a safetensors file, layer by layer, because layers repack their weights."""
         from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
         from vllm.model_executor.model_loader import reload  # pyright: ignore[reportMissingImports]
 
@@ -27,7 +26,7 @@ class WorkerExtension:
             _repack_tied_head(model)
 
     def tfactory_full_logprobs(self: Any) -> None:
-        """Make log-probs those of the full softmax also where top_p, top_k or min_p cut it: vLLM's are of the rest."""
+        """Make the sampler return log-probs of the full softmax; vLLM's own are those after top_p, top_k and min_p."""
         sampler = self.model_runner.sampler
         assert hasattr(sampler, "topk_topp_sampler"), "VLLM_USE_V2_MODEL_RUNNER must be 0"
         sampler.sample = _full_logprobs(sampler.sample)
@@ -35,29 +34,31 @@ class WorkerExtension:
 
 @contextmanager
 def _bare(model: Any) -> Iterator[None]:
-    """Take away the layers that vLLM puts around others for adapters: weights have the names of those inside."""
+    """Remove vLLM's adapter wrappers temporarily, because the weights have the names of the layers inside them."""
     from vllm.lora.layers import BaseLayerWithLoRA  # pyright: ignore[reportMissingImports]
 
-    every = [(parent, *child) for parent in model.modules() for child in parent.named_children()]
-    around = [each for each in every if isinstance(each[2], BaseLayerWithLoRA)]
-    for parent, name, child in around:
-        setattr(parent, name, child.base_layer)
+    children = [
+        (child, parent, name) for parent in model.modules() for name, child in parent.named_children()
+    ]
+    wrappers = [row for row in children if isinstance(row[0], BaseLayerWithLoRA)]
+    for wrapper, parent, name in wrappers:
+        setattr(parent, name, wrapper.base_layer)
     try:
         yield
     finally:
-        for parent, name, child in around:
-            setattr(parent, name, child)
+        for wrapper, parent, name in wrappers:
+            setattr(parent, name, wrapper)
 
 
 def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     with safe_open(path, "pt") as file:
-        for name in file.keys():  # noqa: SIM118  (no mapping: safetensors' own object)
+        for name in file.keys():  # noqa: SIM118  (not a mapping)
             yield name, file.get_tensor(name)
 
 
 def _repack_tied_head(model: Any) -> None:
-    """Pack a head anew that shares the embedding's weights. On a CPU every layer computes from a packed copy; a tied
-    head has no weights in the file, so a reload leaves its copy as it was."""
+    """Repack an output head that shares the embedding's weights. On a CPU every layer computes with a packed copy, and
+    a reload does not update that of a tied head, because the file has no weights for it."""
     from vllm.model_executor.layers import vocab_parallel_embedding  # pyright: ignore[reportMissingImports]
 
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
@@ -68,13 +69,15 @@ def _repack_tied_head(model: Any) -> None:
 
 
 def _full_logprobs(sample: Any) -> Any:
-    def wrapped(logits: torch.Tensor, about: Any, *more: Any, **named: Any) -> Any:
-        cut = about.top_p is not None or about.top_k is not None
-        cut = cut or any(getattr(each, "min_p_count", 0) for each in about.logitsprocs.argmax_invariant)
-        if not cut or about.max_num_logprobs is None or about.temperature is None:
-            return sample(logits, about, *more, **named)
-        heat = torch.where(about.temperature < 1e-5, 1.0, about.temperature)[:, None]
-        full = (logits / heat).log_softmax(-1, dtype=torch.float32)
-        return sample(logits, about, *more, **named)[0], full
+    def wrapped(logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        filtered = metadata.top_p is not None or metadata.top_k is not None
+        filtered = filtered or any(
+            getattr(processor, "min_p_count", 0) for processor in metadata.logitsprocs.argmax_invariant
+        )
+        if not filtered or metadata.max_num_logprobs is None or metadata.temperature is None:
+            return sample(logits, metadata, *args, **kwargs)
+        temperature = torch.where(metadata.temperature < 1e-5, 1.0, metadata.temperature)[:, None]
+        logprobs = (logits / temperature).log_softmax(-1, dtype=torch.float32)
+        return sample(logits, metadata, *args, **kwargs)[0], logprobs
 
     return wrapped

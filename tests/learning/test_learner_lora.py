@@ -281,7 +281,7 @@ def whole_again(model: Any) -> Any:
             {"model": {"name": "some/model", "quantization": "8bit"}, "lora": {"enabled": True}},
             "pip install bitsandbytes",
         ),
-        ({"model": {"quantization": "4bit"}, "lora": {"enabled": True}}, "builtin:tiny is read as it is"),
+        ({"model": {"quantization": "4bit"}, "lora": {"enabled": True}}, "builtin:tiny cannot be quantized"),
         ({"training": {"optimizer": "adamw_8bit"}}, "adamw_8bit, which needs bitsandbytes"),
     ],
 )

@@ -67,7 +67,7 @@ def test_a_damaged_file_is_named(folder: Path, name: str, content: bytes | float
         ({"hidden_size": "abc"}, "'hidden_size' expected int"),
         ({"num_attention_heads": 0}, "division"),
         ({"hidden_act": "zzz"}, "zzz"),
-        ({"vocab_size": 2000}, "the shapes of weights differ"),
+        ({"vocab_size": 2000}, "the shapes of the weights"),
         ({"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers"),
     ],
 )

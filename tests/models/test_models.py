@@ -79,7 +79,7 @@ def test_revisions_of_the_builtin_model() -> None:
     assert torch.equal(
         logits(before), logits(type(before)(before.config).eval())
     )  # as drawn before version 0.2
-    with pytest.raises(ValueError, match=r"model\.revision is 'main'; for builtin:tiny set the seed"):
+    with pytest.raises(ValueError, match=r"model\.revision is 'main'.*builtin:tiny.* seed"):
         load_model("builtin:tiny", revision="main")
 
 
@@ -124,9 +124,7 @@ def test_a_hub_id_is_loaded_through_the_hub_cache(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     loaded = load_model("acme/tiny")
     assert (loaded.name, loaded.model.config.model_type) == ("acme/tiny", "qwen3")
-    with pytest.raises(
-        ValueError, match="model 'acme/other': acme/other is not in the cache of this machine"
-    ):
+    with pytest.raises(ValueError, match=r"model 'acme/other': acme/other is not in .* cache"):
         load_model("acme/other")
 
 
@@ -141,7 +139,7 @@ def test_a_hub_out_of_reach_is_asked_one_round_and_told(
         constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}"
     )
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", waits.append)
-    with pytest.raises(ValueError, match=r"^model 'qwen3-4b': Qwen/.* name its folder here$"):
+    with pytest.raises(ValueError, match=r"^model 'qwen3-4b': Qwen/.*HF_HUB_OFFLINE.*model\.name"):
         load_model("qwen3-4b")
     assert 0 < len(waits) <= 5
 
@@ -207,7 +205,7 @@ def test_gguf_file_gives_the_same_model_and_can_be_saved(tmp_path: Path) -> None
         ("builtin:huge", {}, "did you mean 'builtin:tiny'"),
         ("qwen3-4c", {}, "did you mean 'qwen3-4b'"),
         ("./nowhere", {}, "no such folder"),
-        ("/nowhere/model.gguf", {}, "there is no file"),
+        ("/nowhere/model.gguf", {}, "/nowhere/model.gguf does not exist"),
         ("builtin:tiny", {"dtype": "float8"}, "model.dtype is 'float8'"),
         ("builtin:tiny", {"adapter": "/nowhere"}, "no adapter_config.json"),
     ],

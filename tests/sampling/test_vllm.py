@@ -183,11 +183,11 @@ def test_weights_that_are_not_the_models(
     assert "lm_head.weight" not in tensors  # tied
     name = "model.layers.1.mlp.down_proj.weight"
     words = {
-        "half": rf"{name} is missing in it and \(128, 256\) in the model",
-        "shape": rf"{name} is \(128, 255\) in it and \(128, 256\)",
-        "nan": rf"not finite, in {name}",
+        "half": rf"{name} is missing .* \(128, 256\) in the model",
+        "shape": rf"{name} is \(128, 255\) .* \(128, 256\)",
+        "nan": rf"{name} has NaN",
         "torn": "cannot be read",
-        "more": r"extra is \(2,\) in it and missing in the model",
+        "more": r"extra is \(2,\) .* missing in the model",
     }
     if damage == "half":
         del tensors[name]
@@ -211,8 +211,8 @@ def test_prompts_that_cannot_be(vllm_place: Shared, policy: Policy) -> None:
     for prompt, words in (
         ([5, 1010], "token id 1010 is not in the model's vocabulary of 1010"),
         ([-1], "token id -1 is not"),
-        ([], "an empty prompt"),
-        ([1] * 512, "the prompt has 512 tokens, and max_length 512 has room for 511"),
+        ([], "prompt is empty"),
+        ([1] * 512, "512 tokens, .*max_length=512 .*511"),
     ):
         with pytest.raises(ValueError, match=words):
             vllm_place.call("sample", prompt, SamplingParams())
@@ -279,7 +279,7 @@ def test_adapters(vllm_place: Shared, policy: Policy, tmp_path: Path) -> None:
     half = shutil.copytree(pure.publisher.publish(77).where, tmp_path / "half")
     tensors = load_file(half / "adapter_model.safetensors")
     save_file(dict(list(tensors.items())[1:]), half / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="is missing in it"):
+    with pytest.raises(ValueError, match="is missing"):
         vllm_place.call("load", Weights(77, str(half), "adapter", pure.publisher.model_folder))
     vllm_place.call("load", policy.change())
     assert policy.gap(PROMPT, vllm_place.call("sample", PROMPT, SamplingParams(max_tokens=8))) < CLOSE

@@ -1,10 +1,10 @@
-"""Keep the keys and values of every slot, and the attention function that reads and writes them.
+"""Cache of the keys and values of every slot, and the attention function that reads and writes it.
 
 Legend: S slots, C capacity in tokens, N tokens of one forward, R dense rows, P rows of a part, T tokens of its
-longest row, n tokens of it in all, H query heads, Hkv key heads, G = H / Hkv, d head size (of values dv).
+longest row, n all its tokens, H query heads, Hkv key heads, G = H / Hkv, d head size (of values dv).
 
-One forward has a single flat row of N tokens: first the R dense rows, row i from slot i (one token each, or one and
-the guesses that follow it), then the chunks being prefilled. Attention sees each part in its own shape.
+One forward has a single flat row of N tokens: first the R dense rows, row i from slot i (one token each, or one token
+and its guesses), then the chunks to prefill. Attention gets each part in its own shape.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ ATTENTION = "tfactory_slots"
 
 @dataclass(slots=True)
 class Layer:
-    """Caches one attention layer. Zeros, never uninitialised memory: a NaN would survive its mask."""
+    """Cache of one attention layer. Initialised with zeros, because NaN in unused memory would survive the mask."""
 
-    keys: torch.Tensor  # [S+1, C, Hkv, d]; the last slot takes the writes of padding tokens
+    keys: torch.Tensor  # [S+1, C, Hkv, d]; padding tokens are written to the last slot
     values: torch.Tensor  # [S+1, C, Hkv, dv]
 
     def write(
         self, where: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, source: torch.Tensor | None
     ) -> None:
-        """Store [1, Hkv, N, d] at `where` = slot * C + position; `source`: the token of each, if not one to each."""
+        """Write [1, Hkv, N, d] to `where` = slot * C + position. `source`: the token for each; None: token i for i."""
         for cache, new in ((self.keys, keys), (self.values, values)):
             tokens = new[0].transpose(0, 1).flatten(1)
             tokens = tokens if source is None else tokens.index_select(0, source)
@@ -41,7 +41,7 @@ class Layer:
 
 @dataclass(slots=True)
 class Shape:
-    """Holds what the probe saw of one layer's keys and values."""
+    """Shape of one layer's keys and values, as the probe recorded it."""
 
     queries: int  # query heads
     heads: int
@@ -52,7 +52,7 @@ class Shape:
 
 
 class SlotCache:
-    """Keys and values of S slots for every layer. Capacity grows, up to what `max_length` needs."""
+    """Keys and values of S slots for every layer. The capacity grows on demand."""
 
     def __init__(self, slots: int, capacity: int, shapes: list[Shape]) -> None:
         self.slots = slots
@@ -65,12 +65,12 @@ class SlotCache:
 
     def grow(self, capacity: int) -> None:
         for layer in self.layers:
-            more = (0, 0, 0, 0, 0, capacity - self.capacity)  # zeros after the places of each slot
-            layer.keys, layer.values = pad(layer.keys, more), pad(layer.values, more)
+            padding = (0, 0, 0, 0, 0, capacity - self.capacity)  # zeros at the end of each slot
+            layer.keys, layer.values = pad(layer.keys, padding), pad(layer.values, padding)
         self.capacity = capacity
 
     def copy(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
-        """Copy the first `length` positions of slots `sources` to `targets`; all are read before any is written."""
+        """Copy the first `length` positions of slots `sources` to `targets`, reading all before writing any."""
         for layer in self.layers:
             for cache in (layer.keys, layer.values):
                 head = cache[:, :length]
@@ -79,26 +79,26 @@ class SlotCache:
 
 @dataclass(slots=True)
 class Part:
-    """Holds one part of a forward: P rows of up to T tokens, each against its own slot; some may have none."""
+    """One part of a forward: P rows of up to T tokens, each with its own slot; a row may be empty."""
 
-    slots: torch.Tensor | slice  # [P], or a slice where that saves the copy
+    slots: torch.Tensor | slice  # [P], or a slice if that avoids a copy
     mask: torch.Tensor  # [P, 1, T, width], additive
-    width: int  # how many cached positions are looked at
-    pad: torch.Tensor | None = None  # [P * T]: the flat token of each padded place; None: no padding
-    unpad: torch.Tensor | None = None  # [n]: the padded place of each flat token
-    trunk: int = 0  # how many leading positions hold the same tokens in all rows
-    trunk_slot: int = 0  # the slot of one of these rows
+    width: int  # number of cached positions that attention reads
+    pad: torch.Tensor | None = None  # [P * T]: the flat token at each padded position; None: no padding
+    unpad: torch.Tensor | None = None  # [n]: the padded position of each flat token
+    trunk: int = 0  # length of the prefix that all rows share; 0: rows are read separately
+    trunk_slot: int = 0  # slot of one of these rows
     _masks: dict[int, torch.Tensor] = field(default_factory=dict)  # the mask repeated for G query heads
 
     def seen(self, cache: torch.Tensor) -> torch.Tensor:
         """[S+1, C, Hkv, d] -> [P, Hkv, width - trunk, d]"""
         cache = cache[:, self.trunk : self.width]
-        # `index_select` copies whole rows, several times as fast as indexing does
+        # `index_select` copies whole rows, several times as fast as indexing
         rows = cache[self.slots] if isinstance(self.slots, slice) else cache.index_select(0, self.slots)
         return rows.transpose(1, 2)
 
     def fold(self, q: torch.Tensor) -> torch.Tensor:
-        """[n, Hkv, G, d] -> [P, Hkv, G * T, d]: query heads that share a key head become query positions."""
+        """[n, Hkv, G, d] -> [P, Hkv, G * T, d]: query heads with the same key head become query positions."""
         length = self.mask.shape[2]
         q = q if self.pad is None else q.index_select(0, self.pad)
         if length == 1:
@@ -113,7 +113,7 @@ class Part:
         return out if self.unpad is None else out.index_select(0, self.unpad)
 
     def folded_mask(self, groups: int) -> torch.Tensor:
-        """[P, 1, G * T, width], or what broadcasts to it"""
+        """Return the mask as [P, 1, G * T, width], or in a shape that broadcasts to it."""
         if self.mask.shape[2] == 1:
             return self.mask
         if groups not in self._masks:
@@ -123,32 +123,32 @@ class Part:
 
 @dataclass(slots=True)
 class Tiles:
-    """Says who looks at which keys, for the GPU's kernel: each tile is up to `tokens` tokens at one slot's keys."""
+    """Work of the GPU attention kernel: in each tile, up to `tokens` tokens attend to the keys of one slot."""
 
     tokens: int
     count: int
-    members: torch.Tensor | None = None  # [count * tokens] flat tokens, under 0: none; None: row i, at slot i
+    members: torch.Tensor | None = None  # [count * tokens] flat tokens, negative: none; None: row i, slot i
     slots: torch.Tensor | None = None  # [count]
-    ends: torch.Tensor | None = None  # [count] keys from here on are not looked at
-    begins: torch.Tensor | None = None  # [count] nor those before; None: 0
+    ends: torch.Tensor | None = None  # [count] first key that is not read
+    begins: torch.Tensor | None = None  # [count] first key that is read; None: 0
 
 
 @dataclass(slots=True)
 class StepContext:
-    """Travels through the model as a keyword argument, from the engine to the attention function."""
+    """Inputs of the attention function, which the engine passes through the model as a keyword argument."""
 
-    cache: SlotCache | None = None  # None: the probe that learns the shapes
-    where: torch.Tensor | None = None  # flat cache positions to write
-    source: torch.Tensor | None = None  # of each of them: the token that goes there; None: one to each
+    cache: SlotCache | None = None  # None: the probe that records the shapes
+    where: torch.Tensor | None = None  # [N] flat cache positions to write
+    source: torch.Tensor | None = None  # [N] the computed token for each of them; None: token i for i
     dense: Part | None = None
-    tokens: int = 0  # how many of the N belong to the dense part
+    tokens: int = 0  # tokens of the dense part
     chunks: Part | None = None
     shapes: list[Shape] = field(default_factory=list)  # filled by the probe
-    # With the GPU's kernel, in place of the two parts:
+    # With the GPU kernels, instead of the two parts:
     attend: Callable[[torch.Tensor, Layer, StepContext, float], torch.Tensor] | None = None
     positions: torch.Tensor | None = None  # [N]
     rows: Tiles | None = None  # the dense part
-    groups: Tiles | None = None  # rows of it that begin alike, at the keys that they share
+    groups: Tiles | None = None  # dense rows with a shared prefix, over the keys of that prefix
     pieces: Tiles | None = None  # the chunks
 
 
@@ -166,18 +166,18 @@ def part_attention(query: torch.Tensor, layer: Layer, part: Part, scale: Any) ->
 def trunk_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: Layer, part: Part, scale: Any
 ) -> torch.Tensor:  # fmt: skip
-    """Read keys that all rows begin with once; two softmaxes are merged by the logarithms of their sums. CPU only."""
+    """Attend to the rows' shared prefix once and to the rest per row; merge both by their log-sum-exps. CPU only."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    one = slice(part.trunk_slot, part.trunk_slot + 1)
-    head = (cache[one, : part.trunk].transpose(1, 2) for cache in (layer.keys, layer.values))
-    together = q.transpose(0, 1).flatten(1, 2)[None]  # [1, Hkv, n * G, d]
-    shared, shared_sum = flash(together, *head, scale=scale)
+    slot = slice(part.trunk_slot, part.trunk_slot + 1)
+    prefix = (cache[slot, : part.trunk].transpose(1, 2) for cache in (layer.keys, layer.values))
+    all_queries = q.transpose(0, 1).flatten(1, 2)[None]  # [1, Hkv, n * G, d]
+    shared, shared_sum = flash(all_queries, *prefix, scale=scale)
     shared = shared[0].unflatten(1, (q.shape[0], -1)).transpose(0, 1)  # [n, Hkv, G, d]
     shared_sum = shared_sum[0].unflatten(1, (q.shape[0], -1)).transpose(0, 1)[..., None]  # [n, Hkv, G, 1]
-    own, own_sum = flash(part.fold(q), k, v, attn_mask=mask, scale=scale)
-    own, own_sum = part.unfold(own), part.unfold(own_sum[..., None])
-    weight = torch.sigmoid(shared_sum - own_sum)  # float32, as the merge is
-    return torch.lerp(own.float(), shared.float(), weight).to(own.dtype)
+    rest, rest_sum = flash(part.fold(q), k, v, attn_mask=mask, scale=scale)
+    rest, rest_sum = part.unfold(rest), part.unfold(rest_sum[..., None])
+    weight = torch.sigmoid(shared_sum - rest_sum)  # float32, like the merge
+    return torch.lerp(rest.float(), shared.float(), weight).to(rest.dtype)
 
 
 def slot_attention(
@@ -190,9 +190,9 @@ def slot_attention(
     tfactory_step: StepContext | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Store keys and values and attend, as transformers' attention function. [1, N, H, dv] out."""
+    """Write keys and values to the cache and attend, as transformers' attention function; return [1, N, H, dv]."""
     if tfactory_step is None:
-        raise refuse(_kind(module), "it does not hand keyword arguments on to its attention function")
+        raise refuse(_kind(module), "it does not pass keyword arguments to its attention function")
     step = tfactory_step
     if step.cache is None:
         return _probe(module, query, key, value, attention_mask, step, kwargs), None
@@ -218,7 +218,7 @@ def _probe(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, step: StepContext, kwargs: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
-    """Note the shapes, and refuse what this attention does not do."""
+    """Record the shapes; raise ValueError for kinds of attention that are not supported."""
     kind = _kind(module)
     reasons = {
         "sliding_window": "its attention has a sliding window",
@@ -230,14 +230,14 @@ def _probe(
         if kwargs.get(name) is not None:
             raise refuse(kind, reason)
     if attention_mask is not None:
-        raise refuse(kind, "it builds an attention mask of its own")
+        raise refuse(kind, "it builds its own attention mask")
     if getattr(module, "layer_idx", None) != len(step.shapes):
-        raise refuse(kind, "its attention layers are not numbered one after the other")
+        raise refuse(kind, "its attention layers are not numbered consecutively")
     sizes = query.shape[1], key.shape[1], key.shape[-1], value.shape[-1]
     step.shapes.append(Shape(*sizes, key.dtype, key.device))
-    # A zero result of the right shape; what it means to the layers above does not matter here.
+    # Zeros of the right shape, because the probe ignores the values.
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
 
-# No mask function goes with it: transformers builds no mask for an attention it has no mask function for.
+# Without a registered mask function, transformers builds no mask for this attention.
 AttentionInterface.register(ATTENTION, slot_attention)

@@ -1,4 +1,4 @@
-"""Run the layers of models that are built like Llama with the GPU's kernels, over the model's own modules."""
+"""Decoder layers of Llama-like models that run the GPU kernels on the model's own modules."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MODELS = {"llama", "mistral", "qwen2", "qwen3"}
 
 
 class FusedLayer(nn.Module):
-    """Does what a decoder layer does in nine kernels, and eleven more with LoRA. Other projections are called."""
+    """Decoder layer of nine kernels, plus eleven with LoRA. It calls projections that are neither plain nor LoRA."""
 
-    plain: Any  # the class whose place it takes
+    plain: Any  # the replaced class
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         step: StepContext = kwargs["tfactory_step"]
@@ -42,14 +42,16 @@ class FusedLayer(nn.Module):
 
 
 class Projection(NamedTuple):
-    """Holds a layer and, where it is LoRA's, what is added to what it makes: the factors down and up, and a number."""
+    """A linear layer, and the two factors of its LoRA adapter if it has one."""
 
     layer: Any
-    added: tuple[Any, Any, float] | None = None
+    down: Any = None
+    up: Any = None
+    scaling: float = 1.0
 
 
 def _opened(layer: Any) -> Projection:
-    """Return what is in a layer of LoRA, if that is all that it does."""
+    """Split a LoRA layer into base layer and adapter. Other layers, and other uses of LoRA, are returned whole."""
     if type(layer) is not LoraLinear or layer.disable_adapters or layer.merged:
         return Projection(layer)
     name = layer.active_adapters[0]
@@ -58,44 +60,45 @@ def _opened(layer: Any) -> Projection:
     down, up = layer.lora_A[name], layer.lora_B[name]
     if up.bias is not None or up.weight.dtype != layer.base_layer.weight.dtype:
         return Projection(layer)
-    return Projection(layer.base_layer, (down, up, layer.scaling[name]))
+    return Projection(layer.base_layer, down, up, layer.scaling[name])
 
 
 def _products(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
-    """Return what the layers make of the states [N, E], in one product where they are plain, and one more for adapters
-    on them. What a single layer makes can be added `onto` a tensor."""
-    opened = [_opened(layer) for layer in layers]
-    downs = [each.added[0] for each in opened if each.added is not None]
-    weight, narrow = join([each.layer for each in opened]), join(downs) if downs else None
-    if weight is None or (downs and narrow is None):
-        made = [layer(states) for layer in layers]
-        return made if onto is None else [onto.add_(made[0])]
-    whole = torch.mm(states, weight.t()) if onto is None else onto.addmm_(states, weight.t())
-    made = whole.split([each.layer.out_features for each in opened], 1)
-    if narrow is not None:
-        low = iter(torch.mm(states, narrow.t()).split([down.out_features for down in downs], 1))
-        for part, (_, added) in zip(made, opened, strict=True):
-            if added is not None:
-                part.addmm_(next(low), added[1].weight.t(), alpha=added[2])
-    return made
+    """Return the layers' outputs for the states [N, E]: one matrix product for plain layers, and one more for the down
+    projections of their adapters. The output of a single layer can be added in place to `onto`."""
+    projections = [_opened(layer) for layer in layers]
+    downs = [projection.down for projection in projections if projection.down is not None]
+    weight = join([projection.layer for projection in projections])
+    down_weight = join(downs) if downs else None
+    if weight is None or (downs and down_weight is None):
+        outputs = [layer(states) for layer in layers]
+        return outputs if onto is None else [onto.add_(outputs[0])]
+    joined = torch.mm(states, weight.t()) if onto is None else onto.addmm_(states, weight.t())
+    outputs = joined.split([projection.layer.out_features for projection in projections], 1)
+    if down_weight is not None:
+        low = iter(torch.mm(states, down_weight.t()).split([down.out_features for down in downs], 1))
+        for output, projection in zip(outputs, projections, strict=True):
+            if projection.down is not None:
+                output.addmm_(next(low), projection.up.weight.t(), alpha=projection.scaling)
+    return outputs
 
 
 class WideHead(nn.Linear):
-    """Gives the logits of 16-bit states in float32, as the learner takes them."""
+    """Output layer that returns the logits of 16-bit states in float32, like the learner's."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return torch.mm(input[0], self.weight.t(), out_dtype=torch.float32)[None]
 
 
 def widen(head: Any) -> None:
-    """Make a plain output layer of 16-bit weights on a GPU give float32."""
+    """Make a plain output layer with 16-bit weights on a GPU return float32 logits."""
     plain = type(head) is nn.Linear and head.bias is None
     if plain and head.weight.is_cuda and head.weight.dtype != torch.float32:
         head.__class__ = WideHead
 
 
 def fused_kind(module: nn.Module) -> type[nn.Module] | None:
-    """Return what takes the module's place, if it is a layer and nobody has changed how its parts are called."""
+    """Return the class that replaces the module's, if it is a decoder layer without hooks or wrapped forwards."""
     if not type(module).__name__.endswith("DecoderLayer"):
         return None
     parts: list[Any] = [module, *module.children()]
@@ -107,7 +110,7 @@ def fused_kind(module: nn.Module) -> type[nn.Module] | None:
 
 
 def can_attend(shapes: list[Shape]) -> bool:
-    """Tell whether the attention kernel takes these layers."""
+    """Return whether the attention kernel supports these layers."""
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     sizes = all(shape.key_size == shape.value_size in (16, 32, 64, 128, 256) for shape in shapes)
     return sizes and all(shape.dtype in kinds for shape in shapes)

@@ -1,5 +1,5 @@
-"""Record the decode step as CUDA graphs, one for each shape: launching the hundreds of small kernels of a small model
-one by one takes longer than running them."""
+"""CUDA graphs of the decode step, one per shape: launching the hundreds of small kernels of a small model one by one
+takes longer than running them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 
 log = logging.getLogger(__name__)
 
-ROWS = (16, 64, 128, 256)  # and what 256 divides: unused rows cost less than to record more graphs
-SPANS = (8, 4, 2)  # tokens of each row, where rows have more than one to feed
-FREE_TOKENS = 128  # a forward of so many takes hardly longer than one of a few: it reads the same weights
+ROWS = (16, 64, 128, 256)  # and multiples of 256: unused rows cost less than recording more graphs
+SPANS = (8, 4, 2)  # tokens per row, if rows have more than one to feed
+FREE_TOKENS = 128  # reading the weights takes most of the time of a forward up to this size
 Step = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 def graph_rows(rows: int, most: int) -> int:
-    """Return the next number of rows for which there is to be a graph, so that there are few of them."""
+    """Round a number of rows up to one that has a graph, so that there are few graphs."""
     return min(most, next((size for size in ROWS if size >= rows), -(-rows // 256) * 256))
 
 
 def graph_span(following: np.ndarray, rows: int, most: int) -> int:
-    """Return how many tokens to feed each row, given how many known or guessed ones could follow its next: the most for
-    which a third of what is added is of use, or which cost next to nothing; 0: just one."""
+    """Return the number of tokens to feed per row; 0: one. `following` [D] is how many known or draft tokens each row
+    has after its next. The result is the largest span of which a third is useful, or which costs next to nothing."""
     for span in SPANS:
         useful = int(np.minimum(following, span - 1).sum())
         if span <= most and useful and (useful * 3 >= rows * (span - 1) or rows * span <= FREE_TOKENS):
@@ -37,29 +37,31 @@ def graph_span(following: np.ndarray, rows: int, most: int) -> int:
 class DecodeGraphs:
     def __init__(self, device: torch.device, state: torch.Tensor) -> None:
         self.device = device
-        self.state = state  # what a step changes, which the trial before a recording must not
-        self.broken = False  # this model cannot be recorded
-        self._state: Hashable = None
+        self.state = state  # tensor that a step changes; the warm-up before a recording restores it
+        self.broken = False  # the model cannot be recorded
+        self._addresses: Hashable = None
+        # graph, packed inputs, result
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
         self._pool: Any = None
-        self.recorded, self.seconds = 0, 0.0  # how many so far, and what they took
+        self.recorded, self.seconds = 0, 0.0  # recordings so far, and the time they took
 
     def check(self, model: torch.nn.Module, cache: list[torch.Tensor]) -> None:
-        """Forget the graphs, which hold addresses, if weights have moved, adapters were switched or the cache grew."""
-        state = (tuple(tensor.data_ptr() for tensor in (*model.parameters(), *cache)), adapter_state(model))
-        if state != self._state:
+        """Drop the graphs, which contain addresses, if weights moved, adapters were switched or the cache grew."""
+        tensors = (*model.parameters(), *cache)
+        addresses = (tuple(tensor.data_ptr() for tensor in tensors), adapter_state(model))
+        if addresses != self._addresses:
             self._graphs.clear()
-            self._pool = None  # it goes with the last graph that used it
-            self._state = state
+            self._pool = None  # the memory pool is released with the last graph that uses it
+            self._addresses = addresses
 
     def run(self, key: Hashable, arrays: list[np.ndarray], step: Step) -> torch.Tensor | None:
-        """Run `step` on the arrays, as a graph; None if it cannot be recorded."""
-        found = self._graphs.get(key)
-        if found is None and not self.broken:
-            found = self._record(key, arrays, step)
-        if found is None:
+        """Run `step` on the arrays as a graph, recorded on the first call with this key; None if that fails."""
+        recording = self._graphs.get(key)
+        if recording is None and not self.broken:
+            recording = self._record(key, arrays, step)
+        if recording is None:
             return None
-        graph, inputs, result = found
+        graph, inputs, result = recording
         inputs.copy_(packed(arrays).pin_memory(), non_blocking=True)
         graph.replay()
         return result
@@ -70,17 +72,17 @@ class DecodeGraphs:
         try:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # libraries set themselves up outside the recording
+            with torch.cuda.stream(stream):  # warm-up: libraries initialize outside the recording
                 before = self.state.clone()
                 step(tensors)
                 self.state.copy_(before)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # A learner in another thread may allocate meanwhile; that is no concern of this recording.
+            # thread_local: allocations by a learner in another thread must not fail this recording.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result = step(tensors)
         except RuntimeError as error:
-            log.warning("decoding without CUDA graphs, because the step cannot be recorded: %s", error)
+            log.warning("Sampling without CUDA graphs, which is slower: recording the step failed: %s", error)
             self.broken = True
             return None
         self._pool = self._pool or graph.pool()
@@ -90,7 +92,7 @@ class DecodeGraphs:
 
 
 def packed(arrays: list[np.ndarray]) -> torch.Tensor:
-    """Return arrays of int64 and float64 as one tensor, for one transfer."""
+    """Pack arrays of int64 and float64 into one int64 tensor, for a single transfer."""
     return torch.from_numpy(np.concatenate([array.view(np.int64) for array in arrays]))
 
 
@@ -101,14 +103,14 @@ def unpacked(packed: torch.Tensor, arrays: list[np.ndarray]) -> list[torch.Tenso
 
 
 def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Move all in one transfer, which is what small copies to a GPU cost by."""
+    """Copy arrays to the device in one transfer, because small copies to a GPU cost the same as large ones."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     return unpacked(packed(arrays).to(device), arrays)
 
 
 def adapter_state(model: torch.nn.Module) -> Hashable:
-    """Tell which adapters are in use: PEFT switches them by attributes, which no address shows."""
+    """Return which adapters are active. PEFT switches them by attributes, which addresses do not show."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))

@@ -1,5 +1,5 @@
-"""Triton kernels of a step on a GPU: each row reads its own keys once, and what transformers does in many small kernels
-is done in one. They round where transformers rounds.
+"""Triton kernels of a step on a GPU. Each row reads its own keys once, and one kernel does the work of many small
+kernels of transformers. They round at the same places as transformers.
 
 Legend: H query heads, K key heads, G = H / K, D head size, V vocabulary, T tokens of a tile.
 """
@@ -17,9 +17,9 @@ from TrainingFactory.sampling.cache.slots import Layer, StepContext, Tiles
 
 LOG2E = 1.4426950408889634
 CHUNK = 2048  # tokens of the vocabulary that one program sums
-PROGRAMS = 264  # two for each of a large device's multiprocessors
-# Small arrays are parts of one transfer or of one tensor and begin anywhere: without `do_not_specialize_on_alignment`
-# kernels would be compiled again, half a second each, where one begins at an odd place.
+PROGRAMS = 264  # two for each multiprocessor of a large device
+# Small arrays are parts of one packed tensor with any alignment. Without `do_not_specialize_on_alignment`, Triton would
+# compile kernels again, half a second each, for each new alignment.
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _gate(gate, up, out, size, width, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _turn(x, cos, sin, weight, epsilon, heads, at, BLOCK: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
-    """Return both halves of a token's heads [BLOCK, D / 2], normed and rotated, and where they are from."""
+    """Return both halves of a token's heads [BLOCK, D / 2], normed and rotated, and their offsets and mask."""
     head, half = tl.arange(0, BLOCK)[:, None], tl.arange(0, D // 2)[None, :]
     place, inside = head * D + half, (head < heads) & (half < D)
     a, b = tl.load(x + place, inside, 0), tl.load(x + place + D // 2, inside, 0)
@@ -138,7 +138,7 @@ def _merge(
     parts, sums, out, begins, tokens, T, count, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Mix the results over parts of the keys by the logarithms of their sums; the first may be a group's."""
+    """Merge the results over parts of the keys by their log-sum-exps; part 0 may be a group's shared prefix."""
     at, head, d = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, D)
     inside, row = head < H, tl.program_id(0) * H + tl.arange(0, BLOCK)
     first: tl.constexpr = 1 if GROUPED else 0
@@ -180,7 +180,7 @@ def _choose(
     logits, temperature, uniform, tops, masses, out, V, chunks,
     SCALED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """First the chunk of the vocabulary, then the token in it, by sums in float64, as `picking.draw` does."""
+    """Draw the chunk of the vocabulary, then the token in it, with float64 sums, like `picking.draw`."""
     row, c, at = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, CHUNK)
     high = tl.load(tops + row * chunks + c, c < chunks, float("-inf"))
     top = tl.max(high)
@@ -216,7 +216,7 @@ def _choose(
 
 
 def norm(x: torch.Tensor, module: Any, add: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return RMSNorm of x [N, E] (plus `add`), and what was normed."""
+    """Return the RMSNorm of x [N, E] (plus `add`), and its input, the sum."""
     out, total = torch.empty_like(x), x if add is None else torch.empty_like(x)
     block = triton.next_power_of_2(x.shape[1])
     _norm[(len(x),)](
@@ -227,7 +227,7 @@ def norm(x: torch.Tensor, module: Any, add: torch.Tensor | None = None) -> tuple
 
 
 def gate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """silu(first) * second, which may be columns of one tensor"""
+    """Return silu(first) * second; both may be columns of one tensor."""
     out, size = first.new_empty(first.shape), first.numel()
     _gate[(triton.cdiv(size, 1024),)](first, second, out, size, first.shape[1], first.stride(0), 1024)
     return out
@@ -237,8 +237,8 @@ def rotate(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], layer: Layer,
     where: torch.Tensor, norms: tuple[Any, Any],
 ) -> None:  # fmt: skip
-    """Norm and rotate q [N, H * D] in place; the same for k, which goes to the cache with v. All may be columns of one
-    tensor."""
+    """Norm and rotate q [N, H * D] in place, and write k, normed and rotated, and v to the cache. All may be columns of
+    one tensor."""
     heads, size = layer.keys.shape[2:]
     first, second = norms
     _rotate[(len(q), 3)](
@@ -281,7 +281,7 @@ def _tiles(
     _, capacity, heads, size = layer.keys.shape
     listed = tiles.members is not None
     rows = max(16, triton.next_power_of_2(tiles.tokens * (q.shape[1] // heads)))
-    # Found by trying on an H200: many small programs for rows of one token, which wait for memory.
+    # Tuned on an H200: many small programs for rows of one token, which are bound by memory.
     keys = min(64, max(16, (2048 if q.element_size() > 2 else 4096 if rows == 16 else 8192) // size))
     _attend[(tiles.count, heads, splits)](
         q, layer.keys, layer.values, out, sums, step.positions, tiles.members, tiles.slots, tiles.begins,
@@ -292,7 +292,7 @@ def _tiles(
 
 
 def choose(logits: torch.Tensor, uniform: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
-    """Do what `picking.pick` does without filters, in one pass over the logits [M, V]."""
+    """Return the same as `picking.pick` without filters, in one pass over the logits [M, V]."""
     rows, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
     tops, masses = logits.new_empty(2, rows, chunks, dtype=torch.float32)
