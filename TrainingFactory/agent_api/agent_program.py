@@ -71,9 +71,7 @@ class AgentProgram:
             text = f"cannot find the program {name!r} of environment.command"
             raise ValueError(f"{text}: it is neither on the PATH nor at {self.cwd / name}")
         if missing := [name for name in self.options.env if name not in os.environ]:
-            raise ValueError(
-                f"environment.options.env lists {', '.join(missing)}. Set it, or remove it there"
-            )
+            raise ValueError(f"environment.options.env: {', '.join(missing)} is not set. Set or remove it")
         self.endpoint = Endpoint()
 
     def __call__(self, task: Task) -> ProgramEpisode:
@@ -194,8 +192,8 @@ def _end_of(file: IO[bytes]) -> str:
 class ProgramRun(EpisodeRun):
     """An episode whose turns are the requests of a program."""
 
-    def __init__(self, rules: EpisodeRules, trajectory: Trajectory, sampler: Sampler, *given: Any) -> None:
-        super().__init__(rules, trajectory, sampler.session(), sampler.max_length, *given)
+    def __init__(self, rules: EpisodeRules, trajectory: Trajectory, sampler: Sampler, *args: Any) -> None:
+        super().__init__(rules, trajectory, sampler.session(), sampler.max_length, *args)
         self._sampler = sampler
 
     async def _turns(self, environment: Any) -> None:
@@ -234,5 +232,5 @@ class ProgramRun(EpisodeRun):
 class ProgramRollouts(RolloutEngine):
     """Runs episodes of an `AgentProgram`."""
 
-    def _new(self, trajectory: Trajectory, sampler: Sampler, *given: Any) -> EpisodeRun:
-        return ProgramRun(self.rules, trajectory, sampler, *given)
+    def _new(self, trajectory: Trajectory, sampler: Sampler, *args: Any) -> EpisodeRun:
+        return ProgramRun(self.rules, trajectory, sampler, *args)

@@ -42,14 +42,14 @@ class Evaluation(Rollouts):
         return report
 
 
-def sections_of(found: Named) -> dict[str, dict[str, Any]]:
+def sections_of(resolved: Named) -> dict[str, dict[str, Any]]:
     """Return the config sections for evaluating a model; for the checkpoint of a run, with the run's environment,
     held-out data, sampling and tools."""
-    if found.maker is None:
-        return {"model": found.section}
-    trained = as_then(found.maker.config, found.maker.about)
+    if resolved.maker is None:
+        return {"model": resolved.section}
+    trained = as_then(resolved.maker.config, resolved.maker.about)
     model = trained.model.model_dump(exclude_unset=True, exclude={"tools_format"})  # a checkpoint carries it
-    sections = {"model": model | found.section}
+    sections = {"model": model | resolved.section}
     for section in ("environment", "data", "sampling"):
         sections[section] = getattr(trained, section).model_dump()
     if trained.tools:

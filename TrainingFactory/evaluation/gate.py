@@ -66,10 +66,11 @@ class Gate(Section):
         named = [(("gate", "entry"), self.entry)]
         named += [(("gate", "guards", n, "entry"), guard.entry) for n, guard in enumerate(self.guards)]
         text = f"is not an entry of the suite. Its entries: {', '.join(entries)}"
-        found = [Problem(key, text, name) for key, name in named if name is not None and name not in entries]
+        unknown = [(key, name) for key, name in named if name is not None and name not in entries]
+        problems = [Problem(key, text, name) for key, name in unknown]
         text = "has no limit. Set worse_by, at_least or at_most"
         unlimited = [n for n, guard in enumerate(self.guards) if not guard.limits()]
-        return found + [Problem(("gate", "guards", n), text) for n in unlimited]
+        return problems + [Problem(("gate", "guards", n), text) for n in unlimited]
 
     def asked(self, first: bool) -> list[Guard]:
         """Return the guards to check. For the first champion these are the guards with an absolute limit."""

@@ -103,7 +103,7 @@ class Suite(Section):
 
 ENVIRONMENTS = ("calculator", "search", "text2sql")
 BUILTIN: dict[str, dict[str, Any]] = {
-    name: {"name": name, "entries": [{"environment": each, "count": count} for each in ENVIRONMENTS]}
+    name: {"name": name, "entries": [{"environment": env, "count": count} for env in ENVIRONMENTS]}
     for name, count in (("builtin", 64), ("quick", 8))
 }
 

@@ -126,7 +126,7 @@ def test_a_new_environment_runs_at_once(tfactory: Run) -> None:
     assert "population(city)" in out and "saved 3 episodes to runs/rollouts/my_cities-" in err
     before = Path("my_cities.py").read_text()
     status, _, err = tfactory("new", "env", "my_cities")
-    assert status == 2 and "already exists" in err
+    assert status == 2 and "exists" in err
     assert Path("my_cities.py").read_text() == before
     for name in ("task", "tool", "_"):  # names that the file uses itself, or that are hardly any
         assert tfactory("new", "env", name)[0] == 0

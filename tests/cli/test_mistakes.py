@@ -57,7 +57,7 @@ def files(tfactory: Run) -> None:
         (["train", "small.yaml", "training.algorithm=dpo"], "training.algorithm=dpo needs a dataset"),
         (["train", "small.yaml", "environment=serch"], "did you mean search?"),
         (["train", "small.yaml", "sampling.top_p=0.9"], "for evaluation"),
-        (["train", "small.yaml", "--name", "there"], "run there exists already"),
+        (["train", "small.yaml", "--name", "there"], "run there already exists"),
         (["train", "small.yaml", "--name", "a/b"], "invalid run name"),
         (["train", "small.yaml", "logging.output_dir=small.yaml"], "small.yaml"),
         (["train", "small.yaml", "logging.trackers=[mlflow]"], "pip install 'training-factory[mlflow]'"),

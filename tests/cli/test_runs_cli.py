@@ -114,7 +114,7 @@ def test_a_damaged_run_says_what_is_wrong(
     status, _, err = tfactory("runs", command, "before")
     told = " ".join(err.split())
     assert status == 2 and "runs/before" in told and "environment.json" in told and "Traceback" not in told
-    assert ("tfactory train runs/before/config.yaml" if text is not None else "put it back") in told
+    assert ("tfactory train runs/before/config.yaml" if text is not None else "Restore") in told
     assert tfactory("runs", "list")[0] == 0
 
 
