@@ -35,7 +35,7 @@ def files(tfactory: Run) -> None:
             "model.name: there is no such run or model: 'qwen3-4bb'",
         ),
         (["rollout", "search", "model.family=qwen9"], "qwen9"),
-        (["rollout", "search", "--split", "test"], "there is no split 'test'"),
+        (["rollout", "search", "--split", "test"], "split 'test'"),
         (["rollout", "search", "--tasks", "empty.jsonl"], "empty.jsonl is empty"),
         (["rollout", "search", "--tasks", "nothing.jsonl"], "nothing.jsonl"),
         (["rollout", "search", "--tasks", "-1"], "data.count: must be greater than or equal to 1 (got -1)"),

@@ -116,7 +116,7 @@ def test_a_run_keeps_what_its_ids_were_found_to_be(project: Path, install: Insta
         ("datasets:\n  a: b\n  b: c.jsonl\n", "factories.yaml:2: datasets.a: refers to 'b'"),
         ("compute:\n  a: 8\n", "factories.yaml:2: compute.a: must be a valid string"),
         ("compute:\n  a: eight\n", "factories.yaml:2: compute.a: must be a mapping such as {num_gpus: 8}"),
-        ("models:\n  a: b\n  a: c\n", "factories.yaml:3: models.a: is written twice"),
+        ("models:\n  a: b\n  a: c\n", "factories.yaml:3: models.a: duplicate key"),
     ],
 )
 def test_a_broken_file_is_told_by_place(project: Path, text: str, told: str) -> None:

@@ -44,8 +44,8 @@ def test_when_a_run_ends() -> None:
     ("given", "text"),
     [
         ({"patience": 0}, "integer of at least 1"),
-        ({"patience": 1.5}, "counts evaluations"),
-        ({"target": 1.2}, "1 at most"),
+        ({"patience": 1.5}, "number of evaluations"),
+        ({"target": 1.2}, "at most 1"),
         ({"patince": 2}, "did you mean patience"),
     ],
 )

@@ -282,9 +282,9 @@ BOMB = (
 def test_aliases_in_brackets_are_counted(tmp_path: Path) -> None:
     run, other = made_run(tmp_path, "a"), made_run(tmp_path, "b")
     (run.path / CONFIG).write_text(BOMB + "]}}")
-    assert "too much" in (Runs(tmp_path).row(run).problem or "")
-    assert "too much" in (config_view(run).problem or "")
-    with pytest.raises(ValueError, match="too much"):
+    assert "too large" in (Runs(tmp_path).row(run).problem or "")
+    assert "too large" in (config_view(run).problem or "")
+    with pytest.raises(ValueError, match="too large"):
         diff([run, other])
 
 
