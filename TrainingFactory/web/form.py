@@ -112,6 +112,7 @@ class Checked(BaseModel):
 
 
 def options() -> Options:
+    """Return the sections of the config form with their options."""
     result = []
     for name in TrainingConfig.model_fields:
         section = sections().get(name)

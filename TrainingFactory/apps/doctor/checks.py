@@ -60,7 +60,7 @@ def check_tools(diagnosis: Diagnosis, chat: TemplateChatFormat, specs: Sequence[
         if not spec.description.strip():
             diagnosis.add("tool_schema", f"tool {spec.name} has no description", "warning")
         call = ToolCall(spec.name, _arguments(spec.parameters))
-        _write(diagnosis, chat, Message("assistant", tool_calls=[call]), specs, f"tool {spec.name}")
+        _round_trip(diagnosis, chat, Message("assistant", tool_calls=[call]), specs, f"tool {spec.name}")
 
 
 def check_prompts(diagnosis: Diagnosis, chat: TemplateChatFormat, episodes: Sequence[Trajectory]) -> None:
@@ -68,10 +68,12 @@ def check_prompts(diagnosis: Diagnosis, chat: TemplateChatFormat, episodes: Sequ
     for episode in episodes:
         for message in episode.prompt:
             if message.role == "assistant":
-                _write(diagnosis, chat, message, episode.tools, f"task {episode.task.id}")
+                _round_trip(diagnosis, chat, message, episode.tools, f"task {episode.task.id}")
 
 
-def _write(diagnosis: Diagnosis, chat: Any, turn: Message, tools: Sequence[ToolSpec], source: str) -> None:
+def _round_trip(
+    diagnosis: Diagnosis, chat: Any, turn: Message, tools: Sequence[ToolSpec], source: str
+) -> None:
     try:
         chat.write(turn, tools=tools)  # also parses it back and compares
     except ValueError as error:

@@ -109,9 +109,9 @@ def _agree(result: Audit, items: Sequence[Gold], clean: Values) -> None:
         result.spread = mean(pstdev(row) for row in whole)
 
 
-def _whole(rows_: Values) -> list[list[float]]:
+def _whole(rows: Values) -> list[list[float]]:
     """Return the rows without missing verdicts."""
-    return [[value for value in row if value is not None] for row in rows_ if None not in row]
+    return [[value for value in row if value is not None] for row in rows if None not in row]
 
 
 def _resist(result: Audit, clean: Values, attacked: Values) -> None:

@@ -36,7 +36,7 @@ def pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 
 
 def partial(xs: Sequence[float], ys: Sequence[float], control: Sequence[float]) -> float | None:
-    """Return the partial correlation of xs and ys, controlling for a linear effect of `given`."""
+    """Return the partial correlation of xs and ys, controlling for a linear effect of `control`."""
     return pearson(_residuals(xs, control), _residuals(ys, control))
 
 

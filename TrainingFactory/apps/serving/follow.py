@@ -149,7 +149,7 @@ def needed_bytes(config: TrainingConfig, current: Served) -> int:
         shape = AutoConfig.from_pretrained(base, trust_remote_code=model.trust_remote_code)
     else:
         shape = current.model.config
-        needed += sum(folder.nbytes for folder in current.model.parameters())
+        needed += sum(param.nbytes for param in current.model.parameters())
     slots, length = config.sampling.slots, current.sampler.max_length
     return needed + cache_bytes(shape.get_text_config(), slots, length, size)
 
