@@ -376,7 +376,7 @@ def test_options_and_images_have_their_errors(tmp_path: Path) -> None:
         GRPOTrainer(
             environment=own, tasks=[Task("a", "?")], config=TrainingConfig(environment={"options": {"a": 1}})
         )
-    with pytest.raises(ValueError, match="Mine inherits from MMEnv.* images"):
+    with pytest.raises(ValueError, match=r"Mine inherits from MMEnv.* images"):
         type("Mine", (MMEnv,), {})
     path = tmp_path / "plain.py"
     path.write_text("from TrainingFactory.envs import ToolEnvironment\nclass Plain(ToolEnvironment): ...\n")
