@@ -111,7 +111,7 @@ def test_compare_on_the_command_line(tfactory: Run) -> None:
     [found] = json.loads(out)["comparisons"]
     assert found["difference"] == 0 and found["tasks"] == 8 and found["better"] == []
     status, out, err = tfactory("compare", "tiny", "tiny", *options, "--html", "page/c.html")
-    assert status == 0 and "loading" not in err and "the page: page/c.html" in err, err
+    assert status == 0 and "loading" not in err and "page/c.html" in err, err
     assert "0 better, 0 worse; exact McNemar p = 1" in out and Path("page/c.html").is_file()
     first, second, _ = read_records(Path("runs/evaluations.jsonl"))
     status, out, err = tfactory("compare", first.id, second.id)
@@ -131,7 +131,7 @@ def test_compare_on_the_command_line(tfactory: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["tiny"], "name two models"),
+        (["tiny"], "two models, runs"),
         (["tiny", "tiny"], "no environment is named"),
         (["tiny", "eval-0000000000"], "eval-0000000000 in runs"),
         (["tiny", "nothing.jsonl"], "nothing.jsonl contains no valid"),

@@ -138,7 +138,7 @@ def test_a_failed_audit_says_why_and_keeps_the_page(tfactory: Run):
         (["verdict=ranking"], "score, yes_no or json"),
         (["model"], "not key=value"),
         (["model.name=1"], "not key=value"),
-        (["samples=[1"], "samples is not YAML"),
+        (["samples=[1"], "samples is not"),
         (["budget=3"], "budget must be a valid dictionary or an instance of Budget (got 3)"),
         (["api_key_env=NOT_SET_KEY"], "the environment variable NOT_SET_KEY"),
         (["--out", "."], "is a folder"),

@@ -263,7 +263,7 @@ def test_hints_work_as_printed(tfactory: Run) -> None:
     where = "logging.output_dir=my runs"
     status, _, err = tfactory("train", "small.yaml", where, "--name", "loc", "max_steps=1")
     assert status == 0, err
-    hint = err.partition("look at it: ")[2]
+    hint = err.partition("see its metrics: ")[2]
     shown, _, evaluate = hint.partition("; evaluate it: ")
     for command in (shown, evaluate):
         program, *arguments = shlex.split(command)
