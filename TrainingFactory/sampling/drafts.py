@@ -28,7 +28,7 @@ class Drafts:
         """Return the drafts after each context [M, CONTEXT]: tokens [M, most], and how many of them to use [M]."""
         count = len(context)
         tokens, lengths = np.zeros((count, most), np.int64), np.zeros(count, np.int64)
-        rows = np.arange(count)  # whose drafts go on
+        rows = np.arange(count)  # rows whose drafts continue
         for position in range(most):
             entry = self._entry(context)
             trusted = self._trust[entry] >= TRUSTED
