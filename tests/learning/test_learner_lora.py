@@ -299,7 +299,7 @@ def test_8bit_optimiser_states_need_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
     config = TrainingConfig(
         environment="search", training={"optimizer": "adamw_8bit"}, model={"device": "cpu"}
     )
-    with pytest.raises(ValueError, match="adamw_8bit .*CUDA devices; use adamw"):
+    with pytest.raises(ValueError, match=r"adamw_8bit .*CUDA devices; use adamw"):
         check(config, recorded=False)
 
 

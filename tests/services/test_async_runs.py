@@ -180,7 +180,7 @@ def test_a_replay_trains_the_recorded_groups_in_their_order(tmp_path: Path) -> N
     for name in ("model.safetensors", "learner/state.safetensors"):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
     (recorded.path / "trajectories.jsonl").unlink()
-    with pytest.raises(ValueError, match="logging.save_trajectories=false"):
+    with pytest.raises(ValueError, match=r"logging.save_trajectories=false"):
         run(recorded.config, "c", replay="a")
 
 
@@ -203,7 +203,7 @@ def test_a_run_without_samplers_saves_and_says_how_to_go_on(
     patched = {"sample": ("_submit", lost_sample), "update": ("update", lost_update)}[where]
     with monkeypatch.context() as patch:
         patch.setattr(NativeEngine, *patched)
-        with pytest.raises(ValueError, match="no sampler is left.*run: tfactory runs"):
+        with pytest.raises(ValueError, match=r"no sampler is left.*run: tfactory runs"):
             run(ahead(tmp_path, bound, training={"eval_every": 3}), "a")
     folder = RunFolder(tmp_path / "a")
     assert folder.state == "failed" and folder.checkpoints()[-1].name == "step-000003"

@@ -211,7 +211,7 @@ def test_the_split_of_held_out_rows(tmp_path: Path) -> None:
         (rows, {}),
     ]
     for source, options in same:
-        with pytest.raises(ValueError, match="data.heldout and data.dataset are the same rows"):
+        with pytest.raises(ValueError, match=r"data.heldout and data.dataset are the same rows"):
             SFTTrainer(
                 dataset=source, heldout=source, eval_every=1, output_dir=str(tmp_path / "runs"), **options
             ).train()
