@@ -211,9 +211,9 @@ class EpisodeRun:
         if step.done:
             raise _Over("done")
         with _user_code("the chat template", ValueError):
-            extend = self.rules.chat.extend
+            extend, so_far = self.rules.chat.extend, turn.prompt_ids + turn.completion.token_ids
             reply_ids = await in_thread(extend, turn, turn.replies) if large else extend(turn, turn.replies)
-            return turn.prompt_ids + turn.completion.token_ids + reply_ids
+            return so_far + reply_ids
 
     def _cut(self, replies: Sequence[Message]) -> list[Message]:
         """Truncate the contents of replies to `max_reply_tokens`, before they are rendered."""

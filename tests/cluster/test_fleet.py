@@ -230,7 +230,7 @@ def test_a_turn_that_ends_every_engine_is_given_up() -> None:
         fakes = Fakes()
         fakes.each = lambda place: setattr(place, "dead", True)
         fleet = Fleet(fakes, 1, 64)
-        with pytest.raises(SamplersLost, match=f"asked {1 + AGAIN} times"):
+        with pytest.raises(SamplersLost, match=f"failed {1 + AGAIN} times"):
             await fleet.sample([1], params(1))
         await fleet.close()
 

@@ -93,7 +93,7 @@ def test_whoever_dies_is_lost_and_leaves_nothing(tmp_path: Path) -> None:
         places = LocalPlaces(SPEC, FAKE, folder=tmp_path)
         made = await asyncio.gather(*map(places.make, range(3)))
         causes = [
-            (-1, r"is gone \(log: .*sampler-0.log\)$"),
+            (-1, r"has exited \(log: .*sampler-0.log\)$"),
             (7, r"engine core has died.*\(log: .*sampler-1.log\)"),
             (8, "ended a request by itself: abort"),
         ]
@@ -152,7 +152,7 @@ def test_one_that_cannot_start_says_why(tmp_path: Path) -> None:
         await LocalPlaces(spec, FAKE, seconds, folder=logs).make(0)
 
     with pytest.raises(
-        ValueError, match=r"not be started: ValueError: Model architectures \['Odd'\] are not"
+        ValueError, match=r"Could not start sampler 0, .*: ValueError: Model architectures \['Odd'\] are not"
     ) as told:
         asyncio.run(make(EngineSpec("vllm", "broken", 64)))
     assert f"(log: {logs}/sampler-0.log)\nThe end of its log:\n    (EngineCore)" in str(told.value)

@@ -108,7 +108,7 @@ class Strikes(Quiet):
 def lost(run: RunFolder, interrupts: bool) -> None:
     """Let a learner be killed in the run, which tells how to go on."""
     with pytest.raises(
-        OSError, match=r"learner 1 \(process \d+ on .*is gone; steps since .*: 1; .*runs resume"
+        OSError, match=r"learner 1 \(process \d+ on .*is gone; steps since .*: 1\. .*runs resume"
     ):
         if run.path.exists():
             go_on(run.path, watcher=Strikes(3, interrupts))
@@ -277,7 +277,7 @@ def test_actors_of_ray_are_learners(tmp_path: Path, ray_head: str) -> None:
                 [name] = [each for each in ray.util.list_named_actors() if ":learner 1:" in each]
                 ray.kill(ray.get_actor(name))
 
-    with pytest.raises(OSError, match=r"learner 1 .*is gone; steps since .*: 2; .*runs resume"):
+    with pytest.raises(OSError, match=r"learner 1 .*is gone; steps since .*: 2\. .*runs resume"):
         train(config, "broken", Kills())
     assert go_on(tmp_path / "broken").state == "finished"
     found, wanted = (rows(tmp_path / name / "metrics.jsonl") for name in ("broken", "whole"))

@@ -67,7 +67,7 @@ def test_a_run_that_loses_a_sampler_is_the_undisturbed_one(ray_head: str, tmp_pa
     last = rows(two / "metrics.jsonl")[-1]
     log = two / "engines" / "sampler-0.log"
     assert last["samplers/asked_again"] >= 1 and log.is_file()
-    assert any("is gone" in text and str(log.resolve()) in text for text in killer.said)
+    assert any("has exited" in text and str(log.resolve()) in text for text in killer.said)
     tokens = [(run / "trajectories.jsonl").read_bytes().count(b'"completion"') for run in (one, two)]
     assert tokens[0] == tokens[1] > 0
 

@@ -133,12 +133,10 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, learner)
     save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {})
     (tmp_path / "c" / "learner" / "state.safetensors").write_bytes(b"x" * 100)
-    with pytest.raises(
-        ValueError, match=r"is damaged: learner/state.safetensors: missing or not as SHA256SUMS"
-    ):
+    with pytest.raises(ValueError, match=r"is damaged: .*SHA256SUMS: learner/state.safetensors"):
         load_checkpoint(tmp_path / "c", learner)
     (tmp_path / "c" / "SHA256SUMS").unlink()  # as earlier versions wrote it
-    with pytest.raises(ValueError, match=r"learner/state.safetensors cannot be read"):
+    with pytest.raises(ValueError, match=r"Cannot read .*learner/state.safetensors"):
         load_checkpoint(tmp_path / "c", learner)
     (tmp_path / "c" / "learner.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(ValueError, match="format 99"):
@@ -153,7 +151,7 @@ def test_a_failed_write_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoints, "save_file", full)
-    with pytest.raises(OSError, match="could not be written: No space left"):
+    with pytest.raises(OSError, match=r"Could not write .*: No space left"):
         save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {"n": 2})
     assert load_checkpoint(tmp_path / "c", learner) == {"n": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["c"]

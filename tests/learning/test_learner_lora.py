@@ -282,7 +282,7 @@ def whole_again(model: Any) -> Any:
             "pip install bitsandbytes",
         ),
         ({"model": {"quantization": "4bit"}, "lora": {"enabled": True}}, "builtin:tiny cannot be quantized"),
-        ({"training": {"optimizer": "adamw_8bit"}}, "adamw_8bit, which needs bitsandbytes"),
+        ({"training": {"optimizer": "adamw_8bit"}}, "adamw_8bit needs bitsandbytes"),
     ],
 )
 def test_few_bits_are_refused_before_anything_is_loaded(

@@ -82,7 +82,7 @@ IN_GROUP = LINGERING.replace("(False, True)", "(False, False)")
 def test_a_program_that_runs_too_long_ends_with_all_that_it_started(tmp_path: Path) -> None:
     code = TALK + LINGERING
     [trajectory], _, _ = play(tmp_path, code, episode_timeout=3.0)
-    assert (trajectory.status, trajectory.error) == ("error", "the episode took longer than 3 s")
+    assert trajectory.status == "error" and "longer than 3 s" in str(trajectory.error)
     assert len(trajectory.turns) == 2 and trajectory.reward is None
     until(lambda: not any(map(running, (tmp_path / "pids").read_text().split())))
 

@@ -127,9 +127,7 @@ def test_a_run_warns_of_a_full_disk_and_a_short_grace_period(
     with pytest.raises(RuntimeError, match="broken off"):
         train(config, "b", watcher := Quiet(fail_at=1))
     disk, grace = watcher.said[:2]
-    assert (
-        "3 checkpoints" in disk and "set logging.keep_checkpoints=1 or logging.optimizer_state=newest" in disk
-    )
+    assert "3 checkpoints" in disk and "logging.keep_checkpoints=1 or logging.optimizer_state=newest" in disk
     assert "terminationGracePeriodSeconds" in grace
 
 

@@ -322,7 +322,7 @@ def test_an_episode_that_was_broken_off_in_a_call(tmp_path: Path) -> None:
     """It is broken off again in the replay, though no tool is slow there."""
     first, again = both(tmp_path, Hangs, lambda *_: call_text("hang"), episode_timeout=1)
     assert again == first and len(first.turns) == 1
-    assert (first.status, first.error) == ("error", "the episode took longer than 1 s")
+    assert first.status == "error" and "longer than 1 s" in str(first.error)
 
 
 def test_a_call_that_a_reward_gave_up(tmp_path: Path) -> None:
