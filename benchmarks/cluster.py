@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.slow_tools import arguments, slow_tools, warm_start
 from TrainingFactory.cluster.fleet import Fleet
-from TrainingFactory.cluster.ray_places import RayPlaces
+from TrainingFactory.cluster.ray_places import RayEngineLauncher
 from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.models import chat_format, load_model
@@ -72,7 +72,7 @@ async def overhead(session: RaySession, model: Path, times: int) -> dict[str, An
     spec = EngineSpec("native", str(model), 512, slots=GROUPS * MEMBERS, device="cpu", pushed=False)
     samplers: dict[str, Sampler] = {
         "here": NativeEngine(loaded.model, slots=GROUPS * MEMBERS, max_length=512),
-        "fleet": Fleet(RayPlaces(session, spec, 1), 1, 512),
+        "fleet": Fleet(RayEngineLauncher(session, spec, 1), 1, 512),
     }
     params = SamplingParams(temperature=1.2, max_tokens=40)
     rollouts = RolloutEngine(
@@ -104,7 +104,7 @@ async def scaling(session: RaySession, turns: int) -> dict[str, Any]:
     rates: dict[int, float] = {}
     spec = EngineSpec("benchmarks.cluster:SleepingEngine", "", 512, pushed=False)
     for count in (1, 2):
-        fleet = Fleet(RayPlaces(session, spec, count, cpus=0.5), count, 512)
+        fleet = Fleet(RayEngineLauncher(session, spec, count, cpus=0.5), count, 512)
         await fleet.sample([0], SamplingParams())  # starts it
         started = time.perf_counter()
         await asyncio.gather(*(fleet.sample([0], SamplingParams(seed=n)) for n in range(turns)))

@@ -20,7 +20,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.gpu_engine import REAL, SMALL, make_prompts, row_logprobs
-from TrainingFactory.cluster.local import LocalPlaces
+from TrainingFactory.cluster.local import LocalEngineLauncher
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.learning.publishing import Publisher
@@ -60,7 +60,7 @@ async def measure(model: Any, options: dict[str, Any], device: str) -> dict[str,
     learner = Learner(model, OptimizerOptions(learning_rate=1e-5))
     publisher, vocabulary = Publisher(learner), model.config.vocab_size
     spec = EngineSpec("vllm", publisher.model_folder, 1024, slots=256, device=device, options=options)
-    places, found = LocalPlaces(spec, start_timeout=600.0, say=print), dict[str, Any]()
+    places, found = LocalEngineLauncher(spec, start_timeout=600.0, say=print), dict[str, Any]()
     started = time.perf_counter()
     place = await places.make(0)
     found["start_s"] = time.perf_counter() - started

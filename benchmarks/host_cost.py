@@ -45,7 +45,7 @@ from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.rollout import RolloutEngine, play
 from TrainingFactory.tools import AsyncToolExecutor
-from TrainingFactory.tools.recording import CALLS, EpisodeKey
+from TrainingFactory.tools.recording import CALLS_FILE, EpisodeKey
 from TrainingFactory.training.reward_clock import RewardClock
 from TrainingFactory.types import (
     Completion,
@@ -179,7 +179,7 @@ class Bench:
 
     async def round(self) -> tuple[list[float], list[list[Trajectory]], list[Sample]]:
         """One step: CPU seconds of playing, credit and writing."""
-        (self.folder / CALLS).write_text("")
+        (self.folder / CALLS_FILE).write_text("")
         times = [time.process_time()]
         groups = await self.play()
         times.append(time.process_time())
@@ -202,7 +202,7 @@ def fingerprint(folder: Path, groups: list[list[Trajectory]], rows: list[Sample]
         return [timeless(item) for item in value] if isinstance(value, list) else value
 
     found = hashlib.sha256()
-    for name in ("trajectories.jsonl", CALLS):
+    for name in ("trajectories.jsonl", CALLS_FILE):
         for line in (folder / name).read_text(encoding="utf-8").splitlines():
             found.update(json.dumps(timeless(json.loads(line))).encode())
     for row in rows:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.slow_tools import given_config
-from TrainingFactory.apps.plan.workload import as_episodes
+from TrainingFactory.apps.plan.workload import workload_from_groups
 from TrainingFactory.assembly.learner import make_algorithm, make_policy
 from TrainingFactory.assembly.sampler import load, make_chat, make_engine, make_rollouts
 from TrainingFactory.envs import SearchEnvironment
@@ -111,13 +111,13 @@ async def beside(work: Work, other: Work | None) -> tuple[float, Any]:
 
 def counted(groups: Groups) -> tuple[float, float]:
     """Return decode steps and sampled tokens: without latencies, the longest episode decides how many steps."""
-    sampled = as_episodes([list(group) for group in groups]).sampled
+    sampled = workload_from_groups([list(group) for group in groups]).sampled
     return float(sampled.max()), float(sampled.sum())
 
 
 def tree_tokens(groups: Groups) -> float:
     """Return the tokens of the prefix trees of all groups with something to learn: each counts its prompt once."""
-    trees = [as_episodes([list(group)]) for group in groups]
+    trees = [workload_from_groups([list(group)]) for group in groups]
     return sum(
         tree.taught * (tree.length * len(tree.turns) - tree.prompt * (len(tree.turns) - 1)) for tree in trees
     )

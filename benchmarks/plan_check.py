@@ -25,7 +25,7 @@ import torch
 from benchmarks.machine_rates import Machine, Rates
 from benchmarks.slow_tools import SKIPPED, arguments, run, warm_start
 from TrainingFactory.apps.plan.step_time import Costs, StepModel
-from TrainingFactory.apps.plan.workload import distribution, read_episodes
+from TrainingFactory.apps.plan.workload import parse_distribution, workload_from_run
 from TrainingFactory.runs.folder import RunFolder
 
 GROUPS, SLOTS, STEPS = 8, 512, 10
@@ -51,7 +51,7 @@ class Forecaster:
         self.record = passed / GROUPS / RECORDED
 
     def forecast(self, rates: Rates, size: int, latency: str, bound: int) -> float:
-        episodes = read_episodes(self.recorded, distribution(latency))
+        episodes = workload_from_run(self.recorded, parse_distribution(latency))
         tree = episodes.length * size - episodes.prompt * (size - 1)
         costs = Costs(
             launch=rates.step,

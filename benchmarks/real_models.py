@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-from TrainingFactory.apps.recipes.recipe import SMALL
+from TrainingFactory.apps.recipes.recipe import SMALL_OVERRIDES
 from TrainingFactory.runs.folder import RunFolder, is_run
 
 SEEDS = ("gsm8k-0", "gsm8k-1", "gsm8k-2")
@@ -66,7 +66,7 @@ def runs(data: Path, out: Path, first: Path, small: bool = False) -> dict[str, l
                       str(out / "plain"), "--grpo", "training.max_steps=40", *ending[1:]]  # fmt: skip
     common = ["model.name=sft", f"logging.output_dir={first}", f"data.tasks={first / 'data' / 'tasks.jsonl'}"]
     common += [f"data.heldout={first / 'data' / 'dev.jsonl'}", "training.max_steps=40"]
-    common += [f"{key}={value}" for key, value in SMALL["grpo"].items()] if small else []
+    common += [f"{key}={value}" for key, value in SMALL_OVERRIDES["grpo"].items()] if small else []
     for name, options in FACTORS.items():
         config = "configs/smollm2_gsm8k_grpo.yaml"
         found[name] = [*tfactory, "train", config, "--name", name, *common, *options]
@@ -147,7 +147,7 @@ def main() -> None:
     campaign.ended |= set(SEEDS) - set(chosen[1])
     for name, words in chosen[0].items():
         campaign.do(name, words)
-    with ThreadPoolExecutor(asked.at_once) as pool:
+    with ThreadPoolExecutor(asked.interruptible) as pool:
         list(pool.map(campaign.do, *zip(*chosen[1].items(), strict=True)) if chosen[1] else ())
     if campaign.failed:
         sys.exit(f"failed: {', '.join(campaign.failed)}")

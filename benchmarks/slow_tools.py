@@ -28,7 +28,7 @@ from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.tracking import PlainLines
 from TrainingFactory.trainers.training_run import Training
-from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.types import Message, Step, Task
 
 SKIPPED = 2  # steps, while the stream fills
@@ -73,7 +73,7 @@ def given_config(model: Path, folder: Path, options: dict[str, Any]) -> Training
 
 def run(model: Path, folder: Path, name: str, kind: str, options: dict[str, Any], mean: float) -> float:
     """Train with a slow tool and return the seconds of a step."""
-    objects = Objects(environment=delayed(kind, mean))
+    objects = UserObjects(environment=delayed(kind, mean))
     report = Training(given_config(model, folder, options), name=name, objects=objects).train()
     times = [row["time"] for row in RunFolder(report.run).metrics()]
     return (times[-1] - times[SKIPPED - 1]) / (len(times) - SKIPPED)

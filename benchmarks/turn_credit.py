@@ -39,7 +39,7 @@ from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.apps.demo.lessons import Lessons
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.envs.builtin.splits import belongs
+from TrainingFactory.envs.builtin.splits import in_split
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import chat_format, load_model
@@ -74,7 +74,7 @@ class Chain(ToolEnvironment):
             if made == count:
                 return
             keys, place = rng.sample(NAMES, LOOKUPS), rng.choice(PLACES)
-            if belongs(" ".join([*keys, place]), split):
+            if in_split(" ".join([*keys, place]), split):
                 made += 1
                 yield Task(f"chain-{seed}-{number}", f"{keys[0]}?", place, {"keys": keys})
 

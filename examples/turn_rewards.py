@@ -39,7 +39,7 @@ def main():
         episode.member = member
         episodes.append(episode)
     credit = coloured(episodes, GRPO(credit="turn"), loaded.tokenizer)
-    terminal.groups(credit, credit.groups)
+    terminal.print_groups(credit, credit.groups)
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(credit.page(TITLE), encoding="utf-8")
 

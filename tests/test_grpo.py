@@ -13,7 +13,7 @@ import torch
 from tests.kits.learner import trained_values
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.policy_loss import kl_terms
-from TrainingFactory.algorithms.trained_tokens import Trained
+from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.types import Completion, Message, Reward, Sample, Status, Task, Trajectory, Turn
 
@@ -174,12 +174,12 @@ def test_truncated_episodes_are_an_option() -> None:
     assert advantages(kept) == [0.5, 0.0]
 
 
-def trained_tokens(seed: int, size: int = 40) -> Trained:
+def trained_tokens(seed: int, size: int = 40) -> TrainedTokens:
     generator = torch.Generator().manual_seed(seed)
     now, sampled, reference = (-torch.rand(3, size, generator=generator) * 2).unbind()
     advantage = torch.randn(size, generator=generator)
     zeros = torch.zeros(size)
-    return Trained(
+    return TrainedTokens(
         now.clone().requires_grad_(), zeros, sampled, advantage, zeros, zeros.long(), zeros[:1],
         torch.zeros(0, 2), 100, 7, 0, reference,
     )  # fmt: skip

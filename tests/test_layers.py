@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from TrainingFactory.config.problems import leaves
+from TrainingFactory.config.problems import fields_by_key
 from TrainingFactory.config.schema import TrainingConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -316,7 +316,7 @@ def test_files_and_functions_are_short() -> None:
 
 
 def test_every_config_key_is_described_and_tested() -> None:
-    keys = leaves(TrainingConfig)
+    keys = fields_by_key(TrainingConfig)
     # a mapping such as step_rewards is one level deeper than its key
     assert max(key.count(".") + 1 for key in keys) <= 2
     assert all(field.description for field in keys.values())

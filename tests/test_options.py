@@ -11,13 +11,13 @@ from pydantic.dataclasses import dataclass
 from TrainingFactory.common.options import (
     STRICT,
     Count,
+    InvalidOption,
     NotNegative,
     OptionError,
     Text,
-    Wrong,
+    from_mapping,
     make_from,
     make_named,
-    nested,
 )
 
 
@@ -33,7 +33,7 @@ class Judge:
     tolerance: NotNegative = 0.0
     partial: bool = False
     base_url: str | list[str] = ""
-    budget: Annotated[Budget | None, nested(Budget, "the budget")] = None
+    budget: Annotated[Budget | None, from_mapping(Budget, "the budget")] = None
     only_if: Annotated[Any, BeforeValidator(lambda value: _rule(value))] = None
 
     def __post_init__(self) -> None:
@@ -146,5 +146,7 @@ def test_a_secret_is_never_repeated():
 
 
 def test_an_error_of_inner_options():
-    error = OptionError(Wrong("rule", "must be a text", 3), Wrong("", "is wrong")).within("only_if")
+    error = OptionError(InvalidOption("rule", "must be a text", 3), InvalidOption("", "is wrong")).within(
+        "only_if"
+    )
     assert str(error) == "only_if.rule must be a text (got 3); only_if is wrong"

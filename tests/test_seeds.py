@@ -23,9 +23,9 @@ from tests.kits.keyword_types import common_keywords
 from tests.kits.mcp import SERVERS, free_port, running, start_server
 from tests.kits.seeds import Block, blocks
 from tests.kits.siblings import COMPUTE, DATA, ENVIRONMENTS
-from TrainingFactory.assembly.local_judge import OwnJudge
+from TrainingFactory.assembly.local_judge import LocalJudge
 from TrainingFactory.config import TrainingConfig, load_config
-from TrainingFactory.rewards.judge.endpoints import Reply
+from TrainingFactory.rewards.judge.endpoints import JudgeReply
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.types import Task, ToolCall, Trajectory
 
@@ -247,16 +247,16 @@ def scores(space: dict[str, Any]) -> None:
     trajectory.status = "done"  # one that was cut off is worth nothing, and no judge is asked
     assert [reward.outcome for reward in asyncio.run(compute())] == [0.0] * 5
     with pytest.MonkeyPatch.context() as patched:  # the built-in model would not know what to say
-        patched.setattr(OwnJudge, "ask", scored)
+        patched.setattr(LocalJudge, "ask", scored)
         rewards = asyncio.run(compute(model="QwQ-32B"))
     assert [reward.outcome for reward in rewards] == [0.4] * 5
     with pytest.raises(ValueError, match=r"no such run or model: 'QwQ-33B'[\s\S]*base_url="):
         DistributedRewardModel(model="QwQ-33B", num_workers=4)
 
 
-async def scored(self: OwnJudge, messages: Any, number: int) -> Reply:
+async def scored(self: LocalJudge, messages: Any, number: int) -> JudgeReply:
     assert self.options.model == "QwQ-32B" and "2 + 2?" in messages[-1].content
-    return Reply("Score: 4", 1, 1)
+    return JudgeReply("Score: 4", 1, 1)
 
 
 def rolls_out(space: dict[str, Any]) -> None:

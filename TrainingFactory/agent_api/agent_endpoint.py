@@ -14,22 +14,35 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from TrainingFactory.agent_api.conversations import Conversations, Node
-from TrainingFactory.agent_api.requests import Ask, check_size, read_ask
-from TrainingFactory.agent_api.responses import Choice, Tell, complete, head_of, sample_choice, stream
+from TrainingFactory.agent_api.conversations import Conversations, RequestNode
+from TrainingFactory.agent_api.requests import ParsedRequest, check_size, parse_request
+from TrainingFactory.agent_api.responses import (
+    OnPartial,
+    SampledChoice,
+    complete,
+    response_head,
+    sample_choice,
+    stream,
+)
 from TrainingFactory.common.http import listen
-from TrainingFactory.common.http.api import Answer, Api, ApiError, Handler
+from TrainingFactory.common.http.api import Api, ApiError, Handler, HandlerResult
 from TrainingFactory.protocols import Sampler, SamplingSession
-from TrainingFactory.rollout.episode import EpisodeRules
+from TrainingFactory.rollout.episode import EpisodeSettings
 from TrainingFactory.tools.threads import in_thread
 
-ANEW = ("rewritten", "arguments", "tools", "cut", "template")  # reasons to render a history from scratch
+RENDERED_AGAIN = (
+    "rewritten",
+    "arguments",
+    "tools",
+    "cut",
+    "template",
+)  # reasons to render a history from scratch
 SETTINGS = {"temperature", "top_p", "top_k", "min_p", "seed"}  # request parameters that the config overrides
 REFUSED = ("max_turns", "context_length_exceeded")
-COUNTS = ("turns", "rows", *ANEW, "aborted", "malformed", "refused", "ignored", "unknown_key")
+COUNTS = ("turns", "rows", *RENDERED_AGAIN, "aborted", "malformed", "refused", "ignored", "unknown_key")
 
 
-class Given(BaseModel):
+class ReportedReward(BaseModel):
     """The reward that a program reports for its episode. null: the config's reward scores it instead."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)
@@ -37,12 +50,12 @@ class Given(BaseModel):
     parts: dict[str, float] = Field(default_factory=dict)
 
 
-class Calls:
+class EpisodeRequests:
     """The requests of one episode. Only the rules decide how turns are sampled, because training assumes the full
     softmax at their temperature. `failed` gets an exception of the sampler, which must stop the run."""
 
     def __init__(
-        self, rules: EpisodeRules, sampler: Sampler, first: SamplingSession, seed_of: Callable[[int], int],
+        self, rules: EpisodeSettings, sampler: Sampler, first: SamplingSession, seed_of: Callable[[int], int],
         counts: Counter[str],
     ) -> None:  # fmt: skip
         self._rules, self._sampler, self._seed_of, self._counts = rules, sampler, seed_of, counts
@@ -53,11 +66,11 @@ class Calls:
         self._over = False
         self._conversations = Conversations(rules.chat)
         self.limited = self.full = False  # a request was refused: max_turns reached, or the context is full
-        self.given: Given | None = None
+        self.given: ReportedReward | None = None
         self.rewarded = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def chat(self, body: bytes) -> Answer:
+    async def chat(self, body: bytes) -> HandlerResult:
         """Answer a chat completion request, as one response or as a stream."""
         try:
             check_size(body, self._sampler.max_length)
@@ -67,18 +80,18 @@ class Calls:
             self._counts["refused" if error.body["error"]["code"] in REFUSED else "malformed"] += 1
             raise
 
-        async def choose(_: int, tell: Tell | None) -> Choice:
+        async def choose(_: int, tell: OnPartial | None) -> SampledChoice:
             return await self._choice(ask, node, tell)
 
         prompt, name = node.turn.prompt_ids, ask.request.model or "policy"
         if ask.request.stream:
-            return stream(head_of(name, True), ask, prompt, choose, contextlib.nullcontext())
-        return await complete(head_of(name), ask, prompt, choose)
+            return stream(response_head(name, True), ask, prompt, choose, contextlib.nullcontext())
+        return await complete(response_head(name), ask, prompt, choose)
 
-    async def reward(self, body: bytes) -> Answer:
+    async def reward(self, body: bytes) -> HandlerResult:
         """Set the episode's reward; a later request replaces it."""
         try:
-            self.given = Given.model_validate_json(body)
+            self.given = ReportedReward.model_validate_json(body)
         except ValidationError as error:
             self._counts["malformed"] += 1
             text = 'the body must be {"reward": NUMBER}, optionally with "parts": {NAME: NUMBER}: '
@@ -86,7 +99,7 @@ class Calls:
         self.rewarded.set()
         return {"reward": self.given.reward}
 
-    async def close(self) -> list[Node]:
+    async def close(self) -> list[RequestNode]:
         """Cancel running requests and refuse new ones; return all turns in the order of training rows."""
         self._over, self._turns_left = True, 0
         for sampling in self._running:
@@ -99,16 +112,16 @@ class Calls:
         self._counts["rows"] += int(nodes[-1].turn.signals["proxy/row"]) if nodes else 0
         return nodes
 
-    def _read(self, body: bytes) -> tuple[Ask, Node]:
+    def _read(self, body: bytes) -> tuple[ParsedRequest, RequestNode]:
         """Parse the request and render its prompt; called in a thread, because both can take long."""
-        ask = read_ask(body, self._rules.params, self._sampler.max_length)
+        ask = parse_request(body, self._rules.params, self._sampler.max_length)
         try:
             return ask, self._conversations.begin(ask.messages, ask.tools)
         except (ValueError, RecursionError) as error:
             text = f"the chat template of this model cannot render the messages and tools: {error}"
             raise ApiError(text, "messages") from error
 
-    def _admit(self, ask: Ask, node: Node) -> None:
+    def _admit(self, ask: ParsedRequest, node: RequestNode) -> None:
         """Refuse the request if no turn or no context is left; count it if it asks for other sampling parameters."""
         request, limit = ask.request, self._sampler.max_length
         params = dataclasses.asdict(self._rules.params)
@@ -129,7 +142,7 @@ class Calls:
         differs = any(name == "seed" or params[name] != value for name, value in settings.items())
         self._counts["ignored"] += differs or any(n > most for n in limits)
 
-    async def _choice(self, ask: Ask, node: Node, tell: Tell | None) -> Choice:
+    async def _choice(self, ask: ParsedRequest, node: RequestNode, tell: OnPartial | None) -> SampledChoice:
         """Sample a turn and add it to the episode. The turn is discarded if the client disconnects."""
         over = ApiError("the episode is over", status=403, code="episode_over")
         if self._over:
@@ -160,7 +173,7 @@ class Calls:
         self._counts.update((node.why, "turns"))
         return choice
 
-    def _session(self, parent: Node | None) -> SamplingSession:
+    def _session(self, parent: RequestNode | None) -> SamplingSession:
         """Return the session whose cache has the tokens of the previous turn, or an unused one."""
         if parent is not None and parent.session is not None:
             session, parent.session = parent.session, None
@@ -171,12 +184,12 @@ class Calls:
         return session
 
 
-class Endpoint:
+class AgentEndpoint:
     """HTTP server that routes requests to open episodes by API key and rejects unknown keys."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.open_calls: dict[str, Calls] = {}
+        self.open_calls: dict[str, EpisodeRequests] = {}
         self.base_url = ""  # set by `open`
 
     def api(self, token: str | None = None, local: bool = True) -> Api:
@@ -201,7 +214,7 @@ class Endpoint:
         await self._serving
 
     @contextlib.contextmanager
-    def admitted(self, key: str, calls: Calls) -> Iterator[None]:
+    def admitted(self, key: str, calls: EpisodeRequests) -> Iterator[None]:
         """Accept requests with this key for the episode while the context is open."""
         self.open_calls[key] = calls
         try:
@@ -214,11 +227,11 @@ class Endpoint:
         extends the sampled tokens of the previous turn."""
         counts, metrics = self.counts.copy(), {}
         self.counts.clear()
-        if history := counts["extended"] + sum(counts[why] for why in ANEW):
+        if history := counts["extended"] + sum(counts[why] for why in RENDERED_AGAIN):
             metrics = {"proxy/extended": counts["extended"] / history}
         return metrics | {f"proxy/{name}": float(counts[name]) for name in COUNTS}
 
-    def _of(self, key: str, handler: Callable[[Calls], Handler]) -> Handler | None:
+    def _of(self, key: str, handler: Callable[[EpisodeRequests], Handler]) -> Handler | None:
         if (calls := self.open_calls.get(key)) is not None:
             return handler(calls)
         self.counts["unknown_key"] += 1

@@ -21,25 +21,25 @@ from typing import IO, Any
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from TrainingFactory.agent_api.agent_endpoint import Calls, Endpoint, Given, new_key
+from TrainingFactory.agent_api.agent_endpoint import AgentEndpoint, EpisodeRequests, ReportedReward, new_key
 from TrainingFactory.common.options import STRICT, Count, Text, make_from
-from TrainingFactory.common.texts import MAX_ERROR_CHARS, clean, without
+from TrainingFactory.common.texts import MAX_ERROR_CHARS, escape_control, redact
 from TrainingFactory.data.trajectories import trajectory_to_dict
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Episode, Sampler
 from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.rollout import RolloutEngine
-from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
+from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Task, Trajectory
 
 # Environment variables that every program inherits, besides those in `env`: enough to start, and no secrets.
 INHERITED = "HOME LANG LC_ALL LD_LIBRARY_PATH LOGNAME PATH SHELL TERM TMPDIR TZ USER".split()
-NAMES = {number.value: number.name for number in signal.Signals}  # real-time signals have no names
+SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}  # real-time signals have no names
 MAX_PROCESSES = 16  # default of environment.options.processes
 POLL = 0.02  # seconds between two checks of a running program
-MOST_WRITTEN = 64 * 2**20  # maximum bytes on stdout or stderr
-READ = 64 * 1024  # bytes read from the end of an output file
+MAX_OUTPUT_BYTES = 64 * 2**20  # maximum bytes on stdout or stderr
+OUTPUT_TAIL_BYTES = 64 * 1024  # bytes read from the end of an output file
 KILL_SECONDS = 10.0  # for a killed program to end; then the run continues without it
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class AgentProgram:
             raise ValueError(f"{text}: it is neither on the PATH nor at {self.cwd / name}")
         if missing := [name for name in self.options.env if name not in os.environ]:
             raise ValueError(f"environment.options.env: {', '.join(missing)} is not set. Set or remove it")
-        self.endpoint = Endpoint()
+        self.endpoint = AgentEndpoint()
 
     def __call__(self, task: Task) -> ProgramEpisode:
         return ProgramEpisode(task, self)
@@ -82,13 +82,13 @@ class AgentProgram:
         raise ValueError(f"environment.command generates no tasks. Set data.{key}=FILE.jsonl")
 
 
-class Scored(ToolEnvironment):
+class SelfScoredEpisode(ToolEnvironment):
     """An episode whose client reports the reward itself, at an endpoint and under a key."""
 
-    given: Given | None = None
+    given: ReportedReward | None = None
     why = "no reward was posted"  # error if `given` is None
 
-    def __init__(self, task: Task, endpoint: Endpoint, key: str) -> None:
+    def __init__(self, task: Task, endpoint: AgentEndpoint, key: str) -> None:
         super().__init__(task)
         self.endpoint, self.key = endpoint, key
 
@@ -98,7 +98,7 @@ class Scored(ToolEnvironment):
         return Reward(self.given.reward, parts=self.given.parts)
 
 
-class ProgramEpisode(Scored):
+class ProgramEpisode(SelfScoredEpisode):
     """An episode played by one process of the user's program."""
 
     why = 'the program neither printed a line of JSON with "reward" nor posted a reward'
@@ -107,7 +107,7 @@ class ProgramEpisode(Scored):
         super().__init__(task, program.endpoint, new_key())
         self._program = program
 
-    async def play(self, calls: Calls) -> None:
+    async def play(self, calls: EpisodeRequests) -> None:
         """Run the program until it exits; raise ProgramFailed if it fails. No process is left running in any case."""
         inherited = {name: os.environ.get(name) for name in (*INHERITED, *self._program.options.env)}
         with contextlib.ExitStack() as stack:
@@ -130,11 +130,13 @@ class ProgramEpisode(Scored):
                 raise ProgramFailed(f"the program cannot be started: {error.strerror}") from error
             self._read(_end_of(out), calls)
             if status:
-                how = f"status {status}" if status > 0 else NAMES.get(-status, f"signal {-status}")
+                how = f"status {status}" if status > 0 else SIGNAL_NAMES.get(-status, f"signal {-status}")
                 secrets = [self.key, *(env[name] for name in self._program.options.env if len(env[name]) > 3)]
-                lines = without(_end_of(err), secrets).split("\n")
+                lines = redact(_end_of(err), secrets).split("\n")
                 last = next((line for line in reversed(lines) if line.strip()), "nothing on stderr")
-                raise ProgramFailed(f"the program ended with {how}: {clean(last.strip())[-MAX_ERROR_CHARS:]}")
+                raise ProgramFailed(
+                    f"the program ended with {how}: {escape_control(last.strip())[-MAX_ERROR_CHARS:]}"
+                )
 
     async def _run(self, env: dict[str, str], lifeline: int, stdin: Any, *outputs: Any) -> int:
         """Return the exit status. The process group is killed at the end, also if this process dies (`lifeline`)."""
@@ -147,8 +149,8 @@ class ProgramEpisode(Scored):
             kill_at_hangup(lifeline, process.pid)
             while process.poll() is None:
                 await asyncio.sleep(POLL)
-                if any(os.fstat(file.fileno()).st_size > MOST_WRITTEN for file in outputs):
-                    raise ProgramFailed(f"the program wrote more than {MOST_WRITTEN} bytes")
+                if any(os.fstat(file.fileno()).st_size > MAX_OUTPUT_BYTES for file in outputs):
+                    raise ProgramFailed(f"the program wrote more than {MAX_OUTPUT_BYTES} bytes")
             return process.returncode
         finally:
             try:
@@ -157,12 +159,12 @@ class ProgramEpisode(Scored):
             except TimeoutError:
                 log.warning("process %d of environment.command cannot be killed", process.pid)
 
-    def _read(self, printed: str, calls: Calls) -> None:
+    def _read(self, printed: str, calls: EpisodeRequests) -> None:
         """Set the reward from the last printed line that has one, else from the posted reward."""
         self.given = calls.given
         for line in reversed([line for line in printed.split("\n") if '"reward"' in line]):
             try:
-                self.given = Given.model_validate_json(line)
+                self.given = ReportedReward.model_validate_json(line)
                 return
             except ValidationError as error:
                 problem = error.errors(include_url=False)[0]
@@ -185,20 +187,20 @@ def _kill(process: subprocess.Popen[bytes], task_file: str) -> None:
 
 
 def _end_of(file: IO[bytes]) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - READ))
-    return file.read(READ).decode(errors="replace")
+    file.seek(max(0, file.seek(0, os.SEEK_END) - OUTPUT_TAIL_BYTES))
+    return file.read(OUTPUT_TAIL_BYTES).decode(errors="replace")
 
 
 class ProgramRun(EpisodeRun):
     """An episode whose turns are the requests of a program."""
 
-    def __init__(self, rules: EpisodeRules, trajectory: Trajectory, sampler: Sampler, *args: Any) -> None:
+    def __init__(self, rules: EpisodeSettings, trajectory: Trajectory, sampler: Sampler, *args: Any) -> None:
         super().__init__(rules, trajectory, sampler.session(), sampler.max_length, *args)
         self._sampler = sampler
 
     async def _turns(self, environment: Any) -> None:
         endpoint, trajectory, problem = environment.endpoint, self.trajectory, None
-        calls = Calls(self.rules, self._sampler, self.session, self.seed_of, endpoint.counts)
+        calls = EpisodeRequests(self.rules, self._sampler, self.session, self.seed_of, endpoint.counts)
         with endpoint.admitted(environment.key, calls):
             playing = asyncio.ensure_future(environment.play(calls))
             try:

@@ -14,7 +14,7 @@ MIN_QUOTE = 20  # characters: shorter answers, such as "yes", occur in other tex
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class RequestNode:
     """A request. `parent` is the turn that it continues, `replies` the messages after it; `why` is "extended", or the
     reason why it continues no turn. Once answered, `session` caches its tokens for a request that continues it."""
 
@@ -22,7 +22,7 @@ class Node:
     messages: list[Message]  # of the request, then the answer
     tools: list[ToolSpec]
     why: str
-    parent: Node | None = None
+    parent: RequestNode | None = None
     replies: list[Message] = field(default_factory=list)
     session: SamplingSession | None = None
 
@@ -32,9 +32,9 @@ class Conversations:
 
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
-        self.answered: list[Node] = []
+        self.answered: list[RequestNode] = []
 
-    def begin(self, messages: list[Message], tools: list[ToolSpec]) -> Node:
+    def begin(self, messages: list[Message], tools: list[ToolSpec]) -> RequestNode:
         """Return a node with the prompt of a request; raise ValueError if the chat template cannot render it."""
         parent, why = self._continued(messages, tools)
         no_answer = Completion([], [], "length"), Message("assistant")
@@ -42,24 +42,26 @@ class Conversations:
             replies, turn = messages[len(parent.messages) :], parent.turn
             try:
                 ids = turn.prompt_ids + turn.completion.token_ids + self._chat.extend(turn, replies)
-                return Node(Turn(ids, *no_answer), messages, tools, "extended", parent, replies)
+                return RequestNode(Turn(ids, *no_answer), messages, tools, "extended", parent, replies)
             except ValueError:  # the template does not allow such a reply there
                 why = "template"
-        return Node(Turn(self._chat.render(messages, tools), *no_answer), messages, tools, why)
+        return RequestNode(Turn(self._chat.render(messages, tools), *no_answer), messages, tools, why)
 
-    def add(self, node: Node, completion: Completion, message: Message, session: SamplingSession) -> None:
+    def add(
+        self, node: RequestNode, completion: Completion, message: Message, session: SamplingSession
+    ) -> None:
         turn, messages = Turn(node.turn.prompt_ids, completion, message), [*node.messages, message]
         self.answered.append(replace(node, turn=turn, messages=messages, session=session))
 
-    def ordered(self) -> list[Node]:
+    def ordered(self) -> list[RequestNode]:
         """Return all turns, row by row, and number the rows. The row that ended last comes last, because the last turn
         counts as the end of the episode."""
-        latest: dict[Node, int] = {}  # node -> number of the last turn among its descendants
+        latest: dict[RequestNode, int] = {}  # node -> number of the last turn among its descendants
         for number, node in reversed(list(enumerate(self.answered))):
             latest.setdefault(node, number)
             if node.parent is not None:
                 latest[node.parent] = max(latest[node], latest.get(node.parent, 0))
-        paths: dict[Node | None, tuple[int, ...]] = {None: ()}
+        paths: dict[RequestNode | None, tuple[int, ...]] = {None: ()}
         for node in self.answered:
             paths[node] = (*paths[node.parent], latest[node])
         nodes = sorted(self.answered, key=paths.__getitem__)
@@ -72,7 +74,7 @@ class Conversations:
             node.turn.signals = {"proxy/row": row}
         return nodes
 
-    def _continued(self, messages: list[Message], tools: list[ToolSpec]) -> tuple[Node | None, str]:
+    def _continued(self, messages: list[Message], tools: list[ToolSpec]) -> tuple[RequestNode | None, str]:
         """Return the longest conversation that the messages continue, or None and the reason why there is none."""
         shorter = [node for node in self.answered if len(node.messages) < len(messages)]
         shorter.sort(key=lambda node: -len(node.messages))

@@ -23,11 +23,11 @@ from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.options import Count, Share, Text
 from TrainingFactory.types import Message, SamplingParams, ToolCall, ToolSpec
 
-LEAST_TEMPERATURE = 1e-3  # a lower one can make the logits overflow
-LEAST_TOP_P = 1e-6
-LEAST_TOKENS = 2  # of a message: its content and its end token
-MOST_BYTES = 16  # of a body per token of context; plain text has 3 to 5, an escaped emoji 12
-SMALL = 64 * 1024  # bytes; a body up to this size is always parsed
+MIN_TEMPERATURE = 1e-3  # a lower one can make the logits overflow
+MIN_TOP_P = 1e-6
+MIN_MESSAGE_TOKENS = 2  # of a message: its content and its end token
+MAX_BYTES_PER_TOKEN = 16  # of a body per token of context; plain text has 3 to 5, an escaped emoji 12
+SMALL_BODY = 64 * 1024  # bytes; a body up to this size is always parsed
 # Parameters that the engine does not support may have their neutral value, because some clients always send them.
 Zero = Annotated[float, Field(ge=0, le=0)]
 PROBLEMS = {  # pydantic error type -> code, text
@@ -156,13 +156,13 @@ class ChatRequest(_Strict):
     @field_validator("temperature")
     @classmethod
     def _check_temperature(cls, value: float) -> float:
-        if 0 < value < LEAST_TEMPERATURE:
-            raise ValueError(f"use 0 for greedy decoding, or at least {LEAST_TEMPERATURE:g}")
+        if 0 < value < MIN_TEMPERATURE:
+            raise ValueError(f"use 0 for greedy decoding, or at least {MIN_TEMPERATURE:g}")
         return value
 
 
 @dataclass(slots=True)
-class Ask:
+class ParsedRequest:
     """A validated request, converted to the package's own types."""
 
     request: ChatRequest
@@ -174,20 +174,20 @@ class Ask:
 
 def check_size(body: bytes, context: int) -> None:
     """Raise ApiError if the body is too large for a context of `context` tokens, before the body is parsed."""
-    if len(body) > max(SMALL, context * MOST_BYTES):
+    if len(body) > max(SMALL_BODY, context * MAX_BYTES_PER_TOKEN):
         raise _too_long(f"the body has {len(body)} bytes", context)
 
 
-def read_ask(body: bytes, defaults: SamplingParams, context: int = 2**63) -> Ask:
+def parse_request(body: bytes, defaults: SamplingParams, context: int = 2**63) -> ParsedRequest:
     """Parse and validate a request; `defaults` are the sampling parameters that a client may omit."""
     request = _parse(body, context)
     functions = [row.function.model_dump(exclude={"strict"}, exclude_defaults=True) for row in request.tools]
     tools = [ToolSpec(**function) for function in functions] if request.tool_choice == "auto" else []
     settings = request.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_unset=True)
     # Below the minimum, only the most likely token remains in any case.
-    settings["top_p"] = max(settings.get("top_p", defaults.top_p), LEAST_TOP_P)
+    settings["top_p"] = max(settings.get("top_p", defaults.top_p), MIN_TOP_P)
     params = replace(defaults, **settings)
-    return Ask(request, _messages(request.messages), tools, params)
+    return ParsedRequest(request, _messages(request.messages), tools, params)
 
 
 def _too_long(size: str, context: int) -> ApiError:
@@ -199,7 +199,7 @@ def _parse(body: bytes, context: int) -> ChatRequest:
     try:
         data = json.loads(body)
         rows = data.get("messages") if isinstance(data, dict) else None
-        if isinstance(rows, list) and len(rows) > context // LEAST_TOKENS:
+        if isinstance(rows, list) and len(rows) > context // MIN_MESSAGE_TOKENS:
             raise _too_long(f"there are {len(rows)} messages", context)
         return ChatRequest.model_validate(data)
     except ValidationError as error:

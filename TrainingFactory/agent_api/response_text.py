@@ -15,11 +15,11 @@ from TrainingFactory.types import Completion, Message, ToolSpec
 if TYPE_CHECKING:
     from TrainingFactory.models import TemplateChatFormat
 
-HALF = "\ufffd"  # decoded in place of a character with missing bytes
+REPLACEMENT_CHARACTER = "\ufffd"  # decoded in place of a character with missing bytes
 
 
 @dataclass(slots=True)
-class Cut:
+class StopMatch:
     """The position of a stop string."""
 
     start: int  # index in the text
@@ -66,23 +66,23 @@ class TurnReader:
         thought, _, rest = stripped.removeprefix(self._opening).partition(self._closing)
         return thought.strip(), rest
 
-    def cut(self, token_ids: Sequence[int], text: str, stops: Sequence[str]) -> Cut | None:
+    def cut(self, token_ids: Sequence[int], text: str, stops: Sequence[str]) -> StopMatch | None:
         """Return the stop string that was complete first, so that the result does not depend on the chunk size."""
         matches = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
         if not matches:
             return None
         end, start = min(matches)
-        return Cut(start, self._tokens_for(token_ids, end))
+        return StopMatch(start, self._tokens_for(token_ids, end))
 
     def _tokens_for(self, token_ids: Sequence[int], characters: int) -> int:
         """Return the number of tokens after which the text has at least `characters` whole characters."""
 
         def enough(size: int) -> bool:
-            return len(self.text(token_ids[:size]).rstrip(HALF)) >= characters
+            return len(self.text(token_ids[:size]).rstrip(REPLACEMENT_CHARACTER)) >= characters
 
         return 1 + bisect_left(range(1, len(token_ids)), True, key=enough)
 
-    def logprobs(self, completion: Completion, cut: Cut | None) -> list[dict[str, Any]]:
+    def logprobs(self, completion: Completion, cut: StopMatch | None) -> list[dict[str, Any]]:
         """Return one entry per token of the text, without the stop token and stop string."""
         ids = completion.token_ids
         if cut is not None:
@@ -94,12 +94,12 @@ class TurnReader:
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         token = self._chat.decode([token_id])
         # A token that is only a part of a character has no text of its own.
-        octets = None if HALF in token else list(token.encode())
+        octets = None if REPLACEMENT_CHARACTER in token else list(token.encode())
         return {"token": token, "logprob": logprob, "bytes": octets, "top_logprobs": []}
 
 
 def _certain(text: str, markers: Sequence[str]) -> str:
     """Return the text without an end that may be the beginning of a marker or of a character."""
-    text = text.rstrip(HALF)
+    text = text.rstrip(REPLACEMENT_CHARACTER)
     sizes = [size for marker in markers for size in range(1, len(marker)) if text.endswith(marker[:size])]
     return text[: len(text) - max(sizes, default=0)]

@@ -12,18 +12,18 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from TrainingFactory.agent_api.requests import Ask
+from TrainingFactory.agent_api.requests import ParsedRequest
 from TrainingFactory.agent_api.response_text import TurnReader
-from TrainingFactory.common.http.api import failure
+from TrainingFactory.common.http.api import as_api_error
 from TrainingFactory.common.openai_format import message_to_dict
 from TrainingFactory.protocols import SamplingSession
 from TrainingFactory.types import Completion, Message, SamplingParams
 
-PIECE = 8  # tokens sampled at a time if a turn is streamed or has stop strings
+CHUNK_TOKENS = 8  # tokens sampled at a time if a turn is streamed or has stop strings
 
 
 @dataclass(slots=True)
-class Choice:
+class SampledChoice:
     """One finished choice of a chat completion."""
 
     message: Message
@@ -32,22 +32,24 @@ class Choice:
     logprobs: dict[str, Any] | None
 
 
-Tell = Callable[[Message], None]  # called with the part of an unfinished turn that can be streamed
-Choose = Callable[[int, Tell | None], Coroutine[Any, Any, Choice]]  # samples the choice with this index
+OnPartial = Callable[[Message], None]  # called with the part of an unfinished turn that can be streamed
+ChoiceSampler = Callable[
+    [int, OnPartial | None], Coroutine[Any, Any, SampledChoice]
+]  # samples the choice with this index
 
 
 async def sample_choice(
     session: SamplingSession,
     chat: Any,
-    ask: Ask,
+    ask: ParsedRequest,
     prompt: list[int],
     params: SamplingParams,
-    tell: Tell | None,
-) -> tuple[Choice, Completion]:
+    tell: OnPartial | None,
+) -> tuple[SampledChoice, Completion]:
     """Sample one turn. Return it as the client sees it, and its tokens, up to and including a stop string."""
     reader = TurnReader(chat, prompt, ask.tools)
     ids, logprobs, versions = list[int](), list[float](), list[int]()
-    piece = PIECE if tell is not None or ask.request.stop else ask.max_tokens
+    piece = CHUNK_TOKENS if tell is not None or ask.request.stop else ask.max_tokens
     while True:
         size = min(piece, ask.max_tokens - len(ids))
         more = await session.sample(prompt + ids, dataclasses.replace(params, max_tokens=size))
@@ -71,17 +73,19 @@ async def sample_choice(
         ids, logprobs, versions = ids[: cut.tokens], logprobs[: cut.tokens], versions[: cut.tokens]
         completion = Completion(ids, logprobs, "length", versions[0])
     completion.versions = versions if len(set(versions)) > 1 else None
-    return Choice(message, finish, len(ids), shown), completion
+    return SampledChoice(message, finish, len(ids), shown), completion
 
 
-def head_of(model: str, streamed: bool = False) -> dict[str, Any]:
+def response_head(model: str, streamed: bool = False) -> dict[str, Any]:
     """Return the common fields of a response, or of every chunk of a stream."""
     kind = "chat.completion.chunk" if streamed else "chat.completion"
     name = f"chatcmpl-{secrets.token_hex(12)}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
-async def complete(head: dict[str, Any], ask: Ask, prompt: list[int], choose: Choose) -> dict[str, Any]:
+async def complete(
+    head: dict[str, Any], ask: ParsedRequest, prompt: list[int], choose: ChoiceSampler
+) -> dict[str, Any]:
     """Sample all choices and return the whole response."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(choose(number, None)) for number in range(ask.request.n)]
@@ -94,7 +98,11 @@ async def complete(head: dict[str, Any], ask: Ask, prompt: list[int], choose: Ch
 
 
 async def stream(
-    head: dict[str, Any], ask: Ask, prompt: list[int], choose: Choose, around: AbstractContextManager[Any]
+    head: dict[str, Any],
+    ask: ParsedRequest,
+    prompt: list[int],
+    choose: ChoiceSampler,
+    around: AbstractContextManager[Any],
 ) -> AsyncGenerator[str, None]:
     """Yield the data of server-sent events, inside the context `around`; the last is [DONE]. Close the generator."""
     unfinished, with_usage = ask.request.n, ask.request.stream_options.include_usage
@@ -114,7 +122,7 @@ async def stream(
             while unfinished:
                 event = await events.get()
                 if isinstance(event, Exception):
-                    yield json.dumps(failure(event).body)
+                    yield json.dumps(as_api_error(event).body)
                     break
                 unfinished -= event["finish_reason"] is not None
                 yield json.dumps(head | {"choices": [event]})
@@ -129,7 +137,7 @@ async def stream(
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _streamed(choose: Choose, number: int, send: Callable[[dict[str, Any]], None]) -> int:
+async def _streamed(choose: ChoiceSampler, number: int, send: Callable[[dict[str, Any]], None]) -> int:
     """Send the deltas of one choice as they become known; return the number of its tokens."""
     sent = {"reasoning_content": "", "content": ""}
 

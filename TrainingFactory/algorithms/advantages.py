@@ -23,7 +23,7 @@ from TrainingFactory.types import Trajectory
 Baseline = Literal["group", "rloo", "none"]
 Credit = Literal["trajectory", "turn"]
 
-OVERLONG = "overlong_penalty"  # name of the reward part; the penalty is subtracted from the outcome
+OVERLONG_PENALTY = "overlong_penalty"  # name of the reward part; the penalty is subtracted from the outcome
 TOLERANCE = 1e-6  # relative to the largest reward: smaller differences count as equal
 
 
@@ -39,7 +39,7 @@ def reward_tables(scored: Sequence[Trajectory]) -> tuple[np.ndarray, np.ndarray]
     return outcomes, steps
 
 
-def equal(outcomes: np.ndarray) -> bool:
+def rewards_equal(outcomes: np.ndarray) -> bool:
     """Return whether the outcomes [n] are equal up to rounding."""
     return bool(np.ptp(outcomes) <= TOLERANCE * np.abs(outcomes).max())
 

@@ -9,7 +9,7 @@ import numpy as np
 from TrainingFactory.data.packing import Batch, Pack
 from TrainingFactory.types import Sample, Trajectory
 
-SMALLEST = 1e-6  # standard deviation; values that are closer together are equal up to rounding
+MIN_DEVIATION = 1e-6  # standard deviation; values that are closer together are equal up to rounding
 
 
 class BaseAlgorithm:
@@ -36,7 +36,7 @@ class BaseAlgorithm:
         return metrics
 
 
-def moments(arrays: Sequence[np.ndarray]) -> tuple[float, float]:
+def mean_and_deviation(arrays: Sequence[np.ndarray]) -> tuple[float, float]:
     """Return mean and standard deviation over all arrays; both are 0 if the arrays are empty."""
     values = np.concatenate([np.zeros(0), *arrays])  # float64
     return (float(values.mean()), float(values.std())) if len(values) else (0.0, 0.0)
@@ -44,6 +44,6 @@ def moments(arrays: Sequence[np.ndarray]) -> tuple[float, float]:
 
 def whiten(packs: Sequence[Pack]) -> None:
     """Normalise the advantages of a step's trained tokens to mean 0 and standard deviation 1, in place."""
-    mean, deviation = moments([pack.advantages for pack in packs])
+    mean, deviation = mean_and_deviation([pack.advantages for pack in packs])
     for pack in packs:
-        pack.advantages = ((pack.advantages - mean) / max(deviation, SMALLEST)).astype(np.float32)
+        pack.advantages = ((pack.advantages - mean) / max(deviation, MIN_DEVIATION)).astype(np.float32)

@@ -23,8 +23,8 @@ from typing import Literal
 
 import torch
 
-from TrainingFactory.algorithms.policy_loss import ratio_of
-from TrainingFactory.algorithms.trained_tokens import Trained
+from TrainingFactory.algorithms.policy_loss import probability_ratio
+from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,8 +35,8 @@ class Correction:
     anchored: bool = False  # zero stale tokens that already moved beyond the clip
 
 
-def corrected(
-    trained: Trained,
+def importance_weights(
+    trained: TrainedTokens,
     correction: Correction | None,
     clip: tuple[float, float] | None = None,
     whole: bool = False,
@@ -50,12 +50,12 @@ def corrected(
     moved = torch.zeros_like(gap, dtype=torch.bool)
     if correction.anchored and clip is not None:
         mean = (trained.per_episode(gap) / trained.lengths)[trained.episode] if whole else gap
-        drift = ratio_of(mean)
+        drift = probability_ratio(mean)
         moved = torch.where(trained.advantages > 0, drift > 1 + clip[1], drift < 1 - clip[0])
         moved &= trained.advantages != 0
     if correction.by == "sequence":
         gap = trained.per_episode(gap)[trained.episode]
-    ratio = ratio_of(gap)
+    ratio = probability_ratio(gap)
     low, high = correction.mask or (0.0, float("inf"))
     kept = (low <= ratio) & (ratio <= high)
     weight = ratio.clamp(max=correction.cap) * (kept & ~moved)

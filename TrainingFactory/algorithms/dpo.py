@@ -24,13 +24,13 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from TrainingFactory.algorithms.base import BaseAlgorithm
-from TrainingFactory.algorithms.preferences import rows_of_pair
-from TrainingFactory.algorithms.trained_tokens import Trained
+from TrainingFactory.algorithms.preferences import pair_samples
+from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.types import Sample, Trajectory
 
-SMOOTHED = ("sigmoid", "robust", "simpo")
-WITHOUT_REFERENCE = ("orpo", "simpo")
-SURE = -1e-6  # upper clamp of mean log-probs, because the odds of probability 1 are infinite
+SMOOTHABLE_LOSSES = ("sigmoid", "robust", "simpo")
+REFERENCE_FREE_LOSSES = ("orpo", "simpo")
+MAX_MEAN_LOGPROB = -1e-6  # upper clamp of mean log-probs, because the odds of probability 1 are infinite
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,21 +42,21 @@ class DPO(BaseAlgorithm):
     reference: Literal["live", "precomputed"] = "live"  # read by the learner; the loss is the same
 
     def __post_init__(self) -> None:
-        if self.label_smoothing and self.loss_kind not in SMOOTHED:
-            raise ValueError(f"label_smoothing must be 0, or loss_kind one of {', '.join(SMOOTHED)}")
-        if self.reference == "precomputed" and self.loss_kind in WITHOUT_REFERENCE:
+        if self.label_smoothing and self.loss_kind not in SMOOTHABLE_LOSSES:
+            raise ValueError(f"label_smoothing must be 0, or loss_kind one of {', '.join(SMOOTHABLE_LOSSES)}")
+        if self.reference == "precomputed" and self.loss_kind in REFERENCE_FREE_LOSSES:
             raise ValueError(f"reference is precomputed, but {self.loss_kind} has none; set it to live")
 
     @property
     def needs(self) -> frozenset[str]:
-        if self.loss_kind in WITHOUT_REFERENCE:
+        if self.loss_kind in REFERENCE_FREE_LOSSES:
             return frozenset()
         return frozenset({"reference", "precomputed"} if self.reference == "precomputed" else {"reference"})
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
-        return rows_of_pair(group)
+        return pair_samples(group)
 
-    def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, trained: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
         scores = self._scores(trained)
         chosen, rejected = scores[trained.pairs].unbind(1)  # [P] each
         total = self._losses(chosen - rejected).sum()
@@ -71,12 +71,12 @@ class DPO(BaseAlgorithm):
         metrics = {name: float(values.detach().sum()) / trained.step_pairs for name, values in sums.items()}
         return total / trained.step_pairs, metrics
 
-    def _scores(self, trained: Trained) -> torch.Tensor:
+    def _scores(self, trained: TrainedTokens) -> torch.Tensor:
         """Return the score s of every dialogue. [E]"""
         if self.loss_kind == "simpo":
             return self.beta * _mean_logprobs(trained)
         if self.loss_kind == "orpo":
-            mean = _mean_logprobs(trained).clamp(max=SURE)
+            mean = _mean_logprobs(trained).clamp(max=MAX_MEAN_LOGPROB)
             return mean - torch.log(-torch.expm1(mean))
         assert trained.reference is not None
         ratios = trained.per_episode(trained.logprobs - trained.reference)
@@ -100,6 +100,6 @@ class DPO(BaseAlgorithm):
         return as_labelled + as_flipped
 
 
-def _mean_logprobs(trained: Trained) -> torch.Tensor:
+def _mean_logprobs(trained: TrainedTokens) -> torch.Tensor:
     """Return the mean log-prob of each dialogue's trained tokens. [E]"""
     return trained.per_episode(trained.logprobs) / trained.lengths

@@ -22,11 +22,17 @@ from typing import Literal
 import numpy as np
 import torch
 
-from TrainingFactory.algorithms.advantages import OVERLONG, Credit, advantages, equal, reward_tables
+from TrainingFactory.algorithms.advantages import (
+    OVERLONG_PENALTY,
+    Credit,
+    advantages,
+    reward_tables,
+    rewards_equal,
+)
 from TrainingFactory.algorithms.base import BaseAlgorithm, whiten
-from TrainingFactory.algorithms.correction import Correction, corrected
-from TrainingFactory.algorithms.policy_loss import Estimator, clipped_gain, kl_terms, ratio_of
-from TrainingFactory.algorithms.trained_tokens import Trained
+from TrainingFactory.algorithms.correction import Correction, importance_weights
+from TrainingFactory.algorithms.policy_loss import Estimator, clipped_objective, kl_terms, probability_ratio
+from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import Batch
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Sample, Trajectory
@@ -86,7 +92,7 @@ class GRPO(BaseAlgorithm):
         if len(scored) < (1 if alone else 2):
             return []
         outcomes, steps = reward_tables(scored)
-        if self.refill and self.refill_by == "outcome" and len(scored) > 1 and equal(outcomes):
+        if self.refill and self.refill_by == "outcome" and len(scored) > 1 and rewards_equal(outcomes):
             return []
         if self.overlong_length is not None:
             outcomes -= self._penalties(scored, self.overlong_length)
@@ -108,7 +114,9 @@ class GRPO(BaseAlgorithm):
         episodes = []
         for trajectory, penalty in zip(group, penalties, strict=True):
             if trajectory.reward is not None:
-                parts = trajectory.reward.parts | {OVERLONG: 0.0 - penalty}  # `0.0 -` avoids printing -0.0
+                parts = trajectory.reward.parts | {
+                    OVERLONG_PENALTY: 0.0 - penalty
+                }  # `0.0 -` avoids printing -0.0
                 trajectory = replace(trajectory, reward=replace(trajectory.reward, parts=parts))
             episodes.append(trajectory)
         return episodes
@@ -123,21 +131,23 @@ class GRPO(BaseAlgorithm):
         if self._whitened:
             whiten([pack for batch in batches for pack in batch.packs])
 
-    def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, trained: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
         clip = (self.clip_low, self.clip_high) if self.loss_kind == "clip" else None
-        anchor, weight, weight_metrics = corrected(trained, self.correction, clip, self.ratio == "sequence")
+        anchor, weight, weight_metrics = importance_weights(
+            trained, self.correction, clip, self.ratio == "sequence"
+        )
         gap = trained.logprobs - anchor
         if self.ratio == "sequence":
             mean_gap = (trained.per_episode(gap) / trained.lengths)[trained.episode]
             # A gradient through the mean would give every token the mean advantage of its episode.
             gap = mean_gap.detach() + trained.logprobs - trained.logprobs.detach()
-        ratio = ratio_of(gap)
+        ratio = probability_ratio(gap)
         if self.loss_kind == "cispo":
             gain = ratio.clamp(max=1 + self.clip_high).detach() * trained.advantages * trained.logprobs
             clipped = ratio > 1 + self.clip_high
         else:
             low, high, dual = self.clip_low, self.clip_high, self.clip_dual
-            gain, clipped = clipped_gain(ratio, trained.advantages, low, high, dual)
+            gain, clipped = clipped_objective(ratio, trained.advantages, low, high, dual)
         metrics = weight_metrics | {
             "clip_fraction": float(clipped.sum()) / trained.step_tokens,
             "logprob_diff": _mean(trained, (trained.logprobs - trained.sampled).abs()),
@@ -152,7 +162,7 @@ class GRPO(BaseAlgorithm):
             terms = terms - self.entropy * trained.entropy
         return self._reduced(trained, terms), metrics
 
-    def _reduced(self, trained: Trained, terms: torch.Tensor) -> torch.Tensor:
+    def _reduced(self, trained: TrainedTokens, terms: torch.Tensor) -> torch.Tensor:
         """Return the pack's share of the step's loss from per-token terms. An episode of several rows counts once."""
         if self.normalization == "token":
             return terms.sum() / trained.step_tokens
@@ -161,6 +171,6 @@ class GRPO(BaseAlgorithm):
         return (trained.per_episode(terms) / trained.lengths).sum() / trained.step_episodes
 
 
-def _mean(trained: Trained, values: torch.Tensor) -> float:
+def _mean(trained: TrainedTokens, values: torch.Tensor) -> float:
     """Return the pack's share of the mean over the step's tokens."""
     return float(values.detach().sum()) / trained.step_tokens

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, frozen=True)
-class Kind:
+class AlgorithmKind:
     home: str  # module:class in this package
     samples: bool = False  # on-policy: trains on episodes that it samples, not on a dataset
     form: Callable[[Any], Form] | None = None  # dataset format, depending on the algorithm's config section
@@ -25,13 +25,15 @@ class Kind:
 
 
 KINDS = {
-    "sft": Kind("sft:SFT", form=lambda _: "sft", demonstrations=True),
-    "grpo": Kind("grpo:GRPO", samples=True, least_group=lambda o: 1 + (o.advantage != "reinforce_plus_plus")),
-    "ppo": Kind("ppo:PPO", samples=True),
-    "rft": Kind("rft:RFT", samples=True),
-    "dpo": Kind("dpo:DPO", form=lambda _: "dpo"),
-    "kto": Kind("kto:KTO", form=lambda _: "kto", least_rows=2),
-    "reward_model": Kind(
+    "sft": AlgorithmKind("sft:SFT", form=lambda _: "sft", demonstrations=True),
+    "grpo": AlgorithmKind(
+        "grpo:GRPO", samples=True, least_group=lambda o: 1 + (o.advantage != "reinforce_plus_plus")
+    ),
+    "ppo": AlgorithmKind("ppo:PPO", samples=True),
+    "rft": AlgorithmKind("rft:RFT", samples=True),
+    "dpo": AlgorithmKind("dpo:DPO", form=lambda _: "dpo"),
+    "kto": AlgorithmKind("kto:KTO", form=lambda _: "kto", least_rows=2),
+    "reward_model": AlgorithmKind(
         "reward_model:RewardModel", form=lambda options: "prm" if options.kind == "process" else "rm"
     ),
 }

@@ -18,7 +18,7 @@ import torch
 
 from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.preferences import total_reward
-from TrainingFactory.algorithms.trained_tokens import Trained
+from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import Batch
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Sample, Trajectory
@@ -53,7 +53,7 @@ class KTO(BaseAlgorithm):
                 rows += len(pack.rows)
             batch.baseline = max(0.0, ratios / rows) if rows else 0.0
 
-    def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, trained: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
         assert trained.reference is not None
         good = trained.labels > 0.5
         ratios = trained.per_episode(trained.logprobs - trained.reference)  # [E]

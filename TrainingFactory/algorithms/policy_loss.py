@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 
 Estimator = Literal["k1", "k2", "k3"]
-MOST_LOG_RATIO = 20.0  # clamp of log-ratios on both sides, so that exp() stays finite
-MOST_K3 = 10.0  # reached where a token is 14 times likelier in the reference, or 60,000 times in the model
+MAX_LOG_RATIO = 20.0  # clamp of log-ratios on both sides, so that exp() stays finite
+MAX_K3 = 10.0  # reached where a token is 14 times likelier in the reference, or 60,000 times in the model
 
 
 def kl_terms(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Estimator) -> torch.Tensor:
@@ -22,18 +22,18 @@ def kl_terms(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Estimat
     e^-d, so k3 is clamped to 10 per token and has no gradient beyond."""
     gap = logprobs - reference
     if estimator == "k3":
-        gap = gap.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
-        return ((-gap).exp() + gap - 1).clamp(max=MOST_K3)
+        gap = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return ((-gap).exp() + gap - 1).clamp(max=MAX_K3)
     halved = gap.square() / 2
     return halved if estimator == "k2" else halved + (gap - halved).detach()
 
 
-def ratio_of(gap: torch.Tensor) -> torch.Tensor:
+def probability_ratio(gap: torch.Tensor) -> torch.Tensor:
     """Return the ratio w = e^gap of a log-prob difference, clamped to |gap| <= 20, with no gradient beyond."""
-    return gap.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
+    return gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def clipped_gain(
+def clipped_objective(
     ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return min(w A, clip(w, 1 - low, 1 + high) A), and a mask of the clipped tokens, which have no gradient. Where A

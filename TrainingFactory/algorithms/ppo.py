@@ -20,11 +20,11 @@ from typing import Literal
 
 import torch
 
-from TrainingFactory.algorithms.base import SMALLEST, BaseAlgorithm, moments, whiten
-from TrainingFactory.algorithms.correction import Correction, corrected
+from TrainingFactory.algorithms.base import MIN_DEVIATION, BaseAlgorithm, mean_and_deviation, whiten
+from TrainingFactory.algorithms.correction import Correction, importance_weights
 from TrainingFactory.algorithms.gae import gae_of_episodes
-from TrainingFactory.algorithms.policy_loss import clipped_gain, kl_terms, ratio_of
-from TrainingFactory.algorithms.trained_tokens import Trained
+from TrainingFactory.algorithms.policy_loss import clipped_objective, kl_terms, probability_ratio
+from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import Batch, Pack
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Sample, Trajectory
@@ -71,7 +71,7 @@ class PPO(BaseAlgorithm):
         packs = [pack for batch in batches for pack in batch.packs]
         for pack in packs:
             self._credit(pack)
-        _, deviation = moments([pack.returns for pack in packs if pack.returns is not None])
+        _, deviation = mean_and_deviation([pack.returns for pack in packs if pack.returns is not None])
         if self.whiten:
             whiten(packs)
         for pack in packs:
@@ -90,10 +90,10 @@ class PPO(BaseAlgorithm):
         pack.advantages = gae_of_episodes(rewards, pack.values, pack.episode, pack.row, self.gamma, self.lam)
         pack.returns = (pack.advantages + pack.values).astype("float32")
 
-    def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
-        anchor, weight, weight_metrics = corrected(trained, self.correction, (self.clip, self.clip))
-        ratio = ratio_of(trained.logprobs - anchor)
-        gain, clipped = clipped_gain(ratio, trained.advantages, self.clip, self.clip, self.clip_dual)
+    def loss(self, trained: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
+        anchor, weight, weight_metrics = importance_weights(trained, self.correction, (self.clip, self.clip))
+        ratio = probability_ratio(trained.logprobs - anchor)
+        gain, clipped = clipped_objective(ratio, trained.advantages, self.clip, self.clip, self.clip_dual)
         value_loss = self._value_loss(trained)
         total = -(gain * weight).sum() + self.value_weight * value_loss
         sums = {
@@ -101,7 +101,7 @@ class PPO(BaseAlgorithm):
             "logprob_diff": (trained.logprobs - trained.sampled).abs().sum(),
             "value_loss": value_loss,
         }
-        if trained.baseline > SMALLEST**2:  # the variance of the returns
+        if trained.baseline > MIN_DEVIATION**2:  # the variance of the returns
             assert trained.returns is not None and trained.old_values is not None
             errors = (trained.returns - trained.old_values) ** 2
             sums["explained_variance"] = (1 - errors / trained.baseline).sum()
@@ -114,7 +114,7 @@ class PPO(BaseAlgorithm):
         metrics = {name: float(value.detach()) / trained.step_tokens for name, value in sums.items()}
         return total / trained.step_tokens, weight_metrics | metrics
 
-    def _value_loss(self, trained: Trained) -> torch.Tensor:
+    def _value_loss(self, trained: TrainedTokens) -> torch.Tensor:
         values, old, returns = trained.values, trained.old_values, trained.returns
         assert values is not None and old is not None and returns is not None, "call `prepare` first"
         error = (values - returns) ** 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from TrainingFactory.data import ranking
-from TrainingFactory.data.samples import Which, to_samples
+from TrainingFactory.data.samples import AllOrLast, to_samples
 from TrainingFactory.types import Sample, Trajectory
 
 
@@ -21,7 +21,9 @@ def best_and_worst(group: Sequence[Trajectory]) -> tuple[Trajectory, Trajectory]
     return ranking.best_and_worst(scored, total_reward)
 
 
-def rows_of_pair(group: Sequence[Trajectory], turns: Which = "all", tokens: Which = "all") -> list[Sample]:
+def pair_samples(
+    group: Sequence[Trajectory], turns: AllOrLast = "all", tokens: AllOrLast = "all"
+) -> list[Sample]:
     """Return the rows of the best and the worst episode, with a common `pair`; their labels are the rewards."""
     rows: list[Sample] = []
     for trajectory in best_and_worst(group) or ():

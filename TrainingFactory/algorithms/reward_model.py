@@ -23,8 +23,8 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from TrainingFactory.algorithms.base import BaseAlgorithm
-from TrainingFactory.algorithms.preferences import rows_of_pair
-from TrainingFactory.algorithms.trained_tokens import Trained
+from TrainingFactory.algorithms.preferences import pair_samples
+from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Sample, Trajectory
 
@@ -55,14 +55,14 @@ class RewardModel(BaseAlgorithm):
                 if trajectory.reward and trajectory.reward.steps:
                     rows += to_samples(trajectory, None, trajectory.reward.steps, tokens="last")
             return rows
-        return rows_of_pair(group, turns="last", tokens="last")
+        return pair_samples(group, turns="last", tokens="last")
 
-    def loss(self, trained: Trained) -> tuple[torch.Tensor, Metrics]:
+    def loss(self, trained: TrainedTokens) -> tuple[torch.Tensor, Metrics]:
         assert trained.scores is not None
         loss = self._outcome if self.kind == "outcome" else self._process
         return loss(trained, trained.scores)
 
-    def _outcome(self, trained: Trained, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+    def _outcome(self, trained: TrainedTokens, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         # Only the last token of each episode is trained: [M] -> [E] -> [P] each.
         chosen, rejected = trained.per_episode(scores)[trained.pairs].unbind(1)
         gap = chosen - rejected
@@ -74,7 +74,7 @@ class RewardModel(BaseAlgorithm):
         metrics = {"accuracy": float((gap > 0).sum()) / pairs, "margin": float(gap.detach().sum()) / pairs}
         return total / pairs, metrics
 
-    def _process(self, trained: Trained, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+    def _process(self, trained: TrainedTokens, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         good = (trained.rewards > self.threshold).float()
         total = binary_cross_entropy_with_logits(scores, good, reduction="sum")
         errors = ((scores > 0) != (good > 0)).float()

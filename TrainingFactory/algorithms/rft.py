@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from TrainingFactory.algorithms.base import BaseAlgorithm
-from TrainingFactory.algorithms.correction import Correction, corrected
+from TrainingFactory.algorithms.correction import Correction, importance_weights
 from TrainingFactory.algorithms.preferences import total_reward
-from TrainingFactory.algorithms.trained_tokens import Trained
+from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import Batch
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Sample, Trajectory
@@ -70,8 +70,8 @@ class RFT(BaseAlgorithm):
             for pack in batch.packs:
                 pack.advantages *= batch.tokens / weight
 
-    def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
-        _, weight, metrics = corrected(trained, self.correction)
+    def loss(self, trained: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
+        _, weight, metrics = importance_weights(trained, self.correction)
         return -(trained.advantages * trained.logprobs * weight).sum() / trained.step_tokens, metrics
 
 

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 import torch
 
 from TrainingFactory.algorithms.base import BaseAlgorithm
-from TrainingFactory.algorithms.trained_tokens import Trained
-from TrainingFactory.data.samples import Which, to_samples
+from TrainingFactory.algorithms.trained_tokens import TrainedTokens
+from TrainingFactory.data.samples import AllOrLast, to_samples
 from TrainingFactory.types import Sample, Trajectory
 
 
 @dataclass(slots=True, frozen=True)
 class SFT(BaseAlgorithm):
-    turns: Which = "all"  # assistant turns that are trained on
+    turns: AllOrLast = "all"  # assistant turns that are trained on
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         return [row for trajectory in group for row in to_samples(trajectory, turns=self.turns)]
 
-    def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, trained: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
         return -trained.logprobs.sum() / trained.step_tokens, {}
 
     def evaluated(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(slots=True)
-class Trained:
+class TrainedTokens:
     """M trained tokens of E episodes. Losses divide by the step's counts, so gradients do not depend on packing."""
 
     logprobs: torch.Tensor  # [M] of the current model, with gradient; empty if the algorithm needs `scores`
@@ -42,4 +42,4 @@ class Trained:
 
 
 # Returns the pack's share of the step's loss, and metrics that sum over packs to the step's.
-Loss = Callable[[Trained], tuple[torch.Tensor, dict[str, float]]]
+Loss = Callable[[TrainedTokens], tuple[torch.Tensor, dict[str, float]]]

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from TrainingFactory.data.datasets import read_rows
-from TrainingFactory.data.disk import write_aside
+from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.data.examples import Examples, Form, load_examples
 from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder, is_run
-from TrainingFactory.training.dataset import arguments_fit
+from TrainingFactory.training.dataset import argument_problem
 
 
 @dataclass(slots=True)
-class Fitting:
+class DatasetFit:
     """Which dataset forms the first rows fit, and the first reason for each form that they do not fit."""
 
     rows: int
@@ -27,7 +27,7 @@ class Fitting:
     misfits: dict[Form, str] = field(default_factory=dict)
 
 
-def trajectories_of(source: str, runs: str | Path = "runs") -> Path:
+def find_trajectories(source: str, runs: str | Path = "runs") -> Path:
     """Return the trajectories file of a run, given by name or folder; a file is returned as it is."""
     path = Path(source).expanduser()
     if path.is_file():
@@ -41,24 +41,24 @@ def trajectories_of(source: str, runs: str | Path = "runs") -> Path:
     return file
 
 
-def dataset_of(source: str, runs: str | Path = "runs") -> str:
+def find_dataset(source: str, runs: str | Path = "runs") -> str:
     """Return a value for `data.dataset`: for a run its trajectories, else `source` itself."""
     path = Path(source).expanduser()
     is_run_name = not path.exists() and is_run(Path(runs).expanduser() / source)
-    return str(trajectories_of(source, runs)) if is_run_name or is_run(path) else source
+    return str(find_trajectories(source, runs)) if is_run_name or is_run(path) else source
 
 
-def fitting(source: str, split: str, count: int) -> Fitting:
+def fit_forms(source: str, split: str, count: int) -> DatasetFit:
     """Try all dataset forms on the first `count` rows."""
     rows = list(islice(read_rows(source, split), count + 1))
     first = rows[:count]
     if not first:
         raise ValueError(f"{source} is empty")
     columns = dict.fromkeys(name for row in first for name in row.columns)
-    result = Fitting(len(first), len(rows) > count, [str(name) for name in columns])
+    result = DatasetFit(len(first), len(rows) > count, [str(name) for name in columns])
     for form in get_args(Form):
         try:
-            examples = load_examples(first, form, fits=arguments_fit)
+            examples = load_examples(first, form, fits=argument_problem)
         except ValueError as error:
             result.misfits[form] = str(error).partition("\n")[0]
         else:
@@ -69,4 +69,4 @@ def fitting(source: str, split: str, count: int) -> Fitting:
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write a JSON Lines file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_aside(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

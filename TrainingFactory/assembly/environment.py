@@ -10,13 +10,13 @@ from typing import Any
 from TrainingFactory.agent_api.agent_program import AgentProgram
 from TrainingFactory.assembly import rewards as build_rewards
 from TrainingFactory.common import catalog
-from TrainingFactory.common.user_code import chosen, is_file_name, split_name, told
+from TrainingFactory.common.user_code import as_value_error, is_file_name, load_objects, split_name
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.base import ForeignEnvironment
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Tool, ToolSource
-from TrainingFactory.resolve.factories import Say, told_with_places
+from TrainingFactory.resolve.factories import Say, listing_searched_places
 from TrainingFactory.resolve.siblings import ENVIRONMENTS
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.types import Message, Task
@@ -37,9 +37,9 @@ def make_environment(
     if config.environment.command is not None:
         return make_program(config, config.environment.command)
     if name is not None:
-        return as_ours(environment_named(name, say), config.environment.options)
+        return as_environment_factory(find_environment(name, say), config.environment.options)
     if given or config.data.tasks is not None:
-        return as_ours(ToolEnvironment, config.environment.options)
+        return as_environment_factory(ToolEnvironment, config.environment.options)
     known = ", ".join(name for name, alias in catalog.names("environment").items() if alias is None)
     raise ValueError(
         f"no environment is named; set environment.environment_id to one of {known}, or to a Python file such as "
@@ -61,14 +61,14 @@ def make_program(config: TrainingConfig, command: str) -> AgentProgram:
     return AgentProgram(command, section.options)
 
 
-def environment_named(name: str, say: Say = lambda _: None) -> Any:
+def find_environment(name: str, say: Say = lambda _: None) -> Any:
     """Return an environment by name: a Python file, a scenario of an EnvironmentFactory, or an entry of the catalog."""
     if is_file_name(name):
         return environment_from_file(name)
     if (scenario := ENVIRONMENTS.ask(name)) is not None:
         say(f"environment.environment_id {name} is a scenario of {ENVIRONMENTS.package}")
-        return environment_of(scenario)
-    with told_with_places("environments"):
+        return environment_of_scenario(scenario)
+    with listing_searched_places("environments"):
         environment = catalog.find("environment", name)
     if alias := catalog.names("environment").get(name):
         say(f"environment.environment_id {name} is {alias}, a built-in environment")
@@ -79,16 +79,16 @@ def check_name(name: str) -> None:
     """Raise the error of `environment_named` for an unknown name, without importing a known one."""
     known, file = catalog.names("environment").keys(), Path(split_name(name)[0]).expanduser()
     if not (file.is_file() if is_file_name(name) else known & {name, f"{name.partition('/')[0]}/"}):
-        environment_named(name)
+        find_environment(name)
 
 
-def environment_of(scenario: Any) -> Any:
+def environment_of_scenario(scenario: Any) -> Any:
     """Return the environment of an EnvironmentFactory's scenario: its `environment`, or a conversation with its
     `tools`."""
     name = str(scenario.scenario_id)
     environment = getattr(scenario, "environment", None)
     if environment is not None:
-        return environment_named(str(environment)) if isinstance(environment, str | Path) else environment
+        return find_environment(str(environment)) if isinstance(environment, str | Path) else environment
     own = [as_tool(entry) for entry in getattr(scenario, "tools", ())]
     rows = {"train": getattr(scenario, "tasks", None), "heldout": getattr(scenario, "heldout", None)}
     if rows["train"] is None or any(isinstance(entry, ToolSource) for entry in own):
@@ -114,14 +114,14 @@ def environment_of(scenario: Any) -> Any:
     return Scenario
 
 
-def as_ours(environment: Any, options: Mapping[str, Any] | None = None) -> Any:
+def as_environment_factory(environment: Any, options: Mapping[str, Any] | None = None) -> Any:
     """Return the factory of environments. An environment written for another framework is instantiated with `options`
     and wrapped."""
     if inspect.isclass(environment) and issubclass(environment, ForeignEnvironment):
         try:
             environment = environment.from_options(options or {})
         except Exception as error:  # foreign code
-            raise told(error) from error
+            raise as_value_error(error) from error
     elif options:
         raise ValueError(
             f"environment.options ({', '.join(options)}) are only for environments written for RL-Factory; leave them "
@@ -148,7 +148,7 @@ def _reject_uncalled_methods(environment: Any) -> None:
 
 def environment_from_file(name: str) -> type[ToolEnvironment] | type[ForeignEnvironment]:
     """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""
-    path, requested, values = chosen("environment", name)
+    path, requested, values = load_objects("environment", name)
     kinds = (ToolEnvironment, ForeignEnvironment)
     classes = [value for value in values if inspect.isclass(value) and issubclass(value, kinds)]
     if not classes:
@@ -177,5 +177,5 @@ async def check_tools(
                 if isinstance(environment, ToolEnvironment):
                     await environment.executor.close()
     except Exception as error:  # foreign code
-        raise told(error) from error
+        raise as_value_error(error) from error
     chat.render([Message("user", "?")], specs)

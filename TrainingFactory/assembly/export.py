@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from TrainingFactory.models.names import BUILTIN, resolve
+from TrainingFactory.models.names import BUILTIN, resolve_model_name
 from TrainingFactory.registry.store import TRAINING
-from TrainingFactory.resolve.model_names import ADAPTER, Maker, as_started_from, find_model
+from TrainingFactory.resolve.model_names import ADAPTER, TrainedBy, find_model, with_original_model
 
 Kind = Literal["model", "adapter", "merged"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -21,7 +21,7 @@ HEAD = ("scalar_head.safetensors", "reward_model.json")  # of a reward model
 
 
 @dataclass(slots=True)
-class Exported:
+class ExportedModel:
     path: Path
     kind: Kind
     source: Path  # the checkpoint
@@ -37,7 +37,7 @@ def export(
     dtype: Dtype | None = None,
     runs: str | Path = "runs",
     registry: str | Path | None = None,
-) -> Exported:
+) -> ExportedModel:
     """Write a model into a new folder: a run's last checkpoint, a given checkpoint, or a registered version. `merge`
     merges an adapter into its base model. `dtype` is the number format of the weights, by default the model's."""
     model = find_model(name, runs, registry)
@@ -51,11 +51,11 @@ def export(
         raise ValueError(f"{checkpoint} holds a whole model, not an adapter: there is nothing to merge")
     if dtype is not None and adapter and not merge:
         raise ValueError("dtype is for whole models; export the adapter without dtype, or with merge")
-    done = Exported(target, "merged" if merge else "adapter" if adapter else "model", checkpoint)
+    done = ExportedModel(target, "merged" if merge else "adapter" if adapter else "model", checkpoint)
     done.reward_model = (checkpoint / HEAD[1]).is_file()
     if adapter:
         done.base = model.name
-    if done.kind == "adapter" and resolve(str(done.base)) == BUILTIN:
+    if done.kind == "adapter" and resolve_model_name(str(done.base)) == BUILTIN:
         raise ValueError(
             f"the adapter in {checkpoint} belongs to {BUILTIN}, which other programs cannot load: export it merged"
         )
@@ -83,17 +83,17 @@ def _written_aside(target: Path) -> Iterator[Path]:
         raise
 
 
-def _copy(done: Exported, part: Path) -> None:
+def _copy(done: ExportedModel, part: Path) -> None:
     for path in done.source.iterdir():
         if path.is_file() and path.name not in TRAINING + HEAD:
             shutil.copyfile(path, part / path.name)
     if done.kind == "adapter":
         about = json.loads((part / ADAPTER).read_text(encoding="utf-8"))
-        about["base_model_name_or_path"] = resolve(str(done.base))
+        about["base_model_name_or_path"] = resolve_model_name(str(done.base))
         (part / ADAPTER).write_text(json.dumps(about, indent=2), encoding="utf-8")
 
 
-def _convert(done: Exported, run: Maker | None, dtype: Dtype | None, part: Path) -> None:
+def _convert(done: ExportedModel, run: TrainedBy | None, dtype: Dtype | None, part: Path) -> None:
     """Save the model in another number format, or with its adapter merged."""
     from TrainingFactory.models import load_model
     from TrainingFactory.models.loading import pick_dtype, stored_dtype
@@ -104,7 +104,7 @@ def _convert(done: Exported, run: Maker | None, dtype: Dtype | None, part: Path)
     else:
         options: dict[str, Any] = {}
         if run is not None:
-            section = as_started_from(run).model
+            section = with_original_model(run).model
             options = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
             if section.quantization != "none":
                 done.notes.append(

@@ -10,32 +10,32 @@ from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.agent_api.agent_program import MAX_PROCESSES
 from TrainingFactory.cluster.fleet import Fleet
-from TrainingFactory.cluster.local import LocalPlaces
-from TrainingFactory.cluster.places import Places
-from TrainingFactory.cluster.ray_places import RayPlaces
+from TrainingFactory.cluster.local import LocalEngineLauncher
+from TrainingFactory.cluster.places import EngineLauncher
+from TrainingFactory.cluster.ray_places import RayEngineLauncher
 from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.config.schema import ComputeSection
-from TrainingFactory.models.names import BUILTIN, resolve
+from TrainingFactory.models.names import BUILTIN, resolve_model_name
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.types import EngineSpec
 
 if TYPE_CHECKING:
-    from TrainingFactory.learning.policy import Publishes
+    from TrainingFactory.learning.policy import WeightPublisher
     from TrainingFactory.models import LoadedModel
 
 Say = Callable[[str], None]
 # Mean log-prob difference that rounding explains: float32 with other kernels, and 16-bit formats.
-TOLERANCE, COARSE = 0.01, 0.1
+TOLERANCE, TOLERANCE_16_BIT = 0.01, 0.1
 
 
-def elsewhere(config: TrainingConfig) -> bool:
+def samples_elsewhere(config: TrainingConfig) -> bool:
     """Return whether the sampler is in another process than the learner, so that weights must be published."""
     return config.sampling.engine != "native" or config.compute.backend != "local"
 
 
-def at_once(config: TrainingConfig) -> int:
+def max_open_episodes(config: TrainingConfig) -> int:
     """Return how many episodes all engines hold at the same time, limited by the number of agent programs."""
     slots = config.sampling.slots * config.compute.samplers
     if config.environment.command is None:
@@ -46,7 +46,7 @@ def at_once(config: TrainingConfig) -> int:
 def max_concurrent_episodes(config: TrainingConfig) -> int:
     """Return how many episodes a run plays at the same time: what the engines hold, limited by environment.num_workers.
     On a Ray cluster num_workers is the number of tool processes instead."""
-    slots, workers = at_once(config), config.environment.num_workers
+    slots, workers = max_open_episodes(config), config.environment.num_workers
     return slots if workers is None or config.compute.backend == "ray" else min(slots, workers)
 
 
@@ -57,7 +57,7 @@ def check_engines(config: TrainingConfig) -> None:
     if config.compute.backend != "ray" and samplers > 1:
         text = f"is {samplers}, but there is one engine without Ray; set compute.backend=ray, or leave it out"
         problems.append(Problem(("compute", "samplers"), text))
-    if sampling.deterministic and elsewhere(config):
+    if sampling.deterministic and samples_elsewhere(config):
         text = "needs the native engine in the run's process: leave sampling.engine and compute.backend out"
         problems.append(Problem(("sampling", "deterministic"), text))
     if sampling.engine_options and sampling.engine != "vllm":
@@ -88,8 +88,8 @@ async def join_cluster(config: TrainingConfig, exit_stack: AsyncExitStack) -> No
         await session.check(bundles, f"compute.samplers={compute.samplers}{learners}")
 
 
-def pushed_to(
-    config: TrainingConfig, publisher: Publishes, length: int, episodes: int, say: Say, logs: Path
+def make_training_fleet(
+    config: TrainingConfig, publisher: WeightPublisher, length: int, episodes: int, say: Say, logs: Path
 ) -> Fleet:
     """Make the engines of a training run, which load their weights from the publisher and log into `logs`."""
     options = config.sampling.engine_options
@@ -98,11 +98,13 @@ def pushed_to(
 
         options = lora_options(publisher.rank) | options
     spec = {"dtype": publisher.dtype, "options": options}
-    tolerance = TOLERANCE if publisher.dtype == "float32" else COARSE
+    tolerance = TOLERANCE if publisher.dtype == "float32" else TOLERANCE_16_BIT
     return _fleet(config, publisher.model_folder, length, episodes, spec, say, tolerance, logs=logs)
 
 
-def reading(config: TrainingConfig, loaded: LoadedModel, length: int, episodes: int, say: Say) -> Fleet:
+def make_serving_fleet(
+    config: TrainingConfig, loaded: LoadedModel, length: int, episodes: int, say: Say
+) -> Fleet:
     """Make engines that load the model from its folder or the hub, or from a temporary folder if neither has it
     whole."""
     folder, temporary = _readable(config), None
@@ -120,7 +122,7 @@ def reading(config: TrainingConfig, loaded: LoadedModel, length: int, episodes: 
 
 def _readable(config: TrainingConfig) -> str | None:
     """Return the hub id or folder from which an engine can load the model as it is; None if there is none."""
-    model, name = config.model, resolve(config.model.name)
+    model, name = config.model, resolve_model_name(config.model.name)
     folder = Path(name).expanduser()
     changed = model.adapter or model.tools_format or model.revision
     if changed is not None or model.quantization != "none":
@@ -132,25 +134,25 @@ def _readable(config: TrainingConfig) -> str | None:
 
 def _fleet(
     config: TrainingConfig, model: str, length: int, episodes: int, options: dict[str, Any], say: Say,
-    tolerance: float = COARSE, holds: object = None, logs: Path | None = None,
+    tolerance: float = TOLERANCE_16_BIT, holds: object = None, logs: Path | None = None,
 ) -> Fleet:  # fmt: skip
     compute, trust = config.compute, config.model.trust_remote_code
     slots = min(config.sampling.slots, episodes)
     device = "auto" if compute.backend == "ray" else config.model.device  # Ray assigns each actor's devices
     engine = config.sampling.engine
     spec = EngineSpec(engine, model, length, slots, device=device, trust_remote_code=trust, **options)
-    hosts = places(compute, spec, compute.samplers, compute.gpus_per_sampler, say, "sampler", logs)
+    hosts = engine_hosts(compute, spec, compute.samplers, compute.gpus_per_sampler, say, "sampler", logs)
     return Fleet(hosts, compute.samplers, length, say, tolerance, holds, compute.start_timeout)
 
 
-def places(
+def engine_hosts(
     compute: ComputeSection, spec: EngineSpec, count: int, gpus: float | None, say: Say, what: str,
     logs: Path | None = None,
-) -> Places:  # fmt: skip
+) -> EngineLauncher:  # fmt: skip
     """Return the hosts of `count` engines: processes of this machine, or actors on the Ray cluster. Engines log into
     `logs`."""
     seconds = compute.start_timeout
     if compute.backend != "ray":
-        return LocalPlaces(spec, start_timeout=seconds, say=say, folder=logs, what=what)
+        return LocalEngineLauncher(spec, start_timeout=seconds, say=say, folder=logs, what=what)
     session, cpus = RaySession(compute.address, compute.num_gpus), compute.cpus_per_sampler
-    return RayPlaces(session, spec, count, gpus, cpus, seconds, say, what, logs)
+    return RayEngineLauncher(session, spec, count, gpus, cpus, seconds, say, what, logs)

@@ -7,7 +7,7 @@ from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.learner import check_sharded
-from TrainingFactory.cluster.launcher import launched
+from TrainingFactory.cluster.launcher import launched_process
 from TrainingFactory.config import TrainingConfig
 
 
@@ -17,14 +17,14 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def with_all_gpus(
+def with_gpu_division(
     config: TrainingConfig, say: Callable[[str], None], visible: Callable[[], int] = visible_gpus
 ) -> TrainingConfig:
     """Return the config with learners and samplers for all of `compute.num_gpus`. The config stays unchanged if it sets
     either of them, under a launcher, and on the CPU."""
     compute, count = config.compute, config.compute.num_gpus or 1
     is_set = compute.learners is not None or "samplers" in compute.model_fields_set
-    if count == 1 or is_set or launched() is not None or config.model.device == "cpu":
+    if count == 1 or is_set or launched_process() is not None or config.model.device == "cpu":
         return config
     available = visible() if compute.backend == "local" else count
     if not available:
@@ -35,7 +35,7 @@ def with_all_gpus(
             f"compute.num_gpus is {count}, but this machine shows {available} GPUs. Set compute.num_gpus={available}, "
             "or compute.backend=ray and compute.address for GPUs of several machines"
         )
-    division = divide(config, count)
+    division = divide_gpus(config, count)
     keys = ", ".join(f"compute.{key}={value}" for key, value in division.items())
     say(
         f"the run uses {count} GPUs: {keys}; set compute.learners and compute.samplers to divide them otherwise"
@@ -43,7 +43,7 @@ def with_all_gpus(
     return config.model_copy(update={"compute": compute.model_copy(update=division)})
 
 
-def divide(config: TrainingConfig, count: int) -> dict[str, Any]:
+def divide_gpus(config: TrainingConfig, count: int) -> dict[str, Any]:
     """Return the keys of `compute` that use all GPUs. On one machine every GPU has a learner, and the first also
     samples. With Ray, half of the GPUs sample, rounded down to whole samplers."""
     compute = config.compute

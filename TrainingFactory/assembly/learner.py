@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.algorithms import kinds
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.assembly.fleet import elsewhere
+from TrainingFactory.assembly.fleet import samples_elsewhere
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import Algorithm, Policy
 from TrainingFactory.runs.tracking import Watcher
-from TrainingFactory.training.tokenized_dataset import TokenizedDataset, Told
+from TrainingFactory.training.tokenized_dataset import ProgressReporter, TokenizedDataset
 
 if TYPE_CHECKING:
     from TrainingFactory.learning.learner import Learner
@@ -45,7 +45,9 @@ def make_algorithm(config: TrainingConfig) -> Algorithm:
 
         mask = optimization.importance_mask
         low_high = None if mask is None else (mask[0], mask[1])
-        options["correction"] = Correction(cap, optimization.importance_by, low_high, optimization.bound > 0)
+        options["correction"] = Correction(
+            cap, optimization.importance_by, low_high, optimization.effective_max_staleness > 0
+        )
     return kinds.make_algorithm(name, options)
 
 
@@ -54,7 +56,9 @@ def importance_cap(config: TrainingConfig) -> float | None:
     if not KINDS[config.training.algorithm].samples:
         return None
     optimization = config.optimization
-    return optimization.importance_cap or (2.0 if elsewhere(config) or optimization.bound else None)
+    return optimization.importance_cap or (
+        2.0 if samples_elsewhere(config) or optimization.effective_max_staleness else None
+    )
 
 
 def make_policy(
@@ -74,7 +78,7 @@ def make_policy(
 def make_learner(
     config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, sharded: bool = False
 ) -> Learner:
-    from TrainingFactory.learning.heads import head_for
+    from TrainingFactory.learning.heads import make_head
     from TrainingFactory.learning.learner import Learner
     from TrainingFactory.learning.optim import OptimizerOptions
 
@@ -89,14 +93,14 @@ def make_learner(
             options.optimizer,
             options.learning_rate,
             options.weight_decay,
-            critic_learning_rate=critic_rate(config) if "values" in needs else None,
+            critic_learning_rate=critic_learning_rate(config) if "values" in needs else None,
             schedule=options.schedule,
             warmup_steps=options.warmup_steps * updates,
             total_steps=steps * updates,
             max_grad_norm=options.max_grad_norm,
         ),
-        reference=copy_of(loaded.model) if needs_reference and not new_adapter else None,
-        head=head_for(loaded.model, about_reward_model(config, needs)) if needs_head else None,
+        reference=copy_model(loaded.model) if needs_reference and not new_adapter else None,
+        head=make_head(loaded.model, describe_reward_model(config, needs)) if needs_head else None,
         critic=make_critic(loaded.model) if "critic" in needs else None,
         temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
         gradient_checkpointing=options.gradient_checkpointing,
@@ -106,11 +110,11 @@ def make_learner(
 
 def make_processes(config: TrainingConfig) -> Processes:
     """Make the FSDP2 sharding of weights over the processes of torch.distributed."""
-    from TrainingFactory.learning.sharding import Sharded
+    from TrainingFactory.learning.sharding import ShardedProcesses
     from TrainingFactory.models.loading import pick_device
 
     check_sharded(config)
-    return Sharded(pick_device(config.model.device), config.optimization.offload_reference)
+    return ShardedProcesses(pick_device(config.model.device), config.optimization.offload_reference)
 
 
 def check_sharded(config: TrainingConfig) -> None:
@@ -127,7 +131,7 @@ def check_sharded(config: TrainingConfig) -> None:
         )
 
 
-def about_reward_model(config: TrainingConfig, needs: frozenset[str]) -> dict[str, Any] | None:
+def describe_reward_model(config: TrainingConfig, needs: frozenset[str]) -> dict[str, Any] | None:
     """Return the description that a reward model's checkpoint stores; see `learning/reward_models.py`."""
     if "scores" not in needs:
         return None
@@ -138,32 +142,32 @@ def about_reward_model(config: TrainingConfig, needs: frozenset[str]) -> dict[st
     return {"kind": config.reward_model.kind, "base": base} | described
 
 
-def copy_of(model: Any) -> Any:
+def copy_model(model: Any) -> Any:
     """Copy a model. Frozen weights, such as those under an adapter, are shared."""
     return deepcopy(model, {id(weight): weight for weight in model.parameters() if not weight.requires_grad})
 
 
 def make_critic(model: Any) -> Any:
-    critic = copy_of(model)
+    critic = copy_model(model)
     output = critic.get_output_embeddings().weight
     if output is not critic.get_input_embeddings().weight:
         output.requires_grad_(False)  # a critic predicts no tokens
     return critic
 
 
-def critic_rate(config: TrainingConfig) -> float:
+def critic_learning_rate(config: TrainingConfig) -> float:
     """Return the critic's learning rate; by default ten times the policy's, because its head starts untrained."""
     return config.ppo.critic_learning_rate or 10 * config.training.learning_rate
 
 
-async def references(
+async def reference_logprobs(
     policy: Policy, algorithm: Algorithm, dataset: TokenizedDataset, batch_size: int, watcher: Watcher
 ) -> list[list[list[float]]]:
     """Compute the reference model's log-probs of all rows of each example, so that the run keeps no reference model.
     Call it before a checkpoint is loaded: until it is trained, the policy is its own reference."""
     watcher.phase("reference")
     logprobs: list[list[list[float]]] = []
-    progress = Told(watcher.say, len(dataset))
+    progress = ProgressReporter(watcher.say, len(dataset))
     for start in range(0, len(dataset), batch_size):
         numbers = range(start, min(start + batch_size, len(dataset)))
         groups = [algorithm.samples(dataset.group(number)) for number in numbers]

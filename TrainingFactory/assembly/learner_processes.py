@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from TrainingFactory import __version__
 from TrainingFactory.assembly import sampler as build_sampler
-from TrainingFactory.assembly.fleet import elsewhere
+from TrainingFactory.assembly.fleet import samples_elsewhere
 from TrainingFactory.assembly.learner import check_sharded, make_algorithm
-from TrainingFactory.cluster.launcher import launched, launcher_notes
+from TrainingFactory.cluster.launcher import launched_process, launcher_notes
 from TrainingFactory.cluster.ray_session import RaySession, require_ray
 from TrainingFactory.cluster.ray_workers import RayWorker
 from TrainingFactory.common.event_loop import run as run_anywhere
@@ -31,7 +31,7 @@ from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.training.interrupts import Interrupts
 
 if TYPE_CHECKING:
-    from TrainingFactory.cluster.ranks import Group, Ranks
+    from TrainingFactory.cluster.ranks import RankGroup, ShardedPolicy
     from TrainingFactory.learning.policy import LocalPolicy
     from TrainingFactory.models import LoadedModel
 
@@ -40,11 +40,11 @@ SERVE = "TrainingFactory.assembly.learner_processes:serve_started"
 PACKAGES = ("torch", "transformers", "peft", "numpy")
 
 
-def with_learners(config: TrainingConfig, say: Callable[[str], None]) -> TrainingConfig:
+def with_learner_count(config: TrainingConfig, say: Callable[[str], None]) -> TrainingConfig:
     """Return the config with the number of learner processes: the launcher's under torchrun and the like."""
     for note in launcher_notes():
         say(f"note: {note}")
-    launch, requested = launched(), config.compute.learners
+    launch, requested = launched_process(), config.compute.learners
     count = (requested or 1) if launch is None else launch.count
     if requested not in (None, count):
         text = (
@@ -66,7 +66,7 @@ class Learners:
 
     def __init__(self, written: TrainingConfig | None) -> None:
         self._written, self._config = written, TrainingConfig()
-        self._ranks: Ranks | None = None
+        self._ranks: ShardedPolicy | None = None
 
     async def _open(
         self, config: TrainingConfig, exit_stack: AsyncExitStack, folder: Path, interrupts: Interrupts
@@ -77,20 +77,20 @@ class Learners:
         count = config.compute.learners or 1
         if count == 1:
             return
-        from TrainingFactory.cluster.ranks import Group, Ranks
+        from TrainingFactory.cluster.ranks import RankGroup, ShardedPolicy
 
         # Processes of a launcher may not have read the config: each decides by whether there are GPUs.
-        cuda = _device(config if launched() is None else TrainingConfig()).type == "cuda"
+        cuda = _device(config if launched_process() is None else TrainingConfig()).type == "cuda"
         note = ""
-        if launched() is not None:
-            group = await in_thread(Group, 0, count, None, os.environ["MASTER_ADDR"], cuda)
+        if launched_process() is not None:
+            group = await in_thread(RankGroup, 0, count, None, os.environ["MASTER_ADDR"], cuda)
         else:
             note = f", with a log in {folder}" if config.compute.backend == "local" else ""
             group = await self._start_group(exit_stack, folder, count, cuda)
-        self._ranks = ranks = Ranks(group, interrupts.fail, note)
+        self._ranks = ranks = ShardedPolicy(group, interrupts.fail, note)
         exit_stack.push_async_callback(ranks.close)
         await ranks.hello()
-        mine = facts(self._written)
+        mine = shared_facts(self._written)
         problems: list[str] = []
         for rank, about in ranks.about.items():
             theirs = about["facts"]
@@ -103,10 +103,12 @@ class Learners:
                 f"all learners need the same versions and the same config: {'; '.join(problems)}"
             )
 
-    async def _start_group(self, exit_stack: AsyncExitStack, folder: Path, count: int, cuda: bool) -> Group:
+    async def _start_group(
+        self, exit_stack: AsyncExitStack, folder: Path, count: int, cuda: bool
+    ) -> RankGroup:
         import torch
 
-        from TrainingFactory.cluster.ranks import FIRST, Group, listening
+        from TrainingFactory.cluster.ranks import FIRST, RankGroup, open_store
 
         compute = self._config.compute
         host = "127.0.0.1"
@@ -121,13 +123,13 @@ class Learners:
         for rank in range(1, count if compute.backend == "local" else 1):
             log = exit_stack.enter_context((folder / f"learner-{rank}.log").open("ab"))
             workers.append(Worker(SERVE, stderr=log, start_seconds=compute.start_timeout))
-        store, port = listening(host)
+        store, port = open_store(host)
         serving: list[asyncio.Task[str]] = []
         for rank, worker in enumerate(workers, 1):
             exit_stack.push_async_callback(worker.close)
             device = rank if compute.backend == "local" else 0
             serving.append(asyncio.create_task(_end_of(worker, [rank, count, port, host, cuda, device])))
-        joining = asyncio.create_task(in_thread(Group, 0, count, store, host, cuda))
+        joining = asyncio.create_task(in_thread(RankGroup, 0, count, store, host, cuda))
         await asyncio.wait({joining, *serving}, timeout=compute.start_timeout, return_when=FIRST)
         if not joining.done():
             ended = [f"learner {rank} {task.result()}" for rank, task in enumerate(serving, 1) if task.done()]
@@ -162,11 +164,18 @@ class Learners:
     ) -> tuple[LocalPolicy, Policy]:
         """Make the policy of this process, and the one over all processes. `played`: the run samples episodes."""
         ranks, whole = self._ranks, None
-        if ranks is not None and played and not elsewhere(self._config):
+        if ranks is not None and played and not samples_elsewhere(self._config):
             device = _device(self._config)  # the engine's copy is made before the weights are sharded
             whole = await in_thread(lambda: deepcopy(loaded.model).to(device))
         make = partial(
-            in_thread, build_sampler.make_published, self._config, loaded, algorithm, steps, played, whole
+            in_thread,
+            build_sampler.make_publishing_policy,
+            self._config,
+            loaded,
+            algorithm,
+            steps,
+            played,
+            whole,
         )
         if ranks is None:
             own = await make()
@@ -194,7 +203,7 @@ def _device(config: TrainingConfig) -> Any:
     return pick_device(config.model.device)
 
 
-def facts(config: TrainingConfig | None) -> dict[str, Any]:
+def shared_facts(config: TrainingConfig | None) -> dict[str, Any]:
     """Return what must be equal in all processes: versions, and the config as the user wrote it."""
     values: dict[str, Any] = {"Python": platform.python_version(), "TrainingFactory": __version__}
     values |= {name: version(name) for name in PACKAGES}
@@ -204,7 +213,7 @@ def facts(config: TrainingConfig | None) -> dict[str, Any]:
     return values
 
 
-class Rank:
+class LearnerRank:
     """A serving learner process: the same learner as rank 0's, over its own share of the weights."""
 
     def __init__(self, device: int) -> None:
@@ -222,11 +231,13 @@ class Rank:
         if _device(config).type == "cuda":
             model = config.model.model_copy(update={"device": f"cuda:{self._device}"})
             config = config.model_copy(update={"model": model})
-        self._config, self._loaded = config, build_sampler.load_trained(config)
+        self._config, self._loaded = config, build_sampler.load_trainable(config)
 
     def _build(self, steps: int, played: bool) -> None:
         algorithm = make_algorithm(self._config)
-        self._policy = build_sampler.make_published(self._config, self._loaded, algorithm, steps, played)
+        self._policy = build_sampler.make_publishing_policy(
+            self._config, self._loaded, algorithm, steps, played
+        )
 
 
 def serve_started(place: list[Any]) -> None:
@@ -235,10 +246,10 @@ def serve_started(place: list[Any]) -> None:
     asyncio.run(_serve(shape, device, None))
 
 
-def served(config: TrainingConfig | None) -> TrainingReport | None:
+def serve_rank(config: TrainingConfig | None) -> TrainingReport | None:
     """In a launcher's process other than rank 0: serve until the run has ended, and return its report. Elsewhere return
     None. `config` is as the user wrote it."""
-    launch = launched()
+    launch = launched_process()
     if launch is None or launch.rank == 0:
         return None
     logging.disable(logging.WARNING)  # rank 0 logs the same
@@ -250,7 +261,7 @@ def served(config: TrainingConfig | None) -> TrainingReport | None:
 
 
 async def _serve(shape: Sequence[Any], device: int, config: TrainingConfig | None) -> TrainingReport | None:
-    from TrainingFactory.cluster.ranks import Group, serve
+    from TrainingFactory.cluster.ranks import RankGroup, serve
 
     # The group stays open: a process that closes it after collectives aborts at exit.
-    return await serve(await in_thread(Group, *shape), Rank(device).call, facts(config))
+    return await serve(await in_thread(RankGroup, *shape), LearnerRank(device).call, shared_facts(config))

@@ -9,21 +9,29 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.assembly.fleet import Say, places
+from TrainingFactory.assembly.fleet import Say, engine_hosts
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.common.endpoint import ModelError
-from TrainingFactory.common.options import STRICT, Count, NotNegative, OptionError, Text, Wrong, make_from
+from TrainingFactory.common.options import (
+    STRICT,
+    Count,
+    InvalidOption,
+    NotNegative,
+    OptionError,
+    Text,
+    make_from,
+)
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.models.names import resolve
+from TrainingFactory.models.names import resolve_model_name
 from TrainingFactory.resolve.model_names import find_model
-from TrainingFactory.rewards.judge.endpoints import DEFAULT_MAX_TOKENS, Reply, SampledJudge
+from TrainingFactory.rewards.judge.endpoints import DEFAULT_MAX_TOKENS, JudgeReply, SampledJudge
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import EngineSpec, Message, SamplersLost, SamplingParams
 
-AT_ENDPOINTS = ("base_url", "model", "api", "api_key_env", "timeout")
-MOST_TOKENS = 8192  # default max_length: prompt and verdict
-AT_ONCE = 8  # concurrent requests per engine
+ENDPOINT_OPTIONS = ("base_url", "model", "api", "api_key_env", "timeout")
+DEFAULT_MAX_LENGTH = 8192  # default max_length: prompt and verdict
+REQUESTS_PER_ENGINE = 8  # concurrent requests per engine
 
 
 @dataclass(config=STRICT, kw_only=True, frozen=True)
@@ -44,17 +52,17 @@ class JudgeOptions:
 RequestOptions = dataclass(SamplingParams, config=STRICT, frozen=True)
 
 
-def with_own_judge(options: dict[str, Any], config: TrainingConfig) -> dict[str, Any]:
+def with_local_judge(options: dict[str, Any], config: TrainingConfig) -> dict[str, Any]:
     """Return a judge's options with a `LocalJudge` as `model` in place of `judge`; nothing is started yet."""
     options = dict(options)
     text = "is for a judge at an endpoint, but reward.judge starts one; leave one of them out"
-    if problems := [Wrong(name, text) for name in AT_ENDPOINTS if name in options]:
+    if problems := [InvalidOption(name, text) for name in ENDPOINT_OPTIONS if name in options]:
         raise OptionError(*problems)
     try:
         judge: JudgeOptions = make_from(JudgeOptions, options.pop("judge"), "reward.judge")
         if judge.replicas > 1 and config.compute.backend != "ray":
             text = "needs compute.backend=ray: without Ray a judge has one process"
-            raise OptionError(Wrong("replicas", text, judge.replicas))
+            raise OptionError(InvalidOption("replicas", text, judge.replicas))
         name = _judge_model(judge.model, config)
     except OptionError as error:
         raise error.within("judge") from None
@@ -65,22 +73,24 @@ def with_own_judge(options: dict[str, Any], config: TrainingConfig) -> dict[str,
         params = make_from(RequestOptions, written, "a judge of the run's own")
     except OptionError as error:
         raise error.within("options") from None
-    options.setdefault("concurrency", AT_ONCE * judge.replicas)
-    return options | {"model": OwnJudge(judge, name, params, config)}
+    options.setdefault("concurrency", REQUESTS_PER_ENGINE * judge.replicas)
+    return options | {"model": LocalJudge(judge, name, params, config)}
 
 
 def _judge_model(written: str, config: TrainingConfig) -> str:
     try:
         model = find_model(written, config.logging.output_dir, config.registry.path)
     except ValueError as error:
-        raise OptionError(Wrong("model", str(error))) from error
+        raise OptionError(InvalidOption("model", str(error))) from error
     if model.adapter is not None:
         text = f"is an adapter; a judge needs a whole model: tfactory export {written} --out FOLDER --merge"
-        raise OptionError(Wrong("model", text))
-    return resolve(model.name) if model.folder is None else str(model.folder.expanduser().resolve())
+        raise OptionError(InvalidOption("model", text))
+    return (
+        resolve_model_name(model.name) if model.folder is None else str(model.folder.expanduser().resolve())
+    )
 
 
-class OwnJudge:
+class LocalJudge:
     """A judge on engines of the run. They start with `open` or the first request, also after `close`."""
 
     def __init__(
@@ -116,20 +126,26 @@ class OwnJudge:
         judge, gpus = self.options, int(self.options.gpus or 0)
         tokenizer = await in_thread(load_tokenizer, self._name)
         chat = await in_thread(chat_format, tokenizer, thinking=judge.thinking)
-        max_length = judge.max_length or min(MOST_TOKENS, tokenizer.model_max_length)
+        max_length = judge.max_length or min(DEFAULT_MAX_LENGTH, tokenizer.model_max_length)
         options = judge.engine_options
         if self._kind == "vllm" and gpus > 1:
             options = {"tensor_parallel_size": gpus} | options
         spec = EngineSpec(
-            self._kind, self._name, max_length, AT_ONCE, device=judge.device, pushed=False, options=options
+            self._kind,
+            self._name,
+            max_length,
+            REQUESTS_PER_ENGINE,
+            device=judge.device,
+            pushed=False,
+            options=options,
         )
-        hosts = places(self._config.compute, spec, judge.replicas, judge.gpus, say, "judge")
+        hosts = engine_hosts(self._config.compute, spec, judge.replicas, judge.gpus, say, "judge")
         patience = self._config.compute.start_timeout
         self._fleet = Fleet(hosts, judge.replicas, max_length, say, patience=patience)
         await self._fleet.sample(chat.render([Message("user", "?")]), SamplingParams(max_tokens=1))
         return SampledJudge(self._fleet, chat, self._params, self._name)
 
-    async def ask(self, messages: Sequence[Message], number: int) -> Reply:
+    async def ask(self, messages: Sequence[Message], number: int) -> JudgeReply:
         judge = await self.open()
         try:
             return await judge.ask(messages, number)

@@ -15,9 +15,9 @@ from TrainingFactory.assembly.rewards import reward_model_folder
 from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.common.user_code import is_file_name, split_name
 from TrainingFactory.config import TrainingConfig, load_config
-from TrainingFactory.resolve.model_names import ABOUT as STARTED_FROM
-from TrainingFactory.resolve.model_names import Maker, about_model
-from TrainingFactory.training.dataset import Dataset, Objects
+from TrainingFactory.resolve.model_names import MODEL_KEY as STARTED_FROM
+from TrainingFactory.resolve.model_names import TrainedBy, model_provenance
+from TrainingFactory.training.dataset import Dataset, UserObjects
 
 Section = TypeVar("Section", bound=BaseModel)
 Move = Callable[[str], str]  # from the name of a file to its new name
@@ -28,20 +28,20 @@ ABOUT = "files"  # key of the run's environment.json
 def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainingConfig:
     """Load a config, and replace names of files that are only beside it by their paths."""
     config = load_config(path, overrides)
-    return config if path is None else found_beside(config, Path(path).parent)
+    return config if path is None else with_files_beside(config, Path(path).parent)
 
 
-def found_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
+def with_files_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
     """Replace names of files that are not in the current folder but in `folder` by their paths."""
 
     def move(name: str) -> str:
         beside = folder / Path(name).expanduser()
         return str(beside) if not _exists(name) and beside.exists() else name
 
-    return moved(config, move)
+    return map_files(config, move)
 
 
-def moved(config: TrainingConfig, move: Move) -> TrainingConfig:
+def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
     """Return the config with `move` applied to every file that it names."""
 
     def named(name: str) -> str:
@@ -79,7 +79,7 @@ def _inside(value: Any, named: Move) -> Any:
     return named(value) if isinstance(value, str) else value
 
 
-def about_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
+def describe_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
     """Return the paths of all files that a config names, with digests of Python files, for the run to store."""
     files: dict[str, dict[str, str | None]] = {}
 
@@ -89,14 +89,14 @@ def about_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
             files[name] = {"path": str(path), "digest": _digest(path) if name.endswith(".py") else None}
         return name
 
-    moved(config, note)
+    map_files(config, note)
     return files
 
 
-def as_then(config: TrainingConfig, about: Mapping[str, Any]) -> TrainingConfig:
+def with_original_paths(config: TrainingConfig, about: Mapping[str, Any]) -> TrainingConfig:
     """Return a run's config with the file paths of its start."""
     places = _places(about)
-    return moved(config, lambda name: places.get(name, name))
+    return map_files(config, lambda name: places.get(name, name))
 
 
 def changed_files(about: Mapping[str, Any]) -> list[str]:
@@ -125,7 +125,9 @@ def _digest(path: Path) -> str:
     return blake2b(path.expanduser().read_bytes(), digest_size=16).hexdigest()
 
 
-def about_start(config: TrainingConfig, objects: Objects, tools: RunTools, data: Dataset) -> dict[str, Any]:
+def describe_start(
+    config: TrainingConfig, objects: UserObjects, tools: RunTools, data: Dataset
+) -> dict[str, Any]:
     """Return what a run is started with besides its config, and needs again to resume."""
     folder = reward_model_folder(config)
     return {
@@ -134,16 +136,16 @@ def about_start(config: TrainingConfig, objects: Objects, tools: RunTools, data:
         "size": data.size,
         "digest": data.digest,
         "reward_model": None if folder is None else str(folder.resolve()),
-        ABOUT: about_files(config),
-        STARTED_FROM: about_model(config),
+        ABOUT: describe_files(config),
+        STARTED_FROM: model_provenance(config),
     }
 
 
-def as_started(config: TrainingConfig, run: Maker | None) -> TrainingConfig:
+def with_original_files(config: TrainingConfig, run: TrainedBy | None) -> TrainingConfig:
     """Return the config to resume `run` with: its original files and reward model. Without a run, the config itself."""
     if run is None:
         return config
-    config = as_then(config, run.about)
+    config = with_original_paths(config, run.about)
     folder = run.about.get("reward_model")
     if folder is None:
         return config

@@ -21,10 +21,10 @@ from TrainingFactory.tools import AsyncToolExecutor, ToolOptions
 from TrainingFactory.tools.runtime import is_lost, run_tool
 from TrainingFactory.types import ToolFailure, ToolResult
 
-HOST = "TrainingFactory.assembly.tools:tools_there"
+HOST = "TrainingFactory.assembly.tools:make_hosted_tools"
 CLOSE_SECONDS = 10.0  # for an interpreter to end
-GONE = "; this episode's state there is lost"
-FRESH = f"[new process: the previous one died{GONE}]\n"
+STATE_LOST = "; this episode's state there is lost"
+NEW_PROCESS = f"[new process: the previous one died{STATE_LOST}]\n"
 
 
 class RemoteTools:
@@ -80,7 +80,7 @@ class RemoteSession:
         try:
             answer = await self._worker.ask([self._name, tool, arguments])
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:
-            text = f"{tool} gave no answer: its process on the cluster {error}{GONE}"
+            text = f"{tool} gave no answer: its process on the cluster {error}{STATE_LOST}"
             return ToolResult(text, ok=False, error="unavailable"), self._worker.starts
         if isinstance(answer, str):
             raise ToolFailure(answer)
@@ -108,11 +108,11 @@ class _RemoteTool:
         result, process = await self._session.call(self.spec.name, arguments)
         before, self._process = self._process or process, process
         if before != process and self.options.ordered and result.error != "unavailable":
-            result.content = FRESH + result.content
+            result.content = NEW_PROCESS + result.content
         return result
 
 
-class Hosted:
+class HostedTools:
     """The remote side: the tools, and an executor per episode."""
 
     def __init__(self, tools: Sequence[Tool | ToolSource]) -> None:

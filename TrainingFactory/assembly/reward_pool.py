@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from TrainingFactory.assembly.reward_types import Making, judge, reward_model
+from TrainingFactory.assembly.reward_types import RewardContext, judge, reward_model
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rewards.judge.judges import Judge
@@ -53,7 +53,7 @@ def _load_scorer(name: str | None) -> Any:
         try:
             source = reward_model(name, config)
         except ValueError:
-            model_judge = judge(Making(config, load=True), {"judge": {"model": name}})
+            model_judge = judge(RewardContext(config, load=True), {"judge": {"model": name}})
             log.warning(
                 "%s is not a reward model: it is started with the first episode and judges by a prompt", name
             )
@@ -66,11 +66,11 @@ def _load_scorer(name: str | None) -> Any:
 
 
 def _untrained_scorer() -> LearnedReward:
-    from TrainingFactory.learning.heads import head_for
+    from TrainingFactory.learning.heads import make_head
     from TrainingFactory.learning.reward_models import RewardScorer
     from TrainingFactory.models import chat_format, load_model
 
     log.warning("No model is given: the built-in model scores. Its untrained head gives every episode 0.")
     loaded = load_model("builtin:tiny")
     chat = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
-    return LearnedReward(RewardScorer(loaded.model, head_for(loaded.model, None), chat, "outcome"))
+    return LearnedReward(RewardScorer(loaded.model, make_head(loaded.model, None), chat, "outcome"))

@@ -13,27 +13,27 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.assembly.local_judge import with_own_judge
+from TrainingFactory.assembly.local_judge import with_local_judge
 from TrainingFactory.cluster.ray_workers import RayWorker
 from TrainingFactory.common.options import (
     STRICT,
+    InvalidOption,
     OptionError,
     Positive,
     Text,
-    Wrong,
     ZeroOrMore,
+    choice_error,
     make_from,
     make_named,
-    one_of,
 )
 from TrainingFactory.common.workers import Worker
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import RewardFunction
-from TrainingFactory.resolve.model_names import Named, find_model
+from TrainingFactory.resolve.model_names import ResolvedModel, find_model
 from TrainingFactory.rewards import LearnedReward
-from TrainingFactory.rewards.adapt import Adapted, as_reward, compares
+from TrainingFactory.rewards.adapt import AdaptedReward, as_reward, compares
 from TrainingFactory.rewards.judge.model_judge import judges_at, model_judge
-from TrainingFactory.rewards.loading import find_callable, load_reward, with_whole_path
+from TrainingFactory.rewards.loading import find_callable, load_reward, with_absolute_path
 from TrainingFactory.rewards.process_reward import PROCESS_RULES, ClawBack, ProcessReward
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.rules.rule_based import rule_from_options
@@ -45,13 +45,13 @@ RULE_MAKER = "TrainingFactory.rewards.rules.tool_verified:rule_or_verifier"
 STEPS_MAKER = "TrainingFactory.rewards.process_reward:scorer_from_options"
 STEP_OPTIONS = ("outcome_weight", "step_rewards", "pay", "cap", "claw_back")
 MOST_WORKERS = 4  # by default
-MANY = 1000  # concurrent requests of a judge without a limit
+UNLIMITED = 1000  # concurrent requests of a judge without a limit
 
 Options = dict[str, Any]
 
 
 @plain_dataclass(slots=True, frozen=True)
-class Making:
+class RewardContext:
     """The context in which rewards are made. Without `load` options are checked and no reward model is loaded."""
 
     config: TrainingConfig
@@ -68,7 +68,7 @@ class Making:
     def in_processes(
         self,
         target: str,
-        like: Adapted,
+        like: AdaptedReward,
         count: int,
         timeout: float | None = None,
         options: Any = None,
@@ -90,24 +90,24 @@ class Making:
         if not self.processes:
             return reward
         options: Options = {name: getattr(reward, name) for name in STEP_OPTIONS}
-        options["rules"] = {name: with_whole_path(target) for name, target in rules.items()}
+        options["rules"] = {name: with_absolute_path(target) for name, target in rules.items()}
         like = as_reward(reward.score, "process_reward")
         pool = self.in_processes(STEPS_MAKER, like, self.processes, options=options)
         return replace(reward, pool=pool)
 
 
-def environment_reward(making: Making, options: Options) -> None:
+def environment_reward(making: RewardContext, options: Options) -> None:
     """Return None, which stands for the environment's own reward."""
     if options:
         text = "is an option of another reward type; the environment's own reward takes none"
-        raise OptionError(*(Wrong(name, text) for name in options))
+        raise OptionError(*(InvalidOption(name, text) for name in options))
 
 
-def rule_based(making: Making, options: Options) -> RewardFunction:
+def rule_based(making: RewardContext, options: Options) -> RewardFunction:
     return making.spread(rule_from_options(options), options)
 
 
-def tool_verified(making: Making, options: Options) -> RewardFunction:
+def tool_verified(making: RewardContext, options: Options) -> RewardFunction:
     return making.spread(make_named(VERIFIERS, options, "verify", "verifier"), options)
 
 
@@ -118,7 +118,7 @@ class FunctionOptions:
     processes: ZeroOrMore | None = None
 
 
-def function(making: Making, options: Options) -> RewardFunction:
+def function(making: RewardContext, options: Options) -> RewardFunction:
     chosen = make_from(FunctionOptions, options, "a reward of the type function")
     made = as_reward(load_reward(chosen.function), timeout=chosen.timeout)
     processes = making.processes if chosen.processes is None else chosen.processes
@@ -147,20 +147,20 @@ class ProcessOptions:
     @classmethod
     def _known(cls, step_rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
         known = {*PROCESS_RULES, *(info.data.get("rules") or ())}
-        wrong = [Wrong(name, one_of(name, known)) for name in step_rewards if name not in known]
+        wrong = [InvalidOption(name, choice_error(name, known)) for name in step_rewards if name not in known]
         if wrong:
             raise OptionError(*wrong)
         return step_rewards
 
 
-def process_reward(making: Making, options: Options) -> RewardFunction:
+def process_reward(making: RewardContext, options: Options) -> RewardFunction:
     chosen = make_from(ProcessOptions, options, "process_reward")
     rules = {}
     for name, target in (chosen.rules or {}).items():
         try:
             rules[name] = find_callable(target)
         except ValueError as error:
-            raise OptionError(Wrong(f"rules.{name}", str(error))) from error
+            raise OptionError(InvalidOption(f"rules.{name}", str(error))) from error
     made = ProcessReward(
         chosen.outcome_weight,
         chosen.step_rewards or None,
@@ -174,20 +174,20 @@ def process_reward(making: Making, options: Options) -> RewardFunction:
     return making.spread_steps(made, chosen.rules or {})
 
 
-def judge(making: Making, options: Options) -> RewardFunction:
+def judge(making: RewardContext, options: Options) -> RewardFunction:
     # The fence depends on the seed, so that the same run sends the same requests.
     options = {"fence_seed": making.config.training.seed} | options
     if "judge" in options:
-        options = with_own_judge(options, making.config)
+        options = with_local_judge(options, making.config)
     if isinstance(options.get("base_url"), list):
         judges = judges_at(options.pop("base_url"), options)
-        limit = options.get("concurrency", 8) or MANY
+        limit = options.get("concurrency", 8) or UNLIMITED
         return RewardWorkerPool(judges, per_worker=limit, timeout=making.config.environment.episode_timeout)
     made = make_from(model_judge, options, "a model judge")
     return as_reward(made) if compares(made) else made
 
 
-def learned(making: Making, options: Options) -> RewardFunction | None:
+def learned(making: RewardContext, options: Options) -> RewardFunction | None:
     name = make_from(_learned_options, options, "a reward of the type learned")
     source = reward_model(name, making.config)
     if not making.load:
@@ -212,24 +212,24 @@ def _learned_options(model: str | None = None) -> str | None:
     return model
 
 
-def reward_model(model: str | None, config: TrainingConfig) -> Named:
+def reward_model(model: str | None, config: TrainingConfig) -> ResolvedModel:
     """Return the reward model of that name: a run, a checkpoint or a registered model."""
     wanted = "a reward model (training.algorithm=reward_model): a run, a checkpoint, or a registered model"
     if model is None:
-        raise OptionError(Wrong("model", f"is missing; reward.type=learned needs {wanted}"))
-    from TrainingFactory.learning.reward_models import read_about
+        raise OptionError(InvalidOption("model", f"is missing; reward.type=learned needs {wanted}"))
+    from TrainingFactory.learning.reward_models import read_reward_model_info
 
     try:
         source = find_model(model, config.logging.output_dir, config.registry.path)
     except ValueError as error:
-        raise OptionError(Wrong("model", f"must be {wanted}; {error}")) from error
+        raise OptionError(InvalidOption("model", f"must be {wanted}; {error}")) from error
     if source.folder is None:
-        raise OptionError(Wrong("model", f"must be {wanted}", model))
-    read_about(source.folder)
+        raise OptionError(InvalidOption("model", f"must be {wanted}", model))
+    read_reward_model_info(source.folder)
     return source
 
 
-REWARD_TYPES: dict[str, Callable[[Making, Options], RewardFunction | None]] = {
+REWARD_TYPES: dict[str, Callable[[RewardContext, Options], RewardFunction | None]] = {
     "environment": environment_reward,
     "rule_based": rule_based,
     "process_reward": process_reward,
@@ -239,7 +239,7 @@ REWARD_TYPES: dict[str, Callable[[Making, Options], RewardFunction | None]] = {
     "function": function,
 }
 # Keys of the reward section besides `options`, and the types that read them.
-BESIDE = {
+SECTION_KEYS = {
     "model": ("learned", "model_judge"),
     "judge": ("model_judge",),
     "outcome_weight": ("process_reward",),

@@ -10,17 +10,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from TrainingFactory.assembly.local_judge import OwnJudge, Say
-from TrainingFactory.assembly.reward_types import BESIDE, REWARD_TYPES, Making, reward_model
+from TrainingFactory.assembly.local_judge import LocalJudge, Say
+from TrainingFactory.assembly.reward_types import REWARD_TYPES, SECTION_KEYS, RewardContext, reward_model
 from TrainingFactory.common.options import OptionError
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.problems import ConfigError, Problem, dotted, explain, option_problems
-from TrainingFactory.config.schema import OneReward, RewardPart, RewardSection
+from TrainingFactory.config.problems import ConfigError, Problem, dotted, option_problems, problems_of
+from TrainingFactory.config.schema import RewardPart, RewardSection, SingleRewardSection
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Environment, EnvironmentFactory, RewardFunction
-from TrainingFactory.rewards.adapt import Adapted, as_reward, compares, environment_reward
+from TrainingFactory.rewards.adapt import AdaptedReward, as_reward, compares, environment_reward
 from TrainingFactory.rewards.combined import ENVIRONMENT, Combined
-from TrainingFactory.rewards.judge.judges import AsksJudge, Judge, ModelJudge
+from TrainingFactory.rewards.judge.judges import Judge, JudgePromptEnvironment, ModelJudge
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rewards.rules.answers import ReferenceRule
 from TrainingFactory.rewards.rules.code import ToolRule
@@ -31,34 +31,34 @@ from TrainingFactory.types import Task
 
 Key = tuple[str | int, ...]
 INNER: dict[type, Callable[[Any], list[Any]]] = {
-    Adapted: lambda reward: [reward.function],
+    AdaptedReward: lambda reward: [reward.function],
     Combined: lambda reward: list(reward.rewards.values()),
     ProcessReward: lambda reward: [reward.outcome, *filter(None, [reward.pool])],
     RewardWorkerPool: lambda reward: [worker.model for worker in reward.workers],
     RewardProcess: lambda reward: [reward.like],
 }
-OWN = "the environment's own reward"
+ENVIRONMENTS_OWN = "the environment's own reward"
 # reward.type -> the option that identifies a reward of this type
-TOLD_BY = {"function": "function", "rule_based": "rule", "tool_verified": "verify"}
+IDENTIFIED_BY = {"function": "function", "rule_based": "rule", "tool_verified": "verify"}
 
 
 def check_reward(config: TrainingConfig) -> RewardFunction | None:
     """Raise what `make_reward` would raise, without loading a model. Return the reward for further checks."""
-    return _made(Making(config, load=False))
+    return _made(RewardContext(config, load=False))
 
 
 def make_reward(config: TrainingConfig) -> RewardFunction | None:
     """Return the reward function, to be closed by `close_reward`; None: the environment's own reward."""
-    return _made(Making(config, load=True))
+    return _made(RewardContext(config, load=True))
 
 
 def move_object(reward: Any, config: TrainingConfig) -> RewardFunction | None:
     """Move the caller's reward into worker processes if it is a ProcessReward of built-in rules and
     optimization.distributed_reward is set; return any other object unchanged."""
-    inner = reward.function if isinstance(reward, Adapted) else reward
+    inner = reward.function if isinstance(reward, AdaptedReward) else reward
     if not isinstance(inner, ProcessReward) or inner.rules or not config.optimization.distributed_reward:
         return reward
-    return as_reward(Making(config, load=True).spread_steps(inner, {}))
+    return as_reward(RewardContext(config, load=True).spread_steps(inner, {}))
 
 
 async def open_reward(reward: RewardFunction | None, exit_stack: AsyncExitStack, say: Say) -> None:
@@ -67,10 +67,10 @@ async def open_reward(reward: RewardFunction | None, exit_stack: AsyncExitStack,
     parts = _inside(reward)
     if processes := sum(isinstance(part, RewardProcess) for part in parts):
         plural = "es" if processes > 1 else ""
-        own = f"; {OWN} runs in this process" if environment_reward in parts else ""
+        own = f"; {ENVIRONMENTS_OWN} runs in this process" if environment_reward in parts else ""
         say(f"rewards: {processes} worker process{plural}{own}")
     for part in parts:
-        if isinstance(part, Judge) and isinstance(part.client.model, OwnJudge):
+        if isinstance(part, Judge) and isinstance(part.client.model, LocalJudge):
             await part.client.model.open(say)
 
 
@@ -83,7 +83,7 @@ async def close_reward(reward: RewardFunction | None) -> None:
             await part.close()
 
 
-def check_group(reward: RewardFunction | None, group_size: int) -> None:
+def check_group_size(reward: RewardFunction | None, group_size: int) -> None:
     """Raise if the reward compares the episodes of a group and groups have one episode."""
     if group_size < 2 and compares(reward):
         remedy = "; or use a reward of single episodes, such as a judge whose verdict is score"
@@ -98,7 +98,7 @@ def check_tasks(
     compares_answers = getattr(environment, "reward", None) is ToolEnvironment.reward
     has_answers = any(task.answer is not None or "expression" in task.metadata for task in tasks)
     for part in _inside(reward):
-        if isinstance(part, Adapted):
+        if isinstance(part, AdaptedReward):
             part.check_tasks(tasks)
         name = f"rule {part.rule}" if isinstance(part, ReferenceRule) else ""
         if isinstance(part, Judge) and "reference" in part.prompt.fields:
@@ -117,7 +117,9 @@ def check_environment(reward: RewardFunction | None, environment: Environment, t
     """Raise if the environment lacks a tool that the reward calls, or writes judge prompts and the reward has no
     judge."""
     parts = _inside(reward)
-    if isinstance(environment, AsksJudge) and not any(isinstance(part, ModelJudge) for part in parts):
+    if isinstance(environment, JudgePromptEnvironment) and not any(
+        isinstance(part, ModelJudge) for part in parts
+    ):
         raise ValueError(
             f"{type(environment).__name__} writes prompts for a judge, but the reward has none: set "
             "reward.type=model_judge with its model and options.base_url, alone or in reward.parts"
@@ -150,9 +152,9 @@ def evaluation_reward(
     model. None, the environment's own reward, if nothing else is left."""
     if not compares(reward):
         return reward
-    inner: Any = reward.function if isinstance(reward, Adapted) else reward
+    inner: Any = reward.function if isinstance(reward, AdaptedReward) else reward
     rest = inner.without_comparisons() if isinstance(inner, Combined) else None
-    by = OWN if rest is None else _parts(rest.rewards)
+    by = ENVIRONMENTS_OWN if rest is None else _parts(rest.rewards)
     say(
         f"note: the reward compares the episodes of a group, which cannot measure progress; evaluation uses {by}"
     )
@@ -165,8 +167,8 @@ def scored_by(config: TrainingConfig, measuring: RewardFunction | None) -> str:
     if isinstance(measuring, Combined):
         return _parts(measuring.rewards)
     if reward.type == "environment" or (measuring is None and reward.type != "learned"):
-        return OWN
-    name = reward.options.get(TOLD_BY.get(reward.type, "")) or reward.model or reward.judge.get("model")
+        return ENVIRONMENTS_OWN
+    name = reward.options.get(IDENTIFIED_BY.get(reward.type, "")) or reward.model or reward.judge.get("model")
     return f"reward.type={reward.type}" + (f" ({name})" if name else "")
 
 
@@ -183,7 +185,7 @@ def _inside(reward: Any) -> list[Any]:
     return parts
 
 
-def _made(making: Making) -> RewardFunction | None:
+def _made(making: RewardContext) -> RewardFunction | None:
     section, problems = making.config.reward, _Problems()
     key = ("reward",)
     made = (_combined if section.parts else _one)(section, key, making, problems)
@@ -192,8 +194,10 @@ def _made(making: Making) -> RewardFunction | None:
     return made
 
 
-def _combined(section: RewardSection, at: Key, making: Making, problems: _Problems) -> RewardFunction | None:
-    for name in OneReward.model_fields:
+def _combined(
+    section: RewardSection, at: Key, making: RewardContext, problems: _Problems
+) -> RewardFunction | None:
+    for name in SingleRewardSection.model_fields:
         if getattr(section, name) != _default(name):
             text = "cannot be combined with reward.parts; leave it out, or move it into a part"
             problems.append(Problem((*at, name), text))
@@ -203,7 +207,7 @@ def _combined(section: RewardSection, at: Key, making: Making, problems: _Proble
         try:
             part = RewardPart(**entry)
         except ValidationError as error:
-            explained = explain(error, RewardPart)
+            explained = problems_of(error, RewardPart)
             problems += [dataclasses.replace(problem, key=(*key, *problem.key)) for problem in explained]
             continue
         made = _one(part, key, making, problems)
@@ -215,10 +219,12 @@ def _combined(section: RewardSection, at: Key, making: Making, problems: _Proble
     return None
 
 
-def _one(reward: OneReward, key: Key, making: Making, problems: _Problems) -> RewardFunction | None:
+def _one(
+    reward: SingleRewardSection, key: Key, making: RewardContext, problems: _Problems
+) -> RewardFunction | None:
     """Make a reward by its type; add invalid options to `problems`."""
     options = dict(reward.options)
-    for name, types in BESIDE.items():
+    for name, types in SECTION_KEYS.items():
         value, text = getattr(reward, name), ""
         if value == _default(name):
             continue
@@ -234,7 +240,7 @@ def _one(reward: OneReward, key: Key, making: Making, problems: _Problems) -> Re
 
 
 def _default(key: str) -> Any:
-    return OneReward.model_fields[key].get_default(call_default_factory=True)
+    return SingleRewardSection.model_fields[key].get_default(call_default_factory=True)
 
 
 class _Problems(list[Problem]):
@@ -249,7 +255,7 @@ class _Problems(list[Problem]):
             self.extend(error.problems)
         except OptionError as error:
             for problem in option_problems(error, ()):
-                beside = problem.key[:1] and problem.key[0] in BESIDE
+                beside = problem.key[:1] and problem.key[0] in SECTION_KEYS
                 place = key if beside else options or key
                 self.append(dataclasses.replace(problem, key=(*place, *problem.key)))
         except (ValueError, TypeError) as error:

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from TrainingFactory.assembly.environment import environment_named
+from TrainingFactory.assembly.environment import find_environment
 from TrainingFactory.assembly.fleet import await_engines, join_cluster
 from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.assembly.sampler import make_rollouts, make_sampler
-from TrainingFactory.assembly.tools import listed
+from TrainingFactory.assembly.tools import as_list
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import AnyReward
-from TrainingFactory.resolve.factories import by_file
+from TrainingFactory.resolve.factories import resolve_ids
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.tools.making import make_tool, tools_without_options
@@ -49,10 +49,10 @@ class AsyncRolloutEngine:
             log.warning("No model is given: the untrained built-in model (%s) is used.", model)
         if tools is None:
             tools = tools_without_options() if environment is None else ()
-        tools = [make_tool(entry) if isinstance(entry, str) else entry for entry in listed(tools)]
+        tools = [make_tool(entry) if isinstance(entry, str) else entry for entry in as_list(tools)]
         sampling = dict(options.pop("sampling", {})) | {"slots": num_workers}
-        self.config = by_file(TrainingConfig(model=model, sampling=sampling, **options))
-        self._environment = environment_named(environment) if isinstance(environment, str) else environment
+        self.config = resolve_ids(TrainingConfig(model=model, sampling=sampling, **options))
+        self._environment = find_environment(environment) if isinstance(environment, str) else environment
         self._tools = RunTools(self.config, tools, None)
         self._reward = reward
         self._opening = asyncio.Lock()

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.agent_api.agent_program import AgentProgram
-from TrainingFactory.assembly.tools import Handed, make_tool_cache, make_tools
+from TrainingFactory.assembly.tools import ToolOrSource, make_tool_cache, make_tools
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ToolSource
 from TrainingFactory.runs.folder import RunFolder, is_run, list_runs
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.tools.recording import CALLS, EpisodeKey, Recorder, recorded_tools, save_specs
+from TrainingFactory.tools.recording import CALLS_FILE, EpisodeKey, Recorder, recorded_tools, save_specs
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Task, ToolSpec
 
@@ -58,7 +58,7 @@ class RunTools:
         if self._recording is None or not is_run(self._recording):
             return None
         run = RunFolder(self._recording)
-        return run if run.config.optimization.bound and run.ledger() else None
+        return run if run.config.optimization.effective_max_staleness and run.ledger() else None
 
     async def equip(self, environment: Any) -> Any:
         """Make the tools, start their servers, and return the environment with the tools added."""
@@ -69,7 +69,7 @@ class RunTools:
             self._program = environment
             return with_tools(environment, self._given)
         if self._recording is not None:
-            tools: Sequence[Handed] = recorded_tools(self._recording)
+            tools: Sequence[ToolOrSource] = recorded_tools(self._recording)
         else:
             tools = make_tools(self._config, self._given, environment)
         self._sources = [tool for tool in tools if isinstance(tool, ToolSource)]
@@ -118,7 +118,7 @@ class RunTools:
                 self._cache = None
 
 
-def with_tools(environment: Any, tools: Sequence[Handed], system_prompt: str | None = None) -> Any:
+def with_tools(environment: Any, tools: Sequence[ToolOrSource], system_prompt: str | None = None) -> Any:
     """Return the environment class with `tools` and `system_prompt` added; unchanged without either."""
     if not tools and system_prompt is None:
         return environment
@@ -149,14 +149,14 @@ def find_recording(name: str | Path, runs: str | Path) -> Path:
     """Return the folder of a recording, given a run's name or path, or a file of episodes."""
     path = Path(name).expanduser()
     for folder in (Path(runs).expanduser() / name, path, recording_beside(path)):
-        if (folder / CALLS).is_file():
+        if (folder / CALLS_FILE).is_file():
             return folder
         if is_run(folder):
             raise ValueError(
-                f"run {folder.name} has no recording of its tool calls ({CALLS}): it ran with "
+                f"run {folder.name} has no recording of its tool calls ({CALLS_FILE}): it ran with "
                 "logging.record_tools=false"
             )
-    known = ", ".join(run.name for run in list_runs(runs) if (run.path / CALLS).is_file()) or "none"
+    known = ", ".join(run.name for run in list_runs(runs) if (run.path / CALLS_FILE).is_file()) or "none"
     raise ValueError(f"there is no recording {str(name)!r} to replay; the recorded runs in {runs}: {known}")
 
 

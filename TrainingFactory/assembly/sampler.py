@@ -13,16 +13,16 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.fleet import (
     Say,
     check_engines,
-    elsewhere,
+    make_serving_fleet,
+    make_training_fleet,
     max_concurrent_episodes,
-    pushed_to,
-    reading,
+    samples_elsewhere,
 )
-from TrainingFactory.assembly.learner import copy_of, make_policy, make_trainable
+from TrainingFactory.assembly.learner import copy_model, make_policy, make_trainable
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, RewardFunction, Sampler
-from TrainingFactory.resolve.factories import told_with_places
+from TrainingFactory.resolve.factories import listing_searched_places
 from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
@@ -41,7 +41,7 @@ def load(config: TrainingConfig, say: Say = lambda _: None) -> LoadedModel:
     from TrainingFactory.models import load_model
 
     model = config.model
-    with told_with_places("models"):
+    with listing_searched_places("models"):
         loaded = load_model(
             model.name,
             dtype=model.dtype,
@@ -64,7 +64,7 @@ def load(config: TrainingConfig, say: Say = lambda _: None) -> LoadedModel:
     return loaded
 
 
-def load_trained(config: TrainingConfig, say: Say = lambda _: None) -> LoadedModel:
+def load_trainable(config: TrainingConfig, say: Say = lambda _: None) -> LoadedModel:
     """Load the model to train. For several learners it is loaded on the CPU, from where each takes its share layer by
     layer."""
     from TrainingFactory.models.loading import pick_device, pick_dtype
@@ -100,7 +100,7 @@ def make_engine(
     With `gathered` it uses that object's whole model, because the learner's is sharded."""
     from TrainingFactory.sampling import NativeEngine
 
-    own = copy_of(loaded.model) if ahead and gathered is None else loaded.model
+    own = copy_model(loaded.model) if ahead and gathered is None else loaded.model
     return NativeEngine(
         own if gathered is None else gathered.model,
         source=gathered or (loaded.model if ahead else None),
@@ -110,7 +110,7 @@ def make_engine(
     )
 
 
-def make_trained(
+def make_training_sampler(
     config: TrainingConfig, loaded: LoadedModel, policy: LocalPolicy, episodes: int, ahead: bool, say: Say,
     logs: Path,
 ) -> Sampler:  # fmt: skip
@@ -119,10 +119,10 @@ def make_trained(
     publisher = policy.publisher
     if publisher is None or not publisher.model_folder:
         return make_engine(config, loaded, episodes, ahead, publisher)
-    return pushed_to(config, publisher, max_length(config, loaded), episodes, say, logs)
+    return make_training_fleet(config, publisher, max_length(config, loaded), episodes, say, logs)
 
 
-def make_published(
+def make_publishing_policy(
     config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, played: bool, whole: Any = None
 ) -> LocalPolicy:  # fmt: skip
     """Make the policy of this process. If the run samples (`played`) with engines that cannot share its weights, the
@@ -131,14 +131,14 @@ def make_published(
     policy = make_policy(config, loaded, algorithm, steps, sharded)
     if not (played and (KINDS[config.training.algorithm].samples or config.training.eval_every is not None)):
         return policy
-    if elsewhere(config):
+    if samples_elsewhere(config):
         from TrainingFactory.learning.publishing import Publisher
 
         policy.publisher = Publisher(policy.learner, adapters=config.sampling.engine == "vllm")
     elif sharded:
-        from TrainingFactory.cluster.ranks import Gathered
+        from TrainingFactory.cluster.ranks import GatheringPublisher
 
-        policy.publisher = Gathered(policy.learner, whole)
+        policy.publisher = GatheringPublisher(policy.learner, whole)
     return policy
 
 
@@ -150,17 +150,19 @@ def make_sampler(
     config: TrainingConfig, episodes: int, say: Say = lambda _: None
 ) -> tuple[ChatFormat, Sampler]:
     """Load the model; return its chat format and a sampler."""
-    chat, sampler, _ = make_all(config, episodes, say)
+    chat, sampler, _ = make_sampler_and_model(config, episodes, say)
     return chat, sampler
 
 
-def make_all(config: TrainingConfig, episodes: int, say: Say = lambda _: None) -> tuple[Any, Sampler, Any]:
+def make_sampler_and_model(
+    config: TrainingConfig, episodes: int, say: Say = lambda _: None
+) -> tuple[Any, Sampler, Any]:
     """Like `make_sampler`; also return the model if the engine runs in this process, else None."""
     check_engines(config)
     loaded = load(config, say)
     chat = make_chat(config, loaded)
-    if elsewhere(config):
-        return chat, reading(config, loaded, max_length(config, loaded), episodes, say), None
+    if samples_elsewhere(config):
+        return chat, make_serving_fleet(config, loaded, max_length(config, loaded), episodes, say), None
     return chat, make_engine(config, loaded, episodes), loaded.model
 
 

@@ -10,7 +10,7 @@ from TrainingFactory.assembly.environment import environment_from_file, make_env
 from TrainingFactory.assembly.named_files import read_config
 from TrainingFactory.assembly.run_tools import with_tools
 from TrainingFactory.assembly.tools import make_tools
-from TrainingFactory.common.user_code import is_file_name, told
+from TrainingFactory.common.user_code import as_value_error, is_file_name
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ComputeSection
 from TrainingFactory.envs import ToolEnvironment
@@ -49,7 +49,7 @@ async def open_tools(source: str | None, tool: str) -> AsyncIterator[AsyncToolEx
             stack.push_async_callback(episode.close)
             await episode.reset()
         except Exception as error:  # foreign code
-            raise told(error) from error
+            raise as_value_error(error) from error
         yield episode.executor
 
 

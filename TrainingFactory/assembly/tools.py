@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.assembly.remote_tools import Hosted, RemoteTools
+from TrainingFactory.assembly.remote_tools import HostedTools, RemoteTools
 from TrainingFactory.common.texts import SECRET_VARIABLES, is_secret
-from TrainingFactory.common.user_code import chosen, is_file_name
+from TrainingFactory.common.user_code import is_file_name, load_objects
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ToolEntry
 from TrainingFactory.protocols import EnvironmentFactory, Tool, ToolSession, ToolSource
@@ -23,14 +23,14 @@ from TrainingFactory.tools.decorator import FunctionTool
 from TrainingFactory.tools.making import make_tool
 from TrainingFactory.tools.mcp_tools import MCPTools
 
-Handed = Tool | ToolSource
+ToolOrSource = Tool | ToolSource
 # Maps offered tools (name -> server) to selected tools (name -> whether their calls may be cached).
-Choice = Callable[[Mapping[str, str]], dict[str, bool]]
+ToolSelector = Callable[[Mapping[str, str]], dict[str, bool]]
 SANDBOX = ("python", "code_interpreter")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
-def listed(tools: Any) -> list[Any]:
+def as_list(tools: Any) -> list[Any]:
     """Return `tools` as a list; it may be a single tool."""
     if isinstance(tools, ToolSource | Tool | str | Mapping) or not isinstance(tools, Iterable):
         return [tools]
@@ -39,14 +39,14 @@ def listed(tools: Any) -> list[Any]:
 
 def make_tools(
     config: TrainingConfig, given: Sequence[Any] = (), environment: EnvironmentFactory | None = None
-) -> list[Handed]:
+) -> list[ToolOrSource]:
     """Return the tools of the config and the `given` objects; sources are not open yet. An entry that only names one of
     the environment's own tools adds nothing."""
     own_names = _own_tools(environment)
     files: set[str] = set()
     remote = RemoteTools(config.environment.num_workers)
     on_ray = config.compute.backend == "ray"
-    tools: list[Handed] = []
+    tools: list[ToolOrSource] = []
     for number, entry in enumerate(config.tools):
         where = f"tools.{number}"
         if entry.config is None:
@@ -73,11 +73,11 @@ def make_tools(
     return [*tools, *map(as_tool, given)]
 
 
-def tools_there(entries: Sequence[Mapping[str, Any]]) -> Callable[..., Any]:
+def make_hosted_tools(entries: Sequence[Mapping[str, Any]]) -> Callable[..., Any]:
     """Make tools on another machine, with that machine's environment variables; return the function that answers
     calls."""
     plain = [ToolEntry(**entry).model_copy(update={"cache_enabled": False}) for entry in entries]
-    return Hosted([tool for entry in plain for tool in _tools_of(entry, entry.name)]).answer
+    return HostedTools([tool for entry in plain for tool in _tools_of(entry, entry.name)]).answer
 
 
 def _own_tools(environment: EnvironmentFactory | None) -> set[str]:
@@ -88,7 +88,7 @@ def _own_tools(environment: EnvironmentFactory | None) -> set[str]:
     return {member.spec.name for member in members if isinstance(member, FunctionTool)}
 
 
-def _tools_of(entry: ToolEntry, where: str) -> list[Handed]:
+def _tools_of(entry: ToolEntry, where: str) -> list[ToolOrSource]:
     """Return the tools of an entry: a built-in tool, a tool of an installed package, or those of a Python file."""
     if is_file_name(entry.name):
         if entry.options:
@@ -96,31 +96,31 @@ def _tools_of(entry: ToolEntry, where: str) -> list[Handed]:
         made = _from_file(entry.name)
     else:
         try:
-            made = [make_tool({"name": entry.name, "options": filled_in(entry.options, "options")})]
+            made = [make_tool({"name": entry.name, "options": fill_variables(entry.options, "options")})]
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
     if not entry.cache_enabled:
         return made
     return [
-        Chosen(tool, lambda offered: dict.fromkeys(offered, True))
+        SelectedTools(tool, lambda offered: dict.fromkeys(offered, True))
         if isinstance(tool, ToolSource)
         else cacheable(tool)
         for tool in made
     ]
 
 
-def _from_file(name: str) -> list[Handed]:
+def _from_file(name: str) -> list[ToolOrSource]:
     """Return all `@tool` functions of `mytools.py`, or the function `mytools.py:lookup`, which needs no decorator."""
-    path, requested, values = chosen("tool", name)
+    path, requested, values = load_objects("tool", name)
     if requested:
         return [as_tool(values[0])]
-    tools: list[Handed] = [value for value in values if isinstance(value, FunctionTool)]
+    tools: list[ToolOrSource] = [value for value in values if isinstance(value, FunctionTool)]
     if not tools:
         raise ValueError(f"{path} defines no tool: put @tool (from TrainingFactory.tools) over a function")
     return tools
 
 
-def _from_servers(path: str, entries: Sequence[ToolEntry]) -> list[Handed]:
+def _from_servers(path: str, entries: Sequence[ToolEntry]) -> list[ToolOrSource]:
     """Return the tools of one MCP file that any entry selects, over one set of connections, and its built-in tools."""
     loaded = MCPTools.load_from_config(path)
 
@@ -132,14 +132,14 @@ def _from_servers(path: str, entries: Sequence[ToolEntry]) -> list[Handed]:
                     selected[name] = entry.cache_enabled or selected.get(name, False)
         return selected
 
-    servers = [Chosen(MCPTools([*loaded.configs.values()]), choose)] if loaded.configs else []
+    servers = [SelectedTools(MCPTools([*loaded.configs.values()]), choose)] if loaded.configs else []
     return [*loaded.named.values(), *servers]
 
 
-class Chosen:
+class SelectedTools:
     """A source restricted to the tools that `choose` selects when it opens."""
 
-    def __init__(self, source: ToolSource, choose: Choice) -> None:
+    def __init__(self, source: ToolSource, choose: ToolSelector) -> None:
         self._source = source
         self._choose = choose
         self._selected: dict[str, bool] = {}
@@ -218,7 +218,7 @@ def make_tool_cache(config: TrainingConfig) -> ToolCache | None:
     return ToolCache(folder / "tool_cache.sqlite")
 
 
-def filled_in(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+def fill_variables(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Replace ${NAME} in options by environment variables. Secrets must be given that way, because the run folder
     stores the config."""
     return {key: _filled(key, value, f"{where}.{key}") for key, value in options.items()}
@@ -226,7 +226,7 @@ def filled_in(options: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _filled(key: str, value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
-        return filled_in(value, where)
+        return fill_variables(value, where)
     if isinstance(value, list):
         return [_filled(key, item, where) for item in value]
     if not isinstance(value, str):

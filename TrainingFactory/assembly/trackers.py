@@ -10,10 +10,10 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from TrainingFactory.common.texts import clean
+from TrainingFactory.common.texts import escape_control
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import Tracker
-from TrainingFactory.runs.episode_texts import best_and_worst, conversation, ending
+from TrainingFactory.runs.episode_texts import best_and_worst, conversation_lines, ending_text
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Trajectory
 
@@ -89,8 +89,12 @@ def _episode_texts(episodes: Sequence[Trajectory]) -> dict[str, str]:
     """Return the best and the worst episode as text."""
     texts = {}
     for which, episode in best_and_worst(episodes).items():
-        lines = [f"task {episode.task.id}", *map(": ".join, conversation(episode)), ending(episode)]
-        texts[which] = "\n".join(map(clean, lines))
+        lines = [
+            f"task {episode.task.id}",
+            *map(": ".join, conversation_lines(episode)),
+            ending_text(episode),
+        ]
+        texts[which] = "\n".join(map(escape_control, lines))
     return texts
 
 

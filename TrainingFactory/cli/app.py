@@ -37,9 +37,9 @@ from TrainingFactory.cli.show import INTERRUPTED, fail, note
 from TrainingFactory.cli.tools import tools
 from TrainingFactory.cli.train import train
 from TrainingFactory.cli.ui import ui
-from TrainingFactory.cluster.launcher import LAUNCHER, launched
+from TrainingFactory.cluster.launcher import LAUNCHER_VARIABLES, launched_process
 from TrainingFactory.common.event_loop import sigterm_as_ctrl_c
-from TrainingFactory.common.texts import clean
+from TrainingFactory.common.texts import escape_control
 from TrainingFactory.runs.devices import device_failure
 
 FAILED = 1
@@ -95,10 +95,10 @@ def run(
 
 def _should_run(tokens: Sequence[str]) -> bool:
     """Return whether this process runs the command: all processes of a launch train, rank 0 alone does the rest."""
-    launch = launched()
+    launch = launched_process()
     if launch is None or tokens[0:1] == ("train",) or tokens[0:2] == ("runs", "resume"):
         return True
-    for name in LAUNCHER:
+    for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     if launch.rank == 0:
         note(f"1 of {launch.count} processes runs this command; only train and runs resume use all of them")
@@ -109,7 +109,7 @@ class _EscapingFormatter(logging.Formatter):
     """Escapes terminal control characters in log records."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return clean(super().format(record))
+        return escape_control(super().format(record))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

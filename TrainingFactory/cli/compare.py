@@ -13,22 +13,22 @@ from rich.table import Table
 from rich.text import Text
 
 from TrainingFactory.cli import show
-from TrainingFactory.cli.evaluate import RECORD_COLUMNS, play, record_row
-from TrainingFactory.cli.options import Count, Flags, Json, Where, places
-from TrainingFactory.common.texts import clean
+from TrainingFactory.cli.evaluate import RECORD_COLUMNS, record_row, run_evaluation
+from TrainingFactory.cli.options import Count, Flags, Json, RunsFolder, storage_paths
+from TrainingFactory.common.texts import escape_control
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.runs.episode_texts import conversation, ending
+from TrainingFactory.runs.episode_texts import conversation_lines, ending_text
 from TrainingFactory.types import Trajectory
 
 if TYPE_CHECKING:
-    from TrainingFactory.evaluation.comparison import Comparison, Flip, Side
+    from TrainingFactory.evaluation.comparison import ComparedModel, Comparison, Flip
 
 
 def compare(
     *arguments: Annotated[str, Parameter(name="model-or-run")], env: str | None = None, suite: str | None = None,
     episodes: Count | None = None, flags: Flags | None = None,
     show_tasks: Annotated[int, Parameter(name="--show")] = 1, html: Path | None = None, again: bool = False,
-    as_json: Json = False, where: Where = "runs",
+    as_json: Json = False, where: RunsFolder = "runs",
 ) -> int:  # fmt: skip
     """Compare models with the first one, on the same tasks and with the same random seeds. Recorded evaluations with
     the same conditions are reused.
@@ -61,7 +61,9 @@ def compare(
     overrides.insert(0, key_value("logging.output_dir", where))
     if episodes is not None:
         overrides.append(key_value("training.group_size", episodes))
-    sides, weights = comparison.sides(names, overrides, env, suite, show.note, places(overrides)[0], again)
+    sides, weights = comparison.sides(
+        names, overrides, env, suite, show.note, storage_paths(overrides)[0], again
+    )
     if status := _evaluate(sides):
         return status
     results = [comparison.compare(sides[0], side, weights) for side in sides[1:]]
@@ -80,11 +82,11 @@ def compare(
     return 0
 
 
-def _evaluate(sides: Sequence[Side]) -> int:
+def _evaluate(sides: Sequence[ComparedModel]) -> int:
     """Run the evaluations that have no record yet, and return the exit status."""
     for side in sides:
         for evaluation in filter(None, side.wanted):
-            if status := play(evaluation, f"{side.name} {evaluation.asked.entry or ''}".rstrip()):
+            if status := run_evaluation(evaluation, f"{side.name} {evaluation.asked.entry or ''}".rstrip()):
                 return status
         side.take()
     return 0
@@ -94,7 +96,7 @@ def _print(comparison: Comparison, count: int) -> None:
     better, worse, change = comparison.better, comparison.worse, comparison.difference
     names = f"{comparison.second.name} with {comparison.first.name}"
     rows = [
-        ("compared", f"{names}, {show.count(comparison.tasks, 'task')}"),
+        ("compared", f"{names}, {show.pluralize(comparison.tasks, 'task')}"),
         ("difference", f"{change.value:+.3f} (95 % interval {change.low:+.3f} to {change.high:+.3f})"),
         ("flipped", f"{len(better)} better, {len(worse)} worse; exact McNemar p = {comparison.p:.3g}"),
     ]
@@ -113,10 +115,10 @@ def _ids(flips: Sequence[Flip], limit: int = 20) -> str:
 
 def _side_by_side(comparison: Comparison, flip: Flip, episodes: Sequence[Trajectory | None]) -> None:
     screen = show.console(stderr=False)
-    screen.print(Rule(Text(clean(f"task {flip.task}")), align="left"))
+    screen.print(Rule(Text(escape_control(f"task {flip.task}")), align="left"))
     grid = Table(box=None, padding=(0, 2, 0, 0), expand=True)
     for side, success in zip((comparison.first, comparison.second), flip.shares, strict=True):
-        grid.add_column(Text(clean(f"{side.name}: {success:g}")), ratio=1, overflow="fold")
+        grid.add_column(Text(escape_control(f"{side.name}: {success:g}")), ratio=1, overflow="fold")
     grid.add_row(*map(_conversation, episodes))
     screen.print(grid)
 
@@ -124,8 +126,8 @@ def _side_by_side(comparison: Comparison, flip: Flip, episodes: Sequence[Traject
 def _conversation(episode: Trajectory | None) -> Table | Text:
     if episode is None:
         return Text("(no stored episode; run with --again)", style="dim")
-    rows = show.grid()
-    for role, text in conversation(episode):
-        rows.add_row(Text(role, style=show.ROLE_STYLES[role]), show.body(text or "(no text)"))
-    rows.add_row("", Text(clean(ending(episode)), style="bold"))
+    rows = show.message_grid()
+    for role, text in conversation_lines(episode):
+        rows.add_row(Text(role, style=show.ROLE_STYLES[role]), show.literal_text(text or "(no text)"))
+    rows.add_row("", Text(escape_control(ending_text(episode)), style="bold"))
     return rows

@@ -17,13 +17,13 @@ from TrainingFactory.apps.reports.credit_view import (
     TurnCredit,
 )
 from TrainingFactory.cli import show
-from TrainingFactory.common.texts import clean
+from TrainingFactory.common.texts import escape_control
 from TrainingFactory.runs.episode_texts import reward_text
 
 GREEN, RED, PALE = (64, 190, 100), (245, 95, 95), (238, 238, 238)
 
 
-def groups(credit: Credit, shown: Sequence[GroupCredit], every: Sequence[GroupCredit] = ()) -> None:
+def print_groups(credit: Credit, shown: Sequence[GroupCredit], every: Sequence[GroupCredit] = ()) -> None:
     """Print the `shown` groups in full and, if there are more, an overview table of `every` group."""
     for group in shown:
         _group(credit, group)
@@ -33,10 +33,10 @@ def groups(credit: Credit, shown: Sequence[GroupCredit], every: Sequence[GroupCr
 
 
 def _group(credit: Credit, group: GroupCredit) -> None:
-    console, grid = show.console(stderr=False), show.grid()
-    console.print(Rule(Text(clean(f"task {group.task}")), align="left"))
+    console, grid = show.console(stderr=False), show.message_grid()
+    console.print(Rule(Text(escape_control(f"task {group.task}")), align="left"))
     for message in group.episodes[0].trajectory.prompt:
-        grid.add_row(Text(message.role, style="dim"), show.body(message.content, "dim"))
+        grid.add_row(Text(message.role, style="dim"), show.literal_text(message.content, "dim"))
     console.print(grid)
     for episode in group.episodes:
         console.print()
@@ -45,25 +45,27 @@ def _group(credit: Credit, group: GroupCredit) -> None:
 
 
 def _episode(credit: Credit, episode: EpisodeCredit) -> None:
-    console, grid, trajectory = show.console(stderr=False), show.grid(), episode.trajectory
+    console, grid, trajectory = show.console(stderr=False), show.message_grid(), episode.trajectory
     status = (trajectory.status, show.STATUS_STYLES.get(trajectory.status, "red"))
-    reward = clean(reward_text(trajectory.reward))
+    reward = escape_control(reward_text(trajectory.reward))
     console.print(Text.assemble((f"member {trajectory.member}", "bold"), " | ", status, f" | {reward}"))
     if episode.left_out:
-        console.print(Text(clean(episode.left_out), style="italic"))
+        console.print(Text(escape_control(episode.left_out), style="italic"))
     for number, turn in enumerate(episode.turns, 1):
         summary = "  ".join(turn.summary(credit.measure))
         grid.add_row(Text(f"turn {number}", style="bold"), Text(summary, style="bold"))
         grid.add_row("", _coloured(turn, credit))
         for reply in turn.turn.replies:
-            grid.add_row(Text(reply.role, style="dim"), show.body(reply.content or "(no text)", "dim"))
+            grid.add_row(
+                Text(reply.role, style="dim"), show.literal_text(reply.content or "(no text)", "dim")
+            )
     console.print(grid)
 
 
 def _coloured(turn: TurnCredit, credit: Credit) -> Text:
     text = Text()
     for piece in turn.pieces:
-        text.append(clean(piece.text), _style(credit.level(piece.value)))
+        text.append(escape_control(piece.text), _style(credit.level(piece.value)))
     cut = len(text) - show.MAX_CHARS
     return text if cut <= 0 else Text.assemble(text[: show.MAX_CHARS], f" [... {cut} more characters]")
 

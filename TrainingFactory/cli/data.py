@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter, validators
 
-from TrainingFactory.apps.recipes.gsm8k import HUB, Prepared
+from TrainingFactory.apps.recipes.gsm8k import HUB, PreparedRows
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
-from TrainingFactory.cli.options import Where
+from TrainingFactory.cli.options import RunsFolder
 from TrainingFactory.data.convert import Filters, Layout, swift_row
 from TrainingFactory.data.convert import convert as converted
 from TrainingFactory.data.examples import Form
@@ -25,7 +25,7 @@ SAMPLE = 500  # rows read to find the algorithms that a dataset fits
 @data.command
 def convert(
     source: str, *, to: Form, out: Path, layout: Annotated[Layout, Parameter(name="--format")] = "trl",
-    filters: Annotated[Filters | None, Parameter(name="*")] = None, force: bool = False, where: Where = "runs",
+    filters: Annotated[Filters | None, Parameter(name="*")] = None, force: bool = False, where: RunsFolder = "runs",
 ) -> int:  # fmt: skip
     """Convert the recorded episodes of a run to training rows for SFT, DPO, KTO or a reward model.
 
@@ -41,12 +41,12 @@ def convert(
         layout: trl: OpenAI-style messages in TRL's columns. swift: the format of ms-swift.
         force: Overwrite an existing file.
     """
-    from TrainingFactory.assembly.datasets import trajectories_of, write_rows
+    from TrainingFactory.assembly.datasets import find_trajectories, write_rows
     from TrainingFactory.data.datasets import read_rows
 
     if out.exists() and not force:
         raise ValueError(f"{out} exists already. Choose another file, or overwrite it with --force.")
-    path = trajectories_of(source, where)
+    path = find_trajectories(source, where)
     with Display() as display:
         done = converted(display.counted(read_rows(path), "episodes"), to, filters)
     rows = [("episodes read", f"{done.read} from {path}")]
@@ -58,14 +58,16 @@ def convert(
     if done.note:
         show.note(f"note: {done.note}")
     write_rows(out, [swift_row(row) for row in done.rows] if layout == "swift" else done.rows)
-    show.note(f"saved {show.count(len(done.rows), 'row')} to {out}; train on them with data.dataset={out}")
+    show.note(
+        f"saved {show.pluralize(len(done.rows), 'row')} to {out}; train on them with data.dataset={out}"
+    )
     return 0
 
 
 @data.command(name="show")
 def show_(
     source: Dataset, *, rows: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 3,
-    split: Split = "train", where: Where = "runs",
+    split: Split = "train", where: RunsFolder = "runs",
 ) -> None:  # fmt: skip
     """Print rows of a dataset as conversations, and list the algorithms that it fits.
 
@@ -76,9 +78,9 @@ def show_(
     Args:
         rows: Number of rows to print.
     """
-    from TrainingFactory.assembly.datasets import dataset_of, fitting
+    from TrainingFactory.assembly.datasets import find_dataset, fit_forms
 
-    fit = fitting(dataset_of(source, where), split, SAMPLE)
+    fit = fit_forms(find_dataset(source, where), split, SAMPLE)
     first = next(iter(fit.fits.values()), None)
     for example in first.found[:rows] if first else []:
         for number, dialogue in enumerate(example.conversations, 1):
@@ -100,7 +102,7 @@ def show_(
 @data.command
 def check(
     source: Dataset, *, algorithm: Annotated[Algorithm, Parameter(name="--for")], split: Split = "train",
-    where: Where = "runs",
+    where: RunsFolder = "runs",
 ) -> int:  # fmt: skip
     """Check every row of a dataset for an algorithm and report all invalid rows. Exit status 1: some are invalid.
 
@@ -111,13 +113,13 @@ def check(
     Args:
         algorithm: sft, dpo, kto, reward_model (or rm), or prm (process reward model).
     """
-    from TrainingFactory.assembly.datasets import dataset_of
+    from TrainingFactory.assembly.datasets import find_dataset
     from TrainingFactory.data.examples import load_examples
-    from TrainingFactory.training.dataset import arguments_fit
+    from TrainingFactory.training.dataset import argument_problem
 
     form = "rm" if algorithm == "reward_model" else algorithm
-    dataset = dataset_of(source, where)
-    examples = load_examples(dataset, form, split=split, skip_bad_rows=True, fits=arguments_fit)
+    dataset = find_dataset(source, where)
+    examples = load_examples(dataset, form, split=split, skip_bad_rows=True, fits=argument_problem)
     for problem in examples.bad:
         show.fail(problem)
     summary = [("rows", str(examples.rows)), ("usable", f"{len(examples)} examples for {form}")]
@@ -190,7 +192,7 @@ def wordnet(folder: str = "/usr/share/wordnet", /, *, out: Path = Path("wordnet"
     return _print_files(out, write_wordnet(folder, out))
 
 
-def _print_files(out: Path, done: Prepared) -> int:
+def _print_files(out: Path, done: PreparedRows) -> int:
     rows = [(str(out / f"{part}.jsonl"), f"{count} rows") for part, count in done.counts.items()]
     show.table(rows + [(f"  {reason}", f"{count} skipped") for reason, count in done.dropped.items()])
     return 0

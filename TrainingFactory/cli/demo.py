@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from TrainingFactory.cli import show
 
 if TYPE_CHECKING:
-    from TrainingFactory.apps.demo.report import Report
+    from TrainingFactory.apps.demo.report import DemoReport
 
 INTRO = """\
 A randomly initialised Qwen3 with half a million weights learns to use tools: first SFT on generated demonstrations,
@@ -42,7 +42,7 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
             display.task = name
             done = train(display)
             if done.state == "interrupted":
-                steps = show.count(done.steps, "step")
+                steps = show.pluralize(done.steps, "step")
                 resume = f"resume this run: {RunFolder(done.run).resume_command}; tfactory demo starts over"
                 display.say(f"interrupted after {steps} of the {name}; {resume}")
                 return show.INTERRUPTED
@@ -51,13 +51,13 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
     return 0
 
 
-def _show(report: Report) -> None:
-    from TrainingFactory.apps.demo.report import ending
-    from TrainingFactory.cli.display import curve
+def _show(report: DemoReport) -> None:
+    from TrainingFactory.apps.demo.report import describe_ending
+    from TrainingFactory.cli.display import sparkline
 
     for title, episode in report.trial._asdict().items():
-        show.episode(episode, f"held-out task {episode.task.id}, {title}: {ending(episode)}")
-    show.table([("share of correct answers by step", curve(report.curve))])
+        show.episode(episode, f"held-out task {episode.task.id}, {title}: {describe_ending(episode)}")
+    show.table([("share of correct answers by step", sparkline(report.curve))])
     show.columns(("held-out tasks", "before", "after"), report.table)
     print()
     show.note(report.learned)

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from TrainingFactory.cli import show
-from TrainingFactory.runs.tracking import in_short
+from TrainingFactory.runs.tracking import metrics_line
 from TrainingFactory.types import Trajectory
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class Display:
             seconds = self._bars.tasks[row].time_remaining
             remaining = f"{duration(seconds)} left" if seconds else ""
             name = "step" if self.task == "steps" else f"{self.task}: step"
-            self.say(f"{name} {step}/{total}  {in_short(metrics)}  {remaining}".rstrip())
+            self.say(f"{name} {step}/{total}  {metrics_line(metrics)}  {remaining}".rstrip())
 
     def earlier(self, rows: list[dict[str, Any]]) -> None:
         """Add completed steps, as rows of metrics.jsonl, to the plot."""
@@ -139,11 +139,11 @@ class Display:
     def _draw(self) -> Group:
         metrics = self._metrics
         details = [text.format(metrics[name]) for name, text in DETAILS.items() if name in metrics]
-        lines = [in_short(metrics), *(["  ".join(details)] if details else [])]
+        lines = [metrics_line(metrics), *(["  ".join(details)] if details else [])]
         if self._curve:
-            lines.insert(0, curve(list(self._curve.values())))
+            lines.insert(0, sparkline(list(self._curve.values())))
         if self._phase and self._expected is None:
-            ended = f", {show.count(self._ended, 'episode')} ended" if self._ended else ""
+            ended = f", {show.pluralize(self._ended, 'episode')} ended" if self._ended else ""
             lines.append(self._phase + ended)
         return Group(self._bars, Text("\n".join(lines)))
 
@@ -152,7 +152,7 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def curve(values: list[float]) -> str:
+def sparkline(values: list[float]) -> str:
     """Return a one-line plot of the values."""
     return plot(values, SPARKLINE_COLUMNS, 1)[0]
 

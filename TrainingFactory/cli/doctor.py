@@ -37,10 +37,10 @@ def doctor(
 
         config = read_config(config_or_model, overrides)
     else:
-        from TrainingFactory.evaluation.evaluation import overrides_of, sections_of
+        from TrainingFactory.evaluation.evaluation import config_sections, overrides_of
         from TrainingFactory.resolve.model_names import find_model
 
-        model = {"model": sections_of(find_model(config_or_model))["model"]}
+        model = {"model": config_sections(find_model(config_or_model))["model"]}
         config = load_config(None, [*overrides_of(model), *overrides])
     # Imported here because it is slow: --help and config errors should appear at once.
     from TrainingFactory.apps.doctor.examination import examine, forecast

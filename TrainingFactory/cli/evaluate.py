@@ -11,14 +11,14 @@ from cyclopts import Parameter
 from TrainingFactory.apps.views import run_tables
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
-from TrainingFactory.cli.options import Count, Flags, Json, Overrides, places
-from TrainingFactory.cli.rollout import summary, why_unscored
+from TrainingFactory.cli.options import Count, Flags, Json, Overrides, storage_paths
+from TrainingFactory.cli.rollout import summary_rows, why_unscored
 from TrainingFactory.config.loading import key_value
 
 if TYPE_CHECKING:
     from TrainingFactory.evaluation.records import EvaluationRecord
     from TrainingFactory.evaluation.requests import RecordedEvaluation
-    from TrainingFactory.evaluation.rollouts import Report
+    from TrainingFactory.evaluation.rollouts import RolloutReport
 
 UNSCORED = 1  # exit status
 
@@ -67,7 +67,7 @@ def evaluate(
         if env is not None or out is not None or replay is not None:
             raise ValueError("--env, --out and --replay cannot be combined with --suite. Remove them.")
         return _suite(model, suite, options, as_json)
-    request = ask(model, options, env, show.note, *places(options))
+    request = ask(model, options, env, show.note, *storage_paths(options))
     evaluation = RecordedEvaluation(request, out, replay, show.note)
     with Display(evaluation.total) as display:
         result = evaluation.run(display.episode)
@@ -76,22 +76,24 @@ def evaluate(
 
 def _suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
     """Evaluate the model on every entry of the suite, print the table and return the exit status."""
-    from TrainingFactory.evaluation.requests import ask_model
+    from TrainingFactory.evaluation.requests import request_model
     from TrainingFactory.evaluation.suites import check_overrides, load_suite, suite_evaluations
 
     check_overrides(overrides)
     suite, folder = load_suite(source)
-    request = ask_model(model, overrides, *places(overrides))
+    request = request_model(model, overrides, *storage_paths(overrides))
     records = []
     for evaluation in suite_evaluations(suite, request, folder, show.note):
-        if status := play(evaluation, str(evaluation.asked.entry)):
+        if status := run_evaluation(evaluation, str(evaluation.asked.entry)):
             return status
         records.append(evaluation.record)
     total = suite.total(records)
     if as_json:
         entries = {str(record.entry): record.metrics | {"record": record.id} for record in records}
-        summary = {"model": model, "suite": suite.name, "total": total.value}
-        print(json.dumps(summary | {"total_low": total.low, "total_high": total.high, "entries": entries}))
+        summary_rows = {"model": model, "suite": suite.name, "total": total.value}
+        print(
+            json.dumps(summary_rows | {"total_low": total.low, "total_high": total.high, "entries": entries})
+        )
         return 0
     rows = [
         [str(record.entry), f"{entry.weight:g}", *record_row(record)]
@@ -102,9 +104,9 @@ def _suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
     return 0
 
 
-def play(evaluation: RecordedEvaluation, name: str) -> int:
+def run_evaluation(evaluation: RecordedEvaluation, name: str) -> int:
     """Run one of several evaluations and return the exit status: 0 if it was recorded."""
-    show.note(f"{name}: {show.count(len(evaluation.tasks), 'task')}")
+    show.note(f"{name}: {show.pluralize(len(evaluation.tasks), 'task')}")
     with Display(evaluation.total) as display:
         result = evaluation.run(display.episode)
     if evaluation.record is not None:
@@ -128,7 +130,7 @@ def record_row(record: EvaluationRecord) -> list[str]:
     return [str(conditions.count), success, pass_all, turns, tools, tokens, record.id]
 
 
-def _report(evaluation: RecordedEvaluation, result: Report, as_json: bool) -> int:
+def _report(evaluation: RecordedEvaluation, result: RolloutReport, as_json: bool) -> int:
     """Print the result of an evaluation and return the exit status."""
     config, scored_by = evaluation.config, evaluation.scored_by
     metrics, episodes = result.metrics, result.trajectories
@@ -138,11 +140,16 @@ def _report(evaluation: RecordedEvaluation, result: Report, as_json: bool) -> in
         values = {"model": model, "environment": environment, "scored_by": scored_by} | metrics
         print(json.dumps(values if record is None else values | {"record": record.id}))
     else:
-        judge_cost = run_tables.asked_in_words([metrics])
-        rows = [*success_rows(metrics), *summary(metrics, episodes), ("scored by", scored_by), *judge_cost]
+        judge_cost = run_tables.usage_rows([metrics])
+        rows = [
+            *success_rows(metrics),
+            *summary_rows(metrics, episodes),
+            ("scored by", scored_by),
+            *judge_cost,
+        ]
         show.table(rows)
     if episodes:
-        show.note(f"saved {show.count(len(episodes), 'episode')} to {evaluation.path}")
+        show.note(f"saved {show.pluralize(len(episodes), 'episode')} to {evaluation.path}")
     if record is not None:
         show.note(f"recorded as {record.id} in {evaluation.asked.records}")
     if result.interrupted:

@@ -26,9 +26,9 @@ def list_ids(*, as_json: Json = False) -> None:
 
     targets = {
         kind: {
-            name: project.leads_to(kind, entry) or "a conversation with tools" for name, entry in ids.items()
+            name: project.target_of(kind, entry) or "a conversation with tools" for name, entry in ids.items()
         }
-        for kind, ids in project.entries().items()
+        for kind, ids in project.read_entries().items()
     }
     installed = {sibling.package: sibling.installed for sibling in SIBLINGS.values()}
     if as_json:
@@ -63,5 +63,5 @@ def add(
     from TrainingFactory.resolve import factories as project
 
     section = kind if kind == "compute" else f"{kind}s"
-    project.add(section, name, [target, *more])
-    print(f"{project.FILE}: {name} is {project.leads_to(section, project.entries()[section][name])}")
+    project.add_entry(section, name, [target, *more])
+    print(f"{project.FILE}: {name} is {project.target_of(section, project.read_entries()[section][name])}")

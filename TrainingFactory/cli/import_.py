@@ -35,7 +35,7 @@ def rl_factory(
 
     from TrainingFactory.config import TrainingConfig
     from TrainingFactory.config.loading import ConfigLoader
-    from TrainingFactory.data.disk import write_aside
+    from TrainingFactory.data.disk import write_atomically
     from TrainingFactory.integrations.rl_factory.launch_script import read_script
     from TrainingFactory.integrations.rl_factory.translate import Translation
 
@@ -53,5 +53,5 @@ def rl_factory(
     if output is None:
         print(text, end="")
         return
-    write_aside(output, text)
+    write_atomically(output, text)
     note(f"wrote {output}; {len(translation.notes)} comments at its end list what was not translated")

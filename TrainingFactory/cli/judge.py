@@ -11,7 +11,7 @@ from cyclopts import App
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
-from TrainingFactory.cli.options import Count, Json, Where
+from TrainingFactory.cli.options import Count, Json, RunsFolder
 from TrainingFactory.config.loading import ConfigLoader
 
 NO_VERDICT = 1
@@ -23,7 +23,7 @@ judge = App(name="judge", help="Audit model judges before you train on their ver
 @judge.command(name="audit")
 async def audit_judge(
     *options: str, gold: Path, judge: Path | None = None, repeats: Count = 2, out: Path = Path("judge-audit.html"),
-    as_json: Json = False, where: Where = "runs",
+    as_json: Json = False, where: RunsFolder = "runs",
 ) -> int:  # fmt: skip
     """Compare a judge with gold labels: agreement, biases, consistency, resistance to injection, and cost.
 
@@ -42,7 +42,7 @@ async def audit_judge(
     # Imported here because it is slow: --help and invalid options should be answered at once.
     from TrainingFactory.apps.judge_audit.audit import audit
     from TrainingFactory.apps.judge_audit.gold import load_gold
-    from TrainingFactory.apps.judge_audit.report import keep_audit, verdict_of
+    from TrainingFactory.apps.judge_audit.report import save_audit, verdict_of
     from TrainingFactory.common.options import make_from
     from TrainingFactory.rewards.judge.model_judge import ModelJudge, model_judge
 
@@ -58,7 +58,7 @@ async def audit_judge(
     with Display() as display:
 
         def on_judged(total: int) -> None:
-            requests = show.count(usage.requests, "request")
+            requests = show.pluralize(usage.requests, "request")
             display.advance("judgements", total, f"{requests}, {usage.retries} of them retries")
 
         try:
@@ -76,7 +76,7 @@ async def audit_judge(
         return NO_VERDICT
     name = f"{settings['model']} at {settings['base_url']}"
     show.write_page(out, result.page(name))
-    keep_audit(Path(where).expanduser(), result, name, str(gold))
+    save_audit(Path(where).expanduser(), result, name, str(gold))
     return 0
 
 

@@ -59,6 +59,8 @@ def models() -> None:
     tfactory rollout search --model qwen3-4b
     ```
     """
-    from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
+    from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve_model_name
 
-    table([(BUILTIN, "built in, untrained")] + [(name, resolve(name)) for name in SUPPORTED_MODELS])
+    table(
+        [(BUILTIN, "built in, untrained")] + [(name, resolve_model_name(name)) for name in SUPPORTED_MODELS]
+    )

@@ -12,8 +12,8 @@ from TrainingFactory.config import load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.names import full_key
 
-Run = Annotated[str, Parameter(help="Run name or folder.")]
-Where = Annotated[str, Parameter(name="--runs", help="Folder that contains the runs.")]
+RunName = Annotated[str, Parameter(help="Run name or folder.")]
+RunsFolder = Annotated[str, Parameter(name="--runs", help="Folder that contains the runs.")]
 Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 Json = Annotated[bool, Parameter(name="--json", help="Print the result as one JSON object.")]
 Overrides = Annotated[str, Parameter(help="Config overrides as key=value, such as sampling.top_p=0.9.")]
@@ -58,7 +58,7 @@ class Flags:
         return [key_value(key, value) for key, value in values.items() if value is not None]
 
 
-def places(overrides: Sequence[str]) -> tuple[str, str | None]:
+def storage_paths(overrides: Sequence[str]) -> tuple[str, str | None]:
     """Return the runs folder and the registry file (None: the default) for resolving model names.
 
     Both come from the `overrides` of the command, or from the config's defaults."""

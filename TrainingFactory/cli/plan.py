@@ -36,10 +36,10 @@ def plan(
         rates: YAML file with such values.
     """
     # Imported here because it is slow: --help should appear at once.
-    from TrainingFactory.apps.plan.planning import Planner
+    from TrainingFactory.apps.plan.planning import RunPlanner
     from TrainingFactory.assembly.named_files import read_config
 
-    planner = Planner(read_config(config, overrides), gpus, gpu, model_size, from_run, rates, rate)
+    planner = RunPlanner(read_config(config, overrides), gpus, gpu, model_size, from_run, rates, rate)
     forecast = planner.plan(learners)
     if as_json:
         print(json.dumps(forecast, indent=1, ensure_ascii=False))
@@ -66,9 +66,9 @@ def _summary(forecast: dict[str, Any]) -> list[tuple[str, str]]:
         for n, seconds in forecast["step_seconds_by_learners"].items()
         if n == best or n.bit_count() == 1
     }
-    split = f"{forecast['samplers']} x {show.count(forecast['gpus_per_sampler'], 'GPU')} for sampling, "
-    split += f"{show.count(best, 'GPU')} for learning"
-    steps = show.count(forecast["figures"]["steps"]["value"], "step")
+    split = f"{forecast['samplers']} x {show.pluralize(forecast['gpus_per_sampler'], 'GPU')} for sampling, "
+    split += f"{show.pluralize(best, 'GPU')} for learning"
+    steps = show.pluralize(forecast["figures"]["steps"]["value"], "step")
     if forecast["gpus"] == 1:
         split = "one GPU for both sampling and learning"
     return [

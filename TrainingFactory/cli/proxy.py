@@ -38,17 +38,17 @@ def proxy(
     from TrainingFactory.assembly.named_files import read_config
 
     options = read_config(config, list(overrides))
-    from TrainingFactory.apps.proxy.proxy import serve_alone
+    from TrainingFactory.apps.proxy.proxy import serve_proxy
     from TrainingFactory.common.http import listen
 
-    token = listen.key_from(api_key_env)
+    token = listen.api_key_from(api_key_env)
     local = listen.is_loopback(host)
     if not local and token is None:
         raise ValueError(f"--host {host} lets other machines connect. Require a key: --api-key-env NAME")
     if options.environment.command is not None:
         show.note("note: environment.command is ignored; only train, eval and rollout start it")
     with listen.bind(host, port) as bound:
-        serving = serve_alone(options, bound, out, token, local, lambda text: print(text, flush=True))
+        serving = serve_proxy(options, bound, out, token, local, lambda text: print(text, flush=True))
         done = asyncio.run(serving)
     show.note(f"stopped: {done.ended} episodes, {done.scored} of them scored")
     return 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from TrainingFactory.cli import show
-from TrainingFactory.cli.options import Json, Where
+from TrainingFactory.cli.options import Json, RunsFolder
 
 if TYPE_CHECKING:
     from TrainingFactory.evaluation.requests import RecordedEvaluation
@@ -38,7 +38,7 @@ def _open(path: Path | None, runs: str) -> ModelRegistry:
 
 
 @registry.command(name="list")
-def list_(*, as_json: Json = False, file: RegistryFile = None, where: Where = "runs") -> None:
+def list_(*, as_json: Json = False, file: RegistryFile = None, where: RunsFolder = "runs") -> None:
     """List all versions of all registered models.
 
     ```
@@ -46,12 +46,12 @@ def list_(*, as_json: Json = False, file: RegistryFile = None, where: Where = "r
     tfactory registry list --registry /data/registry.sqlite
     ```
     """
-    from TrainingFactory.apps.views.registry import models
+    from TrainingFactory.apps.views.registry import list_models
 
     model_registry = _open(file, where)
     versions = model_registry.versions()
     if as_json:
-        print(models(model_registry).model_dump_json())
+        print(list_models(model_registry).model_dump_json())
     elif versions:
         rows = []
         for version in versions:
@@ -65,7 +65,7 @@ def list_(*, as_json: Json = False, file: RegistryFile = None, where: Where = "r
 @registry.command(name="show")
 def show_(
     version: VersionName, *, lineage: bool = False, as_json: Json = False, file: RegistryFile = None,
-    where: Where = "runs",
+    where: RunsFolder = "runs",
 ) -> None:  # fmt: skip
     """Show a version: files, evaluations and promotion decisions. A model name without a version shows the newest
     version and the decisions of all versions.
@@ -79,8 +79,8 @@ def show_(
         lineage: Also print the lineage: a tree from the base model through every training run.
     """
     from TrainingFactory.apps.views.registry import version_view
-    from TrainingFactory.registry.card import what_of
-    from TrainingFactory.registry.lineage import tree
+    from TrainingFactory.registry.card import evaluation_title
+    from TrainingFactory.registry.lineage import tree_lines
 
     model_registry = _open(file, where)
     shown = model_registry.get(version)
@@ -96,20 +96,20 @@ def show_(
     rows += [("tag", f"{key}={value}") for key, value in shown.tags.items()]
     for evaluation in evaluations:
         if "success" in evaluation.get("metrics", {}):
-            result = f"{what_of(evaluation)}: success {evaluation['metrics']['success']:.3f}"
+            result = f"{evaluation_title(evaluation)}: success {evaluation['metrics']['success']:.3f}"
             rows.append(("evaluation", result))
     for decision in decisions:
         if version == shown.model or shown.number in (decision["number"], decision["was"]):
             rows.append((decision["kind"], _decision_text(decision)))
     show.table([row for row in rows if row[1]])
     if lineage:
-        print("\n".join(["", *tree(shown.lineage, str(shown))]))
+        print("\n".join(["", *tree_lines(shown.lineage, str(shown))]))
 
 
 @registry.command
 def register(
     name: str, model: Annotated[str, Parameter(name="model-or-run")], /, *, alias: str | None = None,
-    description: str = "", tag: Sequence[str] = (), file: RegistryFile = None, where: Where = "runs",
+    description: str = "", tag: Sequence[str] = (), file: RegistryFile = None, where: RunsFolder = "runs",
 ) -> None:  # fmt: skip
     """Register a run's model or adapter as the next version of a model. Files are copied, so the run can be deleted.
 
@@ -136,7 +136,12 @@ def register(
 
 @registry.command
 def alias(
-    version: VersionName, name: str, *, remove: bool = False, file: RegistryFile = None, where: Where = "runs"
+    version: VersionName,
+    name: str,
+    *,
+    remove: bool = False,
+    file: RegistryFile = None,
+    where: RunsFolder = "runs",
 ) -> None:
     """Point an alias at a version, or remove an alias.
 
@@ -161,7 +166,7 @@ def alias(
 @registry.command
 def promote(
     version: VersionName, *overrides: ModelOverrides, suite: str, to: str = "champion", first: bool = False,
-    html: Path | None = None, as_json: Json = False, file: RegistryFile = None, where: Where = "runs",
+    html: Path | None = None, as_json: Json = False, file: RegistryFile = None, where: RunsFolder = "runs",
 ) -> int:  # fmt: skip
     """Move an alias to a version if the version passes a gate against the alias's present holder.
 
@@ -214,7 +219,7 @@ def promote(
 def _play(name: str, evaluation: RecordedEvaluation) -> None:
     from TrainingFactory.cli.display import Display
 
-    show.note(f"{name}: {evaluation.asked.entry}, up to {show.count(len(evaluation.tasks), 'task')}")
+    show.note(f"{name}: {evaluation.asked.entry}, up to {show.pluralize(len(evaluation.tasks), 'task')}")
     with Display(evaluation.total) as display:
         if evaluation.run(display.episode).interrupted:
             raise KeyboardInterrupt
@@ -222,7 +227,7 @@ def _play(name: str, evaluation: RecordedEvaluation) -> None:
 
 @registry.command
 def rollback(
-    model: str, *, alias: str = "champion", file: RegistryFile = None, where: Where = "runs"
+    model: str, *, alias: str = "champion", file: RegistryFile = None, where: RunsFolder = "runs"
 ) -> None:
     """Roll an alias back to its previous version.
 
@@ -242,7 +247,7 @@ def rollback(
 
 
 @registry.command
-def delete(version: VersionName, *, file: RegistryFile = None, where: Where = "runs") -> None:
+def delete(version: VersionName, *, file: RegistryFile = None, where: RunsFolder = "runs") -> None:
     """Delete a version that has no alias, with the files that no other version shares. Its number is never reused.
 
     ```
@@ -259,7 +264,8 @@ def delete(version: VersionName, *, file: RegistryFile = None, where: Where = "r
 @registry.command
 def export(
     version: VersionName, target: str, *, to: Literal["hub", "mlflow"] = "hub", merge: bool = False,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None, file: RegistryFile = None, where: Where = "runs",
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None, file: RegistryFile = None,
+    where: RunsFolder = "runs",
 ) -> None:  # fmt: skip
     """Export a version as a Hugging Face model folder with a model card, or to an MLflow model registry.
 
@@ -291,7 +297,7 @@ def verify(
     *,
     as_json: Json = False,
     file: RegistryFile = None,
-    where: Where = "runs",
+    where: RunsFolder = "runs",
 ) -> int:
     """Verify the checksums of all registered files and report missing or modified ones. Exit status 1: damaged.
 
@@ -307,7 +313,7 @@ def verify(
         print(json.dumps({"versions": count, "damaged": damaged}))
         return DAMAGED if damaged else 0
     if not damaged:
-        print(f"{show.count(count, 'version')}: all checksums match")
+        print(f"{show.pluralize(count, 'version')}: all checksums match")
     for name, texts in damaged.items():
         for text in texts:
             show.fail(f"{name}: {text}")

@@ -64,8 +64,8 @@ def rollout(
     if report.interrupted:
         show.note(f"interrupted: {count} of {rollouts.total} episodes finished")
     if count:
-        show.table(summary(report.metrics, report.trajectories))
-        show.note(f"saved {show.count(count, 'episode')} to {rollouts.path}")
+        show.table(summary_rows(report.metrics, report.trajectories))
+        show.note(f"saved {show.pluralize(count, 'episode')} to {rollouts.path}")
     return show.INTERRUPTED if report.interrupted else 0
 
 
@@ -75,7 +75,7 @@ def why_unscored(trajectories: Sequence[Trajectory]) -> str:
     return str(reasons.most_common(1)[0][0])
 
 
-def summary(metrics: dict[str, float], trajectories: Sequence[Trajectory]) -> list[tuple[str, str]]:
+def summary_rows(metrics: dict[str, float], trajectories: Sequence[Trajectory]) -> list[tuple[str, str]]:
     """Return table rows that summarise the episodes."""
     rewards = [trajectory.reward.outcome for trajectory in trajectories if trajectory.reward]
     statuses = Counter(trajectory.status for trajectory in trajectories).most_common()

@@ -12,8 +12,8 @@ from TrainingFactory.apps.views import run_tables
 from TrainingFactory.apps.views import runs as views
 from TrainingFactory.apps.views.shapes import RunList, RunRow
 from TrainingFactory.cli import show
-from TrainingFactory.cli.display import Display, curve, plot
-from TrainingFactory.cli.options import Count, Json, Run, Where
+from TrainingFactory.cli.display import Display, plot, sparkline
+from TrainingFactory.cli.options import Count, Json, RunName, RunsFolder
 from TrainingFactory.evaluation.records import read_records
 from TrainingFactory.runs.folder import EVALUATIONS, RunFolder
 
@@ -21,7 +21,7 @@ runs = App(name="runs", help="List, show, compare, stop and resume training runs
 
 
 @runs.command(name="list")
-def list_(*, as_json: Json = False, where: Where = "runs") -> None:
+def list_(*, as_json: Json = False, where: RunsFolder = "runs") -> None:
     """List the runs, oldest first.
 
     ```
@@ -48,7 +48,7 @@ def _columns(row: RunRow) -> tuple[str, ...]:
 
 
 @runs.command(name="show")
-def show_(name: Run, *, as_json: Json = False, where: Where = "runs") -> None:
+def show_(name: RunName, *, as_json: Json = False, where: RunsFolder = "runs") -> None:
     """Show a run's state, checkpoints, findings and metrics over time. Throughput, reward, tool-call success and
     accuracy (success on held-out tasks) come first.
 
@@ -68,13 +68,13 @@ def show_(name: Run, *, as_json: Json = False, where: Where = "runs") -> None:
         rows.append(("evaluations", f"{count} in {run.path / EVALUATIONS}"))
     show.table(rows)
     metrics, table = run.metrics(), []
-    for label, key, form in run_tables.named(metrics):
+    for label, key, form in run_tables.labelled_metrics(metrics):
         values = [row[key] for row in metrics if key in row]
         ends = [form.format(value) for value in (values[0], values[-1], min(values), max(values))]
-        table.append((label, *ends, curve(values)))
+        table.append((label, *ends, sparkline(values)))
     show.columns(["metric", "first", "last", "min", "max", "curve"], table)
     _plot(metrics)
-    show.table(list(run_tables.asked_in_words(metrics)))
+    show.table(list(run_tables.usage_rows(metrics)))
     for finding in views.findings(run):
         show.note(f"{finding.severity}, {finding.when}: {finding.name}: {finding.sentence}. {finding.remedy}")
     if run.state in ("interrupted", "failed", "killed"):
@@ -95,7 +95,7 @@ def _plot(metrics: run_tables.Rows) -> None:
 
 
 @runs.command
-def report(name: Run, *, out: Path | None = None, where: Where = "runs") -> None:
+def report(name: RunName, *, out: Path | None = None, where: RunsFolder = "runs") -> None:
     """Write a self-contained HTML report of a run: curves, findings, sample episodes and the config.
 
     ```
@@ -113,7 +113,7 @@ def report(name: Run, *, out: Path | None = None, where: Where = "runs") -> None
 
 
 @runs.command
-def compare(*names: Run, as_json: Json = False, where: Where = "runs") -> None:
+def compare(*names: RunName, as_json: Json = False, where: RunsFolder = "runs") -> None:
     """Compare runs: differing options, last metrics, and total judge requests and cost.
 
     ```
@@ -126,14 +126,16 @@ def compare(*names: Run, as_json: Json = False, where: Where = "runs") -> None:
     if len(names) < 2:
         raise ValueError("nothing to compare. Name at least two runs: tfactory runs compare A B")
     folders = [RunFolder.find(name, where) for name in names]
-    diff = views.diff(folders)
+    diff = views.diff_runs(folders)
     if as_json:
         print(diff.model_dump_json())
         return
     histories = [run.metrics() for run in folders]
-    last = [run_tables.latest(history) | run_tables.asked(history) for history in histories]
-    forms = run_tables.shown([row for history in histories for row in history])
-    forms |= dict.fromkeys((key for history in histories for key in run_tables.asked(history)), "{:.6g}")
+    last = [run_tables.latest_metrics(history) | run_tables.usage_totals(history) for history in histories]
+    forms = run_tables.shown_metrics([row for history in histories for row in history])
+    forms |= dict.fromkeys(
+        (key for history in histories for key in run_tables.usage_totals(history)), "{:.6g}"
+    )
     rows = [(row["key"], *map(str, row["values"])) for row in diff.rows]
     rows.append(("steps", *(str(run.status.step) for run in folders)))
     for key, form in forms.items():
@@ -143,9 +145,9 @@ def compare(*names: Run, as_json: Json = False, where: Where = "runs") -> None:
 
 @runs.command
 def episodes(
-    name: Run, *, step: int | None = None, task: str | None = None, best: Count | None = None,
+    name: RunName, *, step: int | None = None, task: str | None = None, best: Count | None = None,
     worst: Count | None = None, show_tasks: Annotated[Count | None, Parameter(name="--show")] = None,
-    html: Path | None = None, as_json: Json = False, where: Where = "runs",
+    html: Path | None = None, as_json: Json = False, where: RunsFolder = "runs",
 ) -> None:  # fmt: skip
     """Show the episodes of a step with every token coloured by its advantage: green is reinforced, red discouraged.
 
@@ -166,9 +168,9 @@ def episodes(
         show_tasks: Number of tasks, largest advantages first. Default: 1 on a terminal, all in an HTML page.
         html: Write an HTML page to this file instead of printing.
     """
-    from TrainingFactory.apps.reports.run_credit import choose, credit_title, run_credit
+    from TrainingFactory.apps.reports.run_credit import credit_title, run_credit, select_episodes
     from TrainingFactory.apps.views.credit import group_credit
-    from TrainingFactory.apps.views.index import MOST, EpisodeIndex, Query
+    from TrainingFactory.apps.views.index import MAX_ROWS, EpisodeIndex, Query
     from TrainingFactory.cli import credit as printing
 
     run = RunFolder.find(name, where)
@@ -177,23 +179,23 @@ def episodes(
         if task:
             print(group_credit(run, step, task, index).model_dump_json())
         else:
-            print(index.page(Query(step=step, limit=MOST), whole=True).model_dump_json())
+            print(index.page(Query(step=step, limit=MAX_ROWS), whole=True).model_dump_json())
         return
     step, credit = run_credit(run, step, task)
     groups = [group for group in credit.groups if task is None or group.task == task]
     limit = show_tasks or (1 if html is None and task is None else len(groups))
-    shown = choose(credit, groups[:limit], best, worst)
+    shown = select_episodes(credit, groups[:limit], best, worst)
     title = credit_title(run, step)
     if html is not None:
         show.write_page(html, replace(credit, groups=shown).page(title))
         return
-    printing.groups(credit, shown, groups)
+    printing.print_groups(credit, shown, groups)
     for text in (title, *credit.notes):
         show.note(text)
 
 
 @runs.command
-def stop(name: Run, *, where: Where = "runs") -> None:
+def stop(name: RunName, *, where: RunsFolder = "runs") -> None:
     """Stop a run that another process is training: save a checkpoint and exit, as after Ctrl-C.
 
     ```
@@ -208,7 +210,7 @@ def stop(name: Run, *, where: Where = "runs") -> None:
 
 
 @runs.command
-def resume(name: Run, *, where: Where = "runs") -> int:
+def resume(name: RunName, *, where: RunsFolder = "runs") -> int:
     """Resume a run from its last checkpoint, exactly as if it had not stopped.
 
     Options come from the run's config.yaml, not from the command line. Before resuming you can edit the keys there that
@@ -220,11 +222,11 @@ def resume(name: Run, *, where: Where = "runs") -> int:
     tfactory runs resume grpo-search-1
     ```
     """
-    from TrainingFactory.assembly.learner_processes import served
-    from TrainingFactory.cli.train import follow
+    from TrainingFactory.assembly.learner_processes import serve_rank
+    from TrainingFactory.cli.train import train_with_display
     from TrainingFactory.trainers.training_run import resume as resume_run
 
-    if served(None) is not None:
+    if serve_rank(None) is not None:
         return 0
     run = RunFolder.find(name, where)
     if run.status.status == "finished":
@@ -232,4 +234,4 @@ def resume(name: Run, *, where: Where = "runs") -> int:
         return 0
     display = Display()
     display.earlier(run.metrics())
-    return follow(resume_run(name, where, display), display)
+    return train_with_display(resume_run(name, where, display), display)

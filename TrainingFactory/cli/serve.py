@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter, validators
 
 from TrainingFactory.cli import show
-from TrainingFactory.cli.options import places
+from TrainingFactory.cli.options import storage_paths
 from TrainingFactory.protocols import Sampler
 
 
@@ -42,16 +42,16 @@ def serve(
         api_key_env: Environment variable with the key that clients must send as `authorization: Bearer KEY`.
     """
     # Imported here because fastapi, uvicorn, torch and transformers take seconds: --help should appear at once.
-    from TrainingFactory.apps.serving.follow import following
-    from TrainingFactory.apps.serving.served import served_config
+    from TrainingFactory.apps.serving.follow import follow_alias
+    from TrainingFactory.apps.serving.served import serving_config
     from TrainingFactory.apps.serving.server import make_server
     from TrainingFactory.common.http import listen
     from TrainingFactory.resolve.model_names import find_model
 
-    paths = places(overrides)
+    paths = storage_paths(overrides)
     resolved = find_model(model, *paths)
-    config = served_config(resolved, overrides)
-    key = listen.key_from(api_key_env)
+    config = serving_config(resolved, overrides)
+    key = listen.api_key_from(api_key_env)
     local = listen.is_loopback(host)
     if not local:
         warning = f"warning: --host {host} lets other machines use this model, without encryption"
@@ -62,7 +62,7 @@ def serve(
         app = server.api(key, local).app
         full_name = server.name if version in (None, server.name) else f"{server.name} ({version})"
         ready = f"serving {full_name} at {listen.address_of(bound)}/v1 (Ctrl-C stops)"
-        follow = following(server, resolved, overrides, *paths, show.note)
+        follow = follow_alias(server, resolved, overrides, *paths, show.note)
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server), follow:
             asyncio.run(_serve(server.served.sampler, listen.make_server(app).serve([bound]), ready))
     show.note("stopped")

@@ -13,9 +13,9 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from TrainingFactory.common.texts import clean, count
+from TrainingFactory.common.texts import escape_control, pluralize
 from TrainingFactory.data.samples import turn_spans
-from TrainingFactory.runs.episode_texts import reward_text, said
+from TrainingFactory.runs.episode_texts import message_lines, reward_text
 from TrainingFactory.types import Message, ToolSpec, Trajectory
 
 MAX_CHARS = 1500  # printed characters of one text; saved files are not truncated
@@ -35,11 +35,11 @@ def console(stderr: bool) -> Console:
 
 def note(text: str, screen: Console | None = None) -> None:
     """Print a progress message, hint or warning to stderr, apart from the results on stdout."""
-    (screen or console(stderr=True)).print(Text(clean(text)), soft_wrap=True)
+    (screen or console(stderr=True)).print(Text(escape_control(text)), soft_wrap=True)
 
 
 def fail(text: str) -> None:
-    console(stderr=True).print(Text.assemble(("error: ", "bold red"), clean(text)), soft_wrap=True)
+    console(stderr=True).print(Text.assemble(("error: ", "bold red"), escape_control(text)), soft_wrap=True)
 
 
 def write_page(path: Path, page: str) -> None:
@@ -50,10 +50,10 @@ def write_page(path: Path, page: str) -> None:
 
 
 def table(rows: list[tuple[str, str]]) -> None:
-    grid = Table.grid(padding=(0, 2))
+    message_grid = Table.grid(padding=(0, 2))
     for name, value in rows:
-        grid.add_row(Text(name, style="bold"), Text(clean(value)))
-    console(stderr=False).print(grid)
+        message_grid.add_row(Text(name, style="bold"), Text(escape_control(value)))
+    console(stderr=False).print(message_grid)
 
 
 def tool_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
@@ -78,15 +78,15 @@ def tool_text(metrics: dict[str, float], prefix: str = "tools") -> str:
 
 def columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table with a header row."""
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    message_grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in names:
-        grid.add_column(Text(clean(name)), overflow="fold")
+        message_grid.add_column(Text(escape_control(name)), overflow="fold")
     for row in rows:
-        grid.add_row(*(Text(clean(value)) for value in row))
-    console(stderr=False).print(grid)
+        message_grid.add_row(*(Text(escape_control(value)) for value in row))
+    console(stderr=False).print(message_grid)
 
 
-def grid() -> Table:
+def message_grid() -> Table:
     """Return an empty borderless table with the columns role and text."""
     rows = Table.grid(padding=(0, 1))
     rows.add_column(width=9)
@@ -118,46 +118,46 @@ def conversation(title: str, messages: Sequence[Message], tools: Sequence[ToolSp
 
 
 def _opening(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
-    rows = grid()
+    rows = message_grid()
     for message in prompt:
         _add_message(rows, message)
     if tools:
         # Schemas that API clients sent are not validated: `properties` may be anything.
         schemas = [(tool.name, tool.parameters.get("properties")) for tool in tools]
         names = [f"{name}({', '.join(keys) if isinstance(keys, dict) else ''})" for name, keys in schemas]
-        rows.add_row(Text("tools", style="dim"), Text(clean(", ".join(names))))
+        rows.add_row(Text("tools", style="dim"), Text(escape_control(", ".join(names))))
     return rows
 
 
 def _add_message(rows: Table, message: Message, failed: bool = False) -> None:
     if message.reasoning:
-        rows.add_row(Text("thinking", style="dim italic"), body(message.reasoning, "dim"))
+        rows.add_row(Text("thinking", style="dim italic"), literal_text(message.reasoning, "dim"))
     parse_errors = {call.error for call in message.tool_calls}
-    for role, text in said(message):
+    for role, text in message_lines(message):
         style = "red" if failed or text in parse_errors else ""
-        rows.add_row(Text(role, style=ROLE_STYLES[role]), body(text or "(no text)", style))
+        rows.add_row(Text(role, style=ROLE_STYLES[role]), literal_text(text or "(no text)", style))
 
 
 def _print(title: str, rows: Table, *after: Text) -> None:
     screen = console(stderr=False)
-    screen.print(Rule(Text(clean(title)), align="left"))
+    screen.print(Rule(Text(escape_control(title)), align="left"))
     for part in (rows, *after, ""):
         screen.print(part)
 
 
-def body(text: str, style: str = "") -> Text:
+def literal_text(text: str, style: str = "") -> Text:
     """Return an untrusted text, escaped and truncated to MAX_CHARS."""
     rest = f" [... {len(text) - MAX_CHARS} more characters]" if len(text) > MAX_CHARS else ""
-    return Text(clean(text[:MAX_CHARS] + rest), style=style)
+    return Text(escape_control(text[:MAX_CHARS] + rest), style=style)
 
 
 def _ending(trajectory: Trajectory) -> Text:
     tokens = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
-    reward = clean(reward_text(trajectory.reward))
+    reward = escape_control(reward_text(trajectory.reward))
     line = Text.assemble(
         (trajectory.status, STATUS_STYLES.get(trajectory.status, "red")),
-        f" | {reward} | {count(len(trajectory.turns), 'turn')}, {tokens} tokens, {trajectory.seconds:.1f} s",
+        f" | {reward} | {pluralize(len(trajectory.turns), 'turn')}, {tokens} tokens, {trajectory.seconds:.1f} s",
     )
     if trajectory.error:
-        line.append(clean(f"\n{trajectory.error}"), "red")
+        line.append(escape_control(f"\n{trajectory.error}"), "red")
     return line

@@ -19,7 +19,7 @@ from cyclopts import App, Parameter
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Count
-from TrainingFactory.common.texts import clean
+from TrainingFactory.common.texts import escape_control
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 TOOL_FAILED = 1
@@ -74,7 +74,7 @@ async def list_tools(
             sources[""] = "built-in tools named in the file"
         for name, target in sources.items():
             offers = [offer for offer in loaded.offers if offer.server == name]
-            show.table([(name, f"{target}: {show.count(len(offers), 'tool')}")])
+            show.table([(name, f"{target}: {show.pluralize(len(offers), 'tool')}")])
             rows = []
             for offer in offers:
                 spec = offer.spec
@@ -101,7 +101,7 @@ async def call_tool(name: str, /, *arguments: str, config: ToolFile = None) -> i
     async with _prepared_call(config, name, arguments) as call:
         result = await call()
     if result.ok:
-        print(clean(result.content))
+        print(escape_control(result.content))
     else:
         show.fail(f"{name}: {result.error}: {result.content}")
     show.note(f"{result.seconds * 1000:.1f} ms")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Overrides
-from TrainingFactory.trainers.notices import notices, unused
+from TrainingFactory.trainers.notices import notices, unused_options
 
 if TYPE_CHECKING:
     from TrainingFactory.trainers.training_run import Training
@@ -28,29 +28,31 @@ def train(config: str, /, *overrides: Overrides, name: str | None = None, replay
         name: Name of the run and of its folder under logging.output_dir. Default: algorithm, environment and time.
         replay: Run whose recorded tool results are replayed; no tool is called and no server started.
     """
-    from TrainingFactory.assembly.learner_processes import served
+    from TrainingFactory.assembly.learner_processes import serve_rank
     from TrainingFactory.assembly.named_files import read_config
 
     options = read_config(config, overrides)
-    if served(options) is not None:  # a learner process of rank 0, which reports the progress
+    if serve_rank(options) is not None:  # a learner process of rank 0, which reports the progress
         return 0
     # Imported here because it is slow: --help and config errors should appear at once.
     from TrainingFactory.trainers.training_run import Training
 
-    for text in [*notices(options), *unused(options)]:
+    for text in [*notices(options), *unused_options(options)]:
         show.note(f"note: {text}")
     display = Display()
-    return follow(Training(options, name=name, watcher=display, replay=replay), display)
+    return train_with_display(Training(options, name=name, watcher=display, replay=replay), display)
 
 
-def follow(training: Training, display: Display) -> int:
+def train_with_display(training: Training, display: Display) -> int:
     """Train with the display open, print the result and return the exit status."""
     run = training.run
-    show.note(f"run {run.name} in {run.path}: {show.count(training.total, 'step')}")
+    show.note(f"run {run.name} in {run.path}: {show.pluralize(training.total, 'step')}")
     with display:
         report = training.train()
     if report.state == "interrupted":
-        show.note(f"interrupted after {show.count(report.steps, 'step')}; resume with: {run.resume_command}")
+        show.note(
+            f"interrupted after {show.pluralize(report.steps, 'step')}; resume with: {run.resume_command}"
+        )
         return show.INTERRUPTED
     if report.tools.get("tools/calls"):
         show.note(f"tool calls: {show.tool_text(report.tools)}")

@@ -16,14 +16,14 @@ from typing import Annotated
 from cyclopts import Parameter, validators
 
 from TrainingFactory.cli import show
-from TrainingFactory.cli.options import Where
+from TrainingFactory.cli.options import RunsFolder
 
 TOKEN = "TFACTORY_UI_TOKEN"
 
 
 def ui(
     *,
-    where: Where = "runs",
+    where: RunsFolder = "runs",
     host: str = "127.0.0.1",
     port: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=65535))] = 7860,
     open_browser: Annotated[bool, Parameter(name="--open")] = False,
@@ -72,7 +72,7 @@ def ui(
         asyncio.run(page.serve(bound, listen.make_server(page.site.app)))
     if os.getpid() == 1:  # the main process of a container, whose exit kills all processes
         show.note("stopping the runs of this UI, each with a checkpoint")
-        show.note(f"stopped, with {show.count(page.stop_runs(), 'run')}")
+        show.note(f"stopped, with {show.pluralize(page.stop_runs(), 'run')}")
     else:
         show.note("stopped; runs continue")
     return 0

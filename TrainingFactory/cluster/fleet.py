@@ -9,16 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from TrainingFactory.cluster.places import Place, PlaceLost, Places
-from TrainingFactory.rollout.group_scoring import all_of
-from TrainingFactory.tools.timeouts import Clock
+from TrainingFactory.cluster.places import EngineHandle, EngineLauncher, EngineLost
+from TrainingFactory.rollout.group_scoring import gather_or_cancel
+from TrainingFactory.tools.timeouts import PausableClock
 from TrainingFactory.types import Completion, SamplersLost, SamplingParams, Weights
 
-AGAIN = 4  # retries of one request; a request that loses more samplers probably crashes them itself
+MAX_RETRIES = 4  # retries of one request; a request that loses more samplers probably crashes them itself
 FIRST_DELAY, LONGEST_DELAY = 1.0, 300.0  # seconds between attempts to restart a sampler
 
 
-def delays() -> Iterator[float]:
+def restart_delays() -> Iterator[float]:
     """Yield the delays, in seconds, between attempts to restart a sampler."""
     delay = FIRST_DELAY
     while True:
@@ -52,14 +52,14 @@ class Fleet:
     canary differ from the learner's by more than `tolerance` on average."""
 
     def __init__(
-        self, places: Places, count: int, max_length: int, say: Callable[[str], None] = lambda _: None,
+        self, places: EngineLauncher, count: int, max_length: int, say: Callable[[str], None] = lambda _: None,
         tolerance: float = 1e-3, holds: object = None, patience: float = 600.0,
     ) -> None:  # fmt: skip
         self._holds = holds  # kept alive as long as the fleet, such as a temporary folder of weights
         self.max_length, self.policy_version = max_length, 0
         self._places, self._count, self._say, self._tolerance = places, count, say, tolerance
-        self._patience, self.clock = patience, Clock()
-        self._alive: dict[int, Place] = {}
+        self._patience, self.clock = patience, PausableClock()
+        self._alive: dict[int, EngineHandle] = {}
         self._restarting: dict[int, asyncio.Task[None]] = {}
         self._reason = ""  # why the last place was lost or could not be restarted
         self._changed = asyncio.Event()  # set and replaced after each restart
@@ -116,7 +116,7 @@ class Fleet:
         self, session: FleetSession, prompt_ids: list[int], params: SamplingParams
     ) -> Completion:
         await self.start()
-        for _ in range(1 + AGAIN):
+        for _ in range(1 + MAX_RETRIES):
             await self._wait_for_place()
             if session.home not in self._alive:  # move to the place with the fewest sessions
                 self._open[session.home] -= 1
@@ -125,12 +125,12 @@ class Fleet:
             place = self._alive[session.home]
             try:
                 return await place.call("sample", prompt_ids, params, session.number)
-            except PlaceLost as error:
+            except EngineLost as error:
                 self._lose(session.home, place, error)
                 self._counts["samplers/asked_again"] += 1
         raise SamplersLost(
-            f"A request with a prompt of {len(prompt_ids)} tokens failed {1 + AGAIN} times because its sampler was "
-            f"lost: {self._reason}"
+            f"A request with a prompt of {len(prompt_ids)} tokens failed {1 + MAX_RETRIES} times because its sampler "
+            f"was lost: {self._reason}"
         )
 
     async def _wait_for_place(self) -> None:
@@ -154,22 +154,24 @@ class Fleet:
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
-        self._alive = dict(enumerate(await all_of([self._places.make(n) for n in range(self._count)])))
+        self._alive = dict(
+            enumerate(await gather_or_cancel([self._places.make(n) for n in range(self._count)]))
+        )
 
-    async def _push(self, number: int, place: Place, weights: Weights) -> None:
+    async def _push(self, number: int, place: EngineHandle, weights: Weights) -> None:
         try:
             await self._load(place, weights)
-        except (PlaceLost, ValueError) as error:
+        except (EngineLost, ValueError) as error:
             self._lose(number, place, error)
 
-    async def _load(self, place: Place, weights: Weights) -> None:
+    async def _load(self, place: EngineHandle, weights: Weights) -> None:
         token_ids, expected = weights.canary
         try:
             async with asyncio.timeout(self._patience):
                 await place.call("load", weights)
                 actual = await place.call("score", list(token_ids)) if token_ids else []
         except TimeoutError:
-            raise PlaceLost(f"{place.name} did not load the weights within {self._patience:g} s") from None
+            raise EngineLost(f"{place.name} did not load the weights within {self._patience:g} s") from None
         gap = sum(abs(a - b) for a, b in zip(expected, actual, strict=True)) / max(1, len(expected))
         if not gap <= self._tolerance:
             raise ValueError(
@@ -177,7 +179,7 @@ class Fleet:
                 f"sequence differ from the learner's by {gap:.3g} on average (limit {self._tolerance:g})"
             )
 
-    def _lose(self, number: int, place: Place, error: Exception) -> None:
+    def _lose(self, number: int, place: EngineHandle, error: Exception) -> None:
         """Remove a lost place and restart it in the background, unless another caller already has."""
         if self._alive.get(number) is not place:
             return
@@ -188,11 +190,11 @@ class Fleet:
         self._say(f"{error}; restarting it and retrying its requests on another sampler")
         self._restarting[number] = asyncio.create_task(self._restart(number, place))
 
-    async def _restart(self, number: int, lost: Place) -> None:
+    async def _restart(self, number: int, lost: EngineHandle) -> None:
         try:
-            with suppress(PlaceLost, ValueError):
+            with suppress(EngineLost, ValueError):
                 await lost.close()
-            for delay in delays():
+            for delay in restart_delays():
                 try:
                     self._alive[number] = await self._make_current(number)
                 except Exception as error:  # Ray, vLLM and the system raise many kinds
@@ -210,7 +212,7 @@ class Fleet:
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
 
-    async def _make_current(self, number: int) -> Place:
+    async def _make_current(self, number: int) -> EngineHandle:
         """Start a place and load the current weights, repeatedly if new ones are published meanwhile."""
         place = await self._places.make(number)
         loaded = None

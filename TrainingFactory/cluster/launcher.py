@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-LAUNCHER = (
+LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 SHARDED = "TrainingFactory shards weights, gradients and optimizer states over all learners itself"
 # Variable of `accelerate launch` -> note that it is ignored.
-UNUSED = {
+IGNORED_VARIABLES = {
     "ACCELERATE_USE_FSDP": f"ignored, Accelerate's FSDP plug-in is not needed: {SHARDED}",
     "ACCELERATE_MIXED_PRECISION": "ignored: model.dtype sets the precision",
 }
 
 
 @dataclass(slots=True, frozen=True)
-class Launched:
+class LaunchedProcess:
     """Rank of this process among `count`; `device` is its local rank on its machine."""
 
     rank: int
@@ -25,12 +25,12 @@ class Launched:
     device: int
 
 
-def launched() -> Launched | None:
+def launched_process() -> LaunchedProcess | None:
     """Return this process's rank as set by a launcher; None without a launcher or with a single process."""
     env = os.environ
     if "RANK" not in env or env.get("WORLD_SIZE", "1") == "1":
         return None
-    return Launched(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", env["RANK"])))
+    return LaunchedProcess(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", env["RANK"])))
 
 
 def launcher_notes() -> list[str]:
@@ -41,4 +41,4 @@ def launcher_notes() -> list[str]:
             "DeepSpeed is not supported (ACCELERATE_USE_DEEPSPEED is set). Remove it and its deepspeed_config from the "
             f"launcher's config; {SHARDED} (compute.learners, or the launcher's processes)"
         )
-    return [f"{name}={options[name]}: {text}" for name, text in UNUSED.items() if name in options]
+    return [f"{name}={options[name]}: {text}" for name, text in IGNORED_VARIABLES.items() if name in options]

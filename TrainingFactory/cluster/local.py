@@ -17,20 +17,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.cluster.launcher import LAUNCHER
-from TrainingFactory.cluster.messages import LARGEST, from_json, to_json
-from TrainingFactory.cluster.places import PlaceLost
+from TrainingFactory.cluster.launcher import LAUNCHER_VARIABLES
+from TrainingFactory.cluster.messages import MAX_MESSAGE_BYTES, from_json, to_json
+from TrainingFactory.cluster.places import EngineLost
 from TrainingFactory.types import EngineSpec
 
 CLOSE_SECONDS = 20.0  # grace period for an engine to close before it is killed
-TAIL = 15  # lines of an engine's log that an error quotes
+LOG_TAIL_LINES = 15  # lines of an engine's log that an error quotes
 CAUSE = re.compile(r"\b\w*(?:Error|Exception): .+")
-FRAME = re.compile(
+VLLM_WRAPPER = re.compile(
     "Engine core initialization failed|WorkerProc initialization failed"
 )  # vLLM's wrappers of a cause
 
 
-class LocalPlaces:
+class LocalEngineLauncher:
     """Starts `LocalPlace`s. `environment` holds further environment variables for the child processes. `folder` keeps
     their logs; None: logs are deleted on close. `say` reports progress to the user; engines are called `what`."""
 
@@ -43,21 +43,21 @@ class LocalPlaces:
         threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
         # The whole sys.path, because processes started by vLLM must find the same packages.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        inherited = {key: value for key, value in os.environ.items() if key not in LAUNCHER}
+        inherited = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
         self._environment = {"OMP_NUM_THREADS": threads} | inherited | {"PYTHONPATH": path}
         self._environment |= environment or {}
-        self._places: list[LocalPlace] = []
+        self._places: list[LocalEngine] = []
 
-    async def make(self, number: int) -> LocalPlace:
+    async def make(self, number: int) -> LocalEngine:
         began = time.monotonic()
-        place = LocalPlace(number, self._folder, self._what)
+        place = LocalEngine(number, self._folder, self._what)
         self._places.append(place)
         try:
             await place.open(self._spec, self._environment)
             async with asyncio.timeout(self._start_timeout):
                 place.about = await place.call("start")
-        except (TimeoutError, PlaceLost, ValueError) as error:
-            cause, tail = place.last_words()
+        except (TimeoutError, EngineLost, ValueError) as error:
+            cause, tail = place.last_error()
             if isinstance(error, TimeoutError):
                 cause = f"it took longer than {self._start_timeout:g} s (increase compute.start_timeout)"
             elif isinstance(error, ValueError) or not cause:
@@ -74,7 +74,7 @@ class LocalPlaces:
         await asyncio.gather(*(place.close() for place in self._places))
 
 
-class LocalPlace:
+class LocalEngine:
     """An engine in a child process. The process ends with `close`, or when this program ends, even by a kill."""
 
     def __init__(self, number: int, folder: Path | None, what: str) -> None:
@@ -96,7 +96,7 @@ class LocalPlace:
             self._log_start = log.tell()
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "TrainingFactory.cluster.local_child", str(read_end),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log, limit=LARGEST,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log, limit=MAX_MESSAGE_BYTES,
                 env=environment, pass_fds=[read_end], start_new_session=True,
             )  # fmt: skip
         os.close(read_end)
@@ -107,7 +107,7 @@ class LocalPlace:
 
     async def call(self, method: str, *args: Any) -> Any:
         if self._lost:
-            raise PlaceLost(f"{self.name} {self._lost}")
+            raise EngineLost(f"{self.name} {self._lost}")
         ticket = str(next(self._tickets))
         self._waiting[ticket] = answer = asyncio.get_running_loop().create_future()
         self._send([ticket, method, [to_json(arg) for arg in args]])
@@ -123,7 +123,7 @@ class LocalPlace:
         if self._life < 0:
             return
         if not self._lost and self.about:  # an engine that is still starting handles no calls
-            with suppress(PlaceLost, ValueError, TimeoutError):
+            with suppress(EngineLost, ValueError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self.call("close")
         life, self._life, self._lost = self._life, -1, self._lost or "is closed"
@@ -152,16 +152,18 @@ class LocalPlace:
                 answer.set_exception(ValueError(text))
             else:
                 self._lost = self._lost or f"failed: {problem}{self.log_note}"
-                answer.set_exception(PlaceLost(f"{self.name} {self._lost}"))
-        cause, _ = self.last_words()
+                answer.set_exception(EngineLost(f"{self.name} {self._lost}"))
+        cause, _ = self.last_error()
         self._lost = self._lost or "has exited" + (f": {cause}" if cause else "") + self.log_note
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(PlaceLost(f"{self.name} {self._lost}"))
+                answer.set_exception(EngineLost(f"{self.name} {self._lost}"))
 
-    def last_words(self) -> tuple[str, str]:
+    def last_error(self) -> tuple[str, str]:
         """Return the last error in this engine's log, except the errors in which vLLM wraps it, and the log's tail."""
         lines = self.log.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
-        causes = [match[0] for line in lines if (match := CAUSE.search(line)) and not FRAME.search(line)]
-        tail = "".join(f"\n    {line}" for line in lines[-TAIL:])
+        causes = [
+            match[0] for line in lines if (match := CAUSE.search(line)) and not VLLM_WRAPPER.search(line)
+        ]
+        tail = "".join(f"\n    {line}" for line in lines[-LOG_TAIL_LINES:])
         return causes[-1] if causes else "", f"\nThe end of its log:{tail}" if tail else ""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from TrainingFactory.cluster.engines import make_engine
-from TrainingFactory.cluster.messages import LARGEST, METHODS, from_json, to_json
+from TrainingFactory.cluster.messages import MAX_MESSAGE_BYTES, METHODS, from_json, to_json
 from TrainingFactory.common.workers.child import explain, send, take_pipes
 from TrainingFactory.types import EngineSpec
 
@@ -29,12 +29,12 @@ SEGMENT = re.compile(r" (\d+) +/dev/shm/(?:psm_|sem\.|vllm|torch_)[^/\s]+")
 
 
 def main() -> None:
-    watcher = watch(int(sys.argv[1]))
+    watcher = start_watcher(int(sys.argv[1]))
     asyncio.run(serve(*take_pipes(), watcher))
 
 
 async def serve(lines: BinaryIO, answers: int, watcher: int) -> None:
-    reader, loop = asyncio.StreamReader(limit=LARGEST), asyncio.get_running_loop()
+    reader, loop = asyncio.StreamReader(limit=MAX_MESSAGE_BYTES), asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), lines)
     engine = make_engine(EngineSpec(**json.loads(await reader.readline())))
     calls: dict[str, asyncio.Task[None]] = {}
@@ -49,7 +49,7 @@ async def serve(lines: BinaryIO, answers: int, watcher: int) -> None:
         finally:
             calls.pop(ticket, None)
         if method == "start":
-            os.write(watcher, f"{' '.join(segments(os.getpid()))}\n".encode())  # sent even if empty
+            os.write(watcher, f"{' '.join(segment_inodes(os.getpid()))}\n".encode())  # sent even if empty
         send(answers, ticket, result, problem)
 
     while line := await reader.readline():
@@ -61,7 +61,7 @@ async def serve(lines: BinaryIO, answers: int, watcher: int) -> None:
     await engine.close()
 
 
-def watch(life: int) -> int:
+def start_watcher(life: int) -> int:
     """Fork the watcher process. Return a pipe on which to send it the segments that exist after `start`, since their
     owners may end before the cleanup; until then it polls for them. The end of file of `life` starts the cleanup."""
     watched, (receiver, sender) = os.getpid(), os.pipe()
@@ -75,14 +75,14 @@ def watch(life: int) -> int:
         over = os.getppid() != watched
         readable = select.select(pipes, [], [], 0 if over else TICK)[0]
         if receiver in readable:
-            inodes.update(os.read(receiver, LARGEST).decode().split())
+            inodes.update(os.read(receiver, MAX_MESSAGE_BYTES).decode().split())
             pipes = [life]
         elif receiver in pipes:
-            inodes |= segments(watched)
+            inodes |= segment_inodes(watched)
         over = over or life in readable
-    inodes |= segments(watched)
+    inodes |= segment_inodes(watched)
     for _ in range(ROUNDS):
-        for folder in (living := members(watched)):
+        for folder in (living := live_processes(watched)):
             with suppress(OSError):  # Python's resource tracker cleans up and ends after all others
                 if b"resource_tracker" not in (folder / "cmdline").read_bytes():
                     os.kill(int(folder.name), signal.SIGKILL)
@@ -98,16 +98,16 @@ def watch(life: int) -> int:
     os._exit(0)
 
 
-def segments(group: int) -> set[str]:
+def segment_inodes(group: int) -> set[str]:
     """Return the inodes of the shared-memory segments that a process group has mapped."""
     inodes: set[str] = set()
-    for folder in members(group):
+    for folder in live_processes(group):
         with suppress(OSError):  # the process may end meanwhile
             inodes.update(SEGMENT.findall((folder / "maps").read_text()))
     return inodes
 
 
-def members(group: int) -> list[Path]:
+def live_processes(group: int) -> list[Path]:
     """Return the /proc folders of a process group's live processes."""
     folders = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -9,7 +9,7 @@ from TrainingFactory.types import Completion, SamplingParams, Weights
 
 TYPES = {kind.__name__: kind for kind in (Completion, SamplingParams, Weights)}
 METHODS = ("start", "sample", "load", "score", "close")
-LARGEST = 256 * 2**20  # bytes of one message
+MAX_MESSAGE_BYTES = 256 * 2**20  # bytes of one message
 
 
 def to_json(value: Any) -> Any:

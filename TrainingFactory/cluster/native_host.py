@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from TrainingFactory import __version__
 from TrainingFactory.models import load_model
-from TrainingFactory.models.loading import LOADING, pick_device, pick_dtype
-from TrainingFactory.models.saved import WEIGHTS, check_weights, saved_shapes
+from TrainingFactory.models.loading import LOADING_ERRORS, pick_device, pick_dtype
+from TrainingFactory.models.saved import WEIGHTS, check_weights, checkpoint_shapes
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.native import NativeSession
 from TrainingFactory.tools.threads import in_thread
@@ -35,7 +35,7 @@ class NativeHost:
         spec = self._spec
         try:
             self._model = await in_thread(self._make_model)
-        except LOADING as error:
+        except LOADING_ERRORS as error:
             raise ValueError(f"Cannot load the model {spec.model!r}: {error}") from error
         self._engine = NativeEngine(self._model, slots=spec.slots, max_length=spec.max_length, source=self)
         versions = {"TrainingFactory": __version__, "torch": torch.__version__}
@@ -49,7 +49,7 @@ class NativeHost:
         device = pick_device(spec.device)
         dtype = pick_dtype(spec.dtype, device)
         config = transformers.AutoConfig.from_pretrained(spec.model, **trust)
-        self._shapes = saved_shapes(spec.model, spec.trust_remote_code)
+        self._shapes = checkpoint_shapes(spec.model, spec.trust_remote_code)
         with torch.device(device):
             return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **trust).eval()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 
-class PlaceLost(Exception):
+class EngineLost(Exception):
     """The process or actor has ended, or its engine has failed; the fleet restarts it."""
 
 
-class Place(Protocol):
+class EngineHandle(Protocol):
     """One engine in another process."""
 
     @property
@@ -27,10 +27,10 @@ class Place(Protocol):
         ...
 
 
-class Places(Protocol):
+class EngineLauncher(Protocol):
     """Factory of places."""
 
-    async def make(self, number: int) -> Place:
+    async def make(self, number: int) -> EngineHandle:
         """Start engine `number` and return when it is ready; raise ValueError if it cannot be started."""
         ...
 

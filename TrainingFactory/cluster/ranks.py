@@ -29,20 +29,22 @@ from TrainingFactory.types import Weights
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 FIRST = asyncio.FIRST_COMPLETED
-LONG = timedelta(days=60)  # timeout between two calls, which may contain any amount of sampling
-WAIT = timedelta(hours=2)  # timeout within a call
+CALL_INTERVAL_TIMEOUT = timedelta(
+    days=60
+)  # timeout between two calls, which may contain any amount of sampling
+CALL_TIMEOUT = timedelta(hours=2)  # timeout within a call
 GRACE = 10.0  # seconds to wait for an error to show up on all ranks, or for a lost rank to be detected
 CLOSE_SECONDS = 10.0
 
 
-def listening(host: str) -> tuple[Store, int]:
+def open_store(host: str) -> tuple[Store, int]:
     """Open torch's rendezvous store on this address only; return it and its port."""
     server = socket.create_server((host, 0), backlog=128)
     port = server.getsockname()[1]
-    return TCPStore(host, port, None, True, WAIT, False, master_listen_fd=server.detach()), port
+    return TCPStore(host, port, None, True, CALL_TIMEOUT, False, master_listen_fd=server.detach()), port
 
 
-class Group:
+class RankGroup:
     """Process groups of the ranks that train together. Weights and gradients use torch's default group. Two further
     ones carry messages: calls from rank 0 to all, and answers to rank 0; receiving there fails at once if the peer has
     ended. `store` is rank 0's rendezvous store or its port; None: the launcher's."""
@@ -55,11 +57,11 @@ class Group:
         self._own = store is not None  # else it is the launcher's, which may use it for another run
         if not dist.is_initialized():
             store = TCPStore(host, store, None, False) if isinstance(store, int) else store
-            options: dict[str, Any] = {"timeout": WAIT}
+            options: dict[str, Any] = {"timeout": CALL_TIMEOUT}
             options |= {} if store is None else {"store": store, "rank": rank, "world_size": count}
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **options)
-        self._calls: Any = dist.new_group(backend="gloo", timeout=LONG)
-        self._answers: Any = dist.new_group(backend="gloo", timeout=LONG)
+        self._calls: Any = dist.new_group(backend="gloo", timeout=CALL_INTERVAL_TIMEOUT)
+        self._answers: Any = dist.new_group(backend="gloo", timeout=CALL_INTERVAL_TIMEOUT)
 
     def broadcast(self, *call: Any) -> list[Any]:
         """Send a call to all ranks; on other ranks than 0, receive and return it. Torch pickles it, twice as fast for
@@ -83,11 +85,11 @@ class Group:
             dist.destroy_process_group(group)
 
 
-class Ranks:
+class ShardedPolicy:
     """Rank 0's `Policy` over all ranks: every call runs here, on the policy `own`, and on all other ranks. `lost` is
     called on the running event loop when a rank is lost, whatever runs meanwhile; `note` names its log for the user."""
 
-    def __init__(self, group: Group, lost: Callable[[OSError], object], note: str) -> None:
+    def __init__(self, group: RankGroup, lost: Callable[[OSError], object], note: str) -> None:
         self._group, self._lost, self._note = group, lost, note
         self.own: Any = None  # the policy of this process, set by the owner
         self.about: dict[int, dict[str, Any]] = {}
@@ -201,7 +203,7 @@ class Ranks:
         self._group.close()
 
 
-async def serve(group: Group, call: Callable[..., Awaitable[Any]], facts: Mapping[str, Any]) -> Any:
+async def serve(group: RankGroup, call: Callable[..., Awaitable[Any]], facts: Mapping[str, Any]) -> Any:
     """Introduce this process to rank 0 and run `call(method, *args)` for each of its broadcasts until it ends; return
     its report. If rank 0 is lost, this process exits immediately, whatever it is doing."""
     thread, about = OneThread("calls"), {"pid": os.getpid(), "host": platform.node(), "facts": facts}
@@ -234,7 +236,7 @@ async def serve(group: Group, call: Callable[..., Awaitable[Any]], facts: Mappin
     os._exit(1)
 
 
-def _exit_with_rank_0(group: Group) -> None:
+def _exit_with_rank_0(group: RankGroup) -> None:
     """Exit this process immediately when rank 0 is lost or reports a failure."""
     with suppress(RuntimeError):
         if not group.heard(0):
@@ -248,7 +250,7 @@ def _thread(function: Callable[..., None], *args: Any) -> threading.Thread:
     return thread
 
 
-class Gathered:
+class GatheringPublisher:
     """Publishes to an engine on rank 0 that has its own copy `model` (None on other ranks): all ranks gather the
     trained weights, and the engine reads them from `parameters` at its next update."""
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from TrainingFactory.cluster.engines import make_engine
-from TrainingFactory.cluster.local import LocalPlace, LocalPlaces
-from TrainingFactory.cluster.places import PlaceLost
+from TrainingFactory.cluster.local import LocalEngine, LocalEngineLauncher
+from TrainingFactory.cluster.places import EngineLost
 from TrainingFactory.cluster.ray_session import RaySession, require_ray
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Completion, EngineSpec, Weights
@@ -29,7 +29,7 @@ Answer = tuple[int, Completion | Exception]
 Turn = tuple[Any, ...] | None  # arguments of `Engine.sample`; None cancels it
 
 
-class RayPlaces:
+class RayEngineLauncher:
     """Starts `RayPlace`s, each in one bundle of a placement group for `count` of them. gpus=None: 1 for vLLM if the
     cluster has any. Machines without the folder `spec.model` receive its config if weights are pushed; otherwise the
     path must exist on every machine. `folder` keeps the engines' logs; machines without it use a temporary folder."""
@@ -45,9 +45,9 @@ class RayPlaces:
         self._placing, self._packing = asyncio.Lock(), asyncio.Lock()
         self._group: Any = None
         self._packed: tuple[Weights, Any] | None = None  # the last weights put into the object store
-        self._places: list[RayPlace] = []
+        self._places: list[RayEngine] = []
 
-    async def make(self, number: int) -> RayPlace:
+    async def make(self, number: int) -> RayEngine:
         spec, session, began = self._spec, self._session, time.monotonic()
         async with self._placing:
             await session.open()
@@ -60,7 +60,7 @@ class RayPlaces:
         name = f"{self._what} {number}"
         resources = {"num_cpus": self._cpus, "num_gpus": self._gpus, "max_concurrency": MAX_CONCURRENCY}
         actor = ray.remote(EngineActor).options(**session.options(name, self._group, number, **resources))
-        place = RayPlace(ray, actor.remote(), name, self.packed)
+        place = RayEngine(ray, actor.remote(), name, self.packed)
         self._places.append(place)
         files = "*" if spec.options.get("enable_lora") else "*.json"  # adapters need the base weights too
         config = await in_thread(_read, Path(spec.model), files) if spec.pushed else {}
@@ -69,7 +69,7 @@ class RayPlaces:
                 await place.open(spec, number, config, self._timeout, self._folder, self._what)
         except BaseException as error:
             await place.close()
-            if not isinstance(error, PlaceLost | ValueError | TimeoutError):
+            if not isinstance(error, EngineLost | ValueError | TimeoutError):
                 raise
             late = f"it took longer than {self._timeout:g} s (increase compute.start_timeout)"
             cause = late if isinstance(error, TimeoutError) else error
@@ -93,7 +93,7 @@ class RayPlaces:
         await self._session.close()
 
 
-class RayPlace:
+class RayEngine:
     """An engine in an actor. The actor ends with `close`, or when this program ends, even by a kill."""
 
     def __init__(self, ray: Any, actor: Any, name: str, packed: Callable[[Weights], Any]) -> None:
@@ -104,7 +104,7 @@ class RayPlace:
         self._tickets, self._outbox = itertools.count(), list[tuple[int, Turn]]()
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
         self._reader: asyncio.Task[None] | None = None
-        self._lost: PlaceLost | None = None
+        self._lost: EngineLost | None = None
 
     async def open(
         self, spec: EngineSpec, number: int, config: Files, timeout: float, folder: Path | None, what: str
@@ -156,7 +156,7 @@ class RayPlace:
         while self._lost is None:
             try:
                 answers = await self._answer(self._actor.answers.remote())
-            except PlaceLost as error:
+            except EngineLost as error:
                 return self._lose(error)
             for ticket, result in answers:
                 answer = self._waiting.get(ticket)
@@ -167,7 +167,7 @@ class RayPlace:
                 else:
                     answer.set_result(result)
 
-    def _lose(self, error: PlaceLost) -> None:
+    def _lose(self, error: EngineLost) -> None:
         self._lost = self._lost or error
         for answer in self._waiting.values():
             if not answer.done():
@@ -183,18 +183,18 @@ class RayPlace:
         except errors.RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise ValueError(str(error.cause)) from None
-            raise PlaceLost(f"{self.name} failed: {error.cause!r}{self._log_note}") from None
+            raise EngineLost(f"{self.name} failed: {error.cause!r}{self._log_note}") from None
         except errors.RayError as error:
-            raise PlaceLost(f"{self.name} has exited: {type(error).__name__}{self._log_note}") from None
+            raise EngineLost(f"{self.name} has exited: {type(error).__name__}{self._log_note}") from None
 
     async def close(self) -> None:
-        self._lose(PlaceLost(f"{self.name} is closed"))
+        self._lose(EngineLost(f"{self.name} is closed"))
         if self._reader is not None:
             self._reader.cancel()
         if self._actor is None or not self._ray.is_initialized():
             return
         actor, self._actor = self._actor, None
-        with suppress(PlaceLost, ValueError, TimeoutError):
+        with suppress(EngineLost, ValueError, TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._answer(actor.close.remote())
         self._ray.kill(actor)
@@ -205,7 +205,7 @@ class EngineActor:
 
     def __init__(self) -> None:
         self._call: Callable[..., Any]
-        self._place: LocalPlace | None = None
+        self._place: LocalEngine | None = None
         self._model: tempfile.TemporaryDirectory[str] | None = None  # model files from another machine
         self._turns: dict[int, asyncio.Task[None]] = {}
         self._answers, self._has_answers = list[Answer](), asyncio.Event()
@@ -221,7 +221,7 @@ class EngineActor:
             folder = Path(tempfile.mkdtemp(prefix="tfactory-engines-"))
         log = None if folder is None else folder / f"{what}-{number}.log"
         if spec.kind == "vllm":
-            places = LocalPlaces(spec, start_timeout=timeout, folder=folder, what=what)
+            places = LocalEngineLauncher(spec, start_timeout=timeout, folder=folder, what=what)
             self._place = place = await places.make(number)
             self._call, about = place.call, place.about
         else:
@@ -251,8 +251,8 @@ class EngineActor:
         try:
             result = await self._call("sample", *args)
         except Exception as error:  # models and vLLM raise many kinds
-            expected = isinstance(error, ValueError | PlaceLost)
-            result = error if expected else PlaceLost(f"the engine failed: {error!r}")
+            expected = isinstance(error, ValueError | EngineLost)
+            result = error if expected else EngineLost(f"the engine failed: {error!r}")
         finally:
             del self._turns[ticket]
         self._answers.append((ticket, result))

@@ -19,8 +19,8 @@ from TrainingFactory.tools.threads import in_thread
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 PREFIX = "tfactory"  # of the names of our actors
 OBJECT_STORE = 256 * 2**20  # bytes; it carries weights only to other machines
-PROBE = 5.0  # seconds in which the cluster's head must accept a connection
-CHECK = 60.0  # seconds in which every machine must report its versions
+CONNECT_SECONDS = 5.0  # seconds in which the cluster's head must accept a connection
+VERSIONS_SECONDS = 60.0  # seconds in which every machine must report its versions
 Resources = Mapping[str, float]
 
 
@@ -182,7 +182,7 @@ def _join(ray: Any, address: str, quiet: dict[str, Any]) -> None:
         # Ray itself would retry for minutes and then exit; it replaces 127.0.0.1 by the machine's own address.
         tried = ray._private.services.canonicalize_bootstrap_address_or_die(address)
         host, _, port = tried.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), PROBE).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
         ray.init(address=tried, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         at = "" if tried == address else f" (resolved to {tried})"
@@ -202,7 +202,7 @@ def _check_versions(ray: Any) -> None:
     refs = [query.options(scheduling_strategy=on_node(node["NodeID"], soft=False)).remote() for node in nodes]
     for node, ref in zip(nodes, refs, strict=True):
         try:
-            remote = ray.get(ref, timeout=CHECK)
+            remote = ray.get(ref, timeout=VERSIONS_SECONDS)
         except Exception as error:  # the machine may lack the package, or have an incompatible version
             remote = dict.fromkeys(local, f"unknown ({str(error).strip().splitlines()[-1]})")
         differing = [name for name in local if remote[name] != local[name]]

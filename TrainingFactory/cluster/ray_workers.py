@@ -55,7 +55,7 @@ class RayWorker:
     async def _start(self) -> Any:
         options = {"scheduling_strategy": "SPREAD", "max_concurrency": MAX_CONCURRENCY} | self._options
         options = RaySession().options(self._what, **options)
-        actor = require_ray().remote(Host).options(**options).remote()
+        actor = require_ray().remote(FunctionActor).options(**options).remote()
         try:
             started = actor.start.remote(self.target, self.settings, os.getcwd(), sys.path)
             await _answer(started, START_SECONDS)
@@ -99,7 +99,7 @@ async def _answer(ref: Any, seconds: float | None) -> Any:
         raise WorkerDied("died") from None
 
 
-class Host:
+class FunctionActor:
     """Runs a function in the actor, once per message. Calls of an asynchronous function run concurrently."""
 
     async def start(self, target: str, settings: Any, folder: str, path: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ MAX_CHARS = 200
 _TOKEN = re.compile(r"\s*(\d+\.?\d*|\.\d+|[-+*/()])\s*")
 
 
-def calculated(expression: str) -> str:
+def format_result(expression: str) -> str:
     """Return the value of an expression as a calculator shows it: an integer, or ten significant digits."""
     value = calculate(expression)
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from TrainingFactory.common.options import Unknown, did_you_mean, nearest
+from TrainingFactory.common.options import UnknownNameError, did_you_mean, nearest
 
 # kind -> name -> "module:attribute", or the name of which it is an alias. A name that ends in / is a prefix: its
 # function is called with the rest of the name.
@@ -48,7 +48,7 @@ def find(kind: str, name: str) -> Any:
         return _load(kind, name, targets[f"{prefix}/"])(rest)
     if name not in targets:
         hint = did_you_mean(nearest(name, targets))
-        raise Unknown(name, f"unknown {kind} {name!r}{hint} (known: {', '.join(sorted(targets))})")
+        raise UnknownNameError(name, f"unknown {kind} {name!r}{hint} (known: {', '.join(sorted(targets))})")
     return _load(kind, name, targets.get(targets[name], targets[name]))  # resolves an alias
 
 

@@ -20,15 +20,17 @@ from pydantic import validate_call
 
 from TrainingFactory.common.openai_format import message_from_dict, message_to_dict, spec_to_dict
 from TrainingFactory.common.options import STRICT, Positive
-from TrainingFactory.common.texts import SECRET_VARIABLES, describe, secrets_in, without
+from TrainingFactory.common.texts import SECRET_VARIABLES, describe, redact, secrets_in
 from TrainingFactory.types import Message, ToolSpec
 
 T = TypeVar("T")
-MAX_SAID_CHARS = 200  # quoted from an endpoint's error response
+MAX_ERROR_CHARS = 200  # quoted from an endpoint's error response
 MAX_BODY_BYTES = 20_000_000
-KEPT_SECONDS = 2.0  # keep-alive of idle connections: shorter than the server's, which must not close first
+KEEP_ALIVE_SECONDS = (
+    2.0  # keep-alive of idle connections: shorter than the server's, which must not close first
+)
 MIN_SECRET_CHARS = 8  # shorter keys are placeholders such as 0, x or none, for servers that need no key
-BY_HOST = "by host"  # the key in `KEYS` of the URL's host; not a valid variable name
+KEY_BY_HOST = "by host"  # the key in `KEYS` of the URL's host; not a valid variable name
 KEYS = {"https://api.openai.com": "OPENAI_API_KEY", "https://api.anthropic.com": "ANTHROPIC_API_KEY"}
 
 
@@ -53,13 +55,13 @@ class Endpoint:
         base_url: str,
         model: str,
         *,
-        api_key_env: str | None = BY_HOST,
+        api_key_env: str | None = KEY_BY_HOST,
         timeout: Positive = 60.0,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        check_address(base_url)
+        check_base_url(base_url)
         address = urlsplit(base_url)
-        if api_key_env == BY_HOST:
+        if api_key_env == KEY_BY_HOST:
             api_key_env = KEYS.get(f"{address.scheme}://{address.hostname}")
         if api_key_env is not None and not _is_variable(api_key_env):
             raise ValueError(
@@ -84,7 +86,7 @@ class Endpoint:
         body: dict[str, Any] = {"model": self.model, "messages": [_wire(message) for message in messages]}
         if tools:
             body["tools"] = [spec_to_dict(spec) for spec in tools]
-        return self.read(await self.exchange(body | self.options), first_message)
+        return self.read(await self.exchange(body | self.options), message_of_response)
 
     async def exchange(self, body: dict[str, Any]) -> bytes:
         """Send a request and return the response body. Raise ModelError unless the status is 200."""
@@ -99,9 +101,9 @@ class Endpoint:
             raise ModelError(text, temporary=True) from None
         if status != 200:
             text = " ".join(data.decode("utf-8", errors="replace").split())
-            message = without(text, _secrets(key))[:MAX_SAID_CHARS]
+            message = redact(text, _secrets(key))[:MAX_ERROR_CHARS]
             temporary = status in (408, 409, 425, 429) or status >= 500
-            wait = seconds_of(headers.get("retry-after"))
+            wait = parse_retry_after(headers.get("retry-after"))
             raise ModelError(f"{self.host} answered with status {status}: {message}", temporary, wait)
         return data
 
@@ -109,7 +111,7 @@ class Endpoint:
         """Parse a response with `take`, with the key removed. Raise ModelError if it has another structure."""
         try:
             key = os.environ.get(self.api_key_env) if self.api_key_env else None
-            return take(without(json.loads(data), _secrets(key)))
+            return take(redact(json.loads(data), _secrets(key)))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             text = f"{self.host} did not return a chat completion ({describe(error)[:100]})"
             raise ModelError(text) from None
@@ -141,7 +143,7 @@ class Endpoint:
         """Return the client of the running event loop. All requests of a run share one client."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            limits = httpx.Limits(keepalive_expiry=KEPT_SECONDS)  # callers limit the concurrency
+            limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE_SECONDS)  # callers limit the concurrency
             self._client = httpx.AsyncClient(verify=_certificates(), timeout=self.timeout, limits=limits)
             self._loop = loop
         return self._client
@@ -153,7 +155,7 @@ class Endpoint:
             await client.aclose()
 
 
-def check_address(base_url: str) -> None:
+def check_base_url(base_url: str) -> None:
     """Raise ValueError for an invalid URL, and for one that may contain a key, which logs would show."""
     try:
         parts = urlsplit(base_url)
@@ -169,7 +171,7 @@ def check_address(base_url: str) -> None:
         raise ValueError(f"base_url must be a URL such as https://host/v1, not {base_url!r:.100}")
 
 
-def seconds_of(retry_after: str | None) -> float | None:
+def parse_retry_after(retry_after: str | None) -> float | None:
     """Parse a Retry-After header, which holds seconds or a date. None: missing or invalid."""
     try:
         seconds = float(retry_after or "")
@@ -192,7 +194,7 @@ def _secrets(key: str | None) -> list[str]:
     return [key, json.dumps(key)[1:-1], quote(key), quote_plus(key)]
 
 
-def first_message(answer: Any) -> Message:
+def message_of_response(answer: Any) -> Message:
     return message_from_dict({"role": "assistant"} | answer["choices"][0]["message"])
 
 

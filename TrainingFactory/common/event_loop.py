@@ -89,7 +89,7 @@ def _run_beside(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[
     return outcome.result()
 
 
-def other_loop(error: BaseException) -> str:
+def foreign_loop_hint(error: BaseException) -> str:
     """Return a hint to append to the message of an error that an object of another event loop caused, else ""."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
@@ -112,7 +112,7 @@ class OneThread:
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the function on the thread and return its result. Cancelling the await does not stop the function."""
-        return await hand_over(self._jobs.put, function, *args, **kwargs)
+        return await call_in_thread(self._jobs.put, function, *args, **kwargs)
 
     def close(self) -> None:
         """End the thread after its queued jobs."""
@@ -124,7 +124,7 @@ class OneThread:
             del job  # otherwise its objects would stay alive until the next job
 
 
-async def hand_over(
+async def call_in_thread(
     start: Callable[[Callable[[], None]], None], function: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
     """Call the function in a job that `start` passes to another thread, and return its result."""

@@ -39,7 +39,7 @@ Key = tuple[str | int, ...]
 
 
 @dataclass(slots=True, frozen=True)
-class Wrong:
+class InvalidOption:
     """An invalid option. `text` is the problem, as it follows the option's name; `value` is the invalid value."""
 
     option: str
@@ -47,14 +47,14 @@ class Wrong:
     value: Any = ...
 
     def __str__(self) -> str:
-        got = "" if self.value is ... else f" (got {show(self.option, self.value)})"
+        got = "" if self.value is ... else f" (got {show_value(self.option, self.value)})"
         return f"{self.option} {self.text}{got}".strip()
 
 
 class OptionError(ValueError):
     """All invalid options of an object. `Wrong.option` is empty if the problem concerns several options together."""
 
-    def __init__(self, *wrong: Wrong) -> None:
+    def __init__(self, *wrong: InvalidOption) -> None:
         super().__init__("; ".join(map(str, wrong)))
         self.wrong = wrong
 
@@ -65,7 +65,7 @@ class OptionError(ValueError):
         )
 
 
-class Unknown(ValueError):
+class UnknownNameError(ValueError):
     """An unknown name. Callers may look it up elsewhere before they report it."""
 
     def __init__(self, name: str, text: str) -> None:
@@ -77,7 +77,7 @@ def make_from(target: Callable[..., Any], options: Mapping[str, Any], what: str)
     """Call `target` with a user's options. Raise OptionError with all invalid options."""
     if not isinstance(options, Mapping):
         raise OptionError(
-            Wrong("", f"the options of {what} must be a mapping such as {{name: value}}", options)
+            InvalidOption("", f"the options of {what} must be a mapping such as {{name: value}}", options)
         )
     options = {str(option): value for option, value in options.items()}
     known = list(inspect.signature(target).parameters)
@@ -100,16 +100,18 @@ def make_named(
         options = {key: options}
     if not isinstance(options, Mapping):
         text = f"a {what} must be a name or a mapping such as {{{key}: {next(iter(kinds))}}}"
-        raise OptionError(Wrong("", text, options))
+        raise OptionError(InvalidOption("", text, options))
     name = options.get(key)
     if not isinstance(name, str) or name not in kinds:
-        text = one_of(name, kinds)
-        raise OptionError(Wrong(key, text, name) if key in options else Wrong(key, f"is missing; it {text}"))
+        text = choice_error(name, kinds)
+        raise OptionError(
+            InvalidOption(key, text, name) if key in options else InvalidOption(key, f"is missing; it {text}")
+        )
     rest = {option: value for option, value in options.items() if option != key}
     return make_from(kinds[name], rest, f"{what} {name}")
 
 
-def nested(target: Callable[..., Any], what: str) -> BeforeValidator:
+def from_mapping(target: Callable[..., Any], what: str) -> BeforeValidator:
     """Return an annotation that creates the object from a mapping and leaves other values unchanged."""
 
     def make(value: Any) -> Any:
@@ -118,7 +120,7 @@ def nested(target: Callable[..., Any], what: str) -> BeforeValidator:
     return BeforeValidator(make)
 
 
-def one_of(value: Any, choices: Iterable[str]) -> str:
+def choice_error(value: Any, choices: Iterable[str]) -> str:
     """Return the error text for a value that is none of the choices, with the closest one."""
     known = list(choices)
     near = nearest(value, known, cutoff=0.5) if isinstance(value, str) else None
@@ -128,7 +130,7 @@ def one_of(value: Any, choices: Iterable[str]) -> str:
 def explain_value(details: ErrorDetails) -> str:
     """Rephrase a pydantic error so that it follows the name of the invalid option."""
     if details["type"] == "literal_error":
-        return one_of(details["input"], re.findall(r"'([^']*)'", details["msg"]))
+        return choice_error(details["input"], re.findall(r"'([^']*)'", details["msg"]))
     if details["type"] == "bool_type":
         return "must be true or false"
     if details["type"] == "string_pattern_mismatch" and details.get("ctx", {}).get("pattern") == r"\S":
@@ -148,7 +150,7 @@ def did_you_mean(name: str | None) -> str:
     return f"; did you mean {name}?" if name else ""
 
 
-def show(key: str, value: Any) -> str:
+def show_value(key: str, value: Any) -> str:
     """Format a value for an error message: short, on one line, with secrets hidden."""
     if isinstance(value, Mapping):
         return "a mapping"
@@ -167,16 +169,16 @@ def _bind(target: Callable[..., Any], options: Mapping[str, Any], what: str) -> 
         signature.bind(**options)
     except TypeError as error:
         text = f"{what} takes {', '.join(signature.parameters) or 'no options'}: {error}"
-        raise OptionError(Wrong("", text)) from None
+        raise OptionError(InvalidOption("", text)) from None
 
 
 def _explain(
     error: ValidationError, options: Mapping[str, Any], known: Sequence[str], what: str
-) -> list[Wrong]:
+) -> list[InvalidOption]:
     errors = error.errors(include_url=False)
     unknown = [str(details["loc"][-1]) for details in errors if details["type"] in _UNKNOWN]
     misspelled = {nearest(name, known) for name in unknown}
-    by_key: dict[Key, list[Wrong]] = {}
+    by_key: dict[Key, list[InvalidOption]] = {}
     for details in errors:
         if details["type"] in _MISSING and details["loc"][-1] in misspelled:
             continue  # it is set, under a misspelled name
@@ -187,19 +189,21 @@ def _explain(
     return [wrong for key in deepest for wrong in _merged(by_key[key])]
 
 
-def _explain_one(details: ErrorDetails, key: Key, known: Sequence[str], what: str) -> list[Wrong]:
+def _explain_one(details: ErrorDetails, key: Key, known: Sequence[str], what: str) -> list[InvalidOption]:
     option, kind = ".".join(map(str, key)), details["type"]
     if kind in _MISSING:
-        return [Wrong(option, f"is missing; {what} needs it")]
+        return [InvalidOption(option, f"is missing; {what} needs it")]
     if kind in _UNKNOWN and len(key) == 1:
         hint = did_you_mean(nearest(option, known))
-        return [Wrong(option, f"is not an option of {what}{hint} (options: {', '.join(known) or 'none'})")]
+        return [
+            InvalidOption(option, f"is not an option of {what}{hint} (options: {', '.join(known) or 'none'})")
+        ]
     if kind in _UNKNOWN:
-        return [Wrong(option, "is an unknown key")]
+        return [InvalidOption(option, "is an unknown key")]
     inner = details.get("ctx", {}).get("error")
     if isinstance(inner, OptionError):
         return list((inner.within(option) if option else inner).wrong)
-    return [Wrong(option, explain_value(details), details["input"] if key else ...)]
+    return [InvalidOption(option, explain_value(details), details["input"] if key else ...)]
 
 
 def _in_options(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
@@ -217,7 +221,7 @@ def _in_options(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
     return tuple(key)
 
 
-def _merged(errors: list[Wrong]) -> list[Wrong]:
+def _merged(errors: list[InvalidOption]) -> list[InvalidOption]:
     """Merge the errors of several union branches about the same option."""
     if len({error.option for error in errors}) > 1 or len(errors) == 1:
         return errors

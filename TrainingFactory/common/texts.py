@@ -25,7 +25,7 @@ def valid_text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
 
 
-def clean(text: str) -> str:
+def escape_control(text: str) -> str:
     """Escape the control characters that a terminal would interpret: ESC becomes \\x1b."""
     return "".join(
         character
@@ -35,11 +35,11 @@ def clean(text: str) -> str:
     )
 
 
-def count(number: int, thing: str) -> str:
+def pluralize(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def bounded(text: str, limit: int) -> str:
+def truncate_middle(text: str, limit: int) -> str:
     """Truncate a text to about `limit` characters, with a marker in the middle, and make it valid Unicode."""
     if len(text) > limit:
         head, cut = limit * 3 // 4, len(text) - limit
@@ -59,19 +59,19 @@ def message_of(error: BaseException) -> str:
         text = str(error)
     except Exception:  # `__str__` may be a user's code
         text = ""
-    return clean(" ".join(text.split())[:MAX_ERROR_CHARS])
+    return escape_control(" ".join(text.split())[:MAX_ERROR_CHARS])
 
 
-def without(data: Any, secrets: Sequence[str]) -> Any:
+def redact(data: Any, secrets: Sequence[str]) -> Any:
     """Return JSON data with `secrets` replaced by *** in all strings, including keys."""
     if isinstance(data, str):
         for secret in secrets:
             data = data.replace(secret, "***")
         return data
     if isinstance(data, list):
-        return [without(item, secrets) for item in data]
+        return [redact(item, secrets) for item in data]
     if isinstance(data, dict):
-        return {without(key, secrets): without(value, secrets) for key, value in data.items()}
+        return {redact(key, secrets): redact(value, secrets) for key, value in data.items()}
     return data
 
 
@@ -118,6 +118,6 @@ def environment_secrets() -> list[str]:
     return sorted(values, key=len, reverse=True)
 
 
-def redacted(data: Any) -> Any:
+def redact_environment(data: Any) -> Any:
     """Return JSON data with the secrets of the environment variables replaced by ***."""
-    return without(data, environment_secrets())
+    return redact(data, environment_secrets())

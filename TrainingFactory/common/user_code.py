@@ -35,7 +35,7 @@ def split_name(name: str) -> tuple[str, str]:
     return file, member
 
 
-def opened(kind: str, name: str) -> tuple[ModuleType, Path, str]:
+def import_named(kind: str, name: str) -> tuple[ModuleType, Path, str]:
     """Import `file.py` or `file.py:member`. Return the module, its path and the member ("" if there is none)."""
     file, member = split_name(name)
     path = Path(file).expanduser()
@@ -46,15 +46,15 @@ def opened(kind: str, name: str) -> tuple[ModuleType, Path, str]:
         return _import_file(path), path, member
 
 
-def chosen(kind: str, name: str) -> tuple[Path, str, list[Any]]:
+def load_objects(kind: str, name: str) -> tuple[Path, str, list[Any]]:
     """Import `file.py` or `file.py:member`. Return path, member name, and the member alone or all definitions."""
-    module, path, member = opened(kind, name)
+    module, path, member = import_named(kind, name)
     if member and member not in vars(module):
         raise ValueError(f"{path} does not define {member!r}")
-    return path, member, [vars(module)[member]] if member else defined(module)
+    return path, member, [vars(module)[member]] if member else own_definitions(module)
 
 
-def defined(module: ModuleType) -> list[Any]:
+def own_definitions(module: ModuleType) -> list[Any]:
     """Return the objects that a file defines itself, without those that it imports."""
     return [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
 
@@ -78,7 +78,7 @@ def _import_file(path: Path) -> ModuleType:
     except SyntaxError as error:
         raise ValueError(f"{error.filename}:{error.lineno}: {error.msg}") from error
     except (Exception, SystemExit) as error:  # raised by the user's code
-        raise told(error) from error
+        raise as_value_error(error) from error
     _loaded[path] = (stamp, module)
     return module
 
@@ -114,11 +114,11 @@ def _pop_modules(names: Collection[str]) -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in modules}
 
 
-def told(error: BaseException) -> ValueError:
+def as_value_error(error: BaseException) -> ValueError:
     """Convert an exception of a user's code to a ValueError with file and line. Return our own ValueErrors as is."""
-    if isinstance(error, ValueError) and is_plain(error):
+    if isinstance(error, ValueError) and has_plain_message(error):
         return error
-    frames = own_frames(error)
+    frames = user_frames(error)
     location = f"{frames[-1].file}:{frames[-1].line}: " if frames else ""
     return ValueError(f"{location}{type(error).__name__}: {error}")
 
@@ -130,7 +130,7 @@ class Frame:
     function: str  # qualified name
 
 
-def own_frames(error: BaseException) -> list[Frame]:
+def user_frames(error: BaseException) -> list[Frame]:
     """Return the traceback's frames in the user's code, innermost last, without those of installed packages."""
     return [
         Frame(frame.f_code.co_filename, line, frame.f_code.co_qualname.rpartition("<locals>.")[2])
@@ -139,22 +139,22 @@ def own_frames(error: BaseException) -> list[Frame]:
     ]
 
 
-def place_of(error: BaseException) -> str:
+def location_of(error: BaseException) -> str:
     """Return ` (rewards.py:12)`, the innermost location in the user's code, or "" if there is none."""
-    frames = own_frames(error)
+    frames = user_frames(error)
     return f" ({Path(frames[-1].file).name}:{frames[-1].line})" if frames else ""
 
 
-def failure(error: BaseException, who: str = "") -> str:
+def describe_failure(error: BaseException, who: str = "") -> str:
     """Describe in one line who failed (default: the user's reward function), where and why."""
-    frames, plain = own_frames(error), is_plain(error)
+    frames, plain = user_frames(error), has_plain_message(error)
     if not frames and not who:
         return (message_of(error) if plain else "") or describe(error)
     reason = f": {message_of(error)}" if plain else f" raised {describe(error)}"
-    return f"{who or f'the reward {frames[0].function}'}{place_of(error)}{reason}"
+    return f"{who or f'the reward {frames[0].function}'}{location_of(error)}{reason}"
 
 
-def is_plain(error: BaseException) -> bool:
+def has_plain_message(error: BaseException) -> bool:
     """Return whether the message needs no exception type: one of our exceptions, or a ValueError from our code."""
     if type(error).__module__.partition(".")[0] == PACKAGE.name:
         return True

@@ -13,7 +13,7 @@ from yaml.composer import Composer
 
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.config.names import ALIASES, expand, full_key
-from TrainingFactory.config.problems import COMMAND_LINE, ConfigError, Places, Problem
+from TrainingFactory.config.problems import COMMAND_LINE, ConfigError, KeyLocations, Problem
 from TrainingFactory.config.schema import TrainingConfig
 
 Key = tuple[str | int, ...]
@@ -86,7 +86,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     data = expand(read_yaml(Path(path), locations, problems)) if path is not None else {}
     for override in overrides:
         _apply(override, data, locations, problems)
-    places = Places(locations, str(path) if path is not None else "")
+    places = KeyLocations(locations, str(path) if path is not None else "")
     try:
         config = TrainingConfig(**data)
         if not problems:

@@ -37,19 +37,19 @@ ALIASES = {
     "registry.register": "registry.checkpoint",
 }
 # Likely wrong guesses -> the correct keys.
-GUESSED = {
+WRONG_GUESSES = {
     "reward.function": "reward.type=function and reward.options.function=FILE.py:NAME",
     "reward.rule": "reward.type=rule_based and reward.options.rule=NAME",
     "reward.verify": "reward.type=tool_verified and reward.options.verify=NAME",
     "reward.base_url": "reward.type=model_judge and reward.options.base_url=URL",
 }
 # Key that a plain string instead of a section sets: `model: qwen3-4b` is `model: {name: qwen3-4b}`.
-SHORT = {"model": "name", "environment": "environment_id", "reward": "type"}
+SHORT_KEYS = {"model": "name", "environment": "environment_id", "reward": "type"}
 
 
 def full_key(key: str) -> str:
     """Resolve an alias: `environment_id` and `environment` are `environment.environment_id`."""
-    return f"{key}.{SHORT[key]}" if key in SHORT else ALIASES.get(key, key)
+    return f"{key}.{SHORT_KEYS[key]}" if key in SHORT_KEYS else ALIASES.get(key, key)
 
 
 def expand(data: dict[Any, Any]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def expand(data: dict[Any, Any]) -> dict[str, Any]:
     # YAML reads an empty section (all its lines commented out) as null: use its defaults.
     data = {str(key): value for key, value in data.items() if value is not None}
     full = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
-    for section, key in SHORT.items():
+    for section, key in SHORT_KEYS.items():
         if isinstance(full.get(section), str | os.PathLike):
             full[section] = {key: full[section]}
     if isinstance(full.get("tools"), list):

@@ -7,15 +7,15 @@ from typing import Any
 from TrainingFactory.config.schema import TrainingConfig
 
 # key -> (value that describes the present behaviour, notice for any other value)
-NOT_YET: dict[str, tuple[Any, str]] = {
+UNIMPLEMENTED: dict[str, tuple[Any, str]] = {
     "environment.async_execution": (True, "tools always run while other episodes are sampled"),
 }
 
 
-def not_yet(config: TrainingConfig) -> list[str]:
+def unimplemented_notices(config: TrainingConfig) -> list[str]:
     """Return one notice per requested feature that is not implemented yet."""
     notices = []
-    for key, (current, text) in NOT_YET.items():
+    for key, (current, text) in UNIMPLEMENTED.items():
         section_name, name = key.split(".")
         section = getattr(config, section_name)
         if name in section.model_fields_set and getattr(section, name) != current:
@@ -23,6 +23,6 @@ def not_yet(config: TrainingConfig) -> list[str]:
     return notices
 
 
-def changed(config: TrainingConfig, section: str) -> list[str]:
+def changed_keys(config: TrainingConfig, section: str) -> list[str]:
     """Return the keys of a section that differ from their defaults (a run's config sets all keys explicitly)."""
     return [f"{section}.{key}" for key in getattr(config, section).model_dump(exclude_defaults=True)]

@@ -9,8 +9,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from TrainingFactory.common.options import OptionError, did_you_mean, explain_value, nearest, show
-from TrainingFactory.config.names import ALIASES, GUESSED
+from TrainingFactory.common.options import OptionError, did_you_mean, explain_value, nearest, show_value
+from TrainingFactory.config.names import ALIASES, WRONG_GUESSES
 
 COMMAND_LINE = "command line"
 
@@ -26,12 +26,12 @@ class Problem:
 
     def __str__(self) -> str:
         key = dotted(self.key)
-        got = "" if self.value is ... else f" (got {show(key, self.value)})"
+        got = "" if self.value is ... else f" (got {show_value(key, self.value)})"
         return ": ".join(part for part in (self.where, key, self.text + got) if part)
 
 
 @dataclass(slots=True)
-class Places:
+class KeyLocations:
     """File and line of each key. Ignored in comparisons: configs with equal values are equal."""
 
     found: dict[tuple[str | int, ...], str] = field(default_factory=dict, compare=False)
@@ -72,12 +72,12 @@ def dotted(key: Iterable[str | int]) -> str:
     return ".".join(str(part) for part in key)
 
 
-def leaves(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+def fields_by_key(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     """Return the field of every dotted key, without an index for keys of list entries."""
     fields: dict[str, Any] = {}
     for name, info in model.model_fields.items():
         section = section_of(info.annotation)
-        fields |= leaves(section, f"{prefix}{name}.") if section else {prefix + name: info}
+        fields |= fields_by_key(section, f"{prefix}{name}.") if section else {prefix + name: info}
     return fields
 
 
@@ -89,7 +89,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def explain(error: ValidationError, root: type[BaseModel]) -> list[Problem]:
+def problems_of(error: ValidationError, root: type[BaseModel]) -> list[Problem]:
     return [_explain(details, root) for details in error.errors(include_url=False)]
 
 
@@ -97,7 +97,7 @@ def _explain(details: ErrorDetails, root: type[BaseModel]) -> Problem:
     key, kind, value = details["loc"], details["type"], details["input"]
     if kind == "extra_forbidden" and (name := ALIASES.get(dotted(key))):
         return Problem(key, f"is an alias of {name}, which is also set; remove one of them", value)
-    if kind == "extra_forbidden" and (instead := GUESSED.get(dotted(key))):
+    if kind == "extra_forbidden" and (instead := WRONG_GUESSES.get(dotted(key))):
         return Problem(key, f"unknown key; set {instead}", value)
     if kind == "extra_forbidden":
         return Problem(key, f"unknown key{did_you_mean(_right_key(key, root))}", value)
@@ -114,8 +114,8 @@ def _explain(details: ErrorDetails, root: type[BaseModel]) -> Problem:
 
 def _option_of_algorithm(value: Any, root: type[BaseModel]) -> str | None:
     """Return the option that selects a variant which other libraries treat as an algorithm: dpo.loss_kind=orpo."""
-    algorithms = get_args(leaves(root)["training.algorithm"].annotation)
-    for full, info in leaves(root).items():
+    algorithms = get_args(fields_by_key(root)["training.algorithm"].annotation)
+    for full, info in fields_by_key(root).items():
         if full.partition(".")[0] in algorithms and value in get_args(info.annotation):
             return f"{full}={value}"
     return None
@@ -137,6 +137,6 @@ def _right_key(key: tuple[str | int, ...], root: type[BaseModel]) -> str | None:
     aliases = [name for section, _, name in split if section == dotted(parents)]
     if sibling := nearest(str(last), [*siblings, *aliases]):
         return dotted([*parents, sibling])
-    by_name = {full.rsplit(".", 1)[-1]: full for full in leaves(root)}
+    by_name = {full.rsplit(".", 1)[-1]: full for full in fields_by_key(root)}
     name = nearest(str(last), by_name, cutoff=0.8)
     return by_name[name] if name else None

@@ -18,7 +18,7 @@ from TrainingFactory.config.algorithms import (
     SFTSection,
 )
 from TrainingFactory.config.names import expand
-from TrainingFactory.config.problems import ConfigError, Places, Problem, explain
+from TrainingFactory.config.problems import ConfigError, KeyLocations, Problem, problems_of
 from TrainingFactory.config.section import PathText, Section
 
 
@@ -144,7 +144,7 @@ RewardType = Literal[
 ]
 
 
-class OneReward(Section):
+class SingleRewardSection(Section):
     type: RewardType = "environment"
     """Reward that scores an episode. environment: the environment's own reward method; learned: a reward model;
     function: your Python function."""
@@ -163,14 +163,14 @@ class OneReward(Section):
     """process_reward: reward per good step. Empty: correct_tool 0.5, clear_reasoning 0.3, efficient_path 0.2."""
 
 
-class RewardPart(OneReward):
+class RewardPart(SingleRewardSection):
     type: RewardType  # pyright: ignore[reportGeneralTypeIssues]  # no default here
     """Reward type of this part, as above; required."""
     weight: float = 1.0
     """Factor applied to the outcome and step rewards of this part."""
 
 
-class RewardSection(OneReward):
+class RewardSection(SingleRewardSection):
     parts: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Sum of several rewards, each with its own type, instead of a single one: {answer: {type: rule_based, weight: 1.0,
     options: {rule: numeric}}, steps: {type: process_reward, weight: 0.3}}."""
@@ -220,7 +220,7 @@ class OptimizationSection(Section):
     file, or redis://HOST:PORT/0."""
 
     @property
-    def bound(self) -> int:
+    def effective_max_staleness(self) -> int:
         """Return the maximum number of steps that sampling may run ahead of training."""
         return self.max_staleness if self.async_rollout else 0
 
@@ -376,7 +376,7 @@ class TrainingConfig(Section):
     rft: RFTSection = Field(default_factory=RFTSection)
     reward_model: RewardModelSection = Field(default_factory=RewardModelSection)
 
-    _places: Places = PrivateAttr(default_factory=Places)
+    _places: KeyLocations = PrivateAttr(default_factory=KeyLocations)
 
     def wrong(self, problems: Iterable[Problem]) -> ConfigError:
         """Return a ConfigError for problems found after loading, each with the file and line of its key."""
@@ -387,7 +387,7 @@ class TrainingConfig(Section):
             super().__init__(**expand(data))
         except ValidationError as error:
             # `from None`: pydantic's message repeats the values, which may be secrets.
-            raise ConfigError(explain(error, TrainingConfig)) from None
+            raise ConfigError(problems_of(error, TrainingConfig)) from None
 
 
 ALGORITHMS: tuple[str, ...] = get_args(TrainingSection.model_fields["algorithm"].annotation)

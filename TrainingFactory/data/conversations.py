@@ -11,11 +11,11 @@ from itertools import pairwise
 from typing import Any
 
 from TrainingFactory.common.openai_format import message_from_dict, spec_from_dict
-from TrainingFactory.data.trajectories import Kept
+from TrainingFactory.data.trajectories import CompactTrajectory
 from TrainingFactory.types import Message, Reward, ToolSpec
 
 # Returns why arguments do not match a tool's schema, or None. Passed in, because this layer does not know schemas.
-Fits = Callable[[ToolSpec, dict[str, Any]], str | None]
+CallChecker = Callable[[ToolSpec, dict[str, Any]], str | None]
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -30,7 +30,7 @@ class Conversation:
     id: str
     messages: list[Message]
     tools: list[ToolSpec] = field(default_factory=list)
-    recorded: Kept | None = None  # the recorded trajectory, with its tokens
+    recorded: CompactTrajectory | None = None  # the recorded trajectory, with its tokens
     context: int = 0  # number of leading messages that are not trained, whatever their role
     reward: Reward | None = None
     steps: list[str] = field(default_factory=list)  # labelled steps of the last message
@@ -43,35 +43,35 @@ class Conversation:
         return next(n for n, role in enumerate(roles) if role == "assistant" and n >= self.context)
 
 
-def conversation_in(columns: Mapping[str, Any], name: str, bad: bool = False) -> list[Message]:
+def read_conversation(columns: Mapping[str, Any], name: str, bad: bool = False) -> list[Message]:
     """Return the conversation in a column. `bad`: keep invalid calls as text instead of raising ValueError."""
-    rows = as_list(columns[name], name)
+    rows = read_list(columns[name], name)
     if not rows:
         raise ValueError(f'has an empty "{name}"')
     if all(isinstance(row, Mapping) and "from" in row for row in rows):
         rows = _from_sharegpt(rows, name, bad)
-    return named_replies(with_system(columns, messages_in(rows, name, bad)))
+    return name_tool_messages(with_system(columns, read_messages(rows, name, bad)))
 
 
 def text_or_messages(columns: Mapping[str, Any], name: str, role: str, bad: bool = False) -> list[Message]:
     """Return the messages in a column of messages or strings of `role`. `bad` as in `conversation_in`."""
     value = columns[name]
     if isinstance(value, str) and value.lstrip().startswith("[{") and '"role"' in value:
-        value = as_list(value, name)
+        value = read_list(value, name)
     if isinstance(value, str):
         value = [{"role": role, "content": value}] if value.strip() else []
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list) or not value:
         raise ValueError(f'has an invalid "{name}": it must be a non-empty string or list of messages')
-    return messages_in(value, name, bad)
+    return read_messages(value, name, bad)
 
 
-def prompt_in(columns: Mapping[str, Any]) -> list[Message]:
+def read_prompt(columns: Mapping[str, Any]) -> list[Message]:
     return with_system(columns, text_or_messages(columns, "prompt", "user"))
 
 
-def messages_in(rows: Sequence[Any], name: str, bad: bool = False) -> list[Message]:
+def read_messages(rows: Sequence[Any], name: str, bad: bool = False) -> list[Message]:
     messages = []
     if any(isinstance(row, Mapping) and row.get("role") in ("tool_call", "tool_response") for row in rows):
         rows = _from_sharegpt([{"from": row["role"], "value": row.get("content")} for row in rows], name, bad)
@@ -92,9 +92,9 @@ def messages_in(rows: Sequence[Any], name: str, bad: bool = False) -> list[Messa
     return messages
 
 
-def tools_in(columns: Mapping[str, Any]) -> list[ToolSpec]:
+def read_tools(columns: Mapping[str, Any]) -> list[ToolSpec]:
     specs = []
-    for number, row in enumerate(as_list(columns.get("tools") or [], "tools")):
+    for number, row in enumerate(read_list(columns.get("tools") or [], "tools")):
         try:
             spec = spec_from_dict(json.loads(row) if isinstance(row, str) else row)
             if isinstance(spec.parameters, str):  # some datasets store them as a JSON string
@@ -107,7 +107,7 @@ def tools_in(columns: Mapping[str, Any]) -> list[ToolSpec]:
     return specs
 
 
-def as_list(value: Any, name: str) -> list[Any]:
+def read_list(value: Any, name: str) -> list[Any]:
     """Return the list in a column, which holds a list or a JSON string of one."""
     if isinstance(value, str):
         try:
@@ -119,7 +119,7 @@ def as_list(value: Any, name: str) -> list[Any]:
     return list(value)
 
 
-def checked(messages: Sequence[Message], name: str = "messages") -> list[Message]:
+def check_roles(messages: Sequence[Message], name: str = "messages") -> list[Message]:
     """Check the roles, and return the messages up to the last assistant message: later ones are never trained."""
     ends = [number for number, message in enumerate(messages) if message.role == "assistant"]
     if not ends:
@@ -134,7 +134,7 @@ def checked(messages: Sequence[Message], name: str = "messages") -> list[Message
     return list(messages[: ends[-1] + 1])
 
 
-def check_calls(conversation: Conversation, name: str, fits: Fits | None) -> None:
+def check_calls(conversation: Conversation, name: str, fits: CallChecker | None) -> None:
     """Raise ValueError if a call in a positive example is invalid or does not match the row's tools."""
     specs = {spec.name: spec for spec in conversation.tools}
     for number, message in enumerate(conversation.messages):
@@ -150,7 +150,7 @@ def check_calls(conversation: Conversation, name: str, fits: Fits | None) -> Non
                 raise ValueError(f"has a call {place} with invalid arguments: {problem}")
 
 
-def named_replies(messages: list[Message]) -> list[Message]:
+def name_tool_messages(messages: list[Message]) -> list[Message]:
     """Set the tool name of tool messages, by call id or order, because some chat templates print it."""
     names: dict[str, str] = {}
     pending: list[str] = []

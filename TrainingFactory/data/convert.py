@@ -25,15 +25,15 @@ from itertools import chain
 from typing import Any, Literal
 
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
-from TrainingFactory.data.datasets import Row
-from TrainingFactory.data.examples import PAIRS, Form, useless
-from TrainingFactory.data.ranking import best_and_worst, one_sided, total
+from TrainingFactory.data.datasets import DatasetRow
+from TrainingFactory.data.examples import PAIRS, Form, reason_unusable
+from TrainingFactory.data.ranking import best_and_worst, one_sided_warning, total
 from TrainingFactory.data.trajectories import trajectory_from_dict
 from TrainingFactory.types import Status, Trajectory
 
 Layout = Literal["trl", "swift"]
 
-THRESHOLDS: dict[Form, float] = {"kto": 0.5, "prm": 0.0}
+DEFAULT_THRESHOLDS: dict[Form, float] = {"kto": 0.5, "prm": 0.0}
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Filters:
 
 
 @dataclass(slots=True)
-class Converted:
+class ConversionResult:
     """Converted rows. `dropped` counts episodes or pairs by reason; `note` is a warning about one-sided labels."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -80,9 +80,9 @@ class _Episode:
     steps: list[float]
 
 
-def convert(rows: Iterable[Row], to: Form, filters: Filters | None = None) -> Converted:
+def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None) -> ConversionResult:
     """Convert the rows of a trajectories file to the form `to`. Reads one row at a time."""
-    filters, result = filters or Filters(), Converted()
+    filters, result = filters or Filters(), ConversionResult()
     episodes: list[_Episode] = []
     for row in rows:
         result.read += 1
@@ -91,28 +91,28 @@ def convert(rows: Iterable[Row], to: Form, filters: Filters | None = None) -> Co
             result.dropped[episode] += 1
         else:
             episodes.append(episode)
-    threshold = THRESHOLDS.get(to, 0.0) if filters.threshold is None else filters.threshold
+    threshold = DEFAULT_THRESHOLDS.get(to, 0.0) if filters.threshold is None else filters.threshold
     if to in PAIRS:
         converted = _pairs(episodes, filters, result.dropped)
     else:
         converted = [_single(episode, to, threshold) for episode in episodes]
-    if to in THRESHOLDS:
+    if to in DEFAULT_THRESHOLDS:
         rewards = [reward for e in episodes for reward in (e.steps if to == "prm" else [e.reward])]
-        result.note = one_sided(rewards, threshold, "--threshold")
+        result.note = one_sided_warning(rewards, threshold, "--threshold")
     if filters.dedupe:
         converted = _deduplicated(converted, result.dropped)
     result.rows = converted if filters.max_per_task is None else _limited(converted, filters, result.dropped)
     return result
 
 
-def _read(row: Row, to: Form, filters: Filters) -> _Episode | str:
+def _read(row: DatasetRow, to: Form, filters: Filters) -> _Episode | str:
     """Return the episode of a row, or why it is dropped."""
     try:
         episode = trajectory_from_dict(row.columns)
     except (ValueError, KeyError, TypeError, AttributeError):
         return "is not a trajectory"
     reward = None if episode.reward is None else total(episode.reward)
-    if reason := useless(episode, to) or _filtered_by(episode, reward, filters):
+    if reason := reason_unusable(episode, to) or _filtered_by(episode, reward, filters):
         return reason
     if any(turn.signals.get("proxy/row", 1) > 1 for turn in episode.turns):  # from a user's own agent
         return "has several conversations"

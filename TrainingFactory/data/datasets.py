@@ -10,18 +10,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from TrainingFactory.common.options import Unknown
+from TrainingFactory.common.options import UnknownNameError
 from TrainingFactory.common.texts import describe
 
-FILES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
-KINDS = "a JSONL, JSON, Parquet or CSV file, a folder saved by datasets, or a dataset id on the hub"
+FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+SOURCES = "a JSONL, JSON, Parquet or CSV file, a folder saved by datasets, or a dataset id on the hub"
 MAX_PROBLEMS = 10  # reported in one error
-Made = TypeVar("Made")
-WRAPPERS = ("data", "rows", "examples")  # keys under which a JSON file may have its list
+T = TypeVar("T")
+LIST_KEYS = ("data", "rows", "examples")  # keys under which a JSON file may have its list
 
 
 @dataclass(slots=True)
-class Row:
+class DatasetRow:
     """The columns of a row. `problem` is why the row is invalid; in messages it follows the location `where`."""
 
     where: str
@@ -29,19 +29,21 @@ class Row:
     problem: str | None = None
 
 
-def read_rows(source: Any, split: str = "train", columns: Mapping[str, str] | None = None) -> Iterator[Row]:
+def read_rows(
+    source: Any, split: str = "train", columns: Mapping[str, str] | None = None
+) -> Iterator[DatasetRow]:
     """Yield the rows of a path, a hub id (`name` or `name:configuration`), a `datasets.Dataset` or dicts. `columns`
     maps expected to actual column names: {"prompt": "question"}."""
     try:
         rows = _rows(source, split)
         yield from (_renamed(row, columns) for row in rows) if columns else rows
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8 text: {error.reason}; expected {KINDS}") from error
+        raise ValueError(f"{source} is not UTF-8 text: {error.reason}; expected {SOURCES}") from error
 
 
 def is_path(name: str) -> bool:
     """Return whether a name can only be a file or folder, not a hub id."""
-    return name.lower().endswith(FILES) or name.startswith((".", "/", "~"))
+    return name.lower().endswith(FILE_SUFFIXES) or name.startswith((".", "/", "~"))
 
 
 def builtin_dataset(name: str) -> Path | None:
@@ -50,7 +52,7 @@ def builtin_dataset(name: str) -> Path | None:
     return path if path.parent.name == "builtin" and path.is_file() else None
 
 
-def _rows(source: Any, split: str) -> Iterator[Row]:
+def _rows(source: Any, split: str) -> Iterator[DatasetRow]:
     if not isinstance(source, str | Path):
         return _of_objects(source, split)
     path = Path(source).expanduser()
@@ -62,13 +64,13 @@ def _rows(source: Any, split: str) -> Iterator[Row]:
     if (builtin := builtin_dataset(str(source))) is not None:
         return _of_lines(builtin)
     if is_path(str(source)):
-        raise ValueError(f"data file not found: {path}; expected {KINDS}")
+        raise ValueError(f"data file not found: {path}; expected {SOURCES}")
     return _of_dicts(_from_hub(str(source), split), str(source), arrow=True)
 
 
-def _of_lines(path: Path) -> Iterator[Row]:
+def _of_lines(path: Path) -> Iterator[DatasetRow]:
     """Read JSONL. Invalid lines are held back until the first valid one; without any, the file has another format."""
-    pending: list[Row] = []
+    pending: list[DatasetRow] = []
     any_valid = False
     # utf-8-sig: some programs write a byte order mark. surrogatepass: model output may contain lone surrogates.
     with path.open(encoding="utf-8-sig", errors="surrogatepass") as file:
@@ -81,35 +83,37 @@ def _of_lines(path: Path) -> Iterator[Row]:
                 pending.clear()
     if pending:
         first = f"{pending[0].where} {pending[0].problem}"
-        raise ValueError(f"{first}, and no line of the file is a JSON object; expected {KINDS}")
+        raise ValueError(f"{first}, and no line of the file is a JSON object; expected {SOURCES}")
 
 
-def _of_line(line: str, where: str) -> Row:
+def _of_line(line: str, where: str) -> DatasetRow:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return Row(where, {}, f"is not valid JSON: {error}")
+        return DatasetRow(where, {}, f"is not valid JSON: {error}")
     if not isinstance(row, dict):
-        return Row(where, {}, f"must be an object with the columns of the row, not {line.strip()[:40]}")
-    return Row(where, _without_nulls(row, deep=False))
+        return DatasetRow(
+            where, {}, f"must be an object with the columns of the row, not {line.strip()[:40]}"
+        )
+    return DatasetRow(where, _without_nulls(row, deep=False))
 
 
-def _of_json(path: Path) -> Iterator[Row]:
+def _of_json(path: Path) -> Iterator[DatasetRow]:
     """Read a list of objects, at the top level or under a key such as `data`; fall back to JSONL."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig", errors="surrogatepass") or "[]")
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             return _of_lines(path)
-        raise ValueError(f"{path} is not valid JSON: {error}; expected {KINDS}") from error
+        raise ValueError(f"{path} is not valid JSON: {error}; expected {SOURCES}") from error
     if isinstance(value, dict):
-        value = next((value[key] for key in WRAPPERS if isinstance(value.get(key), list)), [value])
+        value = next((value[key] for key in LIST_KEYS if isinstance(value.get(key), list)), [value])
     if not isinstance(value, list):
         raise ValueError(f"{path} must contain a list of objects, not {str(value)[:40]}")
     return _of_dicts(value, str(path))
 
 
-def _of_csv(path: Path) -> Iterator[Row]:
+def _of_csv(path: Path) -> Iterator[DatasetRow]:
     csv.field_size_limit(2**31 - 1)  # characters; a conversation can be long
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
@@ -117,24 +121,24 @@ def _of_csv(path: Path) -> Iterator[Row]:
             ragged = None in row or None in row.values()
             problem = f"must have {len(reader.fieldnames or ())} cells, like the header" if ragged else None
             columns = {name: cell for name, cell in row.items() if cell != ""}
-            yield Row(f"{path}, line {reader.line_num}", columns, problem)
+            yield DatasetRow(f"{path}, line {reader.line_num}", columns, problem)
 
 
-def _of_parquet(path: Path) -> Iterator[Row]:
+def _of_parquet(path: Path) -> Iterator[DatasetRow]:
     import pyarrow.parquet
 
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a Parquet file: {error}; expected {KINDS}") from error
+        raise ValueError(f"{path} is not a Parquet file: {error}; expected {SOURCES}") from error
     return _of_dicts((row for batch in batches for row in batch.to_pylist()), str(path), arrow=True)
 
 
-def _of_folder(path: Path, split: str) -> Iterator[Row]:
+def _of_folder(path: Path, split: str) -> Iterator[DatasetRow]:
     if (path / "trajectories.jsonl").is_file():  # a run folder
         return _of_lines(path / "trajectories.jsonl")
     if not any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
-        files = [path / f"{split}{ending}" for ending in FILES]
+        files = [path / f"{split}{ending}" for ending in FILE_SUFFIXES]
         if (split_file := next((file for file in files if file.is_file()), None)) is not None:
             return _rows(split_file, split)
         raise ValueError(
@@ -154,7 +158,7 @@ def _from_hub(source: str, split: str) -> Any:
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # any error of the library or the network
         text = f"{source} is not a local file, and loading its split {split!r} from the hub failed"
-        raise Unknown(source, f"{text}: {describe(error)}. Expected {KINDS}") from error
+        raise UnknownNameError(source, f"{text}: {describe(error)}. Expected {SOURCES}") from error
 
 
 def _split_of(dataset: Any, name: str, split: str) -> Any:
@@ -165,22 +169,22 @@ def _split_of(dataset: Any, name: str, split: str) -> Any:
     return dataset[split]
 
 
-def _of_objects(source: Any, split: str) -> Iterator[Row]:
+def _of_objects(source: Any, split: str) -> Iterator[DatasetRow]:
     source = _split_of(source, "the dataset", split)
     if not isinstance(source, Iterable):
-        raise ValueError(f"a dataset must be {KINDS}, or a list of dicts, not a {type(source).__name__}")
+        raise ValueError(f"a dataset must be {SOURCES}, or a list of dicts, not a {type(source).__name__}")
     return _of_dicts(source, None, arrow=type(source).__module__.startswith("datasets."))
 
 
-def _of_dicts(rows: Iterable[Any], name: str | None, arrow: bool = False) -> Iterator[Row]:
+def _of_dicts(rows: Iterable[Any], name: str | None, arrow: bool = False) -> Iterator[DatasetRow]:
     for number, row in enumerate(rows):
         where = f"row {number} of the dataset" if name is None else f"{name}, row {number}"
-        if isinstance(row, Row):  # already read
+        if isinstance(row, DatasetRow):  # already read
             yield row
         elif isinstance(row, Mapping):
-            yield Row(where, _without_nulls(row, deep=arrow))
+            yield DatasetRow(where, _without_nulls(row, deep=arrow))
         else:
-            yield Row(where, {}, f"must be an object with the columns of the row, not {str(row)[:40]}")
+            yield DatasetRow(where, {}, f"must be an object with the columns of the row, not {str(row)[:40]}")
 
 
 def _without_nulls(value: Any, deep: bool) -> Any:
@@ -200,7 +204,7 @@ def column_at(columns: Mapping[str, Any], name: str) -> Any:
     return column_at(inner, rest) if isinstance(inner, Mapping) else None
 
 
-def _renamed(row: Row, names: Mapping[str, str]) -> Row:
+def _renamed(row: DatasetRow, names: Mapping[str, str]) -> DatasetRow:
     renamed = {expected: column_at(row.columns, actual) for expected, actual in names.items()}
     missing = [f"{names[expected]!r} for {expected}" for expected, value in renamed.items() if value is None]
     if missing and row.problem is None:
@@ -210,17 +214,17 @@ def _renamed(row: Row, names: Mapping[str, str]) -> Row:
     return row
 
 
-def read_each(
+def parse_rows(
     source: Any,
     what: str,
-    read: Callable[[Row, int], Made],
+    read: Callable[[DatasetRow, int], T],
     split: str = "train",
     count: int | None = None,
     columns: Mapping[str, str] | None = None,
-) -> list[Made]:
+) -> list[T]:
     """Call `read` on the first `count` rows and their numbers (None: all), and return the results. Report every
     ValueError, after the row's location such as "FILE, line N", in one ValueError."""
-    results: list[Made] = []
+    results: list[T] = []
     problems: list[str] = []
     for number, row in enumerate(islice(read_rows(source, split, columns), count), 1):
         try:
@@ -230,14 +234,14 @@ def read_each(
         except ValueError as error:
             problems.append(f"{row.where} {error}")
     if problems:
-        raise ValueError(in_one(problems))
+        raise ValueError(join_problems(problems))
     if not results:
         name = source if isinstance(source, str | Path) else "the dataset"
         raise ValueError(f"{name} is empty; it must contain {what}, one per row")
     return results
 
 
-def in_one(problems: Sequence[str]) -> str:
+def join_problems(problems: Sequence[str]) -> str:
     """Join the first `MAX_PROBLEMS` problems, with the number of further ones."""
     more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
     return "\n".join([*problems[:MAX_PROBLEMS], *more])

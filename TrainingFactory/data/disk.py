@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-SUMS = "SHA256SUMS"  # in the format of `sha256sum -c`
+CHECKSUM_FILE = "SHA256SUMS"  # in the format of `sha256sum -c`
 # Training state of a checkpoint: large, and only needed to resume. Earlier versions wrote the second name.
-STATE = ("learner/state.safetensors", "learner.safetensors")
+TRAINING_STATE_FILES = ("learner/state.safetensors", "learner.safetensors")
 MAX_FILE = 16 << 20  # bytes, of a file read as a whole
 MAX_LINE = 64 << 20  # bytes
 # Do not block on a FIFO and do not follow symbolic links. Windows has neither flag.
-CAREFUL = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+SAFE_OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
 def sync(*paths: Path) -> None:
@@ -38,7 +38,7 @@ def open_regular(path: Path, mode: str = "rb") -> IO[Any]:
         raise ValueError(
             f"{path} is a link to a file outside its folder. Replace it with a copy of the file."
         )
-    opener = lambda name, flags: os.open(name, flags | CAREFUL, 0o644)  # noqa: E731
+    opener = lambda name, flags: os.open(name, flags | SAFE_OPEN_FLAGS, 0o644)  # noqa: E731
     file = open(target, mode, opener=opener)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -68,7 +68,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def naming_file_on_error(path: Path) -> Iterator[None]:
     """Add the file name to an OSError; the system's own message for a full disk has none."""
     try:
         yield
@@ -76,17 +76,17 @@ def writing(path: Path) -> Iterator[None]:
         raise OSError(f"{path} could not be written ({error.strerror or error})") from error
 
 
-def write_aside(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically, through a temporary file next to it."""
     part = path.with_name(f".{path.name}.part")
-    with writing(path):
+    with naming_file_on_error(path):
         part.write_text(text, encoding="utf-8", errors="surrogatepass", newline="\n")
         sync(part)
         os.replace(part, path)
         sync(path.parent)
 
 
-def remove(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Delete a folder. Rename it first, so that nobody mistakes a partly deleted folder for a complete one."""
     if folder.exists():
         gone = folder.with_name(f".{folder.name.removeprefix('.')}.gone")
@@ -95,35 +95,35 @@ def remove(folder: Path) -> None:
         shutil.rmtree(gone)
 
 
-def write_sums(folder: Path) -> None:
+def write_checksums(folder: Path) -> None:
     """Write the SHA-256 of every file in a folder to `SUMS`."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     lines = [f"{file_digest(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
-    (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+    (folder / CHECKSUM_FILE).write_text("".join(lines), encoding="utf-8")
 
 
-def read_sums(folder: Path) -> dict[str, str]:
+def read_checksums(folder: Path) -> dict[str, str]:
     """Return the recorded digests by file. Folders of earlier versions have none."""
-    if not (folder / SUMS).is_file():
+    if not (folder / CHECKSUM_FILE).is_file():
         return {}
-    lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = (folder / CHECKSUM_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
-def drop_state(folder: Path) -> None:
+def delete_training_state(folder: Path) -> None:
     """Delete the training state of a checkpoint. Its digest is removed first: a kill in between leaves a file without a
     digest, never a digest without its file."""
-    present = [folder / name for name in STATE if (folder / name).exists()]
-    if present and (sums := read_sums(folder)):
-        kept = (f"{digest}  {name}\n" for name, digest in sums.items() if name not in STATE)
-        write_aside(folder / SUMS, "".join(kept))
+    present = [folder / name for name in TRAINING_STATE_FILES if (folder / name).exists()]
+    if present and (sums := read_checksums(folder)):
+        kept = (f"{digest}  {name}\n" for name, digest in sums.items() if name not in TRAINING_STATE_FILES)
+        write_atomically(folder / CHECKSUM_FILE, "".join(kept))
     for path in present:
         path.unlink()
 
 
-def changed(folder: Path, but: Collection[str] = ()) -> list[str]:
+def modified_files(folder: Path, but: Collection[str] = ()) -> list[str]:
     """Return the files that are missing or no longer match their recorded digests, except those in `but`."""
-    sums = {name: digest for name, digest in read_sums(folder).items() if name not in but}
+    sums = {name: digest for name, digest in read_checksums(folder).items() if name not in but}
     intact = {n for n, digest in sums.items() if (folder / n).is_file() and file_digest(folder / n) == digest}
     return sorted(sums.keys() - intact)
 

@@ -19,36 +19,36 @@ from pathlib import Path
 from typing import Any, Literal
 
 from TrainingFactory.data.conversations import (
+    CallChecker,
     Conversation,
-    Fits,
-    as_list,
     check_calls,
-    checked,
-    conversation_in,
-    named_replies,
-    prompt_in,
+    check_roles,
+    name_tool_messages,
+    read_conversation,
+    read_list,
+    read_prompt,
+    read_tools,
     text_or_messages,
-    tools_in,
     with_system,
 )
-from TrainingFactory.data.datasets import in_one, read_rows
-from TrainingFactory.data.other_forms import in_our_form
-from TrainingFactory.data.ranking import best_and_worst, one_sided, total
-from TrainingFactory.data.trajectories import Kept, trajectory_from_dict
+from TrainingFactory.data.datasets import join_problems, read_rows
+from TrainingFactory.data.other_forms import normalize_columns
+from TrainingFactory.data.ranking import best_and_worst, one_sided_warning, total
+from TrainingFactory.data.trajectories import CompactTrajectory, trajectory_from_dict
 from TrainingFactory.types import Message, Reward, ToolSpec, Trajectory
 
 Form = Literal["sft", "dpo", "kto", "rm", "prm"]
 PAIRS = ("dpo", "rm")
 COLUMNS = {"kto": ["label"], "prm": ["labels"], "dpo": ["chosen", "rejected"], "rm": ["chosen", "rejected"]}
-LOST = ("error", "tool_failure")  # statuses that the model did not cause
-WHOLE = ("messages", "conversations")
-NEEDS: dict[Form, str] = {
+FAILED_STATUSES = ("error", "tool_failure")  # statuses that the model did not cause
+CONVERSATION_COLUMNS = ("messages", "conversations")
+REQUIRED_COLUMNS: dict[Form, str] = {
     "sft": '"messages" (and "tools"), "conversations" in ShareGPT format, or "prompt" and "completion"',
     "dpo": '"chosen" and "rejected", with "prompt" or as whole conversations with a common beginning',
     "kto": '"label" with "prompt" and "completion", or with "messages"',
     "prm": '"labels" with "messages", or with "prompt" and "completions"',
 }
-NEEDS["rm"] = NEEDS["dpo"]
+REQUIRED_COLUMNS["rm"] = REQUIRED_COLUMNS["dpo"]
 TRUE, FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no")  # strings, for CSV
 
 
@@ -81,7 +81,7 @@ def load_examples(
     split: str = "train",
     count: int | None = None,
     skip_bad_rows: bool = False,
-    fits: Fits | None = None,
+    fits: CallChecker | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Examples:
     """Return the first `count` examples (None: all). Raise one ValueError with all invalid rows, or collect them in
@@ -113,12 +113,12 @@ def load_examples(
         if len(examples.found) == count and not groups:
             break
     for example in groups.values():
-        if best_and_worst(example.conversations, reward_of) is None:
+        if best_and_worst(example.conversations, total_reward_of) is None:
             examples.unused["are in a group with equal rewards"] += len(example.conversations)
             example.conversations = []
     examples.found = [example for example in examples.found if example.conversations]
     if examples.bad and not skip_bad_rows:
-        raise ValueError(in_one(examples.bad))
+        raise ValueError(join_problems(examples.bad))
     examples.found = examples.found[:count]
     if not examples.found:
         raise ValueError(_why_empty(examples, source))
@@ -126,7 +126,7 @@ def load_examples(
     return examples
 
 
-def _with_shared_specs(fits: Fits) -> Fits:
+def _with_shared_specs(fits: CallChecker) -> CallChecker:
     """Call `fits` with the same object for equal tools, because it compiles the schema of each object once."""
     specs: dict[str, ToolSpec] = {}
 
@@ -141,22 +141,24 @@ def _one_sided(examples: Examples) -> list[str]:
     conversations = [conversation for example in examples.found for conversation in example.conversations]
     note = None
     if examples.form == "kto":
-        note = one_sided([reward_of(conversation) for conversation in conversations], 0.5, "kto.threshold")
+        note = one_sided_warning(
+            [total_reward_of(conversation) for conversation in conversations], 0.5, "kto.threshold"
+        )
     elif examples.form == "prm":
         rewards = [conversation.reward for conversation in conversations if conversation.reward]
         steps = [step for reward in rewards for step in reward.steps]
-        note = one_sided(steps, 0.0, "reward_model.threshold")
+        note = one_sided_warning(steps, 0.0, "reward_model.threshold")
     return [note] if note else []
 
 
-def reward_of(conversation: Conversation) -> float:
+def total_reward_of(conversation: Conversation) -> float:
     assert conversation.reward is not None
     return total(conversation.reward)
 
 
-def useless(trajectory: Trajectory, form: str) -> str | None:
+def reason_unusable(trajectory: Trajectory, form: str) -> str | None:
     """Return why an episode cannot be used for training of this form. None: it can."""
-    if trajectory.status in LOST:
+    if trajectory.status in FAILED_STATUSES:
         return f"ended with status {trajectory.status}"
     if not trajectory.turns:
         return "have no complete turn"
@@ -175,27 +177,29 @@ def _recorded(columns: Mapping[str, Any], form: str) -> Conversation | str:
         raise ValueError(f"is not a trajectory: {error!r}") from error
     if form == "sft" and episode.turns and episode.turns[-1].completion.finish != "stop":
         episode = replace(episode, turns=episode.turns[:-1])  # a truncated turn does not show how to end one
-    if reason := useless(episode, form):
+    if reason := reason_unusable(episode, form):
         return reason
     prompt, name = episode.prompt, episode.group or episode.task.id
     messages = [*prompt, *(message for turn in episode.turns for message in (turn.message, *turn.replies))]
-    return Conversation(name, messages, episode.tools, Kept.of(episode), len(prompt), episode.reward)
+    return Conversation(
+        name, messages, episode.tools, CompactTrajectory.of(episode), len(prompt), episode.reward
+    )
 
 
 def _why_empty(examples: Examples, source: Any) -> str:
     name = f"{source}" if isinstance(source, str | Path) else "the dataset"
     if examples.bad:
-        return f"no row of {name} is valid:\n{in_one(examples.bad)}"
+        return f"no row of {name} is valid:\n{join_problems(examples.bad)}"
     if examples.unused:
         reasons = "; ".join(f"{count} {reason}" for reason, count in examples.unused.items())
         return f"no episode in {name} can be used for {examples.form}: {reasons}"
-    return f"{name} is empty; {examples.form} needs rows with {NEEDS[examples.form]}"
+    return f"{name} is empty; {examples.form} needs rows with {REQUIRED_COLUMNS[examples.form]}"
 
 
 def _conversations(
-    columns: Mapping[str, Any], form: Form, name: str, fits: Fits | None
+    columns: Mapping[str, Any], form: Form, name: str, fits: CallChecker | None
 ) -> list[Conversation]:
-    columns = in_our_form(columns)
+    columns = normalize_columns(columns)
     if not all(key in columns for key in COLUMNS.get(form, [])):
         raise ValueError(_missing(columns, form))
     if form in PAIRS:
@@ -212,15 +216,15 @@ def _conversations(
 
 def _single(columns: Mapping[str, Any], form: Form, name: str, bad: bool = False) -> tuple[Conversation, str]:
     """Return the conversation of a row, and the column of its calls. `bad`: negative example, allow invalid calls."""
-    if (column := next((key for key in WHOLE if key in columns), None)) is not None:
-        messages = checked(conversation_in(columns, column, bad), column)
-        return Conversation(name, messages, tools_in(columns), bad=_numbers(messages, bad)), column
+    if (column := next((key for key in CONVERSATION_COLUMNS if key in columns), None)) is not None:
+        messages = check_roles(read_conversation(columns, column, bad), column)
+        return Conversation(name, messages, read_tools(columns), bad=_numbers(messages, bad)), column
     if "prompt" not in columns or "completion" not in columns:
         raise ValueError(_missing(columns, form))
-    prompt = prompt_in(columns)
+    prompt = read_prompt(columns)
     answer = text_or_messages(columns, "completion", "assistant", bad)
     messages = _joined(prompt, answer, "completion")
-    tools = tools_in(columns)
+    tools = read_tools(columns)
     return Conversation(name, messages, tools, context=len(prompt), bad=_numbers(messages, bad)), "completion"
 
 
@@ -231,12 +235,12 @@ def _numbers(messages: list[Message], bad: bool) -> frozenset[int]:
 def _joined(prompt: list[Message], answer: list[Message], column: str) -> list[Message]:
     if not any(message.role == "assistant" for message in answer):
         raise ValueError(f'has no assistant message in "{column}", so there is nothing to train on')
-    return checked(named_replies([*prompt, *answer]), f"prompt and {column}")
+    return check_roles(name_tool_messages([*prompt, *answer]), f"prompt and {column}")
 
 
-def _pair(columns: Mapping[str, Any], name: str, fits: Fits | None) -> list[Conversation]:
-    tools = tools_in(columns)
-    prompt = prompt_in(columns) if "prompt" in columns else []
+def _pair(columns: Mapping[str, Any], name: str, fits: CallChecker | None) -> list[Conversation]:
+    tools = read_tools(columns)
+    prompt = read_prompt(columns) if "prompt" in columns else []
     sides = [_side(columns, side, prompt) for side in ("chosen", "rejected")]
     common = _common(*sides)
     has_prompt = bool(prompt) and all(side[: len(prompt)] == prompt for side in sides)
@@ -270,7 +274,7 @@ def _side(columns: Mapping[str, Any], column: str, prompt: list[Message]) -> lis
     repeats = isinstance(columns.get("prompt"), str) and any(message in question for message in answer)
     is_whole = answer[0].role in ("system", "user") and (repeats or answer[: len(prompt)] == prompt)
     if not prompt or is_whole:
-        return checked(named_replies(answer), column)
+        return check_roles(name_tool_messages(answer), column)
     return _joined(prompt, answer, column)
 
 
@@ -285,14 +289,14 @@ def _common(chosen: list[Message], rejected: list[Message]) -> int:
     raise ValueError('has no common prompt before the differing answers in "chosen" and "rejected"')
 
 
-def _labelled_turns(columns: Mapping[str, Any], name: str, fits: Fits | None) -> Conversation:
-    labels = [_label(label, "labels") for label in as_list(columns["labels"], "labels")]
+def _labelled_turns(columns: Mapping[str, Any], name: str, fits: CallChecker | None) -> Conversation:
+    labels = [_label(label, "labels") for label in read_list(columns["labels"], "labels")]
     if "completions" in columns and "prompt" in columns:
-        steps = as_list(columns["completions"], "completions")
+        steps = read_list(columns["completions"], "completions")
         if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
             raise ValueError('has invalid "completions": they must be a list of non-empty strings')
-        messages = [*prompt_in(columns), Message("assistant", "\n".join(steps))]
-        conversation = Conversation(name, checked(messages), tools_in(columns), steps=steps)
+        messages = [*read_prompt(columns), Message("assistant", "\n".join(steps))]
+        conversation = Conversation(name, check_roles(messages), read_tools(columns), steps=steps)
         count, what = len(steps), '"completions"'
     else:
         conversation, column = _single(columns, "prm", name, bad=True)
@@ -311,7 +315,7 @@ def _labelled_turns(columns: Mapping[str, Any], name: str, fits: Fits | None) ->
 
 def _missing(columns: Mapping[str, Any], form: Form) -> str:
     keys = ", ".join(map(str, columns)) or "none"
-    return f"lacks columns: {form} needs {NEEDS[form]}, or a recorded trajectory; its columns are: {keys}"
+    return f"lacks columns: {form} needs {REQUIRED_COLUMNS[form]}, or a recorded trajectory; its columns are: {keys}"
 
 
 def _label(value: Any, column: str) -> bool:

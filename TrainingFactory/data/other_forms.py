@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from TrainingFactory.data.conversations import as_list
+from TrainingFactory.data.conversations import read_list
 
 MEDIA = ("images", "videos", "audios")
 SPEAKERS = ("human", "user", "assistant", "gpt", "bot")  # keys of a turn, the user's before the assistant's
 
 
-def in_our_form(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+def normalize_columns(columns: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the row with the columns "messages", "chosen" and "rejected" if it has them under other names."""
     if media := next((name for name in MEDIA if columns.get(name)), None):
         raise ValueError(f'has "{media}", but only text is supported')
@@ -21,7 +21,7 @@ def in_our_form(columns: Mapping[str, Any]) -> Mapping[str, Any]:
         return columns
     if "rejected_messages" in columns:
         return {**columns, "chosen": columns["messages"], "rejected": columns["rejected_messages"]}
-    messages = as_list(columns["messages"], "messages")
+    messages = read_list(columns["messages"], "messages")
     if "rejected_response" in columns:
         rejected = _rejected_side(messages, columns["rejected_response"])
         return {**columns, "chosen": messages, "rejected": rejected}
@@ -35,7 +35,7 @@ def _rejected_side(messages: list[Any], rejected: Any) -> list[Any]:
         raise ValueError('has "rejected_response", but no user message in "messages" that it could follow')
     if isinstance(rejected, str):
         rejected = [{"role": "assistant", "content": rejected}]
-    return [*messages[: users[-1] + 1], *as_list(rejected, "rejected_response")]
+    return [*messages[: users[-1] + 1], *read_list(rejected, "rejected_response")]
 
 
 def _split_masked(columns: dict[str, Any]) -> dict[str, Any]:
@@ -62,10 +62,10 @@ def _messages_of(columns: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the messages of a row that has questions and answers in separate columns. None: another format."""
     turns: list[Any]
     if "conversation" in columns:
-        rows = as_list(columns["conversation"], "conversation")
+        rows = read_list(columns["conversation"], "conversation")
         turns = [isinstance(row, Mapping) and [row[name] for name in SPEAKERS if name in row] for row in rows]
     elif "query" in columns and "response" in columns:
-        turns = [*as_list(columns.get("history") or [], "history"), [columns["query"], columns["response"]]]
+        turns = [*read_list(columns.get("history") or [], "history"), [columns["query"], columns["response"]]]
     elif "instruction" in columns and "output" in columns:
         parts = [str(text) for name in ("instruction", "input") if (text := columns.get(name))]
         turns = [["\n".join(parts), columns["output"]]]

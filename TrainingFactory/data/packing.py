@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from TrainingFactory.data.samples import mismatched as mismatched_rows
+from TrainingFactory.data.samples import mismatched_samples as mismatched_rows
 from TrainingFactory.types import Sample
 
 MIN_SAVING = 24  # tokens that a node must save; below that, another level costs more than it saves
@@ -25,7 +25,7 @@ COPY_SHARE = 16  # a common prefix may be repeated in another tree if that adds 
 
 
 @dataclass(slots=True)
-class Node:
+class TreeNode:
     start: int  # index of its first token in the flat tree
     length: int
     depth: int  # position of its first token in a row
@@ -39,7 +39,7 @@ class Pack:
 
     token_ids: np.ndarray  # [N]
     positions: np.ndarray  # [N] position within a row
-    nodes: list[Node]  # parents before children; their tokens are adjacent in the flat tree
+    nodes: list[TreeNode]  # parents before children; their tokens are adjacent in the flat tree
     rows: np.ndarray  # indices of the samples in this pack
     source: np.ndarray  # [M] flat index of the token whose output predicts the trained one
     place: np.ndarray  # [M] flat index of the trained token itself
@@ -118,7 +118,7 @@ class _Tree:
 
     def __init__(self, ids: list[np.ndarray], shared: list[int]) -> None:
         self.ids, self.shared = ids, shared
-        self.nodes: list[Node] = []
+        self.nodes: list[TreeNode] = []
         self.tokens: list[np.ndarray] = []
         self.paths: list[list[int]] = [[] for _ in ids]
         self.size = 0
@@ -145,7 +145,7 @@ class _Tree:
     def _node(self, first: int, last: int, depth: int, end: int, parent: int, level: int) -> int:
         if end == depth:  # the row ends with its parent node
             return parent
-        self.nodes.append(Node(self.size, end - depth, depth, parent, level))
+        self.nodes.append(TreeNode(self.size, end - depth, depth, parent, level))
         self.tokens.append(self.ids[first][depth:end])
         self.size += end - depth
         for row in range(first, last):

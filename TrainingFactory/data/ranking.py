@@ -8,7 +8,7 @@ from typing import TypeVar
 from TrainingFactory.types import Reward
 
 Scored = TypeVar("Scored")
-ROUNDING = 1e-6  # relative to the larger of two rewards
+RELATIVE_TOLERANCE = 1e-6  # relative to the larger of two rewards
 
 
 def total(reward: Reward) -> float:
@@ -25,10 +25,10 @@ def best_and_worst(
         return None
     best, worst = max(members, key=reward), min(members, key=reward)
     high, low = reward(best), reward(worst)
-    return None if high - low <= ROUNDING * max(abs(high), abs(low)) else (best, worst)
+    return None if high - low <= RELATIVE_TOLERANCE * max(abs(high), abs(low)) else (best, worst)
 
 
-def one_sided(rewards: Sequence[float], threshold: float, key: str) -> str | None:
+def one_sided_warning(rewards: Sequence[float], threshold: float, key: str) -> str | None:
     """Return a warning if all rewards, or none, are above the threshold, which the option `key` sets."""
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     if not rewards or low <= threshold < high:

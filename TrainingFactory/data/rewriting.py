@@ -8,11 +8,11 @@ from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.types import Completion, Trajectory, Turn
 
 
-class Unreadable(ValueError):
+class UnparsableCallError(ValueError):
     """A tool call could not be parsed, so that it cannot be rendered for another model."""
 
 
-def written_by(chat: ChatFormat, trajectory: Trajectory) -> Trajectory:
+def rerender(chat: ChatFormat, trajectory: Trajectory) -> Trajectory:
     """Return the episode in the tokens of this model's chat template, or unchanged if it already is."""
     turns: list[Turn] = []
     ids = chat.render(trajectory.prompt, trajectory.tools)
@@ -26,7 +26,7 @@ def written_by(chat: ChatFormat, trajectory: Trajectory) -> Trajectory:
         if number:
             ids = ids + chat.extend(turns[-1], turns[-1].replies)
         if broken := next((call.error for call in old.message.tool_calls if call.error), None):
-            raise Unreadable(f"turn {number} cannot be rendered in another chat template: {broken}")
+            raise UnparsableCallError(f"turn {number} cannot be rendered in another chat template: {broken}")
         sampled = chat.write(old.message, ids, trajectory.tools)
         if old.completion.finish == "length":
             sampled = sampled[:-1] or sampled

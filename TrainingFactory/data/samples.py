@@ -8,7 +8,7 @@ from typing import Literal
 
 from TrainingFactory.types import Sample, Trajectory
 
-Which = Literal["all", "last"]
+AllOrLast = Literal["all", "last"]
 
 
 def to_samples(
@@ -16,8 +16,8 @@ def to_samples(
     advantages: Sequence[float] | None = None,
     rewards: Sequence[float] | None = None,
     *,
-    turns: Which = "all",
-    tokens: Which = "all",
+    turns: AllOrLast = "all",
+    tokens: AllOrLast = "all",
     pair: int = -1,
     label: float = 0.0,
 ) -> list[Sample]:
@@ -72,7 +72,7 @@ def turn_spans(trajectory: Trajectory) -> list[Span]:
     return spans
 
 
-def mismatched(samples: Sequence[Sample]) -> list[Sample]:
+def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
     """Pair each prompt with the answer to another prompt, as KTO's KL baseline needs it. Answers are shifted by the
     episode count of the most frequent prompt. Rows longer than every sample are left out, because they may not fit."""
     first: dict[int, Sample] = {}

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.data.conversations import text_or_messages, with_system
-from TrainingFactory.data.datasets import Row, column_at, read_each
+from TrainingFactory.data.datasets import DatasetRow, column_at, parse_rows
 from TrainingFactory.types import Message, Task
 
-PROMPTS = ("question", "query", "problem", "instruction", "input", "messages")
+PROMPT_COLUMNS = ("question", "query", "problem", "instruction", "input", "messages")
 # The first that exists is used; several are no error, because an answer is optional.
-ANSWERS = (
+ANSWER_COLUMNS = (
     "ground_truth",
     "reward_model.ground_truth.target",
     "reward_model.ground_truth",
@@ -35,21 +35,21 @@ def load_tasks(
             return source[:count]
     locations: dict[str, str] = {}
 
-    def read(row: Row, number: int) -> Task:
+    def read(row: DatasetRow, number: int) -> Task:
         task = _task(row.columns, f"{stem}-{number}")
         if task.id in locations:
             raise ValueError(f"has the same id {task.id!r} as {locations[task.id]}")
         locations[task.id] = row.where
         return task
 
-    return read_each(source, 'tasks such as {"prompt": "..."}', read, split, count, columns)
+    return parse_rows(source, 'tasks such as {"prompt": "..."}', read, split, count, columns)
 
 
 def _task(row: dict[str, Any], default_id: str) -> Task:
     if "prompt" not in row:
         row = row | {"prompt": row[_prompt_column(row)]}
     if "answer" not in row:
-        answers = (column_at(row, name) for name in ANSWERS)
+        answers = (column_at(row, name) for name in ANSWER_COLUMNS)
         row = row | {"answer": next((answer for answer in answers if answer is not None), None)}
     metadata = row.get("metadata") or {}
     if not isinstance(metadata, dict):
@@ -65,7 +65,7 @@ def _task(row: dict[str, Any], default_id: str) -> Task:
 
 def _prompt_column(row: Mapping[str, Any]) -> str:
     """Return the column to use as prompt in a row without "prompt". Raise ValueError unless exactly one matches."""
-    candidates = [name for name in PROMPTS if name in row]
+    candidates = [name for name in PROMPT_COLUMNS if name in row]
     if len(candidates) == 1:
         return candidates[0]
     remedy = "name the column: data.columns={prompt: NAME}"

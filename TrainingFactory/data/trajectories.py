@@ -19,18 +19,21 @@ from TrainingFactory.common.openai_format import (
     spec_from_dict,
     spec_to_dict,
 )
-from TrainingFactory.data.disk import writing
+from TrainingFactory.data.disk import naming_file_on_error
 from TrainingFactory.types import Completion, Reward, Task, ToolResult, Trajectory, Turn
 
 _COMPLETION, _RESULT = ([field.name for field in fields(cls)] for cls in (Completion, ToolResult))
-KEEP_ALL = "surrogatepass"  # lone surrogates are written and read back unchanged
+ENCODING_ERRORS = "surrogatepass"  # lone surrogates are written and read back unchanged
 
 
 def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], append: bool = False) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = "a" if append else "w"
-    with writing(path), path.open(mode, encoding="utf-8", errors=KEEP_ALL, newline="\n") as file:
+    with (
+        naming_file_on_error(path),
+        path.open(mode, encoding="utf-8", errors=ENCODING_ERRORS, newline="\n") as file,
+    ):
         for trajectory in trajectories:
             try:
                 file.write(_line(trajectory))
@@ -58,7 +61,7 @@ def _is_plain(turn: Turn) -> bool:
 
 def load_trajectories(path: str | Path, groups: str = "", growing: bool = False) -> Iterator[Trajectory]:
     """Yield the trajectories whose group name starts with `groups`. `growing`: ignore an incomplete last line."""
-    with Path(path).open(encoding="utf-8", errors=KEEP_ALL) as file:
+    with Path(path).open(encoding="utf-8", errors=ENCODING_ERRORS) as file:
         for number, line in enumerate(file, 1):
             if growing and not line.endswith("\n"):
                 return
@@ -114,7 +117,7 @@ def trajectory_from_dict(row: dict[str, Any]) -> Trajectory:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Kept:
+class CompactTrajectory:
     """Compact form of a trajectory: ids and log-probs are arrays, and prompts hold only their new tokens."""
 
     head: Trajectory  # without its turns
@@ -126,7 +129,7 @@ class Kept:
         return f"Kept({self.head!r}, {turns!r})"
 
     @classmethod
-    def of(cls, trajectory: Trajectory) -> Kept:
+    def of(cls, trajectory: Trajectory) -> CompactTrajectory:
         turns, before = [], []
         for turn in trajectory.turns:
             continues, new_ids = _new_ids(turn, before)

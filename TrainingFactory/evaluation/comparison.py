@@ -13,16 +13,16 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.evaluation import statistics
 from TrainingFactory.evaluation.records import EvaluationRecord, Say, TaskOutcome, all_records, read_records
-from TrainingFactory.evaluation.requests import RecordedEvaluation, ask, ask_model
+from TrainingFactory.evaluation.requests import RecordedEvaluation, ask, request_model
 from TrainingFactory.evaluation.suites import check_overrides, load_suite, suite_evaluations
 from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.runs.folder import is_run
 from TrainingFactory.types import Trajectory
 
-LEAST_FLIPS = 6  # with fewer, the exact test cannot reach p < 0.05 even if all tasks flipped the same way
+MIN_FLIPS = 6  # with fewer, the exact test cannot reach p < 0.05 even if all tasks flipped the same way
 
 
-class Found(NamedTuple):
+class StoredRecord(NamedTuple):
     """An evaluation record and the file that contains it."""
 
     file: Path
@@ -30,12 +30,12 @@ class Found(NamedTuple):
 
 
 @dataclass(slots=True)
-class Side:
+class ComparedModel:
     """One model of a comparison. `found` has a record for each entry of the suite, or one without a suite; None if
     the evaluation at the same index of `wanted` has not run yet."""
 
     name: str
-    found: list[Found | None] = field(default_factory=list)
+    found: list[StoredRecord | None] = field(default_factory=list)
     wanted: list[RecordedEvaluation | None] = field(default_factory=list)
 
     def add(self, evaluation: RecordedEvaluation, again: bool = False) -> None:
@@ -57,7 +57,7 @@ class Side:
         """Add the records of scheduled evaluations that have run."""
         for index, evaluation in enumerate(self.wanted):
             if evaluation is not None and evaluation.record is not None:
-                self.found[index] = Found(evaluation.asked.records, evaluation.record)
+                self.found[index] = StoredRecord(evaluation.asked.records, evaluation.record)
 
     @property
     def records(self) -> list[EvaluationRecord]:
@@ -77,8 +77,8 @@ class Flip(NamedTuple):
 class Comparison:
     """Result of a comparison: a positive difference means that the second side is better."""
 
-    first: Side
-    second: Side
+    first: ComparedModel
+    second: ComparedModel
     difference: statistics.Estimate
     p: float  # of McNemar's exact test
     tasks: int
@@ -116,7 +116,7 @@ def sides(
     say: Say = lambda _: None,
     runs: str | Path = "runs",
     again: bool = False,
-) -> tuple[list[Side], list[float]]:
+) -> tuple[list[ComparedModel], list[float]]:
     """Return the sides of a comparison with their existing records, and the weights of the suite's entries. Nothing is
     run. Without a suite, the tasks are those of `env`, or of the first run in `names`, preferably one that sampled
     episodes."""
@@ -124,14 +124,16 @@ def sides(
     if recorded and suite is not None:
         name = next(iter(recorded))
         raise ValueError(f"cannot compare the single evaluation {name} on a suite. Name its model instead")
-    sides = [Side(name) for name in names]
+    sides = [ComparedModel(name) for name in names]
     lead = None
     models = [name for name in names if name not in recorded]
     if suite is not None:
         check_overrides(overrides)
         loaded, folder = load_suite(suite)
         for side in sides:
-            for evaluation in suite_evaluations(loaded, ask_model(side.name, overrides, runs), folder, say):
+            for evaluation in suite_evaluations(
+                loaded, request_model(side.name, overrides, runs), folder, say
+            ):
                 side.add(evaluation, again)
         return sides, [entry.weight for entry in loaded.entries]
     if models:
@@ -144,7 +146,7 @@ def sides(
             side.wanted.append(None)
         else:
             assert lead is not None
-            request = ask_model(side.name, overrides, runs).under(lead.config)
+            request = request_model(side.name, overrides, runs).under(lead.config)
             side.add(RecordedEvaluation(request, say=say), again)
     return sides, [1.0]
 
@@ -153,7 +155,7 @@ def _samples(config: TrainingConfig) -> bool:
     return config.environment.environment_id is not None or KINDS[config.training.algorithm].samples
 
 
-def compare(first: Side, second: Side, weights: Sequence[float] = (1.0,)) -> Comparison:
+def compare(first: ComparedModel, second: ComparedModel, weights: Sequence[float] = (1.0,)) -> Comparison:
     """Compare two sides task by task, on the tasks that both have scored."""
     strata, notes, flips, count = [], [], list[Flip](), 0
     for index, (weight, one, other) in enumerate(zip(weights, first.records, second.records, strict=True)):
@@ -165,35 +167,35 @@ def compare(first: Side, second: Side, weights: Sequence[float] = (1.0,)) -> Com
                 f"{other.conditions.environment}. Evaluate both with the same --env and --tasks"
             )
         notes += _differences(one, other, len(pairs))
-        changes = [share(b) - share(a) for a, b in pairs]
+        changes = [success_rate(b) - success_rate(a) for a, b in pairs]
         strata.append((weight, changes))
         count += len(pairs)
         flips += [_flip(index, a, b) for (a, b), change in zip(pairs, changes, strict=True) if change]
     better = [flip for flip in flips if flip.shares[1] > flip.shares[0]]
     worse = [flip for flip in flips if flip.shares[1] < flip.shares[0]]
-    if len(flips) < LEAST_FLIPS:
+    if len(flips) < MIN_FLIPS:
         notes.append(f"only {len(flips)} of {count} tasks flipped, too few for significance; use more tasks")
     p = statistics.exact_test(len(better), len(worse))
     return Comparison(first, second, statistics.bootstrap(strata), p, count, better, worse, notes)
 
 
-def _recorded(name: str, runs: str | Path, say: Say) -> Found | None:
+def _recorded(name: str, runs: str | Path, say: Say) -> StoredRecord | None:
     """Return the evaluation record with this id, or the last record of a file; None if the name is neither."""
     if name.endswith(".jsonl"):
         records = read_records(Path(name).expanduser(), say)
         if not records:
             raise ValueError(f"{name} contains no valid evaluation record")
-        return Found(Path(name).expanduser(), records[-1])
+        return StoredRecord(Path(name).expanduser(), records[-1])
     if not name.startswith("eval-") or is_run(Path(runs) / name):
         return None
-    known = {record.id: Found(file, record) for file, record in all_records(runs, say)}
+    known = {record.id: StoredRecord(file, record) for file, record in all_records(runs, say)}
     if name not in known:
         near = did_you_mean(nearest(name, known))
         raise ValueError(f"there is no evaluation record {name} in {runs}{near}")
     return known[name]
 
 
-def _earlier(evaluation: RecordedEvaluation) -> Found | None:
+def _earlier(evaluation: RecordedEvaluation) -> StoredRecord | None:
     """Return the last record of the same model under the same conditions."""
     file, model = evaluation.asked.records, evaluation.model
     for record in reversed(read_records(file)):
@@ -202,7 +204,7 @@ def _earlier(evaluation: RecordedEvaluation) -> Found | None:
         if recorded.digest is None:  # evaluated during training
             same = model.run_id is not None and (recorded.run_id, recorded.step) == (model.run_id, model.step)
         if same and recorded.options == model.options and record.conditions == evaluation.conditions:
-            return Found(file, record)
+            return StoredRecord(file, record)
     return None
 
 
@@ -227,21 +229,21 @@ def _differences(one: EvaluationRecord, other: EvaluationRecord, paired: int) ->
     return notes
 
 
-def share(outcome: TaskOutcome) -> float:
+def success_rate(outcome: TaskOutcome) -> float:
     return sum(outcome.scored) / len(outcome.scored)
 
 
 def _flip(index: int, one: TaskOutcome, other: TaskOutcome) -> Flip:
-    improved = share(other) > share(one)
+    improved = success_rate(other) > success_rate(one)
 
     def member(outcome: TaskOutcome, success: bool) -> int:
         return next((episode.member for episode in outcome.episodes if episode.success is success), 0)
 
     members = member(one, not improved), member(other, improved)
-    return Flip(index, one.task, (share(one), share(other)), members)
+    return Flip(index, one.task, (success_rate(one), success_rate(other)), members)
 
 
-def _episodes(side: Side, flips: Sequence[Flip], which: int) -> dict[tuple[int, str], Trajectory]:
+def _episodes(side: ComparedModel, flips: Sequence[Flip], which: int) -> dict[tuple[int, str], Trajectory]:
     """Load the episodes of `flips` from the files that the records of a side name; `which` is 0 or 1."""
     episodes: dict[tuple[int, str], Trajectory] = {}
     for index, found in enumerate(side.found):

@@ -8,16 +8,16 @@ from typing import Any
 
 from TrainingFactory.assembly import rewards as assemble_rewards
 from TrainingFactory.assembly.environment import make_environment
-from TrainingFactory.assembly.named_files import as_started, as_then
+from TrainingFactory.assembly.named_files import with_original_files, with_original_paths
 from TrainingFactory.assembly.rewards import evaluation_reward, scored_by
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.schema import RewardSection
-from TrainingFactory.evaluation.rollouts import Report, Rollouts
-from TrainingFactory.resolve.factories import by_file
-from TrainingFactory.resolve.model_names import Maker, Named
-from TrainingFactory.rollout.metrics import Z95, evaluation_metrics, wilson  # noqa: F401
-from TrainingFactory.training.dataset import makes_tasks
+from TrainingFactory.evaluation.rollouts import RolloutReport, Rollouts
+from TrainingFactory.resolve.factories import resolve_ids
+from TrainingFactory.resolve.model_names import ResolvedModel, TrainedBy
+from TrainingFactory.rollout.metrics import Z95, evaluation_metrics, wilson_interval  # noqa: F401
+from TrainingFactory.training.dataset import generates_tasks
 from TrainingFactory.types import Trajectory
 
 
@@ -31,23 +31,23 @@ class Evaluation(Rollouts):
         replay: str | Path | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        config = by_file(config, say)
+        config = resolve_ids(config, say)
         self.scored_by = scored_by(config, evaluation_reward(assemble_rewards.check_reward(config), say))
         group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
         super().__init__(config, out, group, replay=replay, choose=evaluation_reward, say=say)
 
-    async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
+    async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         report = await super().run_async(on_episode)
         report.metrics |= evaluation_metrics(report.trajectories)
         return report
 
 
-def sections_of(resolved: Named) -> dict[str, dict[str, Any]]:
+def config_sections(resolved: ResolvedModel) -> dict[str, dict[str, Any]]:
     """Return the config sections for evaluating a model; for the checkpoint of a run, with the run's environment,
     held-out data, sampling and tools."""
     if resolved.maker is None:
         return {"model": resolved.section}
-    trained = as_then(resolved.maker.config, resolved.maker.about)
+    trained = with_original_paths(resolved.maker.config, resolved.maker.about)
     model = trained.model.model_dump(exclude_unset=True, exclude={"tools_format"})  # a checkpoint carries it
     sections = {"model": model | resolved.section}
     for section in ("environment", "data", "sampling"):
@@ -70,23 +70,23 @@ def overrides_of(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]
 
 
-def learned_tasks(run: Maker) -> dict[str, Any]:
+def training_task_options(run: TrainedBy) -> dict[str, Any]:
     """Return data options for the training tasks of a run. They are used only if the run has no held-out tasks and its
     environment generates none; otherwise the result is empty."""
-    config = as_then(run.config, run.about)
+    config = with_original_paths(run.config, run.about)
     data = config.data
     if data.tasks is None or data.heldout or data.dataset:
         return {}
-    if config.environment.environment_id is not None and makes_tasks(make_environment(config)):
+    if config.environment.environment_id is not None and generates_tasks(make_environment(config)):
         return {}
     return {"tasks": data.tasks, "dataset_split": data.dataset_split}
 
 
-def reward_of(run: Maker) -> RewardSection | None:
+def run_reward(run: TrainedBy) -> RewardSection | None:
     """Return the reward section of a run, valid from any folder; None if its reward was a Python object."""
     if "reward" in run.about.get("objects", []):
         return None
-    config = as_started(run.config, run)
+    config = with_original_files(run.config, run)
 
     def absolute(model: Any) -> dict[str, str]:  # resolves the name of a run to its folder
         return {"model": str(assemble_rewards.reward_model(model, config).folder)}

@@ -14,7 +14,7 @@ from TrainingFactory.config.section import Section
 from TrainingFactory.evaluation.records import TaskOutcome
 
 Metric = Literal["success", "reward", "tool_success", "turns", "tokens"]
-FEWER = ("turns", "tokens")  # lower is better for these, higher for the others
+LOWER_IS_BETTER = ("turns", "tokens")  # lower is better for these, higher for the others
 KEYS = "entry, not_worse, alpha, round and guards (docs/REGISTRY.md)"
 
 
@@ -86,7 +86,7 @@ class Gate(Section):
 
 
 @dataclass(slots=True, frozen=True)
-class Check:
+class GateCheck:
     """Result of one condition of the gate; `found` describes the measured value."""
 
     name: str
@@ -97,7 +97,7 @@ class Check:
         return f"{self.name}: {self.found}"
 
 
-def measure(outcomes: Sequence[TaskOutcome], metric: Metric) -> float | None:
+def mean_metric(outcomes: Sequence[TaskOutcome], metric: Metric) -> float | None:
     """Return the mean of a metric over all episodes; None if no episode has it."""
     episodes = [episode for task in outcomes for episode in task.episodes]
     if metric == "tool_success":
@@ -107,20 +107,20 @@ def measure(outcomes: Sequence[TaskOutcome], metric: Metric) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def check(
+def check_guard(
     guard: Guard, main: str, ours: Sequence[TaskOutcome], theirs: Sequence[TaskOutcome] | None
-) -> Check:
+) -> GateCheck:
     """Check a guard on outcomes of the challenger (`ours`) and the champion (`theirs`, or None) on the same tasks."""
-    value = measure(ours, guard.metric)
-    champion = None if theirs is None else measure(theirs, guard.metric)
+    value = mean_metric(ours, guard.metric)
+    champion = None if theirs is None else mean_metric(theirs, guard.metric)
     name = f"{guard.metric} on {guard.entry or main}"
     if value is None and champion is None and guard.at_least is None:
-        return Check(name, True, f"no values; limit: {guard.limits()}")
+        return GateCheck(name, True, f"no values; limit: {guard.limits()}")
     if value is None:
-        return Check(name, False, f"the challenger has no values; limit: {guard.limits()}")
-    worse = 0.0 if champion is None else (value - champion) * (1 if guard.metric in FEWER else -1)
+        return GateCheck(name, False, f"the challenger has no values; limit: {guard.limits()}")
+    worse = 0.0 if champion is None else (value - champion) * (1 if guard.metric in LOWER_IS_BETTER else -1)
     holds = guard.worse_by is None or worse <= guard.worse_by + 1e-9  # tolerance for rounding errors
     holds = holds and (guard.at_least is None or value >= guard.at_least)
     holds = holds and (guard.at_most is None or value <= guard.at_most)
     than = "" if champion is None else f", the champion's {champion:.4g}"
-    return Check(name, holds, f"{value:.4g}{than}; limit: {guard.limits()}")
+    return GateCheck(name, holds, f"{value:.4g}{than}; limit: {guard.limits()}")

@@ -6,27 +6,37 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from TrainingFactory.assembly.named_files import moved
+from TrainingFactory.assembly.named_files import map_files
 from TrainingFactory.common.user_code import is_file_name
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ModelSection
-from TrainingFactory.data.disk import STATE, file_digest, read_sums
+from TrainingFactory.data.disk import TRAINING_STATE_FILES, file_digest, read_checksums
 from TrainingFactory.evaluation.records import Conditions, ModelIdentity, digest_of, tasks_digest
-from TrainingFactory.models.names import BUILTIN, resolve
+from TrainingFactory.models.names import BUILTIN, resolve_model_name
 from TrainingFactory.registry.store import digest_of as sums_digest
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Task
 
 WEIGHTS = (".safetensors", ".bin", ".gguf")
-SHAPING = ("family", "tools_format", "dtype", "max_length", "thinking", "quantization")  # they change outputs
-FREE = {"slots", "deterministic"}  # sampling options that change only the speed or the shapes of the engine
+OUTPUT_OPTIONS = (
+    "family",
+    "tools_format",
+    "dtype",
+    "max_length",
+    "thinking",
+    "quantization",
+)  # they change outputs
+SPEED_OPTIONS = {
+    "slots",
+    "deterministic",
+}  # sampling options that change only the speed or the shapes of the engine
 
 
 def identity(
     model: ModelSection, name: str, run: RunFolder | None = None, step: int | None = None, saved: bool = True
 ) -> ModelIdentity:
     """Return the identity of a model: the digest of its weights, if they are `saved`, and its run and step."""
-    options = {key: value for key in SHAPING if (value := getattr(model, key)) is not None}
+    options = {key: value for key in OUTPUT_OPTIONS if (value := getattr(model, key)) is not None}
     about = {} if run is None else {"run": run.name, "run_id": run.about.get("id"), "step": step}
     return ModelIdentity(name=name, digest=model_digest(model) if saved else None, options=options, **about)
 
@@ -36,7 +46,7 @@ def conditions(
 ) -> Conditions:
     """Return the conditions that two evaluations must share to be comparable. Files are identified by their contents,
     Python objects that the config does not name by `own`."""
-    hashed = moved(config, _by_content)
+    hashed = map_files(config, _by_content)
     environment = config.environment.environment_id
     if environment is not None and is_file_name(environment):
         environment = Path(environment).name
@@ -50,7 +60,8 @@ def conditions(
         count=len(tasks),
         seed=config.training.seed,
         episodes=episodes,
-        sampling=config.sampling.model_dump(exclude=FREE) | {"max_turns": config.environment.max_turns},
+        sampling=config.sampling.model_dump(exclude=SPEED_OPTIONS)
+        | {"max_turns": config.environment.max_turns},
         rest=digest_of([program.system_prompt, reward, program.environment_id, tools, *own]),
     )
 
@@ -66,13 +77,15 @@ def model_digest(model: ModelSection) -> str:
 
 def weights_digest(folder: Path) -> str:
     """Return the digest of the weight files in a folder, from its checksum file if it has one."""
-    sums = read_sums(folder)
-    files = [path for path in folder.iterdir() if path.suffix in WEIGHTS and path.name not in STATE]
+    sums = read_checksums(folder)
+    files = [
+        path for path in folder.iterdir() if path.suffix in WEIGHTS and path.name not in TRAINING_STATE_FILES
+    ]
     return f"sha256:{sums_digest({p.name: sums.get(p.name) or file_digest(p) for p in files})}"
 
 
 def _base_digest(model: ModelSection) -> str:
-    target, path = resolve(model.name), Path(model.name).expanduser()
+    target, path = resolve_model_name(model.name), Path(model.name).expanduser()
     if path.is_dir():
         return weights_digest(path)
     if path.is_file():

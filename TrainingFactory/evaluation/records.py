@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from TrainingFactory.data.disk import read_lines, writing
+from TrainingFactory.data.disk import naming_file_on_error, read_lines
 from TrainingFactory.evaluation import statistics
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.runs.folder import EVALUATIONS, list_runs
@@ -159,7 +159,7 @@ def success_metrics(scored: Sequence[Sequence[bool]], episodes: int) -> dict[str
         return {}
     rate = statistics.success(scored)
     metrics = {"success": rate.value, "success_low": rate.low, "success_high": rate.high}
-    for k in statistics.powers(episodes) if episodes > 1 else ():
+    for k in statistics.reported_ks(episodes) if episodes > 1 else ():
         for name, value in (
             (f"pass@{k}", statistics.pass_at(k, scored)),
             (f"pass^{k}", statistics.pass_all(k, scored)),
@@ -201,7 +201,7 @@ def append_record(path: Path, record: EvaluationRecord) -> None:
     """Append the record as a line and flush it to disk. An incomplete line of a killed process is terminated first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(record.model_dump()).encode() + b"\n"
-    with writing(path), path.open("a+b") as file:
+    with naming_file_on_error(path), path.open("a+b") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX)
         if end := file.seek(0, os.SEEK_END):

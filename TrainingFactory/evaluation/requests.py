@@ -17,23 +17,23 @@ from TrainingFactory.evaluation import evaluation as evaluations
 from TrainingFactory.evaluation.evaluation import Evaluation
 from TrainingFactory.evaluation.identity import conditions, identity
 from TrainingFactory.evaluation.records import EvaluationRecord, Say, append_record, make_record, tasks_digest
-from TrainingFactory.evaluation.rollouts import Report
+from TrainingFactory.evaluation.rollouts import RolloutReport
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.registry.rows import Version
-from TrainingFactory.resolve.model_names import Maker, Named, find_model
+from TrainingFactory.resolve.model_names import ResolvedModel, TrainedBy, find_model
 from TrainingFactory.runs.folder import EVALUATIONS, RunFolder
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Task, Trajectory
 
 # Prefixes of config keys that belong to the model and not to the conditions of the evaluation.
-OF_THE_MODEL = ("model.", "logging.", "training.seed")
+MODEL_KEYS = ("model.", "logging.", "training.seed")
 OTHER_REWARD = ("reward.type", "reward.parts")  # an override of these replaces the run's reward
 # kind of Python object -> option that replaces it in a command
 NAMED_BY = {"environment": "--env FILE.py", "tools": "'tools=[\"FILE.py:NAME\"]'", "tasks": "data.tasks=FILE"}
 
 
 @dataclass(slots=True)
-class Asked:
+class EvaluationRequest:
     """A model by the name that a user wrote, the config of its evaluation, and the run that trained it, if any."""
 
     name: str
@@ -57,7 +57,9 @@ class Asked:
         if self.version is not None and self.registry is not None:
             Catalogue(self.registry).add_evaluation(str(self.version), record.model_dump(mode="json"))
 
-    def under(self, config: TrainingConfig, suite: str | None = None, entry: str | None = None) -> Asked:
+    def under(
+        self, config: TrainingConfig, suite: str | None = None, entry: str | None = None
+    ) -> EvaluationRequest:
         """Return the same model under the conditions of another config."""
         config = config.model_copy(update={"model": self.config.model})
         return replace(self, config=config, suite=suite, entry=entry)
@@ -68,7 +70,7 @@ class RecordedEvaluation(Evaluation):
 
     def __init__(
         self,
-        asked: Asked,
+        asked: EvaluationRequest,
         out: Path | None = None,
         replay: str | Path | None = None,
         say: Say = lambda _: None,
@@ -78,7 +80,7 @@ class RecordedEvaluation(Evaluation):
         self.conditions = conditions(asked.config, self.tasks, self.group_size)
         self.model = identity(asked.config.model, asked.name, asked.run, asked.step)
 
-    async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
+    async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         report = await super().run_async(on_episode)
         if report.interrupted or "success" not in report.metrics:
             return report
@@ -96,7 +98,7 @@ class RecordedEvaluation(Evaluation):
         return report
 
 
-def record_of_training(
+def append_training_record(
     config: TrainingConfig, run: RunFolder, tasks: Sequence[Task], scored_by: str, given: Sequence[str],
     step: int, played: Sequence[Trajectory], metrics: dict[str, float],
 ) -> None:  # fmt: skip
@@ -111,29 +113,29 @@ def record_of_training(
     append_record(run.path / EVALUATIONS, record)
 
 
-def ask_model(
+def request_model(
     model: str, overrides: Sequence[str] = (), runs: str | Path = "runs", registry: str | Path | None = None
-) -> Asked:
+) -> EvaluationRequest:
     """Return a request with only the model's own options, for a suite or the conditions of another request."""
     resolved = find_model(model, runs, registry)
-    defaults = evaluations.overrides_of({"model": evaluations.sections_of(resolved)["model"]})
-    own = [option for option in overrides if _key(option).startswith(OF_THE_MODEL)]
+    defaults = evaluations.overrides_of({"model": evaluations.config_sections(resolved)["model"]})
+    own = [option for option in overrides if _key(option).startswith(MODEL_KEYS)]
     return _request(resolved, load_config(None, [*defaults, *own]), registry_path(runs, registry))
 
 
 def ask(
     model: str, overrides: Sequence[str] = (), env: str | None = None, say: Say = lambda _: None,
     runs: str | Path = "runs", registry: str | Path | None = None,
-) -> Asked:  # fmt: skip
+) -> EvaluationRequest:  # fmt: skip
     """Return a request to evaluate a model on held-out tasks. For the checkpoint of a run, the environment, tasks,
     sampling and reward are by default the run's."""
     sections: dict[str, dict[str, Any]] = {"data": {"split": "heldout", "count": 64}}
     resolved, learned = find_model(model, runs, registry), {}
-    sections |= evaluations.sections_of(resolved)
+    sections |= evaluations.config_sections(resolved)
     if resolved.maker is not None:
         other_reward = any(_key(option) in OTHER_REWARD for option in overrides)
         sections |= _reward(resolved.maker, other_reward, say)
-        learned = evaluations.learned_tasks(resolved.maker) if env is None else {}
+        learned = evaluations.training_task_options(resolved.maker) if env is None else {}
         sections["data"] |= learned
     defaults = evaluations.overrides_of(sections)
     if env is not None:
@@ -151,18 +153,18 @@ def _key(option: str) -> str:
     return full_key(option.partition("=")[0].strip())
 
 
-def _request(model: Named, config: TrainingConfig, registry: Path) -> Asked:
+def _request(model: ResolvedModel, config: TrainingConfig, registry: Path) -> EvaluationRequest:
     run, number = model.maker, re.fullmatch(r"step-(\d+)", model.folder.name if model.folder else "")
     if not isinstance(run, RunFolder):
-        return Asked(model.written, config, version=model.version, registry=registry)
-    return Asked(model.written, config, run, int(number[1]) if number else None)
+        return EvaluationRequest(model.written, config, version=model.version, registry=registry)
+    return EvaluationRequest(model.written, config, run, int(number[1]) if number else None)
 
 
-def _reward(run: Maker, other_reward: bool, say: Say) -> dict[str, dict[str, Any]]:
+def _reward(run: TrainedBy, other_reward: bool, say: Say) -> dict[str, dict[str, Any]]:
     """Return the reward section of the run; empty if the user chose another reward."""
     for name in changed_files(run.about):
         say(f"note: {name} has changed since run {run.name} was started")
-    reward = None if other_reward else evaluations.reward_of(run)
+    reward = None if other_reward else evaluations.run_reward(run)
     if reward is None and not other_reward:
         say(
             f"note: the reward of run {run.name} was a Python object, which cannot be restored here. The environment's "
@@ -171,7 +173,7 @@ def _reward(run: Maker, other_reward: bool, say: Say) -> dict[str, dict[str, Any
     return {} if reward is None else {"reward": reward.model_dump()}
 
 
-def _check_objects(run: Maker, config: TrainingConfig, other_environment: bool) -> None:
+def _check_objects(run: TrainedBy, config: TrainingConfig, other_environment: bool) -> None:
     """Raise ValueError if a run was started with Python objects that the config does not replace."""
     environment = config.environment.environment_id
     replaced = {

@@ -13,7 +13,7 @@ from typing import Any
 from TrainingFactory.assembly import rewards as build_rewards
 from TrainingFactory.assembly.environment import check_tools, make_environment
 from TrainingFactory.assembly.fleet import await_engines, join_cluster
-from TrainingFactory.assembly.rewards import check_group, check_reward, judge_metrics, make_reward
+from TrainingFactory.assembly.rewards import check_group_size, check_reward, judge_metrics, make_reward
 from TrainingFactory.assembly.run_tools import RunTools, recording_beside
 from TrainingFactory.assembly.sampler import make_rollouts, make_sampler
 from TrainingFactory.common.event_loop import run as run_anywhere
@@ -21,18 +21,18 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
 from TrainingFactory.resolve import factories
-from TrainingFactory.resolve.model_names import with_model
+from TrainingFactory.resolve.model_names import with_resolved_model
 from TrainingFactory.rollout import rollout_metrics
-from TrainingFactory.runs.folder import not_taken, short_name
-from TrainingFactory.tools.recording import CALLS
+from TrainingFactory.runs.folder import short_name, unused_path
+from TrainingFactory.tools.recording import CALLS_FILE
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.training.dataset import Objects, make_tasks
-from TrainingFactory.training.interrupts import Interrupts, Stopped
+from TrainingFactory.training.dataset import UserObjects, make_tasks
+from TrainingFactory.training.interrupts import Interrupts, StopRequested
 from TrainingFactory.types import Task, Trajectory
 
 
 @dataclass(slots=True)
-class Report:
+class RolloutReport:
     """Episodes and their metrics; if `interrupted`, only the episodes that had ended."""
 
     trajectories: list[Trajectory]
@@ -55,15 +55,15 @@ class Rollouts:
         choose: Callable[[RewardFunction | None], RewardFunction | None] = lambda reward: reward,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        config = factories.by_file(config, say)
-        objects = factories.with_rows(config, Objects(), say)
-        self.config = config = with_model(config)
+        config = factories.resolve_ids(config, say)
+        objects = factories.with_dataset_rows(config, UserObjects(), say)
+        self.config = config = with_resolved_model(config)
         self.group_size, self._choose, self._say = group_size, choose, say
         self.tools = RunTools(config, tools, replay)
         checked = check_reward(config)
-        check_group(choose(checked), group_size)
+        check_group_size(choose(checked), group_size)
         self.environment: EnvironmentFactory = make_environment(config, self.tools.wanted, say)
-        with factories.told_with_places("datasets"):
+        with factories.listing_searched_places("datasets"):
             self.tasks = list(objects.tasks or ()) or make_tasks(config, self.environment)
         build_rewards.check_tasks(checked, self.tasks)
         # Fail now, not after the episodes, if a task cannot be saved.
@@ -74,19 +74,19 @@ class Rollouts:
         self.total = len(self.tasks) * group_size
         name = short_name(config.environment.environment_id or "tools")
         folder = Path(config.logging.output_dir).expanduser() / "rollouts"
-        self.path = out.expanduser() if out is not None else not_taken(folder, name, ".jsonl")
+        self.path = out.expanduser() if out is not None else unused_path(folder, name, ".jsonl")
         self._target = self.path.resolve()  # replace the target of a link, not the link
         self._recording = self._new_recording()
-        self._part = writable(self._target)
+        self._part = create_part_file(self._target)
         self._interrupts = Interrupts(lambda _: None)
         self._ended: list[Trajectory] = []
         self._reward: RewardFunction | None = None
 
-    def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
+    def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         """Sample all episodes. After Ctrl-C, the episodes that have ended are saved and reported."""
         return run_anywhere(lambda: self.run_async(on_episode), self._interrupts.ask)
 
-    async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
+    async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         """Sample all episodes on the running event loop."""
         started = time.perf_counter()
         interrupted = False
@@ -95,15 +95,15 @@ class Rollouts:
                 stack.push_async_callback(self.tools.close)
                 stack.callback(self.tools.commit)
                 with self._interrupts.watching():
-                    started = await self._interrupts.at_once(self._play(stack, on_episode))
-        except Stopped:
+                    started = await self._interrupts.interruptible(self._play(stack, on_episode))
+        except StopRequested:
             interrupted = True
         finally:
             seconds = time.perf_counter() - started
             await in_thread(self._finish)
         metrics = rollout_metrics(self._ended) | self.tools.metrics() | judge_metrics(self._reward)
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
-        return Report(self._ended, metrics, interrupted)
+        return RolloutReport(self._ended, metrics, interrupted)
 
     async def _play(self, stack: AsyncExitStack, on_episode: Callable[[Trajectory], None]) -> float:
         """Create environment, sampler and reward, and run the episodes. Return the start time of the first one."""
@@ -149,7 +149,7 @@ class Rollouts:
     def _record(self) -> None:
         if self._recording is not None:
             self._recording.mkdir(parents=True, exist_ok=True)
-            (self._recording / CALLS).write_bytes(b"")  # discard an earlier recording with this name
+            (self._recording / CALLS_FILE).write_bytes(b"")  # discard an earlier recording with this name
             self.tools.record_to(self._recording)
 
     def discard(self) -> None:
@@ -166,7 +166,7 @@ class Rollouts:
         self.discard()
 
 
-def writable(path: Path) -> Path:
+def create_part_file(path: Path) -> Path:
     """Create a temporary file beside `path` and return it; raise ValueError if it cannot be written."""
     if path.exists() and not path.is_file():  # a device or pipe must not be replaced
         raise ValueError(f"{path} is not a regular file. Choose a file name, such as episodes.jsonl")

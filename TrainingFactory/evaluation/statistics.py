@@ -11,10 +11,10 @@ from statistics import fmean
 
 import numpy as np
 
-from TrainingFactory.rollout.metrics import wilson
+from TrainingFactory.rollout.metrics import wilson_interval
 
 RESAMPLES = 10_000
-Task = Sequence[bool]  # success of each scored episode
+TaskSuccesses = Sequence[bool]  # success of each scored episode
 
 
 @dataclass(slots=True, frozen=True)
@@ -29,16 +29,16 @@ class Estimate:
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-def success(tasks: Sequence[Task]) -> Estimate:
+def success(tasks: Sequence[TaskSuccesses]) -> Estimate:
     """Return the success rate over all episodes. Because episodes of one task are correlated, the Wilson interval is
     computed for the effective number of independent episodes."""
     episodes, successes = sum(map(len, tasks)), sum(map(sum, tasks))
     rate = successes / episodes
-    size = effective(tasks)
-    return Estimate(rate, *wilson(rate * size, size))
+    size = effective_size(tasks)
+    return Estimate(rate, *wilson_interval(rate * size, size))
 
 
-def effective(tasks: Sequence[Task]) -> float:
+def effective_size(tasks: Sequence[TaskSuccesses]) -> float:
     """Return the effective sample size: the number of independent episodes that would give the same variance of the
     success rate. It lies between the number of tasks and the number of episodes. If all episodes succeeded or all
     failed, the variance is unknown, and it is the number of tasks."""
@@ -53,13 +53,13 @@ def effective(tasks: Sequence[Task]) -> float:
     return min(float(episodes), max(float(count), rate * (1 - rate) / variance if variance else episodes))
 
 
-def pass_at(k: int, tasks: Sequence[Task]) -> float | None:
+def pass_at(k: int, tasks: Sequence[TaskSuccesses]) -> float | None:
     """Return pass@k, the probability that at least one of k episodes succeeds. The unbiased estimate for c successes in
     n episodes is 1 - C(n - c, k) / C(n, k). None if no task has k scored episodes."""
     return _mean([1 - math.comb(len(t) - sum(t), k) / math.comb(len(t), k) for t in tasks if len(t) >= k])
 
 
-def pass_all(k: int, tasks: Sequence[Task]) -> float | None:
+def pass_all(k: int, tasks: Sequence[TaskSuccesses]) -> float | None:
     """Return pass^k, the probability that all of k episodes succeed. The unbiased estimate is C(c, k) / C(n, k)."""
     return _mean([math.comb(sum(t), k) / math.comb(len(t), k) for t in tasks if len(t) >= k])
 
@@ -68,7 +68,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def powers(most: int) -> list[int]:
+def reported_ks(most: int) -> list[int]:
     """Return the values of k to report for `most` episodes per task: powers of two and `most` itself."""
     return sorted({most, *(2**n for n in range(most.bit_length()) if 2**n <= most)})
 

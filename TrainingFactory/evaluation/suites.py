@@ -8,18 +8,18 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from TrainingFactory.assembly.named_files import found_beside
+from TrainingFactory.assembly.named_files import with_files_beside
 from TrainingFactory.common.options import Count, Positive, Text, ZeroOrMore, did_you_mean, nearest
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import Key, read_yaml
 from TrainingFactory.config.names import full_key
-from TrainingFactory.config.problems import Places, Problem, explain
+from TrainingFactory.config.problems import KeyLocations, Problem, problems_of
 from TrainingFactory.config.schema import RewardSection, SamplingSection, ToolEntry
 from TrainingFactory.config.section import PathText, Section
 from TrainingFactory.evaluation import statistics
 from TrainingFactory.evaluation.gate import Gate
 from TrainingFactory.evaluation.records import EvaluationRecord, Say
-from TrainingFactory.evaluation.requests import OF_THE_MODEL, Asked, RecordedEvaluation
+from TrainingFactory.evaluation.requests import MODEL_KEYS, EvaluationRequest, RecordedEvaluation
 
 
 class SuiteEntry(Section):
@@ -83,12 +83,12 @@ class Suite(Section):
     gate: Gate | None = None
     """Conditions for the promotion of a model."""
 
-    def asked(self, model: Asked, folder: Path | None = None) -> list[Asked]:
+    def asked(self, model: EvaluationRequest, folder: Path | None = None) -> list[EvaluationRequest]:
         """Return one request per entry. Files are searched in the current folder and in the suite's `folder`."""
         requests = []
         for entry in self.entries:
             config = entry.config(model.config)
-            config = config if folder is None else found_beside(config, folder)
+            config = config if folder is None else with_files_beside(config, folder)
             requests.append(model.under(config, self.name, entry.title))
         return requests
 
@@ -125,8 +125,8 @@ def load_suite(source: str) -> tuple[Suite, Path | None]:
         if not problems:
             return suite.model_copy(update={"name": suite.name or path.stem}), path.parent
     except ValidationError as error:
-        problems += explain(error, Suite)
-    raise Places(places, str(path)).error(problems) from None
+        problems += problems_of(error, Suite)
+    raise KeyLocations(places, str(path)).error(problems) from None
 
 
 def _problems(suite: Suite) -> list[Problem]:
@@ -146,7 +146,7 @@ def _problems(suite: Suite) -> list[Problem]:
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raise ValueError if an override would change the conditions of a suite."""
     keys = [full_key(option.partition("=")[0].strip()) for option in overrides]
-    if invalid := [key for key in keys if not key.startswith(OF_THE_MODEL)]:
+    if invalid := [key for key in keys if not key.startswith(MODEL_KEYS)]:
         raise ValueError(
             f"cannot set {', '.join(invalid)} with --suite: the suite's entries define it. Only model.*, logging.* and "
             "training.seed can be set"
@@ -154,7 +154,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def suite_evaluations(
-    suite: Suite, model: Asked, folder: Path | None = None, say: Say = lambda _: None
+    suite: Suite, model: EvaluationRequest, folder: Path | None = None, say: Say = lambda _: None
 ) -> list[RecordedEvaluation]:
     """Return an evaluation for each entry; raise ValueError with the name of an invalid entry before anything runs."""
     evaluations: list[RecordedEvaluation] = []

@@ -23,10 +23,10 @@ from typing import Any, ClassVar
 from TrainingFactory.common.openai_format import message_from_dict, spec_to_dict
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.envs.builtin.splits import belongs
+from TrainingFactory.envs.builtin.splits import in_split
 from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.schema import validator_of
+from TrainingFactory.tools.schema import make_validator
 from TrainingFactory.types import Message, Reward, Step, Task, ToolCall, ToolResult, ToolSpec
 
 CATEGORIES = ("multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context")
@@ -55,7 +55,7 @@ class BfclEnvironment(ToolEnvironment):
         rows = list(_rows(cls.category).values())
         if split != "all":
             # Categories are variants of the same tasks, so the task number assigns the split in all of them.
-            rows = [row for row in rows if belongs(f"bfcl {row['id'].rpartition('_')[2]}", split)]
+            rows = [row for row in rows if in_split(f"bfcl {row['id'].rpartition('_')[2]}", split)]
             random.Random(f"bfcl {seed}").shuffle(rows)
         for row in rows[:count]:
             yield Task(row["id"], [message_from_dict(message) for message in row["question"][0]])
@@ -193,7 +193,7 @@ def _rows(category: str) -> dict[str, dict[str, Any]]:
         for texts in answer["ground_truth"]:
             calls = [parse_call(text, row["involved_classes"]) for text in texts]
             # A call that violates the function's own schema (a string for an integer) is not required of the model.
-            valid = [call for call in calls if validator_of(schemas[call[0]]).is_valid(call[1])]
+            valid = [call for call in calls if make_validator(schemas[call[0]]).is_valid(call[1])]
             row["ground_truth"].append(valid)
     return rows
 

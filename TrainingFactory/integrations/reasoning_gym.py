@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from TrainingFactory.common.arithmetic import calculate
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.envs.builtin.splits import belongs
+from TrainingFactory.envs.builtin.splits import in_split
 from TrainingFactory.protocols import Episode
 from TrainingFactory.types import Reward, Task
 
@@ -90,7 +90,7 @@ def _tasks(name: str, split: str, seed: int) -> Iterator[Task]:
     for number in count_from(first):
         entry = _entry(name, number)
         # Different seeds alone do not separate the splits: some datasets draw from few questions.
-        if belongs(entry["question"], split):
+        if in_split(entry["question"], split):
             misses = 0
             yield Task(f"{name}-{number}", entry["question"], entry["answer"], {"number": number})
         elif (misses := misses + 1) == MAX_MISSES:
@@ -99,7 +99,7 @@ def _tasks(name: str, split: str, seed: int) -> Iterator[Task]:
 
 def _score(name: str, text: str, number: int, exact: bool) -> float:
     entry = _entry(name, number)
-    if exact or not harmless(text, _evaluators_of(name)):
+    if exact or not is_safe_to_evaluate(text, _evaluators_of(name)):
         return float(bool(text) and text == _answer_of(entry))
     return float(_dataset(name, number // CHUNK).score_answer(text, entry))
 
@@ -155,7 +155,7 @@ def _evaluators_of(name: str) -> set[str]:
     return EVALUATORS & (names | {func.attr for func in called if isinstance(func, ast.Attribute)})
 
 
-def harmless(text: str, evaluators: set[str]) -> bool:
+def is_safe_to_evaluate(text: str, evaluators: set[str]) -> bool:
     """Return whether the evaluators can safely run on a text: plain arithmetic; for Python's own eval and exec also
     literals and text that is not valid Python."""
     if not evaluators:

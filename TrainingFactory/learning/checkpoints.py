@@ -25,17 +25,24 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import logging as hf_logging
 
-from TrainingFactory.data.disk import STATE, SUMS, changed, remove, sync, write_sums
+from TrainingFactory.data.disk import (
+    CHECKSUM_FILE,
+    TRAINING_STATE_FILES,
+    modified_files,
+    remove_folder,
+    sync,
+    write_checksums,
+)
 from TrainingFactory.learning.heads import save_head
 from TrainingFactory.learning.learner import Learner
 
 FORMAT = 1
 # optimizer class -> bytes of optimizer state per trained weight, after the first step
-REMEMBERED = {"AdamW": 8, "AdamW8bit": 2, "Muon": 4}
+OPTIMIZER_STATE_BYTES = {"AdamW": 8, "AdamW8bit": 2, "Muon": 4}
 Tensors = dict[str, torch.Tensor]
 
 
-class Damaged(ValueError):
+class DamagedCheckpoint(ValueError):
     """The checkpoint's files are missing or corrupt; an older checkpoint may still be intact."""
 
 
@@ -50,7 +57,9 @@ def checkpoint_bytes(learner: Learner) -> tuple[int, int]:
     state = 0
     for optimizer in learner.optimizers:
         weights = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
-        state += weights * (4 + REMEMBERED[type(optimizer).__name__])  # 4: the float32 master weight
+        state += weights * (
+            4 + OPTIMIZER_STATE_BYTES[type(optimizer).__name__]
+        )  # 4: the float32 master weight
     return model, state
 
 
@@ -65,14 +74,14 @@ def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state:
     part, failed = folder.with_name(f".{folder.name}.part"), ""
     try:
         if learner.processes.rank == 0:
-            remove(part)
+            remove_folder(part)
             part.mkdir(parents=True)
             _write(part, learner, tokenizer, weights, tensors)
             for name, content in files.items():
                 (part / name).write_text(content, encoding="utf-8")
-            write_sums(part)
+            write_checksums(part)
             sync(*part.rglob("*"), part)
-            remove(folder)
+            remove_folder(folder)
             os.rename(part, folder)
             sync(folder.parent)
     except (OSError, SafetensorError) as error:
@@ -86,16 +95,18 @@ def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
     """Restore the learner and return the caller's `state`. Raise ValueError, with nothing changed, if the checkpoint
     belongs to another model, and Damaged if its files are missing or corrupt."""
     folder = Path(folder)
-    if files := changed(folder):
-        raise Damaged(f"{folder} is damaged: missing, or different from {SUMS}: {', '.join(files[:3])}")
+    if files := modified_files(folder):
+        raise DamagedCheckpoint(
+            f"{folder} is damaged: missing, or different from {CHECKSUM_FILE}: {', '.join(files[:3])}"
+        )
     about, state = _read_json(folder / "learner.json"), _read_json(folder / "state.json")
     if about.get("format") != FORMAT:
         raise ValueError(f"{folder} has format {about.get('format')}; this version reads format {FORMAT}")
     if differences := _differences(about["model"], _identity(learner)):
         raise ValueError(f"{folder} is not a checkpoint of this model: {'; '.join(differences[:3])}")
-    state_file = next((folder / name for name in STATE if (folder / name).exists()), None)
+    state_file = next((folder / name for name in TRAINING_STATE_FILES if (folder / name).exists()), None)
     if state_file is None:
-        raise Damaged(
+        raise DamagedCheckpoint(
             f"{folder} has weights but no optimizer state (logging.optimizer_state=newest deletes it once a newer "
             f"checkpoint is complete). Start a new run from its weights: model.name={folder}"
         )
@@ -104,7 +115,7 @@ def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
             _load_optimizers(learner, file, about["optimizers"])
             _load_weights(learner, file)
     except (OSError, SafetensorError) as error:
-        raise Damaged(f"Cannot read {state_file}: {error}") from error
+        raise DamagedCheckpoint(f"Cannot read {state_file}: {error}") from error
     learner.steps = about["steps"]
     return state
 
@@ -113,7 +124,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise Damaged(f"{path.parent} is not a checkpoint: cannot read {path.name}: {error}") from error
+        raise DamagedCheckpoint(
+            f"{path.parent} is not a checkpoint: cannot read {path.name}: {error}"
+        ) from error
 
 
 def _write(part: Path, learner: Learner, tokenizer: Any, weights: Tensors | None, tensors: Tensors) -> None:
@@ -128,8 +141,8 @@ def _write(part: Path, learner: Learner, tokenizer: Any, weights: Tensors | None
     if learner.head is not None and learner.head.about is not None:  # not a critic's head
         head = {name: tensors[f"weight/head.{name}"] for name, _ in learner.head.named_parameters()}
         save_head(part, learner.head.about, head)
-    (part / STATE[0]).parent.mkdir()
-    save_file(tensors, part / STATE[0])
+    (part / TRAINING_STATE_FILES[0]).parent.mkdir()
+    save_file(tensors, part / TRAINING_STATE_FILES[0])
 
 
 def _state(learner: Learner) -> tuple[Tensors, list[dict[str, dict[str, Any]]]]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from TrainingFactory.data.packing import Pack, pack
 from TrainingFactory.learning.tree.attention import ATTENTION, plan_tree, tree_attention
-from TrainingFactory.learning.tree.flex import whole_blocks
+from TrainingFactory.learning.tree.flex import pad_to_blocks
 from TrainingFactory.learning.tree.layers import fused
 from TrainingFactory.types import Sample
 
@@ -42,7 +42,7 @@ def tree_mode(model: PreTrainedModel, on: bool = True) -> Iterator[None]:
 def tree_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
     """Return the hidden states [N, D], each token of the tree computed once. Call inside `tree_mode`."""
     size = len(pack.token_ids)
-    pack = whole_blocks(pack) if model.device.type == "cuda" else pack
+    pack = pad_to_blocks(pack) if model.device.type == "cuda" else pack
     ids, positions = (torch.from_numpy(array).to(model.device) for array in (pack.token_ids, pack.positions))
     return model.base_model(
         input_ids=ids[None], position_ids=positions[None], use_cache=False,
@@ -62,7 +62,7 @@ def row_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
     return states.index_select(0, torch.from_numpy(np.flatnonzero(real)).to(model.device))
 
 
-def head_of(model: PreTrainedModel) -> Head:
+def output_head(model: PreTrainedModel) -> Head:
     """Return the output layer, including the logit scaling or soft-capping of some model families."""
     linear: Any = model.get_output_embeddings()
     config = model.config.get_text_config()
@@ -85,7 +85,9 @@ def check_head(model: PreTrainedModel) -> None:
     ids = torch.from_numpy(_probe(model, sharing=False).token_ids[:32]).to(model.device)[None]
     model.eval()  # `update` switches back to train mode
     expected = model(input_ids=ids, use_cache=False).logits[0].float()
-    computed = head_of(model)(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]).float()
+    computed = output_head(model)(
+        model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    ).float()
     limit = 1e-2 if model.dtype != torch.float32 else 1e-4
     if computed.shape != expected.shape or not _relative_error(computed, expected) <= limit:
         raise ValueError(
@@ -95,7 +97,7 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def why_not_shared(model: PreTrainedModel) -> str | None:
+def sharing_problem(model: PreTrainedModel) -> str | None:
     """Return why a forward over a prefix tree differs from one over rows (by layer types and a probe), or None."""
     config: Any = model.config.get_text_config()  # third-party; may have no layer types
     if unsupported := sorted({*map(str, getattr(config, "layer_types", None) or ())} - {"full_attention"}):

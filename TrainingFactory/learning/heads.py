@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-FILE = "scalar_head.safetensors"
-ABOUT = "reward_model.json"
+HEAD_FILE = "scalar_head.safetensors"
+REWARD_MODEL_FILE = "reward_model.json"
 
 
 class ScalarHead(nn.Module):
@@ -31,17 +31,17 @@ class ScalarHead(nn.Module):
         return nn.functional.linear(states.float(), self.weight, self.bias).sum(-1)
 
 
-def head_for(causal: Any, about: dict[str, Any] | None = None) -> ScalarHead:
+def make_head(causal: Any, about: dict[str, Any] | None = None) -> ScalarHead:
     return ScalarHead(causal.config.get_text_config().hidden_size, causal.device, about)
 
 
 def save_head(folder: Path, about: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
-    save_file(weights, folder / FILE)
-    (folder / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
+    save_file(weights, folder / HEAD_FILE)
+    (folder / REWARD_MODEL_FILE).write_text(json.dumps(about, indent=1), encoding="utf-8")
 
 
 def load_head(folder: Path, causal: Any) -> ScalarHead:
     """Load the head stored in a reward model's checkpoint folder."""
-    head = head_for(causal)
-    head.load_state_dict(load_file(folder / FILE, device=str(causal.device)))
+    head = make_head(causal)
+    head.load_state_dict(load_file(folder / HEAD_FILE, device=str(causal.device)))
     return head

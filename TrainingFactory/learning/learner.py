@@ -15,26 +15,26 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from TrainingFactory.algorithms.trained_tokens import Loss, Trained
+from TrainingFactory.algorithms.trained_tokens import Loss, TrainedTokens
 from TrainingFactory.data.packing import Batch, Pack
 from TrainingFactory.learning.forward import (
     causal_model,
     check_head,
-    head_of,
+    output_head,
     row_states,
+    sharing_problem,
     tree_mode,
     tree_states,
-    why_not_shared,
 )
 from TrainingFactory.learning.heads import ScalarHead
 from TrainingFactory.learning.logprobs import token_logprobs
-from TrainingFactory.learning.optim import CRITIC, MixedPrecision, OptimizerOptions, make_optimizers
+from TrainingFactory.learning.optim import CRITIC_PREFIXES, MixedPrecision, OptimizerOptions, make_optimizers
 from TrainingFactory.learning.processes import Processes
 
 log = logging.getLogger(__name__)
 
 ANNOTATIONS = ("reference", "old", "values")  # fields of a pack that are filled by a forward pass
-SAMPLED = 1024  # leading elements of each frozen weight that enter the digest of the base model
+DIGEST_ELEMENTS = 1024  # leading elements of each frozen weight that enter the digest of the base model
 # Metric name -> field of a batch, for counts over the whole step.
 COUNTS = {"trained_tokens": "tokens", "rows": "rows", "trained_episodes": "episodes", "pairs": "pairs"}
 
@@ -79,8 +79,8 @@ class Learner:
         self.sharing = all(run(module, partial(_can_share, causal_model(module))) for module in models)
         self._weights = MixedPrecision(self._named_parameters())
         named = list(zip(self._weights.names, self._weights.masters, strict=True))
-        self._critic_weights = [weight for name, weight in named if name.startswith(CRITIC)]
-        self._policy_weights = [weight for name, weight in named if not name.startswith(CRITIC)]
+        self._critic_weights = [weight for name, weight in named if name.startswith(CRITIC_PREFIXES)]
+        self._policy_weights = [weight for name, weight in named if not name.startswith(CRITIC_PREFIXES)]
         self.optimizers = make_optimizers(named, options, self.processes)
         if not self.optimizers:
             raise ValueError("The model has no trainable weights")
@@ -186,7 +186,7 @@ class Learner:
         assert (pack.target < vocabulary).all(), "token id outside the model's vocabulary"
         unique, inverse = np.unique(pack.source * vocabulary + pack.target, return_inverse=True)
         source, target, index = self._on_device(unique // vocabulary, unique % vocabulary, inverse)
-        outputs = token_logprobs(hidden, head_of(causal), source, target, vocabulary, self.temperature)
+        outputs = token_logprobs(hidden, output_head(causal), source, target, vocabulary, self.temperature)
         return outputs[0].index_select(0, index), outputs[1].index_select(0, index)
 
     def _outputs(
@@ -214,7 +214,7 @@ class Learner:
         critic = causal_model(self.critic)
         return chosen, entropy, self.processes.run(self.critic, lambda: scalars(self.states(pack, critic)))
 
-    def _trained(self, pack: Pack, batch: Batch, needs: frozenset[str]) -> Trained:
+    def _trained(self, pack: Pack, batch: Batch, needs: frozenset[str]) -> TrainedTokens:
         scored, valued = "scores" in needs, "values" in needs
         places = pack.place if scored else pack.source if valued else None
         logprobs, entropy, scalars = self._outputs(pack, not scored, places, batch.values_only)
@@ -224,7 +224,7 @@ class Learner:
         reference, old, old_values, returns = (
             None if array is None else self._on_device(array)[0] for array in extra
         )
-        return Trained(
+        return TrainedTokens(
             logprobs, entropy, sampled, advantages, rewards, episode, labels, pairs,
             batch.tokens, batch.episodes, batch.pairs,
             reference=reference, old=old, old_values=old_values, returns=returns, baseline=batch.baseline,
@@ -264,7 +264,7 @@ class Learner:
 
 
 def _can_share(model: PreTrainedModel) -> bool:
-    if (reason := why_not_shared(model)) is not None:
+    if (reason := sharing_problem(model)) is not None:
         log.warning(
             "A %r model cannot share prefixes between rows: %s. Computing rows one by one: same results, slower "
             "updates.", model.config.model_type, reason,
@@ -278,5 +278,5 @@ def frozen_digest(model: torch.nn.Module) -> str:
     for name, param in model.named_parameters():
         if not param.requires_grad:
             digest.update(name.encode())
-            digest.update(param.detach().flatten()[:SAMPLED].float().cpu().numpy().tobytes())
+            digest.update(param.detach().flatten()[:DIGEST_ELEMENTS].float().cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -50,7 +50,7 @@ class _Pick(torch.autograd.Function):
         return gradient.to(ctx.dtype), None, None
 
 
-def picked(
+def target_logprobs(
     logits: torch.Tensor, target: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log-probs of the targets, entropies and log-sum-exp, each [1, C, 1], of logits [1, C, V]."""
@@ -60,7 +60,7 @@ def picked(
     return logs.gather(-1, target), -(logs.exp() * logs).sum(-1, keepdim=True), total
 
 
-def picked_gradient(
+def logits_gradient(
     logits: torch.Tensor, target: torch.Tensor, total: torch.Tensor, entropy: torch.Tensor,
     logprob_grad: torch.Tensor, entropy_grad: torch.Tensor | None, temperature: float, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
@@ -72,7 +72,7 @@ def picked_gradient(
     return (gradient / temperature).to(dtype)
 
 
-def wide_product(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def float32_logits(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the logits [C, V] in float32: at a logit of 20, the spacing of bfloat16 numbers is 0.125."""
     if states.dtype == torch.float32:
         return states @ weight.t()
@@ -90,8 +90,8 @@ class _PlainHead(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         parts = []
         for places, targets in zip(source.split(size), target.split(size), strict=True):
-            logits = wide_product(hidden.index_select(0, places), weight)
-            parts.append(compiled(picked)(logits[None], targets[None, :, None], temperature))
+            logits = float32_logits(hidden.index_select(0, places), weight)
+            parts.append(compiled(target_logprobs)(logits[None], targets[None, :, None], temperature))
         chosen, entropy, total = (torch.cat(outputs, 1) for outputs in zip(*parts, strict=True))  # [1, M, 1]
         ctx.save_for_backward(hidden, weight, source, target, total, entropy)
         ctx.temperature, ctx.size = temperature, size
@@ -111,8 +111,8 @@ class _PlainHead(torch.autograd.Function):
         for start in range(0, len(source), ctx.size):
             part = slice(start, start + ctx.size)
             rows = hidden.index_select(0, source[part])
-            logits_grad = compiled(picked_gradient)(
-                wide_product(rows, weight)[None], target[None, part, None], total[:, part], entropy[:, part],
+            logits_grad = compiled(logits_gradient)(
+                float32_logits(rows, weight)[None], target[None, part, None], total[:, part], entropy[:, part],
                 logprob_grad[:, part], None if entropy_grad is None else entropy_grad[:, part],
                 ctx.temperature, rows.dtype,
             )[0]  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 
-from TrainingFactory.models.loading import with_precision
+from TrainingFactory.models.loading import set_adapter_dtype
 
 
 def add_lora(
@@ -33,4 +33,4 @@ def add_lora(
         torch.manual_seed(seed)
         adapted = get_peft_model(model, config)
     assert isinstance(adapted, PeftModel)
-    return with_precision(adapted, model.dtype)
+    return set_adapter_dtype(adapted, model.dtype)

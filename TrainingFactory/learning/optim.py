@@ -14,7 +14,7 @@ from torch import nn
 
 from TrainingFactory.learning.processes import Processes
 
-CRITIC = ("head.", "critic.")  # name prefixes of a learner's weights that are not the policy's
+CRITIC_PREFIXES = ("head.", "critic.")  # name prefixes of a learner's weights that are not the policy's
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,7 +89,7 @@ def make_optimizers(
     matrices, decayed, plain, critic_decayed, critic_plain = [], [], [], [], []
     for name, param in named:
         inner = param.dim() == 2 and "embed" not in name and "head." not in name
-        if name.startswith(CRITIC):
+        if name.startswith(CRITIC_PREFIXES):
             (critic_decayed if inner else critic_plain).append(param)
         else:
             (matrices if inner and options.name == "muon" else decayed if inner else plain).append(param)

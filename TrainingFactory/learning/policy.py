@@ -17,7 +17,7 @@ from TrainingFactory.types import Sample, Weights
 CLOSE_SECONDS = 10.0
 
 
-class Publishes(Protocol):
+class WeightPublisher(Protocol):
     """Writes weights for samplers in other processes; implemented in `learning/publishing.py`."""
 
     model_folder: str
@@ -34,7 +34,7 @@ class LocalPolicy:
 
     def __init__(
         self, learner: Learner, algorithm: Algorithm, tokenizer: Any, options: StepOptions,
-        publisher: Publishes | None = None,
+        publisher: WeightPublisher | None = None,
     ) -> None:  # fmt: skip
         self.publisher = publisher
         self.learner, self._algorithm = learner, algorithm

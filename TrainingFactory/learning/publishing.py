@@ -24,11 +24,11 @@ from safetensors.torch import save_file
 
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.step import StepOptions, score_rows
-from TrainingFactory.models.saved import WEIGHTS, as_saved
+from TrainingFactory.models.saved import WEIGHTS, to_checkpoint_names
 from TrainingFactory.types import Sample, Weights
 
-KEPT = 2  # versions: the one that all engines have, and the one that they are loading
-CANARY = 24  # tokens whose log-probs verify that an engine has the published weights
+KEPT_VERSIONS = 2  # versions: the one that all engines have, and the one that they are loading
+CANARY_TOKENS = 24  # tokens whose log-probs verify that an engine has the published weights
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -44,7 +44,7 @@ class Publisher:
                 "Remove it, or use sampling.engine=native without Ray"
             )
         size = sum(param.numel() * param.element_size() for param in self._causal.parameters())
-        fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (KEPT + 1) * size
+        fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (KEPT_VERSIONS + 1) * size
         self._is_writer, home, self._guard = learner.processes.rank == 0, "", None
         if self._is_writer:
             home = tempfile.mkdtemp(prefix="tfactory-weights-", dir=SHARED_MEMORY if fits else None)
@@ -63,7 +63,7 @@ class Publisher:
         elif self._is_writer:
             config.save_pretrained(self.model_folder)
         rng, vocabulary = random.Random(0), config.get_text_config().vocab_size
-        self._canary = tuple(rng.randrange(vocabulary) for _ in range(CANARY))
+        self._canary = tuple(rng.randrange(vocabulary) for _ in range(CANARY_TOKENS))
         self._numbers, self._kept = itertools.count(), list[Path]()
 
     def publish(self, version: int) -> Weights:
@@ -77,7 +77,7 @@ class Publisher:
             options = {"state_dict": weights, "save_embedding_layers": False}
             self._write_folder(where, lambda part: model.save_pretrained(part, **options))
         self._kept.append(where)
-        while len(self._kept) > KEPT:
+        while len(self._kept) > KEPT_VERSIONS:
             old = self._kept.pop(0)
             if self._is_writer:
                 shutil.rmtree(old)
@@ -100,7 +100,7 @@ class Publisher:
 
         def write(part: Path) -> None:
             self._skeleton.config.save_pretrained(part)
-            saved = as_saved(self._skeleton, weights)
+            saved = to_checkpoint_names(self._skeleton, weights)
             save_file({name: weight.contiguous() for name, weight in saved.items()}, part / WEIGHTS)
 
         self._write_folder(folder, write)
@@ -119,10 +119,10 @@ class Publisher:
 
     def _score(self) -> tuple[float, ...]:
         """Return the learner's log-probs of the canary at temperature 1, and restore the learner's settings."""
-        learner, zeros = self._learner, [0.0] * CANARY
+        learner, zeros = self._learner, [0.0] * CANARY_TOKENS
         training, temperature = learner.model.training, learner.temperature
-        mask = [False] + [True] * (CANARY - 1)
-        row = Sample(list(self._canary), mask, zeros, zeros, zeros, [0] * CANARY)
+        mask = [False] + [True] * (CANARY_TOKENS - 1)
+        row = Sample(list(self._canary), mask, zeros, zeros, zeros, [0] * CANARY_TOKENS)
         learner.temperature = 1.0
         try:
             return tuple(score_rows(learner, [row], StepOptions())[0][1:])

@@ -22,20 +22,20 @@ import torch
 from pydantic import TypeAdapter
 
 from TrainingFactory.data.packing import make_batch
-from TrainingFactory.data.rewriting import written_by
+from TrainingFactory.data.rewriting import rerender
 from TrainingFactory.data.samples import to_samples
-from TrainingFactory.learning.forward import causal_model, row_states, tree_mode, tree_states, why_not_shared
-from TrainingFactory.learning.heads import ABOUT, FILE, ScalarHead, load_head
+from TrainingFactory.learning.forward import causal_model, row_states, sharing_problem, tree_mode, tree_states
+from TrainingFactory.learning.heads import HEAD_FILE, REWARD_MODEL_FILE, ScalarHead, load_head
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.types import Reward, Sample, Trajectory
 
 Kind = Literal["outcome", "process"]
-DIGITS = 4  # decimals of a score; further ones are rounding errors
+SCORE_DECIMALS = 4  # decimals of a score; further ones are rounding errors
 
 
 @dataclass(slots=True, frozen=True)
-class About:
+class RewardModelInfo:
     """Content of reward_model.json: how to load the model in the same folder, and how to interpret its scores."""
 
     kind: Kind
@@ -46,15 +46,15 @@ class About:
     quantization: str = "none"  # of the base under an adapter
 
 
-def read_about(folder: Path) -> About:
+def read_reward_model_info(folder: Path) -> RewardModelInfo:
     """Read reward_model.json of a folder; raise ValueError if the folder holds no reward model."""
-    for name in (FILE, ABOUT):  # a critic has no reward_model.json
+    for name in (HEAD_FILE, REWARD_MODEL_FILE):  # a critic has no reward_model.json
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no reward model: it has no {name}")
     try:
-        return TypeAdapter(About).validate_json((folder / ABOUT).read_bytes())
+        return TypeAdapter(RewardModelInfo).validate_json((folder / REWARD_MODEL_FILE).read_bytes())
     except (OSError, ValueError) as error:
-        raise ValueError(f"Cannot read {folder / ABOUT}: {error}") from error
+        raise ValueError(f"Cannot read {folder / REWARD_MODEL_FILE}: {error}") from error
 
 
 class RewardScorer:
@@ -74,7 +74,7 @@ class RewardScorer:
         self.kind: Kind = kind
         self._model, self._causal, self._head, self._chat = model.eval(), causal_model(model), head, chat
         self._token_budget, self._together = token_budget, together
-        self._sharing = why_not_shared(self._causal) is None
+        self._sharing = sharing_problem(self._causal) is None
         self._lock = threading.Lock()
 
     @classmethod
@@ -91,7 +91,7 @@ class RewardScorer:
     ) -> RewardScorer:
         """Load a reward model's checkpoint. Under an adapter, load `base` (None: the base named in the checkpoint)."""
         folder = Path(folder).expanduser()
-        about = read_about(folder)
+        about = read_reward_model_info(folder)
         adapter = str(folder) if (folder / "adapter_config.json").is_file() else None
         loaded = load_model(
             base or str(about.base) if adapter else str(folder),
@@ -113,7 +113,7 @@ class RewardScorer:
         else:
             scores = [self.scores([trajectory])[0] for trajectory in trajectories]
         # Equal episodes get equal scores, whichever episodes share their batch.
-        scores = [[round(score, DIGITS) for score in episode] for episode in scores]
+        scores = [[round(score, SCORE_DECIMALS) for score in episode] for episode in scores]
         if self.kind == "outcome":
             return [Reward(score) for [score] in scores]
         return [_process_reward(episode) for episode in scores]
@@ -136,7 +136,7 @@ class RewardScorer:
         return [[score for _ in episode for score in next(rest)] for episode in rows]
 
     def _rows(self, trajectory: Trajectory) -> list[Sample]:
-        written = written_by(self._chat, trajectory)
+        written = rerender(self._chat, trajectory)
         rows = to_samples(written, turns="all" if self.kind == "process" else "last", tokens="last")
         limit = getattr(self._causal.config.get_text_config(), "max_position_embeddings", None)
         longest = max(len(row.token_ids) for row in rows)

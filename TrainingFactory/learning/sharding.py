@@ -28,7 +28,7 @@ from TrainingFactory.learning.processes import Processes
 from TrainingFactory.types import Sample
 
 
-class Sharded(Processes):
+class ShardedProcesses(Processes):
     """Collective operations over all ranks of torch.distributed. `offload` keeps frozen models in CPU memory."""
 
     def __init__(self, device: torch.device, offload: bool = False) -> None:

@@ -35,15 +35,15 @@ def train_step(
     mini-batch order are derived from the step, so that a resumed run reproduces it."""
     seed = turn_seed(options.seed, step, "update", 0, 0)
     torch.manual_seed(seed + learner.processes.rank)
-    parts = split(rows, options.minibatches, seed)
+    parts = split_minibatches(rows, options.minibatches, seed)
     batches = [_annotated(learner, algorithm.needs, part, options.token_budget) for part in parts]
     algorithm.prepare(batches, step)
-    measured = mismatch(batches, step) if "old" in algorithm.needs else {}
+    measured = mismatch_metrics(batches, step) if "old" in algorithm.needs else {}
     updates = [learner.update(batch, algorithm.loss, algorithm.needs) for batch in batches * options.epochs]
-    return merged(updates) | measured
+    return merge_metrics(updates) | measured
 
 
-def mismatch(batches: Sequence[Batch], step: int) -> dict[str, float]:
+def mismatch_metrics(batches: Sequence[Batch], step: int) -> dict[str, float]:
     """Return the mean absolute difference between the sampler's log-probs and the learner's before the step: `mismatch`
     over tokens sampled by the current weights, where only the implementation differs, and `staleness_gap` over tokens
     of older weights. A metric without tokens is omitted."""
@@ -86,7 +86,7 @@ def _annotated(learner: Learner, needs: frozenset[str], rows: Sequence[Sample], 
     return learner.annotate(learner.processes.packed(packed, token_budget), needs)
 
 
-def split(samples: Sequence[Sample], parts: int, seed: int = 0) -> list[list[Sample]]:
+def split_minibatches(samples: Sequence[Sample], parts: int, seed: int = 0) -> list[list[Sample]]:
     """Split the rows at random into parts of about equally many episodes. Rows of one pair or episode stay together."""
     if parts == 1:
         return [list(samples)]
@@ -98,7 +98,7 @@ def split(samples: Sequence[Sample], parts: int, seed: int = 0) -> list[list[Sam
     return [[sample for unit in shuffled[part::parts] for sample in unit] for part in range(parts)]
 
 
-def merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+def merge_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """Merge the metrics of a step's updates: sum counts, average everything else over the updates that report it."""
     if len(updates) == 1:
         return updates[0]

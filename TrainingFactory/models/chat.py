@@ -19,19 +19,19 @@ from typing import Any
 
 from TrainingFactory.common.openai_format import message_from_dict, spec_from_dict
 from TrainingFactory.models import probes
-from TrainingFactory.models.encoding import Control, TextEncoder, remembered
+from TrainingFactory.models.encoding import Control, TextEncoder, cache_short_texts
 from TrainingFactory.models.families import FAMILIES, Family, get_family
 from TrainingFactory.models.forms import learn_reader
 from TrainingFactory.models.outlines import Outlines, Texts
-from TrainingFactory.models.round_trip import NotReadBack, difference, same_turn
-from TrainingFactory.models.templates import Template
+from TrainingFactory.models.round_trip import RoundTripError, describe_difference, same_turn
+from TrainingFactory.models.templates import ChatTemplate
 from TrainingFactory.types import Message, ToolCall, ToolSpec, Turn
 
 # A rendering, split: tuples of finished token ids, and lists to be encoded of template texts (str) and marks (int).
 Pieces = list[tuple[int, ...] | list[str | int]]
 MAX_SKELETONS = 512  # cached renderings
 MAX_KEY = 50_000  # characters; renderings with longer cache keys are not cached
-WAYS_OUT = (
+TOOLS_ADVICE = (
     "set model.family=generic to put the tool list into the system message instead, or add a family with "
     "TrainingFactory.models.register_family"
 )
@@ -55,7 +55,7 @@ class TemplateChatFormat:
         self._encoder = TextEncoder(tokenizer)
         self._ends_open = lru_cache(maxsize=4096)(self._ends_in_thought)  # many prompts have the same end
         options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
-        self._template = Template(tokenizer, options, day)
+        self._template = ChatTemplate(tokenizer, options, day)
         self._marks = self._template.marks
         mark = self._marks[0]
         self._start = self._template.text([probes.user(mark)])
@@ -64,8 +64,8 @@ class TemplateChatFormat:
         self._end = probes.end_of_turn(self._template, self._encoder.control_texts)
         self.family = requested or self._detect() or FAMILIES["generic"]
         # turns of a dataset have different texts but few different outlines
-        self._turn = remembered(self._written_turn)
-        self._turn_pieces = remembered(self._pieces)
+        self._turn = cache_short_texts(self._written_turn)
+        self._turn_pieces = cache_short_texts(self._pieces)
         native = self._reads_template(self.family)
         self._template_tools = native and probes.renders_tools(self._template)
         results = probes.shows_tool_results(self._template, self._style, self._end)
@@ -143,7 +143,7 @@ class TemplateChatFormat:
             ids += [] if ids[-1:] in ([end], [self._calls_end]) else [end]
             if not exact or same_turn(read := self.parse(ids, prompt_ids, tools), message):
                 return ids
-            problem = problem or NotReadBack(difference(self.family.name, message, read))
+            problem = problem or RoundTripError(describe_difference(self.family.name, message, read))
         assert problem is not None
         raise problem
 
@@ -356,18 +356,18 @@ class TemplateChatFormat:
             for content, reasoning in (("", None), ("Some text.", None), ("Some text.", "A thought.")):
                 try:
                     self.write(Message("assistant", content, calls, reasoning=reasoning), tools=[spec])
-                except NotReadBack as error:
-                    return f"{error}; {WAYS_OUT}"
+                except RoundTripError as error:
+                    return f"{error}; {TOOLS_ADVICE}"
                 except ValueError as error:  # some templates accept only one call per turn
                     if len(calls) == 1:
-                        return f"{error}; {WAYS_OUT}"
+                        return f"{error}; {TOOLS_ADVICE}"
         return ""
 
     def _why_no_tools(self) -> str:
         reason = "renders no tool calls"
         if self._style:
             reason = f"writes tool calls in a syntax that family {self.family.name!r} does not read"
-        return f"the chat template of this model {reason}; {WAYS_OUT}"
+        return f"the chat template of this model {reason}; {TOOLS_ADVICE}"
 
     def _find_stops(self, eos: int | None, extra: Sequence[int]) -> tuple[int, ...]:
         vocabulary = self._encoder.control_texts

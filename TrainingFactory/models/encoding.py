@@ -35,7 +35,7 @@ class Control(NamedTuple):
     token: int
 
 
-def gives_back(tokenizer: Tokenizer) -> bool:
+def decodes_unchanged(tokenizer: Tokenizer) -> bool:
     """Return whether the tokenizer decodes the canary, which has everything that tokenizers lose, unchanged."""
     ids = tokenizer.encode(CANARY, add_special_tokens=False).ids
     return tokenizer.decode(ids, skip_special_tokens=False) == CANARY
@@ -69,7 +69,9 @@ class TextEncoder:
         longest_first = sorted(self.control_texts, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._cached = lru_cache(maxsize=4096)(self._encode)
-        self.can_join = lru_cache(maxsize=512)(self._can_join)  # mostly for names of tools and arguments
+        self.may_form_control_token = lru_cache(maxsize=512)(
+            self._can_join
+        )  # mostly for names of tools and arguments
         self._joined = "\0".join(["", *self.control_texts, ""])
         self._words = {_word(text) for text in self.control_texts} - {""}
         self._longest = max(map(len, self.control_texts), default=0)
@@ -194,7 +196,7 @@ def _without_prefix_space(node: Any) -> Any:
     return node
 
 
-def remembered(function: Callable[[str], T]) -> Callable[[str], T]:
+def cache_short_texts(function: Callable[[str], T]) -> Callable[[str], T]:
     """Return the function with a cache of its results for short texts."""
     cached = lru_cache(512)(function)
     return lambda text: (cached if len(text) <= SHORT else function)(text)

@@ -9,7 +9,7 @@ from TrainingFactory.models.chat import TemplateChatFormat, chat_format
 from TrainingFactory.models.loading import LoadedModel, load_model
 
 
-class ModelFace:
+class FamilyModel:
     """Base class: a named model that is loaded on first use of an attribute."""
 
     family: ClassVar[str | None] = None
@@ -43,19 +43,19 @@ class ModelFace:
         return chat_format(self.tokenizer, self.family, thinking=self._thinking, stop_ids=stop_ids)
 
 
-class Qwen3Model(ModelFace):
+class Qwen3Model(FamilyModel):
     """Qwen3. With `thinking=False` the chat template ends the thought before the model starts to write."""
 
     family = "qwen3"
 
 
-class LlamaModel(ModelFace):
+class LlamaModel(FamilyModel):
     """Llama 3.x."""
 
     family = "llama3"
 
 
-class DeepSeekModel(ModelFace):
+class DeepSeekModel(FamilyModel):
     """DeepSeek V3 and the R1 distils."""
 
     family = "deepseek"

@@ -21,7 +21,7 @@ from TrainingFactory.models.parsers import (
     call_from_tree,
     call_from_value,
     make_call,
-    unreadable,
+    malformed_call,
 )
 from TrainingFactory.models.templates import Marks
 from TrainingFactory.types import ToolCall, ToolSpec
@@ -75,7 +75,7 @@ class _TaggedCallReader:
             outside += text[position : opening.start()]
             parsed = self.read_at(text, opening.end(), tools)
             if parsed is None:
-                calls.append(unreadable(f"what follows {self.begin.strip()} is not a whole call"))
+                calls.append(malformed_call(f"what follows {self.begin.strip()} is not a whole call"))
                 position = opening.end()
                 closing = close.search(text, position) if self.close.strip() else None
                 position = closing.end() if closing else len(text)

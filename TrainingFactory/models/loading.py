@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from TrainingFactory.common.options import Unknown, did_you_mean, nearest
-from TrainingFactory.models.encoding import gives_back
-from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
+from TrainingFactory.common.options import UnknownNameError, did_you_mean, nearest
+from TrainingFactory.models.encoding import decodes_unchanged
+from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve_model_name
 from TrainingFactory.models.tiny import tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 # Errors that transformers, tokenizers, safetensors and gguf raise for files that they cannot read. Tokenizers has no
 # exception class of its own, and corrupt numbers can raise any Python error.
-LOADING = (Exception,)
-AGAIN = "copy or download it again"
+LOADING_ERRORS = (Exception,)
+RECOPY_ADVICE = "copy or download it again"
 MAX_LAYERS = 10_000  # a larger number in config.json is corrupt
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "tokenization_*.py")
 Options = dict[str, Any]  # keyword arguments of transformers' `from_pretrained`
@@ -62,7 +62,7 @@ def load_model(
     quantization: str = "none",
 ) -> LoadedModel:
     """Load a model. The options are those of the config's section `model`. `seed` is that of the built-in weights."""
-    target = resolve(name)
+    target = resolve_model_name(name)
     check_quantization(quantization, target)
     _freeze_imports()
     if not sys.stderr.isatty():  # progress bars make a log unreadable
@@ -112,7 +112,7 @@ def _check_finite(name: str, model: Any) -> None:
 
 def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Load only the tokenizer, of a model name as in `load_model` or of a folder that contains a tokenizer."""
-    target = resolve(name)
+    target = resolve_model_name(name)
     if target == BUILTIN:
         return tiny_tokenizer()
     folder = Path(target).expanduser()
@@ -185,7 +185,7 @@ def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool
     """Return the dtype of the stored weights; float32 if the config does not name one."""
     from transformers import AutoConfig
 
-    target = resolve(name)
+    target = resolve_model_name(name)
     if target == BUILTIN:
         return torch.float32
     source, options = _locate(name, target)
@@ -224,7 +224,8 @@ def _load_pretrained(name: str, target: str, options: Options, weight_options: O
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would continue with random weights
         raise ValueError(
-            f"model {name!r}: {len(missing)} weights are missing from {source!r}, the first is {missing[0]}; {AGAIN}"
+            f"model {name!r}: {len(missing)} weights are missing from {source!r}, the first is {missing[0]}; "
+            f"{RECOPY_ADVICE}"
         )
     if gguf:
         # The weights of a GGUF file are dequantized, and these attributes would prevent saving them.
@@ -257,13 +258,13 @@ def _check_hub(name: str, target: str, revision: str) -> None:
     try:
         hf_hub_download(target, "config.json", revision=revision)
     except errors.LocalEntryNotFoundError as error:
-        raise Unknown(
+        raise UnknownNameError(
             name,
             f"model {name!r}: {target} is not in this machine's Hugging Face cache, and the hub cannot be reached (no "
             "connection, or HF_HUB_OFFLINE is set). Download the model on a connected machine, copy it here, and set "
             "model.name to its folder",
         ) from error
-    except LOADING:  # transformers has better error texts for missing and gated models
+    except LOADING_ERRORS:  # transformers has better error texts for missing and gated models
         return
 
 
@@ -272,7 +273,7 @@ def _read_tokenizer(source: str, options: dict[str, Any]) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
     backend = getattr(tokenizer, "backend_tokenizer", None)  # slow tokenizers have none
-    if backend is None or "gguf_file" in options or gives_back(backend):
+    if backend is None or "gguf_file" in options or decodes_unchanged(backend):
         return tokenizer
     # Transformers rebuilds some tokenizers from the class in their config, which may contradict tokenizer.json.
     return PreTrainedTokenizerFast.from_pretrained(source, **options)
@@ -292,7 +293,7 @@ def _locate(name: str, target: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"model {name!r}: folder {path} has no config.json, so it contains no model")
         return str(path), {}
     if target.startswith((".", "/", "~")) or path.is_file() or target.count("/") != 1:
-        raise Unknown(
+        raise UnknownNameError(
             name, f"model {name!r}: no such folder, hub id (owner/name) or short name{_suggestion(name)}"
         )
     return target, {}
@@ -317,10 +318,10 @@ def _with_adapter(model: Any, adapter: str) -> Any:
     with _reading(
         f"model.adapter {adapter!r} does not fit the model", str(folder), {}, "adapter_config.json"
     ):
-        return with_precision(PeftModel.from_pretrained(model, str(folder)).eval(), model.dtype)
+        return set_adapter_dtype(PeftModel.from_pretrained(model, str(folder)).eval(), model.dtype)
 
 
-def with_precision(adapted: Any, dtype: torch.dtype) -> Any:
+def set_adapter_dtype(adapted: Any, dtype: torch.dtype) -> Any:
     """Convert the adapter to bfloat16 if the model is in bfloat16, because otherwise each layer would store its input
     in both dtypes; else to float32, because float16 loses small gradients."""
     for name, param in adapted.named_parameters():
@@ -336,7 +337,7 @@ def _reading(task: str, source: str, options: dict[str, Any], part: str) -> Iter
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except LOADING as error:
+    except LOADING_ERRORS as error:
         if "allocate memory" in str(error):
             raise
         raise ValueError(f"{task}: {_cause(error, source, options, part)}") from error
@@ -362,7 +363,7 @@ def _cause(error: Exception, source: str, options: dict[str, Any], part: str) ->
     if isinstance(error, ImportError):
         return _first_line(error)
     if (name := options.get("gguf_file")) is not None:
-        return f"{folder / name} is damaged or has an unknown format ({_first_line(error)}): {AGAIN}"
+        return f"{folder / name} is damaged or has an unknown format ({_first_line(error)}): {RECOPY_ADVICE}"
     if not folder.is_dir():
         cached = try_to_load_from_cache(source, "config.json", revision=options.get("revision"))
         folder = Path(cached).parent if isinstance(cached, str) else folder
@@ -377,14 +378,16 @@ def _cause(error: Exception, source: str, options: dict[str, Any], part: str) ->
     unsupported = "trust_remote_code" in str(error) or "model type" in str(error)
     if unsupported or isinstance(error, OSError):  # the files may be intact
         return _first_line(error)
-    return f"{folder / part} is damaged or does not fit the other files ({_first_line(error)}): {AGAIN}"
+    return (
+        f"{folder / part} is damaged or does not fit the other files ({_first_line(error)}): {RECOPY_ADVICE}"
+    )
 
 
 def _damaged_file(folder: Path) -> str | None:
     """Return an error text for the first unreadable file of a folder; None if all files are readable."""
     for path in sorted(folder.glob("*")):
         if damage := _damage(path):
-            return f"{path} is damaged ({damage}): {AGAIN}"
+            return f"{path} is damaged ({damage}): {RECOPY_ADVICE}"
     return None
 
 

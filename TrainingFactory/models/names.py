@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 BUILTIN = "builtin:tiny"
-BY_TORCH = "torch:"  # prefix of the seed in a revision of BUILTIN: draw the weights with torch's generator
+TORCH_SEED_PREFIX = (
+    "torch:"  # prefix of the seed in a revision of BUILTIN: draw the weights with torch's generator
+)
 
 # short name -> hub id, `package:` and a Python package that contains weights, or the built-in model
 SUPPORTED_MODELS = {
@@ -31,7 +33,7 @@ HUB_ALIASES = {
 }
 
 
-def resolve(name: str) -> str:
+def resolve_model_name(name: str) -> str:
     """Return the hub id, package or built-in model of a short name. Other names are returned unchanged."""
     target = SUPPORTED_MODELS.get(name.lower(), name)
     return HUB_ALIASES.get(target, target)

@@ -12,7 +12,7 @@ from TrainingFactory.common.openai_format import spec_to_dict
 from TrainingFactory.models import probes
 from TrainingFactory.models.encoding import TextEncoder
 from TrainingFactory.models.probes import CallStyle
-from TrainingFactory.models.templates import Template, Transform, json_inner
+from TrainingFactory.models.templates import ChatTemplate, Transform, json_inner
 from TrainingFactory.types import Message, ToolCall, ToolSpec
 
 Texts = list[str]  # mark number i stands for text number i
@@ -22,11 +22,11 @@ SCHEMA_WORDS = frozenset(
     "object string integer number boolean array null".split()
 )
 
-USUAL = re.compile(r"[\w\n -&(-~]*")  # characters whose changes by a template show in the canaries
+SIMPLE_TEXT = re.compile(r"[\w\n -&(-~]*")  # characters whose changes by a template show in the canaries
 
 
 class Outlines:
-    def __init__(self, template: Template, style: CallStyle | None, encoder: TextEncoder) -> None:
+    def __init__(self, template: ChatTemplate, style: CallStyle | None, encoder: TextEncoder) -> None:
         self._template, self._style, self._encoder = template, style, encoder
         self._calls_as_json = self._marks_arguments = False
         self._transforms: dict[str, Transform] = {}
@@ -49,7 +49,7 @@ class Outlines:
         if self._calls_as_json and what.endswith("argument"):
             return json_inner(text)
         if what not in self._transforms:
-            render = probes.shown(self._template, what, self._style)
+            render = probes.make_renderer(self._template, what, self._style)
             self._transforms[what] = self._template.transform(what, render)
         return self._transforms[what](text)
 
@@ -64,7 +64,11 @@ class Outlines:
             }
         if isinstance(value, list | tuple):
             return [self.shield(item, texts, inner, key) for item in value]
-        if isinstance(value, str) and value not in SCHEMA_WORDS and self._encoder.can_join(value):
+        if (
+            isinstance(value, str)
+            and value not in SCHEMA_WORDS
+            and self._encoder.may_form_control_token(value)
+        ):
             return self.mark(self.shown(what, value), texts)
         return value
 
@@ -86,7 +90,12 @@ class Outlines:
         return ToolCall(self.shield(call.name, texts, "argument"), arguments)
 
     def _argument(self, value: Any, texts: Texts) -> Any:
-        if self._marks_arguments and isinstance(value, str) and value.strip() and USUAL.fullmatch(value):
+        if (
+            self._marks_arguments
+            and isinstance(value, str)
+            and value.strip()
+            and SIMPLE_TEXT.fullmatch(value)
+        ):
             return self.mark(self.shown("argument", value), texts)
         return self.shield(value, texts, "argument")
 

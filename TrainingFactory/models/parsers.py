@@ -30,7 +30,7 @@ def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[To
         outside += text[position : tag.start()]
         position = tag.end()
         if tag.group() == "</tool_call>":
-            calls.append(unreadable("found </tool_call> without <tool_call> before it"))
+            calls.append(malformed_call("found </tool_call> without <tool_call> before it"))
             continue
         try:
             value, end = DECODER.raw_decode(text, _SPACE.match(text, position).end())  # type: ignore[union-attr]
@@ -38,7 +38,7 @@ def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[To
             value, end = None, position
         closing = _TAG.search(text, end)
         if closing is None or closing.group() == "<tool_call>":
-            calls.append(unreadable("found <tool_call> without </tool_call> after it"))
+            calls.append(malformed_call("found <tool_call> without </tool_call> after it"))
             position = closing.start() if closing else len(text)
         else:
             decoded = end > position and not text[end : closing.start()].strip()
@@ -68,7 +68,7 @@ def read_bare_json(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list
             if not calls and not re.search(r'"(arguments|parameters)"', rest):
                 return text, []
             if not calls or rest.startswith("{"):
-                calls.append(unreadable("the call is not valid JSON"))
+                calls.append(malformed_call("the call is not valid JSON"))
             break
         if isinstance(value, dict) and isinstance(value.get("function"), dict):
             value = value["function"]
@@ -103,7 +103,7 @@ def read_deepseek(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[
         inside, closed, _ = block.partition(end)
         first, separator, second = inside.partition(sep)
         if not closed or not separator:
-            calls.append(unreadable(f"a call needs {sep} inside and {end} at its end"))
+            calls.append(malformed_call(f"a call needs {sep} inside and {end} at its end"))
         elif first.strip() == "function":
             name, _, arguments = second.strip().partition("\n")
             fence = re.fullmatch(r"\s*```(?:json)?\s*(.*?)\s*```\s*", arguments, re.DOTALL)
@@ -111,7 +111,7 @@ def read_deepseek(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[
         else:
             calls.append(make_call(first, second))
     if not calls and "<｜tool▁calls▁begin｜>" in text:
-        calls.append(unreadable(f"no call in it starts with {begin}"))
+        calls.append(malformed_call(f"no call in it starts with {begin}"))
     return content.replace("<｜tool▁calls▁begin｜>", "").strip() if calls else text, calls
 
 
@@ -119,19 +119,19 @@ def _call_from_json(text: str) -> ToolCall:
     try:
         return call_from_value(_decoded(text))
     except ValueError as error:
-        return unreadable(f"the call is {error}")
+        return malformed_call(f"the call is {error}")
 
 
 def call_from_value(value: Any) -> ToolCall:
     if not isinstance(value, dict):
-        return unreadable(f"the call is a JSON {type(value).__name__}, not an object")
+        return malformed_call(f"the call is a JSON {type(value).__name__}, not an object")
     return make_call(value.get("name"), value.get("arguments", value.get("parameters")))
 
 
 def make_call(name: Any, arguments: Any) -> ToolCall:
     """Return a call from its name and arguments, which the OpenAI and DeepSeek formats encode as JSON text."""
     if not isinstance(name, str) or not name.strip():
-        return unreadable('"name" must be the name of a tool')
+        return malformed_call('"name" must be the name of a tool')
     try:
         if isinstance(arguments, str):
             arguments = _decoded(arguments) if arguments.strip() else {}
@@ -139,7 +139,7 @@ def make_call(name: Any, arguments: Any) -> ToolCall:
             raise ValueError("no JSON object")
         return ToolCall(valid_text(name.strip()), _plain(arguments or {}))
     except ValueError as error:
-        return unreadable(f"the arguments are {error}", name)
+        return malformed_call(f"the arguments are {error}", name)
 
 
 def _decoded(text: str) -> Any:
@@ -158,18 +158,18 @@ def call_from_keywords(name: str, keywords: str) -> ToolCall:
         assert isinstance(tree, ast.Call)
         return call_from_tree(name, tree)
     except (ValueError, SyntaxError, RecursionError, MemoryError, AssertionError):
-        return unreadable('the arguments are not of the form key="value"', name)
+        return malformed_call('the arguments are not of the form key="value"', name)
 
 
 def call_from_tree(name: str, tree: ast.Call) -> ToolCall:
     if tree.args or any(keyword.arg is None for keyword in tree.keywords):
-        return unreadable('arguments must be written as key="value"', name)
+        return malformed_call('arguments must be written as key="value"', name)
     try:
         nodes = {str(keyword.arg): _Constants().visit(keyword.value) for keyword in tree.keywords}
         values = {key: ast.literal_eval(node) for key, node in nodes.items()}
         json.dumps(values, allow_nan=False)
     except (ValueError, TypeError, RecursionError, MemoryError):
-        return unreadable('the arguments are not of the form key="value"', name)
+        return malformed_call('the arguments are not of the form key="value"', name)
     return make_call(name, values)
 
 
@@ -203,5 +203,5 @@ def _finite(number: str) -> float | str:
 DECODER = json.JSONDecoder(strict=False, parse_constant=str, parse_float=_finite)
 
 
-def unreadable(reason: str, name: str = "") -> ToolCall:
+def malformed_call(reason: str, name: str = "") -> ToolCall:
     return ToolCall(valid_text(name.strip()), error=f"The tool call could not be read: {reason}.")

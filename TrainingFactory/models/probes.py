@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from TrainingFactory.models.templates import Template
+from TrainingFactory.models.templates import ChatTemplate
 from TrainingFactory.types import Message, ToolCall
 
 CALL_ID = "call0000"  # plus one digit: some templates require ids of nine characters
@@ -35,7 +35,7 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def find_call_style(template: Template) -> CallStyle | None:
+def find_call_style(template: ChatTemplate) -> CallStyle | None:
     """Return the first style in which the template renders a call's name and argument; None if there is none."""
     name, argument = template.marks[1], template.marks[2]
     for style in (CallStyle(as_text, empty) for as_text in (False, True) for empty in (None, "")):
@@ -53,7 +53,7 @@ def tool(name: str, description: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
-def renders_tools(template: Template) -> bool:
+def renders_tools(template: ChatTemplate) -> bool:
     name = template.marks[1]
     try:
         return name in template.text([user("m")], [tool(name, "d")])
@@ -61,7 +61,7 @@ def renders_tools(template: Template) -> bool:
         return False
 
 
-def end_of_turn(template: Template, control_texts: Iterable[str]) -> str | None:
+def end_of_turn(template: ChatTemplate, control_texts: Iterable[str]) -> str | None:
     """Return the control token with which the template ends an assistant message; None if there is none."""
     mark = template.marks[1]
     text = template.text([user("m"), {"role": "assistant", "content": mark}], header=False)
@@ -72,7 +72,7 @@ def end_of_turn(template: Template, control_texts: Iterable[str]) -> str | None:
     return min(ends)[2] if ends else None
 
 
-def end_of_calls(template: Template, style: CallStyle | None, control_texts: Iterable[str]) -> str | None:
+def end_of_calls(template: ChatTemplate, style: CallStyle | None, control_texts: Iterable[str]) -> str | None:
     """Return the control token that ends a turn with calls, unless it also occurs inside the turn (Gemma 4)."""
     try:
         turns = [style.message([ToolCall("f", {"a": "b"})] * count) if style else {} for count in (1, 2)]
@@ -89,14 +89,16 @@ def after_thought(body: str, think: tuple[str, str], opened: bool) -> str:
     return body.partition(think[1])[2] if thinks and think[1] in body else body
 
 
-def shows_tool_results(template: Template, style: CallStyle | None, end_text: str | None) -> bool:
+def shows_tool_results(template: ChatTemplate, style: CallStyle | None, end_text: str | None) -> bool:
     try:
         return template.marks[2] in continuation(template, style, end_text, [Message("tool", "r")])
     except ValueError:
         return False
 
 
-def assistant_body(template: Template, start: str, outline: dict[str, Any], think: tuple[str, str]) -> str:
+def assistant_body(
+    template: ChatTemplate, start: str, outline: dict[str, Any], think: tuple[str, str]
+) -> str:
     """Return the assistant's part of a rendering, from the model's first token. `start` is the template's prompt for a
     user message that is mark 0."""
     whole = template.text([user(template.marks[0]), outline], header=False)
@@ -115,7 +117,7 @@ def assistant_body(template: Template, start: str, outline: dict[str, Any], thin
     return thought + rest if rest.startswith(think[1]) else f"{thought}\n{think[1]}\n\n{rest}"
 
 
-def shown(template: Template, what: str, style: CallStyle | None) -> Callable[[str], str]:
+def make_renderer(template: ChatTemplate, what: str, style: CallStyle | None) -> Callable[[str], str]:
     """Return a function that renders the shortest conversation with its text at `what`: a role or part of a tool."""
 
     def render(text: str) -> str:
@@ -145,7 +147,7 @@ def shown(template: Template, what: str, style: CallStyle | None) -> Callable[[s
 
 
 def continuation(
-    template: Template, style: CallStyle | None, end_text: str | None, replies: Sequence[Message]
+    template: ChatTemplate, style: CallStyle | None, end_text: str | None, replies: Sequence[Message]
 ) -> str:
     """Return the template's text after a sampled turn: the rest of its end, the replies, the next generation prompt."""
     marks = template.marks

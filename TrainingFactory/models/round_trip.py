@@ -7,7 +7,7 @@ import json
 from TrainingFactory.types import Message
 
 
-class NotReadBack(ValueError):
+class RoundTripError(ValueError):
     """Raised for a message whose tokens this model's parser would read as a different message."""
 
 
@@ -22,7 +22,7 @@ def same_turn(read: Message, written: Message) -> bool:
     )
 
 
-def difference(family: str, written: Message, read: Message) -> str:
+def describe_difference(family: str, written: Message, read: Message) -> str:
     def summary(message: Message) -> str:
         parts = [f"thought {message.reasoning!r}"] if message.reasoning else []
         parts += [f"text {message.content!r}"] if message.content else []

@@ -14,7 +14,7 @@ Shapes = dict[str, tuple[int, ...]]
 WEIGHTS = "model.safetensors"  # the file in a folder of weights; never sharded
 
 
-def skeleton(config: Any, trust_remote_code: bool = False) -> Any:
+def build_meta_model(config: Any, trust_remote_code: bool = False) -> Any:
     """Build the model of a transformers config on the meta device, without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
@@ -22,7 +22,7 @@ def skeleton(config: Any, trust_remote_code: bool = False) -> Any:
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
 
 
-def as_saved(meta_model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def to_checkpoint_names(meta_model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename weights from module names to checkpoint names, and drop the duplicates of tied weights. `meta_model` is
     the model's `skeleton`: a loaded model would give the names of the file that it was loaded from."""
     from transformers.core_model_loading import revert_weight_conversion
@@ -33,13 +33,15 @@ def as_saved(meta_model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, 
     return revert_weight_conversion(meta_model, unique)
 
 
-def saved_shapes(folder: str, trust_remote_code: bool = False) -> Shapes:
+def checkpoint_shapes(folder: str, trust_remote_code: bool = False) -> Shapes:
     """Return the checkpoint names and shapes of a model's weights from its config.json, in a folder or on the hub."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    model = skeleton(config, trust_remote_code)
-    return {name: tuple(weight.shape) for name, weight in as_saved(model, model.state_dict()).items()}
+    model = build_meta_model(config, trust_remote_code)
+    return {
+        name: tuple(weight.shape) for name, weight in to_checkpoint_names(model, model.state_dict()).items()
+    }
 
 
 def check_weights(file: Path, shapes: Shapes | None) -> Shapes:

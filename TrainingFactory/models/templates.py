@@ -90,7 +90,7 @@ def _bounded(render: Callable[[], str]) -> str:
         sys.settrace(before)
 
 
-class Template:
+class ChatTemplate:
     def __init__(
         self, tokenizer: Any, options: dict[str, Any] | None = None, day: date | None = None
     ) -> None:

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.models.names import BUILTIN, BY_TORCH
-from TrainingFactory.models.words import NAMES, PLACES, THINGS, VERBIAGE
+from TrainingFactory.models.names import BUILTIN, TORCH_SEED_PREFIX
+from TrainingFactory.models.words import NAMES, PLACES, SENTENCE_WORDS, THINGS
 
 SPECIAL_TOKENS = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|>
 <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|>
@@ -52,7 +52,7 @@ def _trained_tokenizer() -> str:
     tokenizer.train_from_iterator(_corpus(), trainer)
     state = json.loads(tokenizer.to_str())
     vocabulary = state["model"]["vocab"]
-    for word in NAMES + PLACES + THINGS + VERBIAGE:
+    for word in NAMES + PLACES + THINGS + SENTENCE_WORDS:
         for form in (word, "Ġ" + word):  # the byte-level spelling of a leading space
             vocabulary.setdefault(form, len(vocabulary))
     state["model"]["ignore_merges"] = True  # use the vocabulary's whole words directly
@@ -86,14 +86,14 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: 
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
     )  # fmt: skip
-    number = revision.removeprefix(BY_TORCH)
+    number = revision.removeprefix(TORCH_SEED_PREFIX)
     if not number.isdecimal():
         raise ValueError(f"model.revision is {revision!r}; for {BUILTIN} it must be a seed, such as 0")
     seed = int(number)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    if not revision.startswith(BY_TORCH):
+    if not revision.startswith(TORCH_SEED_PREFIX):
         _draw_weights(model, seed, config.initializer_range)
     return model
 

@@ -12,7 +12,7 @@ import torch
 
 from TrainingFactory.models import probes
 from TrainingFactory.models.loading import LoadedModel
-from TrainingFactory.models.templates import Template
+from TrainingFactory.models.templates import ChatTemplate
 
 TAGS = {"hermes": ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")}
 
@@ -27,7 +27,7 @@ def add_tools_format(
     chat_template = tokenizer.chat_template
     if chat_template and chat_template.startswith(tools_template):  # a checkpoint of a model that has it
         return
-    if probes.renders_tools(Template(tokenizer)):
+    if probes.renders_tools(ChatTemplate(tokenizer)):
         say(f"note: model.tools_format={name} is ignored: the chat template of {loaded.name} renders tools")
         return
     if frozen:

@@ -21,7 +21,7 @@ THINGS = tuple(
 )
 
 # other words in the sentences of the built-in environments
-VERBIAGE = tuple(
+SENTENCE_WORDS = tuple(
     """Calculate Find Nothing Search Where answer calculator expression fact facts found is it lives number of one
     query search sold the then to with word""".split()
 )

@@ -14,14 +14,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from TrainingFactory.assembly.export import Dtype, Exported, export
+from TrainingFactory.assembly.export import Dtype, ExportedModel, export
 from TrainingFactory.promotion.promotion import Decision, Promotion
-from TrainingFactory.registry.card import card
+from TrainingFactory.registry.card import model_card
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
-from TrainingFactory.registry.lineage import Node, run_node
+from TrainingFactory.registry.lineage import LineageNode, run_node
 from TrainingFactory.registry.rows import Version
 from TrainingFactory.registry.to_mlflow import to_mlflow
-from TrainingFactory.resolve.model_names import Named, as_started_from, find_model
+from TrainingFactory.resolve.model_names import ResolvedModel, find_model, with_original_model
 from TrainingFactory.runs.folder import RunFolder
 
 EVALUATIONS = "evaluations.jsonl"  # of a run
@@ -49,7 +49,7 @@ class ModelRegistry(Catalogue):
         if resolved.adapter is not None:
             path = Path(resolved.name).expanduser()
             base_folder = path if path.is_dir() else None
-            revision = None if resolved.maker is None else as_started_from(resolved.maker).model.revision
+            revision = None if resolved.maker is None else with_original_model(resolved.maker).model.revision
             base = {"name": str(path.resolve()) if path.exists() else resolved.name, "revision": revision}
             if resolved.version is not None and resolved.version.base is not None:
                 base = resolved.version.base
@@ -63,11 +63,11 @@ class ModelRegistry(Catalogue):
 
     def export(
         self, name: str, folder: str | Path, merge: bool = False, dtype: Dtype | None = None
-    ) -> Exported:
+    ) -> ExportedModel:
         """Write a version in the layout of the Hugging Face hub: its files, lineage.json, and a model card."""
         version = self._verified(name)
         exported = export(str(version), folder, merge, dtype, self.runs, self.path)
-        page = card(version, self.evaluations(name), exported.kind)
+        page = model_card(version, self.evaluations(name), exported.kind)
         (exported.path / "README.md").write_text(page, encoding="utf-8")
         (exported.path / "lineage.json").write_text(json.dumps(version.lineage, indent=1), encoding="utf-8")
         return exported
@@ -87,7 +87,7 @@ class ModelRegistry(Catalogue):
         return version
 
 
-def _lineage(model: Named) -> Node:
+def _lineage(model: ResolvedModel) -> LineageNode:
     assert model.folder is not None
     if model.version is not None:
         return model.version.lineage
@@ -96,7 +96,7 @@ def _lineage(model: Named) -> Node:
     return {"folder": str(model.folder.resolve())}
 
 
-def _evaluations(model: Named, lineage: Node) -> list[dict[str, Any]]:
+def _evaluations(model: ResolvedModel, lineage: LineageNode) -> list[dict[str, Any]]:
     """Return the evaluation records of a checkpoint from its run."""
     if not isinstance(model.maker, RunFolder) or not (file := model.maker.path / EVALUATIONS).is_file():
         return []

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.evaluation.comparison import Comparison, Side, compare
-from TrainingFactory.evaluation.gate import KEYS, Check, Gate, Guard, check
+from TrainingFactory.evaluation.comparison import ComparedModel, Comparison, compare
+from TrainingFactory.evaluation.gate import KEYS, Gate, GateCheck, Guard, check_guard
 from TrainingFactory.evaluation.records import EvaluationRecord, Say, TaskOutcome
-from TrainingFactory.evaluation.requests import RecordedEvaluation, ask_model
+from TrainingFactory.evaluation.requests import RecordedEvaluation, request_model
 from TrainingFactory.evaluation.suites import check_overrides, load_suite, suite_evaluations
 from TrainingFactory.promotion import sequential
 from TrainingFactory.registry.catalogue import Catalogue
@@ -27,13 +27,13 @@ class Decision:
 
     promoted: bool
     text: str
-    checks: list[Check]
-    sides: list[Side] = field(default_factory=list)
+    checks: list[GateCheck]
+    sides: list[ComparedModel] = field(default_factory=list)
     comparison: Comparison | None = None
 
 
 @dataclass(slots=True)
-class Duel:
+class SequentialTest:
     """Sequential test against the champion's success rate on each task, in an order that depends only on the seed."""
 
     order: list[str]
@@ -42,7 +42,7 @@ class Duel:
     alpha: float
 
     @classmethod
-    def of(cls, champion: EvaluationRecord, gate: Gate) -> Duel:
+    def of(cls, champion: EvaluationRecord, gate: Gate) -> SequentialTest:
         scored = champion.scored
         order = list(scored)
         random.Random(f"promotion {champion.conditions.seed}").shuffle(order)
@@ -55,7 +55,7 @@ class Duel:
         return [_share(ours[task]) - share for task, share in pairs if task in ours]
 
     def is_proved(self, differences: Sequence[float]) -> bool:
-        return sequential.proved(differences, self.level, self.alpha) is not None
+        return sequential.first_rejection(differences, self.level, self.alpha) is not None
 
     def can_be_proved(self, differences: Sequence[float]) -> bool:
         """Return whether the test would pass if the challenger solved all remaining tasks."""
@@ -104,9 +104,11 @@ class Promotion:
         self.entries = list(dict.fromkeys(titles))  # other entries of the suite are not played
         needed = self.suite.model_copy(update={"entries": [entries[title] for title in self.entries]})
         options = [*overrides, key_value("logging.output_dir", str(runs))]
-        self.sides = [Side(str(model)) for model in (self.champion, self.version) if model is not None]
+        self.sides = [
+            ComparedModel(str(model)) for model in (self.champion, self.version) if model is not None
+        ]
         for side in self.sides:
-            model = ask_model(side.name, options, runs, registry.path)
+            model = request_model(side.name, options, runs, registry.path)
             for evaluation in suite_evaluations(needed, model, folder, say):
                 side.add(evaluation)
         self.stated = self.gate.stated(self.main, first)
@@ -116,7 +118,7 @@ class Promotion:
         play = play or _run_evaluation
         try:
             checks = [] if self.champion is None else [self._test(play)]
-            if all(check.holds for check in checks):
+            if all(check_guard.holds for check_guard in checks):
                 for index in range(len(self.entries)):
                     for side in self.sides:
                         self._play(side, index, play)
@@ -127,15 +129,15 @@ class Promotion:
                     evaluation.discard()
         return self._decide(checks)
 
-    def _test(self, play: Play) -> Check:
+    def _test(self, play: Play) -> GateCheck:
         """Run the sequential test: the challenger plays in rounds until the test is decided."""
         champion, challenger = self.sides
         self._play(champion, 0, play)
-        duel = Duel.of(champion.records[0], self.gate)
+        duel = SequentialTest.of(champion.records[0], self.gate)
         if not duel.can_be_proved([]):
             score = f"{sum(duel.shares):g} of {len(duel.shares)} tasks"
             problem = f"{champion.name} already solves {score}, so no challenger can pass the test"
-            return Check(self.stated[0], False, f"{problem}; use more or harder tasks, or set not_worse")
+            return GateCheck(self.stated[0], False, f"{problem}; use more or harder tasks, or set not_worse")
         if (evaluation := challenger.wanted[0]) is not None:
             tasks, size = {task.id: task for task in evaluation.tasks}, self.gate.round
             order = [tasks[task] for task in duel.order]
@@ -147,16 +149,16 @@ class Promotion:
         count, bound = len(differences), sequential.lower_bound(differences, duel.alpha)
         text = f"difference {sum(differences) / count:+.3f} after {count} of {len(duel.order)} tasks, lower bound "
         text += f"{bound:+.3f}; needed: above {duel.level:+.3f}"
-        return Check(self.stated[0], duel.is_proved(differences), text)
+        return GateCheck(self.stated[0], duel.is_proved(differences), text)
 
-    def _guard(self, guard: Guard) -> Check:
+    def _guard(self, guard: Guard) -> GateCheck:
         index = self.entries.index(guard.entry or self.main)
         outcomes = [_by_task(side, index) for side in self.sides]
         both = [task for task in outcomes[-1] if task in outcomes[0]]
         *theirs, ours = [[by_task[task] for task in both] for by_task in outcomes]
-        return check(guard, self.main, ours, theirs[0] if theirs else None)
+        return check_guard(guard, self.main, ours, theirs[0] if theirs else None)
 
-    def _play(self, side: Side, index: int, play: Play) -> None:
+    def _play(self, side: ComparedModel, index: int, play: Play) -> None:
         """Run the evaluation of a side on one entry, unless it has a record."""
         evaluation = side.wanted[index]
         if side.found[index] is None and evaluation is not None:
@@ -168,16 +170,16 @@ class Promotion:
                     "episode could be scored"
                 )
 
-    def _decide(self, checks: list[Check]) -> Decision:
+    def _decide(self, checks: list[GateCheck]) -> Decision:
         """Move the alias if all checks hold, and record the decision with its evidence."""
-        failed = [str(check) for check in checks if not check.holds]
+        failed = [str(check_guard) for check_guard in checks if not check_guard.holds]
         complete = [i for i in range(len(self.entries)) if all(side.found[i] for side in self.sides)]
-        sides = [Side(side.name, [side.found[i] for i in complete]) for side in self.sides]
+        sides = [ComparedModel(side.name, [side.found[i] for i in complete]) for side in self.sides]
         comparison = compare(sides[0], sides[1], [1.0] * len(complete)) if complete and sides[1:] else None
         evidence = {
             "suite": self.suite.name,
             "gate": self.gate.model_dump(exclude_none=True),
-            "checks": [asdict(check) for check in checks],
+            "checks": [asdict(check_guard) for check_guard in checks],
             "records": {side.name: [record.id for record in side.records] for side in sides},
             "comparison": None if comparison is None else comparison.as_json(),
         }
@@ -197,7 +199,7 @@ def _run_evaluation(name: str, evaluation: RecordedEvaluation) -> None:
     evaluation.run()
 
 
-def _by_task(side: Side, index: int) -> dict[str, TaskOutcome]:
+def _by_task(side: ComparedModel, index: int) -> dict[str, TaskOutcome]:
     found = side.found[index]
     assert found is not None
     return {outcome.task: outcome for outcome in found.record.outcomes}

@@ -24,7 +24,7 @@ def log_capital(differences: ArrayLike, level: float = 0.0) -> NDArray[np.float6
     return peak + np.log(np.exp(logs - peak[..., None]).mean(axis=-1))
 
 
-def proved(differences: Sequence[float], level: float, alpha: float) -> int | None:
+def first_rejection(differences: Sequence[float], level: float, alpha: float) -> int | None:
     """Return the number of tasks after which the test rejects "the mean is at most `level`"; None if it never does."""
     reached = np.flatnonzero(log_capital(differences, level) >= -math.log(alpha))
     return int(reached[0]) + 1 if reached.size else None
@@ -35,5 +35,5 @@ def lower_bound(differences: Sequence[float], alpha: float) -> float:
     low, high = -1.0, 1.0  # bisection, because the capital decreases with the level
     for _ in range(30):
         middle = (low + high) / 2
-        low, high = (low, middle) if proved(differences, middle, alpha) is None else (middle, high)
+        low, high = (low, middle) if first_rejection(differences, middle, alpha) is None else (middle, high)
     return low

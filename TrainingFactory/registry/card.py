@@ -9,14 +9,14 @@ from typing import Any
 
 import yaml
 
-from TrainingFactory.models.names import BUILTIN, resolve
-from TrainingFactory.registry.lineage import chain, origin, tree
+from TrainingFactory.models.names import BUILTIN, resolve_model_name
+from TrainingFactory.registry.lineage import chain, origin, tree_lines
 from TrainingFactory.registry.rows import Version
 
 UNKNOWN = "unknown"
 
 
-def card(version: Version, evaluations: Sequence[dict[str, Any]], kind: str) -> str:
+def model_card(version: Version, evaluations: Sequence[dict[str, Any]], kind: str) -> str:
     """Return a model card with Hugging Face metadata. `kind` is "adapter" or the kind of an exported whole model."""
     base = origin(version.lineage).partition(" ")[0]
     licence, source = licence_of(base)
@@ -24,22 +24,22 @@ def card(version: Version, evaluations: Sequence[dict[str, Any]], kind: str) -> 
     head |= {"pipeline_tag": "text-generation", "tags": ["training-factory", *version.tags]}
     if licence != UNKNOWN:
         head["license"] = licence
-    if (hub := resolve(base)).count("/") == 1 and not base.startswith((".", "/", "~")):
+    if (hub := resolve_model_name(base)).count("/") == 1 and not base.startswith((".", "/", "~")):
         head["base_model"] = hub
     lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "", f"# {version}", ""]
     lines += [version.description, ""] if version.description else []
     lines += [f"Registered {version.created} by {version.who}; digest `{version.digest}`.", ""]
     lines += [f"Licence of the base model: {licence}{source}.", "", "## Lineage", "", "```"]
-    lines += [*tree(version.lineage, str(version)), "```", "", "## Evaluations", ""]
+    lines += [*tree_lines(version.lineage, str(version)), "```", "", "## Evaluations", ""]
     return "\n".join([*lines, *_table(version, evaluations), ""])
 
 
 def licence_of(base: str) -> tuple[str, str]:
     """Return the licence that the base model's own card states, and a text that names the source."""
-    if resolve(base) == BUILTIN:
+    if resolve_model_name(base) == BUILTIN:
         return "apache-2.0", " (built into TrainingFactory)"
     folder = Path(base).expanduser()
-    page = folder / "README.md" if folder.is_dir() else _cached_page(resolve(base))
+    page = folder / "README.md" if folder.is_dir() else _cached_page(resolve_model_name(base))
     if page is not None and page.is_file():
         text = page.read_text(encoding="utf-8", errors="replace")
         if head := re.match(r"---\n(.*?)\n---", text, re.DOTALL):
@@ -61,7 +61,7 @@ def _cached_page(name: str) -> Path | None:
 def _table(version: Version, evaluations: Sequence[dict[str, Any]]) -> list[str]:
     """Return a table of the evaluations; if there are none, of the run's last evaluation during training."""
     rows = [
-        f"| {what_of(record)} | {_interval(record['metrics'])} | {record.get('time', '')} |"
+        f"| {evaluation_title(record)} | {_interval(record['metrics'])} | {record.get('time', '')} |"
         for record in evaluations
         if "success" in record.get("metrics", {})
     ]
@@ -72,7 +72,7 @@ def _table(version: Version, evaluations: Sequence[dict[str, Any]]) -> list[str]
     return ["| tasks | success (95 % interval) | time |", "|---|---|---|", *rows] if rows else ["None yet."]
 
 
-def what_of(record: dict[str, Any]) -> str:
+def evaluation_title(record: dict[str, Any]) -> str:
     """Return a title for an evaluation: suite, entry or environment, and number of tasks."""
     conditions = record.get("conditions", {})
     names = [record.get("suite"), record.get("entry") or conditions.get("environment")]

@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.common.options import did_you_mean, nearest
-from TrainingFactory.registry.database import Database
-from TrainingFactory.registry.lineage import Node
+from TrainingFactory.registry.database import RegistryDatabase
+from TrainingFactory.registry.lineage import LineageNode
 from TrainingFactory.registry.rows import (
-    WRITTEN,
+    VERSION_NAME,
     Version,
-    alias_of,
+    alias_number,
     all_versions,
     check_name,
     find_version,
-    found_version,
+    get_version,
     now,
     who,
     write_decision,
     write_evaluations,
 )
-from TrainingFactory.registry.store import Store, digest_of, sums_of
+from TrainingFactory.registry.store import ModelStore, checksums_of, digest_of
 
 FILE = "registry.sqlite"
 MOVES = ("alias", "promote", "rollback")  # kinds of decisions that point an alias to a version
@@ -42,8 +42,8 @@ class Catalogue:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._database = Database(self.path)
-        self.store = Store(self.path.with_suffix(".files"))
+        self._database = RegistryDatabase(self.path)
+        self.store = ModelStore(self.path.with_suffix(".files"))
 
     # reading
 
@@ -58,7 +58,7 @@ class Catalogue:
     def find(self, name: str) -> Version | None:
         """Return the version named `agent` (the newest), `agent:3` or `agent@champion`; None if there is no such model.
         Raise ValueError if the model has no such version or alias."""
-        if (parsed := WRITTEN.fullmatch(name)) is None or not self.path.is_file():
+        if (parsed := VERSION_NAME.fullmatch(name)) is None or not self.path.is_file():
             return None
         with self._database.reading() as db:
             return find_version(db, parsed)
@@ -75,7 +75,7 @@ class Catalogue:
         if not self.path.is_file():
             return None
         with self._database.reading() as db:
-            return alias_of(db, model, alias)
+            return alias_number(db, model, alias)
 
     def versions(self, model: str | None = None) -> list[Version]:
         """Return the versions of one model, or of all models, oldest first."""
@@ -118,7 +118,7 @@ class Catalogue:
         self,
         model: str,
         folder: Path,
-        lineage: Node,
+        lineage: LineageNode,
         base: dict[str, Any] | None = None,
         base_folder: Path | None = None,
         description: str = "",
@@ -128,7 +128,7 @@ class Catalogue:
         """Register the model in a folder as the next version, with its evaluation records. For an adapter, `base`
         describes the base model; the files in `base_folder`, if any, are stored too."""
         check_name(model)
-        sources = [(source, sums_of(source)) for source in (folder, base_folder) if source is not None]
+        sources = [(source, checksums_of(source)) for source in (folder, base_folder) if source is not None]
         digest, *base_digests = [digest_of(sums) for _, sums in sources]
         if base is not None:
             base = base | {"digest": base_digests[0] if base_digests else None}
@@ -168,7 +168,7 @@ class Catalogue:
                 "INSERT INTO tags VALUES (?, ?, ?, ?)", [(model, number, *tag) for tag in tags.items()]
             )
             write_evaluations(db, model, number, evaluations)
-            return found_version(db, f"{model}:{number}", self.path)
+            return get_version(db, f"{model}:{number}", self.path)
 
     def set_alias(
         self, name: str, alias: str, kind: str = "alias", evidence: Any = None, expected: int | None = -1
@@ -177,8 +177,8 @@ class Catalogue:
         that is not `expected` (None: the alias must be new; -1: any)."""
         check_name(alias, "alias")
         with self._database.writing() as db:
-            version = found_version(db, name, self.path)
-            was = alias_of(db, version.model, alias)
+            version = get_version(db, name, self.path)
+            was = alias_number(db, version.model, alias)
             if expected != -1 and was != expected:
                 raise ValueError(
                     f"{version.model}@{alias} was moved from version {expected or 'none'} to {was or 'none'} by "
@@ -189,7 +189,7 @@ class Catalogue:
     def rollback(self, model: str, alias: str) -> tuple[Version, int | None]:
         """Roll an alias back to its previous version; return that version and the number that it replaces."""
         with self._database.writing() as db:
-            was = alias_of(db, model, alias)
+            was = alias_number(db, model, alias)
             history: list[int] = []
             marks = ", ".join("?" * len(MOVES))
             moves = db.execute(
@@ -213,12 +213,12 @@ class Catalogue:
     ) -> Version:
         db.execute("INSERT OR REPLACE INTO aliases VALUES (?, ?, ?)", (version.model, alias, version.number))
         write_decision(db, version.model, alias, version.number, was, kind, evidence)
-        return found_version(db, str(version), self.path)
+        return get_version(db, str(version), self.path)
 
     def remove_alias(self, model: str, alias: str) -> int:
         """Remove an alias; return the number of its version."""
         with self._database.writing() as db:
-            if (was := alias_of(db, model, alias)) is None:
+            if (was := alias_number(db, model, alias)) is None:
                 raise ValueError(f"there is no {model}@{alias} in {self.path}")
             db.execute("DELETE FROM aliases WHERE model = ? AND alias = ?", (model, alias))
             write_decision(db, model, alias, None, was, "unalias", None)
@@ -227,21 +227,21 @@ class Catalogue:
     def decide(self, name: str, alias: str, kind: str, evidence: Any) -> None:
         """Record a decision that changes no alias, such as a refused promotion."""
         with self._database.writing() as db:
-            version = found_version(db, name, self.path)
-            was = alias_of(db, version.model, alias)
+            version = get_version(db, name, self.path)
+            was = alias_number(db, version.model, alias)
             write_decision(db, version.model, alias, version.number, was, kind, evidence)
 
     def add_evaluation(self, name: str, record: Mapping[str, Any]) -> None:
         """Add an evaluation record to a version."""
         with self._database.writing() as db:
-            version = found_version(db, name, self.path)
+            version = get_version(db, name, self.path)
             write_evaluations(db, version.model, version.number, [record])
 
     def delete(self, name: str) -> tuple[Version, int]:
         """Delete a version without aliases, and the files that no other version uses; return the version and the
         number of bytes freed."""
         with self._database.writing() as db:
-            version = found_version(db, name, self.path)
+            version = get_version(db, name, self.path)
             if version.aliases:
                 aliases = " and ".join(f"{version.model}@{alias}" for alias in version.aliases)
                 raise ValueError(f"cannot delete {version}: it is {aliases}. Move or remove the alias first")

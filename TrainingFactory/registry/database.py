@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SCHEMA = 1
-OURS = 0x54466163  # SQLite application_id of a registry: "TFac"
-WAIT = 60.0  # seconds to wait for a lock
+APPLICATION_ID = 0x54466163  # SQLite application_id of a registry: "TFac"
+LOCK_TIMEOUT = 60.0  # seconds to wait for a lock
 TABLES = """
 CREATE TABLE models (name TEXT PRIMARY KEY, description TEXT NOT NULL, newest INTEGER NOT NULL, created TEXT NOT NULL);
 CREATE TABLE versions (
@@ -36,7 +36,7 @@ CREATE TABLE decisions (
 """
 
 
-class Database:
+class RegistryDatabase:
     """One SQLite file; every operation opens it, runs one transaction and closes it."""
 
     def __init__(self, path: Path) -> None:
@@ -69,7 +69,7 @@ class Database:
         """Open the file and create missing tables; raise ValueError for another program's file or a newer schema."""
         connection: sqlite3.Connection | None = None
         try:
-            connection = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
+            connection = sqlite3.connect(self.path, timeout=LOCK_TIMEOUT, isolation_level=None)
             connection.row_factory = sqlite3.Row
             connection.execute("PRAGMA foreign_keys = ON")
             connection.execute("PRAGMA synchronous = FULL")
@@ -85,7 +85,7 @@ class Database:
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         schema = _pragma(connection, "user_version")
-        if schema == SCHEMA and _pragma(connection, "application_id") == OURS:
+        if schema == SCHEMA and _pragma(connection, "application_id") == APPLICATION_ID:
             return
         if schema > SCHEMA:
             raise ValueError(
@@ -93,7 +93,7 @@ class Database:
                 f"{SCHEMA}. Nothing was changed. Update TrainingFactory"
             )
         if schema or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            if _pragma(connection, "application_id") == OURS:
+            if _pragma(connection, "application_id") == APPLICATION_ID:
                 return  # another process has just created it
             raise ValueError(f"{self.path} is the database of another program. Choose another file")
         _to_wal(connection)
@@ -101,7 +101,7 @@ class Database:
         if _pragma(connection, "user_version") == 0:
             for statement in TABLES.split(";\n"):
                 connection.execute(statement)
-            connection.execute(f"PRAGMA application_id = {OURS}")
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version = {SCHEMA}")
         connection.execute("COMMIT")
 
@@ -113,7 +113,7 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
 def _to_wal(connection: sqlite3.Connection) -> None:
     """Switch to write-ahead logging, so that readers do not block the writer. Retry while the file is locked, because
     SQLite's own timeout does not apply to this statement."""
-    deadline = time.monotonic() + WAIT
+    deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
         try:
             connection.execute("PRAGMA journal_mode = WAL")

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
-from TrainingFactory.tools.recording import SPECS
+from TrainingFactory.tools.recording import SPECS_FILE
 
-Node = dict[str, Any]
-OF_RUN = {"run", "step", "config", "about", "tools", "metrics"}
+LineageNode = dict[str, Any]
+RUN_KEYS = {"run", "step", "config", "about", "tools", "metrics"}
 
 
-def run_node(run: RunFolder, checkpoint: Path) -> Node:
+def run_node(run: RunFolder, checkpoint: Path) -> LineageNode:
     """Return the lineage of a checkpoint: its run with config, environment, tools and metrics. `about` holds the
     lineage of the model that the run started from."""
     state = checkpoint / "state.json"
@@ -35,8 +35,8 @@ def run_node(run: RunFolder, checkpoint: Path) -> Node:
 def tools_of(run: RunFolder) -> dict[str, Any]:
     """Return the names of a run's tools, and a digest of the tool schemas that the model saw."""
     specs, episodes = [], run.path / TRAJECTORIES
-    if (run.path / SPECS).is_file():
-        specs += json.loads((run.path / SPECS).read_text(encoding="utf-8"))
+    if (run.path / SPECS_FILE).is_file():
+        specs += json.loads((run.path / SPECS_FILE).read_text(encoding="utf-8"))
     if episodes.is_file():
         with episodes.open(encoding="utf-8") as file:
             specs += json.loads(file.readline() or "{}").get("tools", [])
@@ -48,11 +48,11 @@ def tools_of(run: RunFolder) -> dict[str, Any]:
     return {"names": sorted(names | set(called)), "digest": digest}
 
 
-def parent_of(node: Node) -> Node | None:
+def parent_of(node: LineageNode) -> LineageNode | None:
     return (node.get("about", {}).get("model") or {}).get("parent")
 
 
-def chain(node: Node) -> list[Node]:
+def chain(node: LineageNode) -> list[LineageNode]:
     """Return the nodes from the base model to this one."""
     nodes = [node]
     while (parent := parent_of(nodes[-1])) is not None:
@@ -60,7 +60,7 @@ def chain(node: Node) -> list[Node]:
     return nodes[::-1]
 
 
-def origin(node: Node) -> str:
+def origin(node: LineageNode) -> str:
     """Return the base model of the first run, or the registered folder."""
     first = chain(node)[0]
     if "config" not in first:
@@ -69,7 +69,7 @@ def origin(node: Node) -> str:
     return model["name"] + (f" (revision {model['revision']})" if model["revision"] else "")
 
 
-def told(node: Node) -> tuple[str, list[tuple[str, str]]]:
+def describe_node(node: LineageNode) -> tuple[str, list[tuple[str, str]]]:
     """Return a node as text: a title, and (label, value) rows."""
     if "config" not in node:
         return f"the folder {node['folder']}", []
@@ -102,12 +102,12 @@ def _reward(section: dict[str, Any]) -> str:
     return ", ".join(f"{name}: {kind}" for name, kind in parts.items()) or section["type"]
 
 
-def tree(node: Node, name: str) -> list[str]:
+def tree_lines(node: LineageNode, name: str) -> list[str]:
     """Return the lines of the tree from the base model to this model, which is shown as `name`."""
     lines = [origin(node)]
     nodes = chain(node)
     for depth, ancestor in enumerate(nodes):
-        title, rows = told(ancestor)
+        title, rows = describe_node(ancestor)
         lines.append(f"{'   ' * depth}└─ {title}")
         lines += [f"{'   ' * (depth + 1)}   {key}: {value}" for key, value in rows]
     return [*lines, f"{'   ' * len(nodes)}└─ {name}"]

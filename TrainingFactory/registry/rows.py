@@ -16,12 +16,12 @@ from typing import Any
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.common.texts import message_of
 from TrainingFactory.models.names import SUPPORTED_MODELS
-from TrainingFactory.registry.lineage import OF_RUN, Node, chain
+from TrainingFactory.registry.lineage import RUN_KEYS, LineageNode, chain
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-WRITTEN = re.compile(rf"(?P<model>{NAME.pattern})(:(?P<number>\d+)|@(?P<alias>{NAME.pattern}))?")
+VERSION_NAME = re.compile(rf"(?P<model>{NAME.pattern})(:(?P<number>\d+)|@(?P<alias>{NAME.pattern}))?")
 DIGEST = re.compile(r"[0-9a-f]{64}")
-OF_RUNS = re.compile(
+RESERVED_ALIASES = re.compile(
     r"step-\d+|best|last|latest|\d+"
 )  # names of checkpoints and versions, invalid as aliases
 
@@ -34,7 +34,7 @@ class Version:
     number: int
     digest: str
     base: dict[str, Any] | None  # base model of an adapter: name, revision, and digest if it is stored too
-    lineage: Node
+    lineage: LineageNode
     description: str
     who: str
     created: str
@@ -54,7 +54,7 @@ def check_name(name: str, what: str = "model") -> None:
     """Raise ValueError if `name` is not valid for a registered model or an alias; `what` is "model" or "alias"."""
     if not NAME.fullmatch(name):
         raise ValueError(f"invalid {what} name {name!r}: it must match {NAME.pattern}")
-    if what == "alias" and OF_RUNS.fullmatch(name):
+    if what == "alias" and RESERVED_ALIASES.fullmatch(name):
         raise ValueError(f"invalid alias {name!r}: reserved for versions and checkpoints. Choose another")
     if what == "model" and name.lower() in SUPPORTED_MODELS:
         raise ValueError(f"invalid model name {name!r}: it is a supported model. Choose another")
@@ -81,9 +81,9 @@ def find_version(db: sqlite3.Connection, written: re.Match[str]) -> Version | No
     return versions[int(number)] if number else aliases.get(alias or "") or versions[max(versions)]
 
 
-def found_version(db: sqlite3.Connection, name: str, path: Path) -> Version:
+def get_version(db: sqlite3.Connection, name: str, path: Path) -> Version:
     """Return the version with this name; raise ValueError if there is none in the registry at `path`."""
-    parsed = WRITTEN.fullmatch(name)
+    parsed = VERSION_NAME.fullmatch(name)
     if parsed is None or (version := find_version(db, parsed)) is None:
         raise ValueError(f"there is no registered model {name!r} in {path}")
     return version
@@ -115,7 +115,7 @@ def _read_json(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
         for digest in (row["digest"], base and base["digest"]):
             if digest is not None and not DIGEST.fullmatch(digest):
                 raise ValueError(f"invalid digest {digest!r}")
-        if not all("folder" in node or node.keys() >= OF_RUN for node in chain(lineage)):
+        if not all("folder" in node or node.keys() >= RUN_KEYS for node in chain(lineage)):
             raise ValueError("incomplete lineage")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         [path] = [file["file"] for file in db.execute("PRAGMA database_list") if file["name"] == "main"]
@@ -126,7 +126,7 @@ def _read_json(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
     return {"base": base, "lineage": lineage}
 
 
-def alias_of(db: sqlite3.Connection, model: str, alias: str) -> int | None:
+def alias_number(db: sqlite3.Connection, model: str, alias: str) -> int | None:
     row = db.execute("SELECT number FROM aliases WHERE model = ? AND alias = ?", (model, alias)).fetchone()
     return None if row is None else row["number"]
 

@@ -15,7 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
-from TrainingFactory.data.disk import STATE, SUMS, changed, file_digest, read_sums, sync, write_sums
+from TrainingFactory.data.disk import (
+    CHECKSUM_FILE,
+    TRAINING_STATE_FILES,
+    file_digest,
+    modified_files,
+    read_checksums,
+    sync,
+    write_checksums,
+)
 
 try:
     import fcntl
@@ -23,7 +31,7 @@ except ImportError:  # Windows: without a lock, folders being written look like 
     fcntl = None
 
 # Files of a checkpoint that do not belong to the model; PEFT writes an empty README.md.
-TRAINING = (*STATE, "learner.json", "state.json", SUMS, "README.md")
+TRAINING = (*TRAINING_STATE_FILES, "learner.json", "state.json", CHECKSUM_FILE, "README.md")
 WEIGHTS = ".safetensors"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 SUFFIXES = (WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -41,13 +49,13 @@ def digest_of(sums: dict[str, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def stated_digest(folder: Path) -> str | None:
+def recorded_digest(folder: Path) -> str | None:
     """Return the digest of a model from its checksum file, without reading weights; None if a checksum is missing."""
-    sums, names = read_sums(folder), {path.name for path in model_files(folder)}
+    sums, names = read_checksums(folder), {path.name for path in model_files(folder)}
     return digest_of({name: sums[name] for name in names}) if names and names <= sums.keys() else None
 
 
-class Store:
+class ModelStore:
     """A folder of models named by digest."""
 
     def __init__(self, path: Path) -> None:
@@ -80,7 +88,7 @@ class Store:
                 if file_digest(part / name) != digest:
                     raise ValueError(f"{source / name} changed during the copy. Register the model again")
                 os.chmod(part / name, 0o444)
-            write_sums(part)
+            write_checksums(part)
             sync(*part.iterdir(), part)
         except OSError as error:
             raise OSError(
@@ -117,25 +125,27 @@ class Store:
         """Return the problems of a stored model: missing, changed and unexpected files. Empty: it is intact."""
         folder = self.folder(digest)
         try:
-            problems = [f"{folder / name} is missing or changed" for name in changed(folder)]
+            problems = [f"{folder / name} is missing or changed" for name in modified_files(folder)]
             paths = sorted(folder.iterdir())
-            extra = {path.name for path in paths} - read_sums(folder).keys() - {SUMS}
-            stated = stated_digest(folder)
+            extra = {path.name for path in paths} - read_checksums(folder).keys() - {CHECKSUM_FILE}
+            stated = recorded_digest(folder)
         except (FileNotFoundError, NotADirectoryError):  # another process may remove it at the same time
             return [f"{folder} is missing"]
         problems += [f"{path} is a link, not a copy" for path in paths if path.is_symlink()]
         problems += [f"{folder / name} does not belong to the model" for name in sorted(extra)]
         if not problems and stated != digest:
-            problems = [f"{folder / SUMS} does not match the digest {digest[:12]}"]
+            problems = [f"{folder / CHECKSUM_FILE} does not match the digest {digest[:12]}"]
         return problems
 
 
-def sums_of(folder: Path) -> dict[str, str]:
+def checksums_of(folder: Path) -> dict[str, str]:
     """Return the digests of a model's files. Raise ValueError if a file is damaged or missing, there are no safetensors
     weights, or a file is a link out of the folder, which may expose an unrelated file. Links of a hub cache, from
     `snapshots/REVISION` to the `blobs` beside it, are allowed."""
-    if damaged := changed(folder, but=STATE):
-        raise ValueError(f"{folder} is damaged: {', '.join(damaged)}: missing or different from {SUMS}")
+    if damaged := modified_files(folder, but=TRAINING_STATE_FILES):
+        raise ValueError(
+            f"{folder} is damaged: {', '.join(damaged)}: missing or different from {CHECKSUM_FILE}"
+        )
     files = model_files(folder)
     if not any(path.suffix == WEIGHTS for path in files):
         raise ValueError(f"{folder} has no {WEIGHTS} weights. Convert the model: other formats can run code")
@@ -147,7 +157,7 @@ def sums_of(folder: Path) -> dict[str, str]:
                 f"{path} is a link to {target}, outside of the model's folder. If that file belongs to the model, "
                 "copy the folder with cp -rL and register the copy"
             )
-    stated = read_sums(folder)
+    stated = read_checksums(folder)
     return {path.name: stated.get(path.name) or file_digest(path) for path in files}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.registry.card import what_of
+from TrainingFactory.registry.card import evaluation_title
 from TrainingFactory.registry.rows import Version
 
 EXPERIMENT = "training-factory"
@@ -31,7 +31,11 @@ def to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[di
         run_id = run.info.run_id
         for record in evaluations:
             for name, value in record.get("metrics", {}).items():
-                key = f"{what_of(record)}/{name}".replace("@", "_at_").replace("^", "_all_").replace(",", "")
+                key = (
+                    f"{evaluation_title(record)}/{name}".replace("@", "_at_")
+                    .replace("^", "_all_")
+                    .replace(",", "")
+                )
                 client.log_metric(run_id, key, value)
         client.log_artifacts(run_id, str(folder), "model")
         if not client.search_registered_models(f"name = '{version.model}'"):

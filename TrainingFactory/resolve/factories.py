@@ -13,15 +13,15 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from TrainingFactory.common.options import Unknown, did_you_mean, nearest, one_of
+from TrainingFactory.common.options import UnknownNameError, choice_error, did_you_mean, nearest
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import load_config, read_yaml
-from TrainingFactory.config.problems import ConfigError, Places, Problem
+from TrainingFactory.config.problems import ConfigError, KeyLocations, Problem
 from TrainingFactory.config.schema import sections
 from TrainingFactory.data.datasets import builtin_dataset, is_path
-from TrainingFactory.data.disk import write_aside
+from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.resolve.siblings import COMPUTE, DATA, SIBLINGS, Allocation, rows_of
-from TrainingFactory.training.dataset import Objects, read_objects
+from TrainingFactory.training.dataset import UserObjects, read_objects
 
 FILE = "factories.yaml"
 # kind of id -> config keys that accept it; the value or keys of an entry without sections belong to the first one
@@ -35,7 +35,7 @@ Entries = dict[str, dict[str, TrainingConfig]]
 Say = Callable[[str], None]
 
 
-def entries() -> Entries:
+def read_entries() -> Entries:
     """Read factories.yaml in the current folder; return the config fragment of each id, by kind."""
     path = Path(FILE)
     configs: Entries = {kind: {} for kind in KINDS}
@@ -45,7 +45,7 @@ def entries() -> Entries:
     problems: list[Problem] = []
     for kind, ids in read_yaml(path, places, problems).items():
         if kind not in KINDS:
-            problems.append(Problem((str(kind),), one_of(kind, KINDS)))
+            problems.append(Problem((str(kind),), choice_error(kind, KINDS)))
         elif not isinstance(ids, Mapping | None):
             problems.append(Problem((kind,), "must be a mapping from ids to their targets", ids))
         else:
@@ -58,15 +58,15 @@ def entries() -> Entries:
                         problems.append(dataclasses.replace(problem, key=(kind, str(name), *inner)))
     text = "refers to {!r}, which is itself an id in this file. Write the target of that id"
     for kind, ids in configs.items():
-        targets = {name: leads_to(kind, config) for name, config in ids.items()}
+        targets = {name: target_of(kind, config) for name, config in ids.items()}
         chained = {name: target for name, target in targets.items() if target != name and target in ids}
         problems += [Problem((kind, name), text.format(target)) for name, target in chained.items()]
     if problems:
-        raise Places(places, FILE).error(problems)
+        raise KeyLocations(places, FILE).error(problems)
     return configs
 
 
-def add(kind: str, name: str, target: Sequence[str]) -> None:
+def add_entry(kind: str, name: str, target: Sequence[str]) -> None:
     """Add an entry to factories.yaml and keep its comments. `target` is one value, or several key=value options."""
     section, _ = _split(KINDS[kind][0])
     value: Any = target[0]
@@ -75,7 +75,7 @@ def add(kind: str, name: str, target: Sequence[str]) -> None:
         value = load_config(None, options).model_dump(exclude_unset=True)
     elif len(target) > 1:
         raise ValueError(f"invalid target {' '.join(target)!r}: give one value, or options as key=value")
-    if name in entries()[kind]:
+    if name in read_entries()[kind]:
         raise ValueError(f"{FILE} already has {kind}.{name}. Edit the file to change it")
     path = Path(FILE)
     before = path.read_text(encoding="utf-8").rstrip() + "\n" if path.is_file() else ""
@@ -84,11 +84,11 @@ def add(kind: str, name: str, target: Sequence[str]) -> None:
         after = f"{before[: head.start(1)]}{head[1] or '  '}{entry}{before[head.start(1) :]}"
     else:
         after = f"{before}{kind}:\n  {entry}"
-    write_aside(path, after)
+    write_atomically(path, after)
     try:
-        entries()
+        read_entries()
     except ValueError:
-        write_aside(path, before) if before else path.unlink()
+        write_atomically(path, before) if before else path.unlink()
         raise
 
 
@@ -100,13 +100,13 @@ def as_config(kind: str, value: Any) -> TrainingConfig:
     if not value.keys() & {"tools", *sections()}:
         value = {section: dict(value)}
     config = TrainingConfig(**value)
-    if leads_to(kind, config) is None and not (kind == "environments" and config.tools):
+    if target_of(kind, config) is None and not (kind == "environments" and config.tools):
         example = "be a mapping such as {num_gpus: 8}" if kind == "compute" else f"set {section}.{key}"
         raise ConfigError([Problem((), f"must {example}")])
     return config
 
 
-def leads_to(kind: str, config: TrainingConfig) -> str | None:
+def target_of(kind: str, config: TrainingConfig) -> str | None:
     """Return the target of an entry in one line; None for an environment that consists only of tools."""
     if kind == "compute":
         section = config.compute
@@ -121,16 +121,16 @@ def _split(key: str) -> tuple[str, str]:
     return section, name
 
 
-def model(name: str) -> str | None:
+def model_target(name: str) -> str | None:
     """Return the target of a model id in factories.yaml; None if the file does not contain it."""
-    entry = entries()["models"].get(name)
+    entry = read_entries()["models"].get(name)
     return None if entry is None else entry.model.name
 
 
-def by_file(config: TrainingConfig, say: Say = lambda _: None) -> TrainingConfig:
+def resolve_ids(config: TrainingConfig, say: Say = lambda _: None) -> TrainingConfig:
     """Return the config with its ids replaced by their targets in factories.yaml. Further keys of an entry apply where
     the config does not set them."""
-    known = entries()
+    known = read_entries()
     for kind, id_keys in KINDS.items():
         for id_key in id_keys:
             section, key = _split(id_key)
@@ -138,7 +138,7 @@ def by_file(config: TrainingConfig, say: Say = lambda _: None) -> TrainingConfig
             if name not in known[kind]:
                 continue
             entry = known[kind][name]
-            target = leads_to(kind, entry)
+            target = target_of(kind, entry)
             config = _fill(config, entry, id_keys)
             if kind != "compute":  # a resumed run looks its allocation up again
                 config = _with(config, section, {key: target})
@@ -163,7 +163,7 @@ def _with(config: TrainingConfig, section: str, keys: Mapping[str, Any]) -> Trai
     return config.model_copy(update={section: getattr(config, section).model_copy(update=dict(keys))})
 
 
-def with_rows(config: TrainingConfig, given: Objects, say: Say = lambda _: None) -> Objects:
+def with_dataset_rows(config: TrainingConfig, given: UserObjects, say: Say = lambda _: None) -> UserObjects:
     """Return a copy of `given` with the rows of datasets that DataFactory resolves. Files, and data that is given as
     Python objects, stay as they are. Report each resolved id with `say`."""
     objects = dataclasses.replace(given)
@@ -187,17 +187,17 @@ def _rows(key: str, name: str | None, say: Say) -> Any:
     return None
 
 
-def allocated(config: TrainingConfig, say: Say) -> Allocation | None:
+def find_allocation(config: TrainingConfig, say: Say) -> Allocation | None:
     """Return the ComputeFactory allocation that the config names; None if it names none or factories.yaml has it."""
     name = config.compute.allocation_id
-    if name is None or name in entries()["compute"]:
+    if name is None or name in read_entries()["compute"]:
         return None
     allocation = COMPUTE.ask(name)
     if allocation is not None:
         return Allocation.of(allocation)
     if not COMPUTE.installed or COMPUTE.method(COMPUTE.find) is not None:
         error = f"there is no allocation {name!r}. To use this machine without one, set compute.num_gpus=N"
-        raise nowhere("compute", name, error)
+        raise unknown_id_error("compute", name, error)
     say(
         f"note: cannot look up the GPUs of allocation {name}, because ComputeFactory's {COMPUTE.manager} has no method "
         f"{COMPUTE.find}. The run uses this machine. Pass the allocation object instead: allocation_id=allocation"
@@ -205,7 +205,7 @@ def allocated(config: TrainingConfig, say: Say) -> Allocation | None:
     return Allocation.of(SimpleNamespace(allocation_id=name))
 
 
-def with_machines(config: TrainingConfig, allocation: Allocation | None, say: Say) -> TrainingConfig:
+def with_allocation(config: TrainingConfig, allocation: Allocation | None, say: Say) -> TrainingConfig:
     """Return the config with the allocation's GPUs and backend where its compute section does not set them. Raise
     ValueError if the config asks for more GPUs than the allocation has."""
     if allocation is None:
@@ -222,17 +222,17 @@ def with_machines(config: TrainingConfig, allocation: Allocation | None, say: Sa
 
 
 @contextmanager
-def told_with_places(kind: str) -> Iterator[None]:
+def listing_searched_places(kind: str) -> Iterator[None]:
     """Extend the error for an unknown name with the other places that were searched."""
     try:
         yield
-    except Unknown as error:
-        raise nowhere(kind, error.name, error) from error
+    except UnknownNameError as error:
+        raise unknown_id_error(kind, error.name, error) from error
 
 
-def nowhere(kind: str, name: str, last: object) -> ValueError:
+def unknown_id_error(kind: str, name: str, last: object) -> ValueError:
     """Return the error for an unknown id: `last`, the error of the last lookup, and the other places searched."""
-    near = did_you_mean(nearest(name, entries()[kind], cutoff=0.5))
+    near = did_you_mean(nearest(name, read_entries()[kind], cutoff=0.5))
     result = f"not under {kind}{near}" if Path(FILE).is_file() else "no such file in this folder"
     places = f"in {FILE} ({result})"
     if sibling := SIBLINGS.get(kind):

@@ -22,25 +22,25 @@ from typing import Any, Protocol
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
-from TrainingFactory.data.disk import STATE, changed
-from TrainingFactory.models.names import BUILTIN, BY_TORCH, SUPPORTED_MODELS, resolve
+from TrainingFactory.data.disk import TRAINING_STATE_FILES, modified_files
+from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, TORCH_SEED_PREFIX, resolve_model_name
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.registry.lineage import run_node
 from TrainingFactory.registry.rows import Version
-from TrainingFactory.registry.store import stated_digest
+from TrainingFactory.registry.store import recorded_digest
 from TrainingFactory.resolve import factories
 from TrainingFactory.runs.folder import RunFolder, is_run, list_runs
 
 ADAPTER = "adapter_config.json"
-OF_A_RUN = re.compile(r"(?P<run>.+)@(?P<which>step-\d+|best|last)")
-ABOUT = "model"  # key of environment.json: the model that the run was started from
+CHECKPOINT_NAME = re.compile(r"(?P<run>.+)@(?P<which>step-\d+|best|last)")
+MODEL_KEY = "model"  # key of environment.json: the model that the run was started from
 INHERITED = (
     "family",
     "thinking",
 )  # options inherited from the run that trained the model, unless the config sets them
 
 
-class Maker(Protocol):
+class TrainedBy(Protocol):
     """The run that trained a model: a `RunFolder`, or its copy in the registry."""
 
     @property
@@ -52,7 +52,7 @@ class Maker(Protocol):
 
 
 @dataclass(slots=True, frozen=True)
-class Made:
+class RecordedRun:
     """Copy of a run in the registry; the run itself may be deleted."""
 
     name: str
@@ -61,14 +61,14 @@ class Made:
 
 
 @dataclass(slots=True, frozen=True)
-class Named:
+class ResolvedModel:
     """A resolved model name. `name` is the argument for `load_model`: the model, or the base model of `adapter`."""
 
     written: str
     name: str
     adapter: str | None = None
     folder: Path | None = None  # files of the model or adapter; None if they are not on this machine
-    maker: Maker | None = None
+    maker: TrainedBy | None = None
     version: Version | None = None  # None if it is not a registered model
 
     @property
@@ -76,19 +76,19 @@ class Named:
         """Return the keys of the config section `model` that load this model."""
         if self.maker is None:
             return {"name": self.name} | ({"adapter": self.adapter} if self.adapter else {})
-        revision = as_started_from(self.maker).model.revision if self.adapter else None
+        revision = with_original_model(self.maker).model.revision if self.adapter else None
         return {"name": self.name, "adapter": self.adapter, "revision": revision}
 
 
-def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None = None) -> Named:
+def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None = None) -> ResolvedModel:
     """Resolve a model name; raise ValueError with the closest match if it is unknown. `registry` is the registry's
     file, by default in the folder of runs."""
     runs = Path(runs).expanduser()
     catalogue = Catalogue(registry_path(runs, registry))
-    name = factories.model(name) or name
+    name = factories.model_target(name) or name
     path = Path(name).expanduser()
-    if resolve(name) == BUILTIN or name.lower() in SUPPORTED_MODELS:
-        return Named(name, name)
+    if resolve_model_name(name) == BUILTIN or name.lower() in SUPPORTED_MODELS:
+        return ResolvedModel(name, name)
     if (run := _run(name, runs)) is not None:
         return run
     if (version := catalogue.find(name)) is not None:
@@ -97,17 +97,17 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
         return _folder(name, path, runs)
     local = name.startswith((".", "/", "~")) or path.suffix == ".gguf" or path.parent == runs
     if path.suffix == ".gguf" and path.is_file():
-        return Named(name, name)
+        return ResolvedModel(name, name)
     if name.startswith("package:") or (name.count("/") == 1 and not local):
-        return Named(name, name)
+        return ResolvedModel(name, name)
     known = [*(run.name for run in list_runs(runs)), *catalogue.names(), *SUPPORTED_MODELS, BUILTIN]
     plain = name.removeprefix(f"{runs}/")
     near = nearest(plain, known, 0.5) or nearest(re.split("[:@]", plain)[0], known, 0.5)
     text = f"there is no such run or model: {name!r}{did_you_mean(near)}"
-    raise factories.nowhere("models", name, text)
+    raise factories.unknown_id_error("models", name, text)
 
 
-def with_model(config: TrainingConfig) -> TrainingConfig:
+def with_resolved_model(config: TrainingConfig) -> TrainingConfig:
     """Return the config with its model section resolved for loading; raise ConfigError if a name is unknown."""
     model, changes = config.model, dict[str, Any]()
     runs, registry = config.logging.output_dir, config.registry.path
@@ -116,7 +116,7 @@ def with_model(config: TrainingConfig) -> TrainingConfig:
         resolved = find_model(model.name, runs, registry)
         changes |= resolved.section
         if resolved.maker is not None:
-            trained = as_started_from(resolved.maker).model
+            trained = with_original_model(resolved.maker).model
             inherited = (*INHERITED, "quantization") if resolved.adapter else INHERITED
             unset = [name for name in inherited if name not in model.model_fields_set]
             changes |= {name: getattr(trained, name) for name in unset}
@@ -145,10 +145,10 @@ def _with_section(config: TrainingConfig, changes: Mapping[str, Any]) -> Trainin
     return config.model_copy(update={"model": model.model_copy(update=changes)}) if changes else config
 
 
-def about_model(config: TrainingConfig) -> dict[str, Any]:
+def model_provenance(config: TrainingConfig) -> dict[str, Any]:
     """Return the entry of environment.json about the model that a run starts from: its name, the resolved keys of the
     model section, the digest of its files and its lineage."""
-    model = with_model(config).model
+    model = with_resolved_model(config).model
     resolved = find_model(config.model.name, config.logging.output_dir, config.registry.path)
     section = {name: value for name, value in model if value != getattr(config.model, name)}
     for name in ("name", "adapter"):  # absolute paths, valid from any folder
@@ -160,13 +160,13 @@ def about_model(config: TrainingConfig) -> dict[str, Any]:
         "written": config.model.name,
         "meant": section,
         "version": None if resolved.version is None else str(resolved.version),
-        "digest": None if folder is None or not folder.is_dir() else stated_digest(folder),
-        "drawn_by": "integers" if resolve(model.name) == BUILTIN else None,
+        "digest": None if folder is None or not folder.is_dir() else recorded_digest(folder),
+        "drawn_by": "integers" if resolve_model_name(model.name) == BUILTIN else None,
         "parent": _node(resolved),
     }
 
 
-def _node(model: Named) -> dict[str, Any] | None:
+def _node(model: ResolvedModel) -> dict[str, Any] | None:
     """Return the lineage of a model that was trained here; None for other models."""
     if model.version is not None:
         return model.version.lineage | {"version": str(model.version)}
@@ -175,25 +175,28 @@ def _node(model: Named) -> dict[str, Any] | None:
     return None
 
 
-def as_started_from(maker: Maker, config: TrainingConfig | None = None) -> TrainingConfig:
+def with_original_model(maker: TrainedBy, config: TrainingConfig | None = None) -> TrainingConfig:
     """Return `config`, by default the run's own, with the model section that the run was started with."""
-    about = maker.about.get(ABOUT) or {}
+    about = maker.about.get(MODEL_KEY) or {}
     started = _with_section(config or maker.config, about.get("meant", {}))
     model = started.model
-    if resolve(model.name) == BUILTIN and about.get("drawn_by") is None:  # started before version 0.2
+    if (
+        resolve_model_name(model.name) == BUILTIN and about.get("drawn_by") is None
+    ):  # started before version 0.2
         return _with_section(
-            started, {"revision": f"{BY_TORCH}{(model.revision or '0').removeprefix(BY_TORCH)}"}
+            started,
+            {"revision": f"{TORCH_SEED_PREFIX}{(model.revision or '0').removeprefix(TORCH_SEED_PREFIX)}"},
         )
     return started
 
 
-def check_started_from(maker: Maker) -> None:
+def check_original_model(maker: TrainedBy) -> None:
     """Raise ValueError if the files of the model that a run was started from are missing or changed."""
-    about = maker.about.get(ABOUT) or {}
+    about = maker.about.get(MODEL_KEY) or {}
     folder, digest, problem = _model_folder(about.get("meant", {})), about.get("digest"), ""
     if folder is not None and not folder.exists():
         problem = "is missing"
-    elif folder is not None and digest is not None and stated_digest(folder) != digest:
+    elif folder is not None and digest is not None and recorded_digest(folder) != digest:
         problem = "has changed since"
     if problem:
         raise ValueError(
@@ -208,9 +211,9 @@ def _model_folder(section: Mapping[str, Any]) -> Path | None:
     return Path(name) if name else None
 
 
-def _run(name: str, runs: Path) -> Named | None:
+def _run(name: str, runs: Path) -> ResolvedModel | None:
     """Resolve the name or folder of a run, or one of its checkpoints; return None if it is not a run."""
-    path, match = Path(name).expanduser(), OF_A_RUN.fullmatch(name)
+    path, match = Path(name).expanduser(), CHECKPOINT_NAME.fullmatch(name)
     if path.parent.name == "checkpoints" and path.is_dir() and is_run(path.parent.parent):
         return _checkpoint(name, RunFolder(path.parent.parent), path)
     stem = Path(match["run"] if match else name).expanduser()
@@ -218,10 +221,10 @@ def _run(name: str, runs: Path) -> Named | None:
     if folder is None:
         return None
     run = RunFolder(folder)
-    return _checkpoint(name, run, chosen_checkpoint(run, match["which"] if match else "last"))
+    return _checkpoint(name, run, find_checkpoint(run, match["which"] if match else "last"))
 
 
-def chosen_checkpoint(run: RunFolder, which: str) -> Path:
+def find_checkpoint(run: RunFolder, which: str) -> Path:
     """Return a checkpoint of a run: "last", "step-40" or "best". Without evaluations, "best" is the last one."""
     checkpoints = run.checkpoints()
     if not checkpoints:
@@ -238,13 +241,13 @@ def chosen_checkpoint(run: RunFolder, which: str) -> Path:
     raise ValueError(f"run {run.name} has no checkpoint of step {number}. Existing checkpoints: {existing}")
 
 
-def _checkpoint(written: str, run: RunFolder, folder: Path) -> Named:
+def _checkpoint(written: str, run: RunFolder, folder: Path) -> ResolvedModel:
     if files := _damaged(folder):
         others = ", ".join(str(path) for path in run.checkpoints() if path != folder)
         raise ValueError(f"{folder} is damaged: {', '.join(files)}. Other checkpoints: {others or 'none'}")
     if (folder / ADAPTER).is_file():
-        return Named(written, as_started_from(run).model.name, str(folder), folder, run)
-    return Named(written, str(folder), None, folder, run)
+        return ResolvedModel(written, with_original_model(run).model.name, str(folder), folder, run)
+    return ResolvedModel(written, str(folder), None, folder, run)
 
 
 def _damaged(folder: Path) -> list[str]:
@@ -255,26 +258,26 @@ def _damaged(folder: Path) -> list[str]:
 
 @functools.lru_cache(64)
 def _read_damage(folder: Path, state: tuple[Any, ...]) -> list[str]:
-    return changed(folder, but=STATE)
+    return modified_files(folder, but=TRAINING_STATE_FILES)
 
 
-def _registered(written: str, version: Version, catalogue: Catalogue) -> Named:
+def _registered(written: str, version: Version, catalogue: Catalogue) -> ResolvedModel:
     folder, node = catalogue.folder(version), version.lineage
     for stored in map(catalogue.store.folder, sorted(version.digests)):
         if not stored.is_dir() or _damaged(stored):
             raise ValueError(f"{version} is damaged. For details run: tfactory registry verify {version}")
     maker = None
     if "config" in node:
-        maker = Made(str(version), TrainingConfig(**node["config"]), node["about"])
+        maker = RecordedRun(str(version), TrainingConfig(**node["config"]), node["about"])
     if version.base is None:
-        return Named(written, str(folder), None, folder, maker, version)
-    return Named(written, catalogue.base_name(version), str(folder), folder, maker, version)
+        return ResolvedModel(written, str(folder), None, folder, maker, version)
+    return ResolvedModel(written, catalogue.base_name(version), str(folder), folder, maker, version)
 
 
-def _folder(written: str, path: Path, runs: Path) -> Named:
+def _folder(written: str, path: Path, runs: Path) -> ResolvedModel:
     """Return the model or adapter in a folder. The base of an adapter is the one in its adapter_config.json."""
     if (path / "config.json").is_file():
-        return Named(written, written, None, path)
+        return ResolvedModel(written, written, None, path)
     if not (path / ADAPTER).is_file():
         if path.parent == runs:
             RunFolder.find(written, runs)  # raises the error for an incomplete run
@@ -283,4 +286,4 @@ def _folder(written: str, path: Path, runs: Path) -> Named:
             "has"
         )
     base = json.loads((path / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    return Named(written, str(base), written, path)
+    return ResolvedModel(written, str(base), written, path)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
-class Sibling:
+class SiblingFactory:
     """A sibling factory: its package, the class in its `services` that resolves ids, and the methods of that class."""
 
     package: str
@@ -60,9 +60,9 @@ class Sibling:
             return None
 
 
-DATA = Sibling("DataFactory", "DatasetManager", "get_dataset", "get_dataset")
-ENVIRONMENTS = Sibling("EnvironmentFactory", "ScenarioBuilder", "get_scenario", "get_scenario")
-COMPUTE = Sibling("ComputeFactory", "ResourceManager", "get_allocation", "allocate_resource")
+DATA = SiblingFactory("DataFactory", "DatasetManager", "get_dataset", "get_dataset")
+ENVIRONMENTS = SiblingFactory("EnvironmentFactory", "ScenarioBuilder", "get_scenario", "get_scenario")
+COMPUTE = SiblingFactory("ComputeFactory", "ResourceManager", "get_allocation", "allocate_resource")
 SIBLINGS = {"datasets": DATA, "environments": ENVIRONMENTS, "compute": COMPUTE}
 
 

@@ -15,15 +15,15 @@ from pydantic import validate_call
 
 from TrainingFactory.common.openai_format import message_to_dict
 from TrainingFactory.common.options import STRICT, Positive
-from TrainingFactory.common.user_code import place_of
+from TrainingFactory.common.user_code import location_of
 from TrainingFactory.protocols import Episode, GroupReward
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, within
+from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, run_within
 from TrainingFactory.types import Reward, Task, Trajectory
 
 # "whole": a `GroupReward`, which scores a group with its own method `group`.
-Shape = Literal["episode", "trajectory", "episodes", "trajectories", "completions", "whole"]
-_SEVERAL: dict[str, Shape] = {"trajectory": "trajectories", "episode": "episodes"}
+RewardSignature = Literal["episode", "trajectory", "episodes", "trajectories", "completions", "whole"]
+_SEVERAL: dict[str, RewardSignature] = {"trajectory": "trajectories", "episode": "episodes"}
 _HINT = re.compile(
     r"(?P<several>(?i:list|tuple|sequence|iterable|collection)\[)?(?:\w+\.)*(?P<kind>Trajectory|Episode)\b"
 )
@@ -33,27 +33,27 @@ class Unscored(ValueError):
     """Raised for an episode that cannot be scored; the text gives the reason."""
 
 
-def check_known(trajectory: Trajectory) -> None:
+def check_scorable(trajectory: Trajectory) -> None:
     """Raise Unscored for an episode that failed because of an error, not because of the model's answer."""
     if trajectory.status in ("error", "tool_failure"):
         raise Unscored(f"the episode failed with status {trajectory.status}, so it cannot be scored")
 
 
-class NoSay(Unscored):
+class NoReward(Unscored):
     """Raised when a reward returns None."""
 
 
-class BrokeOff(Unscored):
+class RewardAborted(Unscored):
     """Raised when a reward does not finish: it cancelled its own task or raised SystemExit."""
 
 
 @dataclass(slots=True, frozen=True)
-class Adapted:
+class AdaptedReward:
     """Reward made from a callable by `as_reward`: returns a validated `Reward` or raises."""
 
     function: Callable[..., Any]
     name: str
-    shape: Shape
+    shape: RewardSignature
     timeout: float | None = None  # seconds for one call
 
     @property
@@ -69,20 +69,20 @@ class Adapted:
 
     async def __call__(self, episode: Episode) -> Reward:
         if self.grouped:
-            return await alone(self, episode)
+            return await score_single(self, episode)
         subject = episode.trajectory if self.shape == "trajectory" else episode
-        value = await self._limited(called(self.function, subject))
-        return checked(value, len(episode.trajectory.turns), self.name)
+        value = await self._limited(call_function(self.function, subject))
+        return validate_reward(value, len(episode.trajectory.turns), self.name)
 
     async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
         """Score all episodes; the list has the exception in place of a reward that failed."""
         if not self.grouped:
-            return await one_by_one(self, episodes)
+            return await score_independently(self, episodes)
         values = await self._limited(self._together(episodes))
         if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != len(episodes):
             raise Unscored(
-                f"the group reward {self.name} returned {shown(values)}; it must return a list with one number for "
-                f"each of the {len(episodes)} episodes"
+                f"the group reward {self.name} returned {short_repr(values)}; it must return a list with one number "
+                f"for each of the {len(episodes)} episodes"
             )
         return list(map(self._entry, values, episodes))
 
@@ -90,7 +90,7 @@ class Adapted:
         if isinstance(value, Exception):
             return value
         try:
-            return checked(value, len(episode.trajectory.turns), self.name)
+            return validate_reward(value, len(episode.trajectory.turns), self.name)
         except Unscored as error:
             return error
 
@@ -103,11 +103,11 @@ class Adapted:
         if isinstance(self.function, GroupReward):
             return await self.function.group(episodes)
         if self.shape == "episodes":
-            return await called(self.function, list(episodes))
+            return await call_function(self.function, list(episodes))
         trajectories = [episode.trajectory for episode in episodes]
         if self.shape == "trajectories":
-            return await called(self.function, trajectories)
-        return await called(self.function, **self.columns(trajectories))
+            return await call_function(self.function, trajectories)
+        return await call_function(self.function, **self.columns(trajectories))
 
     def columns(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         """Return TRL's keyword arguments that the function accepts; raise Unscored if a required one is missing."""
@@ -144,28 +144,32 @@ class Adapted:
             try:
                 return await call
             except SystemExit as error:
-                raise BrokeOff(f"the reward {self.name}{place_of(error)} tried to end the program") from error
+                raise RewardAborted(
+                    f"the reward {self.name}{location_of(error)} tried to end the program"
+                ) from error
 
         try:
-            return await within(self.timeout, contain_exit())
+            return await run_within(self.timeout, contain_exit())
         except OutOfTime:
             raise Unscored(f"the reward {self.name} took longer than {self.timeout:g} s") from None
         except SelfCancelled:
-            raise BrokeOff(f"the reward {self.name} cancelled itself") from None
+            raise RewardAborted(f"the reward {self.name} cancelled itself") from None
 
 
 @validate_call(config=STRICT)
-def as_reward(function: Any, name: str | None = None, timeout: Positive | None = None) -> Adapted:
+def as_reward(function: Any, name: str | None = None, timeout: Positive | None = None) -> AdaptedReward:
     """Return the callable as a reward; `timeout` limits each call, in seconds. Raise ValueError if it cannot be one."""
-    if isinstance(function, Adapted):
+    if isinstance(function, AdaptedReward):
         return replace(function, name=name or function.name, timeout=timeout or function.timeout)
     name = name or str(getattr(function, "__name__", type(function).__name__))
     if isinstance(function, type) or not callable(function):
-        raise ValueError(f"the reward {name} is {shown(function)}; it must be a function or callable object")
-    return Adapted(function, name, _shape_of(function, name), timeout)
+        raise ValueError(
+            f"the reward {name} is {short_repr(function)}; it must be a function or callable object"
+        )
+    return AdaptedReward(function, name, _shape_of(function, name), timeout)
 
 
-def _shape_of(function: Callable[..., Any], name: str) -> Shape:
+def _shape_of(function: Callable[..., Any], name: str) -> RewardSignature:
     """Infer what the function takes from the name or type hint of its first parameter. Default: the episode."""
     if isinstance(function, GroupReward):
         return "whole" if function.grouped else "episode"
@@ -190,7 +194,7 @@ def _shape_of(function: Callable[..., Any], name: str) -> Shape:
     kind = match["kind"].lower() if match else first.name
     if match and match["several"]:
         return _SEVERAL[kind]
-    return kind if kind in get_args(Shape) else "episode"  # type: ignore[return-value]
+    return kind if kind in get_args(RewardSignature) else "episode"  # type: ignore[return-value]
 
 
 def _completion(trajectory: Trajectory) -> str | list[dict[str, Any]]:
@@ -201,40 +205,42 @@ def _completion(trajectory: Trajectory) -> str | list[dict[str, Any]]:
     return list(map(message_to_dict, messages))
 
 
-def checked(value: Any, turns: int, name: str) -> Reward:
+def validate_reward(value: Any, turns: int, name: str) -> Reward:
     """Return the value as a `Reward`; raise Unscored if it is None, not a finite number, or has the wrong length."""
     who = f"the reward {name}"
     if value is None:
-        raise NoSay(f"{who} returned None, so the episode is unscored")
+        raise NoReward(f"{who} returned None, so the episode is unscored")
     if not isinstance(value, Reward):
-        return Reward(as_float(value, who))
+        return Reward(finite_float(value, who))
     if value.steps and len(value.steps) != turns:
         raise Unscored(f"{who} returned {len(value.steps)} step rewards for {turns} turns")
     return Reward(
-        as_float(value.outcome, who, "as outcome"),
-        [as_float(step, who, f"for turn {turn}") for turn, step in enumerate(value.steps)],
-        {part: as_float(number, who, f"as part {part}") for part, number in value.parts.items()},
+        finite_float(value.outcome, who, "as outcome"),
+        [finite_float(step, who, f"for turn {turn}") for turn, step in enumerate(value.steps)],
+        {part: finite_float(number, who, f"as part {part}") for part, number in value.parts.items()},
     )
 
 
-def as_float(value: Any, who: str, what: str = "") -> float:
+def finite_float(value: Any, who: str, what: str = "") -> float:
     """Return a number of any library as a float; raise Unscored if it is not finite. `what` names a reward's part."""
     try:
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # such as an array of several numbers
         number = math.nan
     if not math.isfinite(number):
-        raise Unscored(f"{who} returned {shown(value)} {what}".rstrip() + "; it must return a finite number")
+        raise Unscored(
+            f"{who} returned {short_repr(value)} {what}".rstrip() + "; it must return a finite number"
+        )
     return number
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return a value's repr, truncated to 60 characters, with its type, for error texts."""
     text = repr(value)
     return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"
 
 
-async def called(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+async def call_function(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """Call the function: on the event loop if it is async or marked `quick`, else in a thread, because it may block."""
     if getattr(function, "quick", None) is True:
         return function(*args, **keywords)
@@ -245,7 +251,7 @@ async def called(function: Callable[..., Any], *args: Any, **keywords: Any) -> A
     return await value if inspect.isawaitable(value) else value
 
 
-async def alone(reward: GroupReward, episode: Episode) -> Reward:
+async def score_single(reward: GroupReward, episode: Episode) -> Reward:
     """Score one episode as a group of one; raise Unscored if the reward compares episodes."""
     if reward.compares:
         raise Unscored(
@@ -258,7 +264,7 @@ async def alone(reward: GroupReward, episode: Episode) -> Reward:
     return result
 
 
-async def one_by_one(
+async def score_independently(
     reward: Callable[[Episode], Any], episodes: Sequence[Episode]
 ) -> list[Reward | Exception]:
     """Score the episodes of a group concurrently and independently, with a reward that takes one episode."""
@@ -269,7 +275,7 @@ async def one_by_one(
     return results
 
 
-def group_reward(reward: Any) -> GroupReward | None:
+def as_group_reward(reward: Any) -> GroupReward | None:
     """Return the reward as a GroupReward; None if it does not score whole groups."""
     if reward is None:
         return None
@@ -279,7 +285,7 @@ def group_reward(reward: Any) -> GroupReward | None:
 
 def compares(reward: Any) -> bool:
     """Return whether the reward compares the episodes of a group."""
-    group = group_reward(reward)
+    group = as_group_reward(reward)
     return group is not None and group.compares
 
 
@@ -288,4 +294,4 @@ async def environment_reward(episode: Episode) -> Reward:
     method = getattr(episode.environment, "reward", None)
     if method is None:
         raise Unscored(f"{type(episode.environment).__name__} has no reward method; set reward.type")
-    return await Adapted(method, "environment", "episode")(episode)
+    return await AdaptedReward(method, "environment", "episode")(episode)

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from pydantic import Field, validate_call
 
 from TrainingFactory.common.options import STRICT
-from TrainingFactory.common.user_code import failure
+from TrainingFactory.common.user_code import describe_failure
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.adapt import Adapted, Unscored, alone, as_reward, environment_reward
+from TrainingFactory.rewards.adapt import AdaptedReward, Unscored, as_reward, environment_reward, score_single
 from TrainingFactory.types import Reward
 
 ENVIRONMENT = "environment"  # stands for the environment's own reward
@@ -28,11 +28,11 @@ class Combined:
         timeout: float | None = 60.0,
     ) -> None:
         self.weights = {name: weight for name, (weight, _) in parts.items()}
-        self.rewards: dict[str, Adapted] = {}
+        self.rewards: dict[str, AdaptedReward] = {}
         for name, (_, reward) in parts.items():
             if not name or "/" in name:
                 raise ValueError(f"invalid part name {name!r}; use a non-empty name without /")
-            own_timeout = reward.timeout if isinstance(reward, Adapted) else None
+            own_timeout = reward.timeout if isinstance(reward, AdaptedReward) else None
             function = environment_reward if reward == ENVIRONMENT else reward
             self.rewards[name] = as_reward(function, name, own_timeout or timeout)
 
@@ -50,10 +50,10 @@ class Combined:
         return Combined(parts, timeout=None) if parts else None
 
     async def __call__(self, episode: Episode) -> Reward:
-        return await alone(self, episode)
+        return await score_single(self, episode)
 
     async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
-        async def score_part(reward: Adapted) -> list[Reward | Exception]:
+        async def score_part(reward: AdaptedReward) -> list[Reward | Exception]:
             try:
                 return await reward.group(episodes)
             except Exception as error:  # the whole group failed
@@ -65,14 +65,16 @@ class Combined:
     def _sum(self, results: Mapping[str, Reward | Exception]) -> Reward | Exception:
         failed = {name: error for name, error in results.items() if isinstance(error, Exception)}
         if failed:
-            unscored = Unscored("; ".join(f"part {name}: {failure(error)}" for name, error in failed.items()))
+            unscored = Unscored(
+                "; ".join(f"part {name}: {describe_failure(error)}" for name, error in failed.items())
+            )
             unscored.__cause__ = next(iter(failed.values()))
             return unscored
         rewards = {name: result for name, result in results.items() if isinstance(result, Reward)}
-        return weighted(rewards, self.weights)
+        return weighted_sum(rewards, self.weights)
 
 
-def weighted(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:
+def weighted_sum(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:
     """Return the weighted sum of one episode's rewards. A reward without steps counts as zero steps."""
     outcome = 0.0
     steps = [0.0] * max(len(reward.steps) for reward in rewards.values())

@@ -9,7 +9,7 @@ from TrainingFactory.protocols import Episode, Scorer
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Trajectory
 
-Waiting = list[tuple[Trajectory, "asyncio.Future[Reward]"]]
+ScoringQueue = list[tuple[Trajectory, "asyncio.Future[Reward]"]]
 
 
 class LearnedReward:
@@ -19,7 +19,7 @@ class LearnedReward:
         self.scorer, self.patience = scorer, patience
         # The object may outlive a run and its event loop; the state below belongs to one loop.
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: Waiting = []
+        self._waiting: ScoringQueue = []
         self._worker: asyncio.Task[None] | None = None
 
     async def __call__(self, episode: Episode) -> Reward:

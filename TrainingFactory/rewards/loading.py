@@ -10,13 +10,19 @@ from types import ModuleType
 from typing import Any
 
 from TrainingFactory.common.options import did_you_mean, nearest
-from TrainingFactory.common.user_code import defined, is_file_name, opened, split_name, told
-from TrainingFactory.rewards.adapt import Adapted, as_reward
+from TrainingFactory.common.user_code import (
+    as_value_error,
+    import_named,
+    is_file_name,
+    own_definitions,
+    split_name,
+)
+from TrainingFactory.rewards.adapt import AdaptedReward, as_reward
 
 KIND = "reward"
 
 
-def load_reward(target: str, options: Mapping[str, Any] | None = None) -> Adapted:
+def load_reward(target: str, options: Mapping[str, Any] | None = None) -> AdaptedReward:
     """Return the reward at `target`; with `options`, the target is a factory that is called with them."""
     function = find_callable(target)
     return as_reward(function if options is None else function(options))
@@ -30,7 +36,7 @@ def find_callable(target: str) -> Callable[..., Any]:
     return value
 
 
-def with_whole_path(target: str) -> str:
+def with_absolute_path(target: str) -> str:
     """Return the target with an absolute file path, for a process in any working directory."""
     if not is_file_name(target):
         return target
@@ -40,7 +46,7 @@ def with_whole_path(target: str) -> str:
 
 def _resolve(target: str) -> Any:
     if is_file_name(target):
-        module, path, name = opened(KIND, target)
+        module, path, name = import_named(KIND, target)
         return _member(module, str(path), name)
     module_name, colon, name = target.partition(":")
     if not colon or not module_name or not name.isidentifier():
@@ -53,7 +59,7 @@ def _resolve(target: str) -> Any:
     except ModuleNotFoundError as error:
         raise ValueError(f"{KIND} {target!r}: {error}; to load a file, write its name with .py") from error
     except (Exception, SystemExit) as error:  # user code
-        raise told(error) from error
+        raise as_value_error(error) from error
     return _member(module, module_name, name)
 
 
@@ -61,6 +67,6 @@ def _member(module: ModuleType, where: str, name: str) -> Any:
     members = vars(module)
     if name in members:
         return members[name]
-    functions = [value.__name__ for value in defined(module) if inspect.isroutine(value)]
+    functions = [value.__name__ for value in own_definitions(module) if inspect.isroutine(value)]
     hint = did_you_mean(nearest(name, functions)) or f"; it has {', '.join(functions) or 'none'}"
     raise ValueError(f"{where} has no function {name!r}{hint}")

@@ -16,32 +16,35 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.common.options import STRICT, OptionError, Wrong, one_of
-from TrainingFactory.common.user_code import failure
+from TrainingFactory.common.options import STRICT, InvalidOption, OptionError, choice_error
+from TrainingFactory.common.user_code import describe_failure
 from TrainingFactory.protocols import Environment, Episode
 from TrainingFactory.rewards.adapt import (
     Unscored,
-    as_float,
     as_reward,
-    check_known,
-    checked,
+    check_scorable,
     environment_reward,
+    finite_float,
+    validate_reward,
 )
-from TrainingFactory.rewards.combined import weighted
+from TrainingFactory.rewards.combined import weighted_sum
 from TrainingFactory.rewards.loading import find_callable
-from TrainingFactory.tools.schema import schema_problems, validator_of
+from TrainingFactory.tools.schema import make_validator, schema_problems
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Message, Reward, ToolCall, ToolResult, Trajectory, Turn
 
 StepRule = Callable[[Trajectory, int], float | bool]
-MARKS = {"correct_tool": "tool_call_correct", "clear_reasoning": "reasoning_clear"}  # rule -> step attribute
+STEP_ATTRIBUTES = {
+    "correct_tool": "tool_call_correct",
+    "clear_reasoning": "reasoning_clear",
+}  # rule -> step attribute
 STEP_REWARDS = {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2}
 MAX_EXPERT_TURNS = 100
-ROUNDING = 1e-9
+CAP_TOLERANCE = 1e-9
 CAPPED, CLAWED_BACK, OUTCOME = "capped", "clawed_back", "outcome"
 MIN_WORDS = 5  # distinct words, without numbers, that a reasoning needs
 MAX_VALUE_WORDS = 5  # a text of at most that many words is itself a value
-MAX_SEARCHED = 10_000  # characters of a tool result that are searched for values
+MAX_SEARCHED_CHARS = 10_000  # characters of a tool result that are searched for values
 # A word; in scripts without spaces (kana, Chinese) a character.
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
 # A number, a quoted text that is not a JSON key, or a name: a capitalised word that does not start a sentence, or a
@@ -84,7 +87,7 @@ def valid_arguments(trajectory: Trajectory, turn: int) -> bool:
         spec = specs.get(call.name)
         if spec is None or call.error or (result and result.error in ("schema", "malformed", "unknown")):
             return False
-        if schema_problems(spec, validator_of(spec.parameters), call.arguments):
+        if schema_problems(spec, make_validator(spec.parameters), call.arguments):
             return False
     return bool(calls)
 
@@ -117,7 +120,7 @@ def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
     messages = [*prompt, *(reply for past in earlier for reply in past.replies)]
     results = [result.content for past in earlier for result in past.tool_results if result.ok]
     sources = [message.content for message in messages if message.role == "user"]
-    sources += [result[:MAX_SEARCHED] for result in reversed(results)]
+    sources += [result[:MAX_SEARCHED_CHARS] for result in reversed(results)]
     if any(words == _words(text) for text in (*sources, *map(_reasoning, earlier))):
         return False
     reason = f" {' '.join(words)} "
@@ -210,7 +213,7 @@ class ProcessReward:
         self._weights = dict(STEP_REWARDS if self.step_rewards is None else self.step_rewards)
         for name in self._weights:
             if name not in available:
-                raise OptionError(Wrong(f"step_rewards.{name}", one_of(name, available)))
+                raise OptionError(InvalidOption(f"step_rewards.{name}", choice_error(name, available)))
         self._rules = {name: available[name] for name in self._weights}
         positive = sum(weight for weight in self._weights.values() if weight > 0)
         self._cap = positive if self.cap is None else self.cap
@@ -242,7 +245,7 @@ class ProcessReward:
 
     def reward_turns(self, trajectory: Trajectory, outcome: Reward | None = None) -> Reward:
         """Return the step rewards; `parts` has the sum of each rule, and the capped and clawed back amounts."""
-        check_known(trajectory)
+        check_scorable(trajectory)
         ranges = dict.fromkeys(self._rules, (0.0, 0.0))  # smallest and largest value of each rule so far
         parts = dict.fromkeys(self._rules, 0.0)
         steps: list[float] = []
@@ -259,7 +262,7 @@ class ProcessReward:
                 parts[name] += self._weights[name] * value
                 earned += self._weights[name] * value
             excess = total + earned - self._cap
-            excess = excess if excess > ROUNDING else 0.0
+            excess = excess if excess > CAP_TOLERANCE else 0.0
             capped += excess
             steps.append(earned - excess)
             total += earned - excess
@@ -273,7 +276,7 @@ class ProcessReward:
 
     def add_outcome(self, outcome: Reward, process: Reward) -> Reward:
         """Return the sum of the weighted outcome and the step rewards, with the parts of both."""
-        both = weighted({OUTCOME: outcome, "": process}, {OUTCOME: self.outcome_weight, "": 1.0})
+        both = weighted_sum({OUTCOME: outcome, "": process}, {OUTCOME: self.outcome_weight, "": 1.0})
         outcome_parts = {name: value for name, value in both.parts.items() if name.startswith(OUTCOME)}
         return Reward(both.outcome, both.steps, outcome_parts | process.parts)
 
@@ -296,16 +299,18 @@ def calculate_process_reward(
     if outcome is None:
         outcome = 0.0 if trajectory.reward is None else trajectory.reward.outcome
     reward = ProcessReward(outcome_weight, step_rewards, **options)
-    outcome_reward = checked(outcome, len(trajectory.turns), OUTCOME)
+    outcome_reward = validate_reward(outcome, len(trajectory.turns), OUTCOME)
     return reward.score(dataclasses.replace(trajectory, reward=outcome_reward))
 
 
 def _reward_marked_steps(
     steps: Sequence[Any], step_rewards: Mapping[str, float] | None, outcome: float | Reward | None
 ) -> Reward:
-    weights = {rule: weight for rule, weight in (step_rewards or STEP_REWARDS).items() if rule in MARKS}
+    weights = {
+        rule: weight for rule, weight in (step_rewards or STEP_REWARDS).items() if rule in STEP_ATTRIBUTES
+    }
     earned = [
-        {rule: weight * _mark(step, MARKS[rule], number) for rule, weight in weights.items()}
+        {rule: weight * _mark(step, STEP_ATTRIBUTES[rule], number) for rule, weight in weights.items()}
         for number, step in enumerate(steps)
     ]
     total = outcome.outcome if isinstance(outcome, Reward) else outcome or 0.0
@@ -344,8 +349,8 @@ def _value(name: str, rule: StepRule, view: Trajectory, turn: int) -> float:
     try:
         value = rule(view, turn)
     except (Exception, SystemExit) as error:  # rules may be user code
-        raise Unscored(failure(error, f"the rule {name} at turn {turn}")) from error
-    return as_float(value, f"the rule {name}", f"at turn {turn}")
+        raise Unscored(describe_failure(error, f"the rule {name} at turn {turn}")) from error
+    return finite_float(value, f"the rule {name}", f"at turn {turn}")
 
 
 def _expert_turns(environment: Environment) -> int | None:

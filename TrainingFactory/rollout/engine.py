@@ -12,12 +12,12 @@ from typing import Any
 from TrainingFactory.common.event_loop import run
 from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.protocols import AnyReward, ChatFormat, Environment, Sampler
-from TrainingFactory.rewards.adapt import group_reward
-from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
-from TrainingFactory.rollout.group_scoring import GroupRun, all_of
+from TrainingFactory.rewards.adapt import as_group_reward
+from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
+from TrainingFactory.rollout.group_scoring import GroupRun, gather_or_cancel
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.timeouts import Clock
+from TrainingFactory.tools.timeouts import PausableClock
 from TrainingFactory.types import SamplingParams, Task, Trajectory
 
 
@@ -46,12 +46,12 @@ class RolloutEngine:
         on_episode: Callable[[Trajectory], None] | None = None,
         runtime: ToolRuntime | None = None,
         gate: asyncio.Semaphore | None = None,
-        clock: Clock | None = None,
+        clock: PausableClock | None = None,
     ) -> None:
         params = dataclasses.replace(params, stop_ids=params.stop_ids or chat.stop_ids)
-        self.group_reward = group_reward(reward)
+        self.group_reward = as_group_reward(reward)
         single = reward if self.group_reward is None else None
-        self.rules = EpisodeRules(
+        self.rules = EpisodeSettings(
             environment, chat, params, single, max_turns, episode_timeout, max_reply_tokens, runtime, clock
         )
         self.max_concurrency, self.gate = max_concurrency, gate
@@ -76,9 +76,11 @@ class RolloutEngine:
         gate = self.gate or asyncio.Semaphore(self.max_concurrency or len(runs) or 1)
         try:
             if self.group_reward is None:
-                await all_of([self._run(episode, gate) for episode in runs])
+                await gather_or_cancel([self._run(episode, gate) for episode in runs])
             else:
-                await all_of([self._run_group(GroupRun(group, self.group_reward), gate) for group in groups])
+                await gather_or_cancel(
+                    [self._run_group(GroupRun(group, self.group_reward), gate) for group in groups]
+                )
         finally:  # including episodes that were cancelled before they started
             for episode in runs:
                 episode.leave()

@@ -12,16 +12,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from TrainingFactory.common.texts import describe, valid_text
-from TrainingFactory.common.user_code import place_of
+from TrainingFactory.common.user_code import location_of
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, SamplingSession
-from TrainingFactory.rollout.scoring import Episode, score, scoring_failed
+from TrainingFactory.rollout.scoring import OpenEpisode, score, scoring_error
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.tools.timeouts import Clock, OutOfTime, SelfCancelled, at_once, never_waits, within
+from TrainingFactory.tools.timeouts import (
+    OutOfTime,
+    PausableClock,
+    SelfCancelled,
+    never_waits,
+    run_inline,
+    run_within,
+)
 from TrainingFactory.types import (
     Completion,
     Message,
@@ -40,7 +47,7 @@ LARGE_TEXT = 50_000  # characters from which tokenizing takes longer than switch
 
 
 @dataclass(slots=True, frozen=True)
-class EpisodeRules:
+class EpisodeSettings:
     """Settings shared by all episodes of a rollout engine."""
 
     environment: Callable[[Task], Environment]
@@ -51,7 +58,7 @@ class EpisodeRules:
     timeout: float = 300.0  # `episode_timeout`: seconds each for the turns, for the reward and for closing
     max_reply_tokens: int = 1024
     runtime: ToolRuntime | None = None
-    clock: Clock | None = None  # measures the turns; None: the system clock
+    clock: PausableClock | None = None  # measures the turns; None: the system clock
 
 
 @dataclass(eq=False)
@@ -77,7 +84,7 @@ class _user_code:  # three times as fast as a generator-based context manager
         # SamplersLost passes: an environment may use a sampler itself, and losing it ends the run.
         if isinstance(error, (self.caught, SystemExit)) and not isinstance(error, SamplersLost):
             log.info("%s failed", self.what, exc_info=True)
-            raise _Over("error", f"{self.what}{place_of(error)} raised {describe(error)}") from error
+            raise _Over("error", f"{self.what}{location_of(error)} raised {describe(error)}") from error
 
 
 class EpisodeRun:
@@ -85,7 +92,7 @@ class EpisodeRun:
 
     def __init__(
         self,
-        rules: EpisodeRules,
+        rules: EpisodeSettings,
         trajectory: Trajectory,
         session: SamplingSession,
         max_length: int,
@@ -115,7 +122,7 @@ class EpisodeRun:
         try:
             with _user_code("making the environment"):
                 self.environment = self.rules.environment(self.trajectory.task)
-            await within(self.rules.timeout, self._turns(self.environment), self.rules.clock)
+            await run_within(self.rules.timeout, self._turns(self.environment), self.rules.clock)
         except _Over as over:
             self._end(over.status, over.error)
         except OutOfTime:
@@ -139,7 +146,7 @@ class EpisodeRun:
             self.left = time.perf_counter()
             self.session.close()
 
-    def episode(self) -> Episode | None:
+    def episode(self) -> OpenEpisode | None:
         """Return the reward function's input; None if the episode failed, because then it cannot be scored."""
         trajectory, environment = self.trajectory, self.environment
         if environment is None or trajectory.status in ("error", "tool_failure") or not trajectory.turns:
@@ -149,7 +156,7 @@ class EpisodeRun:
         else:  # the environment runs its calls itself; the reward's calls need an executor
             executor = self._attach(AsyncToolExecutor(environment.tools), environment)
         heldout = isinstance(self.key.step, str)
-        return Episode(trajectory, environment, executor, self.rules.chat, heldout)
+        return OpenEpisode(trajectory, environment, executor, self.rules.chat, heldout)
 
     async def _turns(self, environment: Environment) -> None:
         """Play turns until `_Over` is raised."""
@@ -229,14 +236,14 @@ class EpisodeRun:
                 return
             with episode.executor.part("reward"):
                 scoring = score(episode, self.rules.reward)
-                trajectory.reward = await within(self.rules.timeout, scoring)
+                trajectory.reward = await run_within(self.rules.timeout, scoring)
         except OutOfTime:
             trajectory.error = f"scoring took longer than {self.rules.timeout:g} s"
         except SamplersLost:
             raise
         except Exception as error:  # rewards are user code
             log.info("scoring task %s failed", trajectory.task.id, exc_info=True)
-            trajectory.error = scoring_failed(error)
+            trajectory.error = scoring_error(error)
 
     async def close(self) -> None:
         """Close the environment. Further calls do nothing."""
@@ -250,13 +257,15 @@ class EpisodeRun:
 
         code = getattr(environment.close, "__code__", None)
         try:
-            at_once(close()) if code and never_waits(code) else await within(self.rules.timeout, close())
+            run_inline(close()) if code and never_waits(code) else await run_within(
+                self.rules.timeout, close()
+            )
         except (_Over, OutOfTime, SelfCancelled) as error:  # the episode is complete and stays valid
             log.warning("task %s: closing the environment failed: %r", self.trajectory.task.id, error)
         finally:  # even then release the tools' sessions
             if isinstance(environment, ToolEnvironment) and environment.executor.holds_sessions:
                 with contextlib.suppress(OutOfTime, SelfCancelled):
-                    await within(self.rules.timeout, environment.executor.close())
+                    await run_within(self.rules.timeout, environment.executor.close())
 
     def _attach(self, executor: AsyncToolExecutor, environment: Environment) -> AsyncToolExecutor:
         if (runtime := self.rules.runtime) is not None:

@@ -9,12 +9,12 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from TrainingFactory.common.user_code import place_of
+from TrainingFactory.common.user_code import location_of
 from TrainingFactory.protocols import GroupReward
 from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.rollout.episode import EpisodeRun
-from TrainingFactory.rollout.scoring import Episode, scoring_failed
-from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, within
+from TrainingFactory.rollout.scoring import OpenEpisode, scoring_error
+from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, run_within
 from TrainingFactory.types import Reward, SamplersLost
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class GroupRun:
 
     async def run(self, gate: asyncio.Semaphore) -> None:
         try:
-            await all_of([self._play(run, gate) for run in self.runs])
+            await gather_or_cancel([self._play(run, gate) for run in self.runs])
             await self._score()
         finally:
             await asyncio.gather(*(run.close() for run in self.runs))
@@ -56,42 +56,42 @@ class GroupRun:
             else:
                 trajectory.error = reward
 
-    def _episode(self, run: EpisodeRun) -> Episode | None:
+    def _episode(self, run: EpisodeRun) -> OpenEpisode | None:
         try:
             return run.episode()
         except Exception as error:  # the environment's tools are user code
-            run.trajectory.error = scoring_failed(error)
+            run.trajectory.error = scoring_error(error)
             return None
 
-    async def _rewards(self, episodes: Sequence[Episode]) -> list[Reward | str]:
+    async def _rewards(self, episodes: Sequence[OpenEpisode]) -> list[Reward | str]:
         """Return each episode's reward, or the reason why it has none."""
         timeout = self.runs[0].rules.timeout
         try:
             with contextlib.ExitStack() as parts:
                 for episode in episodes:
                     parts.enter_context(episode.executor.part("reward"))
-                rewards = await within(timeout, _call_reward(self.reward, episodes))
+                rewards = await run_within(timeout, _call_reward(self.reward, episodes))
         except OutOfTime:
             return [f"scoring the group took longer than {timeout:g} s"] * len(episodes)
         except SamplersLost:
             raise
         except (Exception, SelfCancelled) as error:  # rewards are user code
             log.info("scoring the group of task %s failed", episodes[0].task.id, exc_info=True)
-            return [scoring_failed(error)] * len(episodes)
-        return [scoring_failed(reward) if isinstance(reward, Exception) else reward for reward in rewards]
+            return [scoring_error(error)] * len(episodes)
+        return [scoring_error(reward) if isinstance(reward, Exception) else reward for reward in rewards]
 
 
-async def _call_reward(reward: GroupReward, episodes: Sequence[Episode]) -> list[Reward | Exception]:
+async def _call_reward(reward: GroupReward, episodes: Sequence[OpenEpisode]) -> list[Reward | Exception]:
     try:
         rewards = list(await reward.group(episodes))
     except SystemExit as error:  # raised in a task, it would end the event loop
-        raise Unscored(f"the reward{place_of(error)} tried to end the program") from error
+        raise Unscored(f"the reward{location_of(error)} tried to end the program") from error
     if len(rewards) != len(episodes):
         raise Unscored(f"the reward returned {len(rewards)} rewards for {len(episodes)} episodes")
     return rewards
 
 
-async def all_of(running: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel(running: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Return all results. If one fails or the caller is cancelled, cancel the others and wait until they have ended."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in running]
     try:

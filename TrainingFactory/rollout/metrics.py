@@ -46,11 +46,11 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if outcomes:
         won = sum(outcome > 0 for outcome in outcomes)
         metrics["success"] = won / len(outcomes)
-        metrics["success_low"], metrics["success_high"] = wilson(won, len(outcomes))
+        metrics["success_low"], metrics["success_high"] = wilson_interval(won, len(outcomes))
     return metrics
 
 
-def wilson(won: float, tried: float) -> tuple[float, float]:
+def wilson_interval(won: float, tried: float) -> tuple[float, float]:
     """Return the 95 % Wilson interval of a proportion, which unlike the normal approximation is right near 0 and 1."""
     share, square = won / tried, Z95**2
     middle = (share + square / (2 * tried)) / (1 + square / tried)

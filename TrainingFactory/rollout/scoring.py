@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from TrainingFactory.common.event_loop import other_loop
-from TrainingFactory.common.user_code import failure, place_of
+from TrainingFactory.common.event_loop import foreign_loop_hint
+from TrainingFactory.common.user_code import describe_failure, location_of
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction
-from TrainingFactory.rewards.adapt import Unscored, called, checked
+from TrainingFactory.rewards.adapt import Unscored, call_function, validate_reward
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.types import Reward, Task, ToolCall, ToolFailure, ToolResult, Trajectory
 
 
 @dataclass(slots=True)
-class Episode:
+class OpenEpisode:
     """Input of a reward function: the finished trajectory and the environment, which is still open."""
 
     trajectory: Trajectory
@@ -42,19 +42,19 @@ async def call_tool(executor: AsyncToolExecutor, tool: str, arguments: Mapping[s
     return result
 
 
-async def score(episode: Episode, function: RewardFunction | None) -> Reward:
+async def score(episode: OpenEpisode, function: RewardFunction | None) -> Reward:
     """Return the reward by `function`, or by the environment's `reward` method; raise if it returns no valid reward."""
     function = function or getattr(episode.environment, "reward", None)
     if function is None:
         raise ValueError("no reward function is configured, and the environment has no `reward` method")
     name = getattr(function, "__name__", type(function).__name__)
     try:
-        value = await called(function, episode)
+        value = await call_function(function, episode)
     except SystemExit as error:
-        raise Unscored(f"the reward {name}{place_of(error)} tried to end the program") from error
-    return checked(value, len(episode.trajectory.turns), str(name))
+        raise Unscored(f"the reward {name}{location_of(error)} tried to end the program") from error
+    return validate_reward(value, len(episode.trajectory.turns), str(name))
 
 
-def scoring_failed(error: BaseException) -> str:
+def scoring_error(error: BaseException) -> str:
     """Return the `error` text of an episode whose scoring raised."""
-    return f"scoring failed: {failure(error)}{other_loop(error)}"
+    return f"scoring failed: {describe_failure(error)}{foreign_loop_hint(error)}"

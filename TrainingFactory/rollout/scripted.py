@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from TrainingFactory.protocols import AnyReward, ChatFormat, Environment
-from TrainingFactory.rewards.adapt import group_reward
-from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
+from TrainingFactory.rewards.adapt import as_group_reward
+from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Completion, Message, SamplingParams, Trajectory
@@ -46,8 +46,8 @@ async def play(
 ) -> Trajectory:
     """Play the script in the environment and return the scored episode; its log-probs are 0."""
     params = SamplingParams(stop_ids=chat.stop_ids)
-    group: Any = group_reward(reward)  # called with a group of one episode
-    rules = EpisodeRules(
+    group: Any = as_group_reward(reward)  # called with a group of one episode
+    rules = EpisodeSettings(
         lambda _: environment, chat, params, group or reward, max_turns, timeout, max_reply_tokens, runtime
     )
     trajectory = Trajectory(environment.task, group=f"script/{environment.task.id}")

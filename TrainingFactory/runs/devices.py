@@ -11,13 +11,13 @@ _MEMORY = re.compile(
 )
 _FAILED = re.compile(r"(CUDA|HIP|cuDNN) error|Triton Error \[")
 _REST = re.compile(r"\s*(\n|Of the allocated memory|If reserved but).*", re.DOTALL)  # hints for developers
-LESS = (
+SAVE_MEMORY = (
     "To save memory, lower training.token_budget, set training.gradient_checkpointing=true or lower sampling.slots; "
     "a resumed run reads these from its config.yaml. A new run can also use a smaller model.max_length, "
     "lora.enabled=true or training.optimizer=adamw_8bit. tfactory doctor CONFIG estimates the memory needed, and "
     "nvidia-smi shows the memory used by other processes"
 )
-GONE = (
+CHECK_DEVICE = (
     "Check with nvidia-smi whether the device is still available, or choose another one, such as model.device=cuda:1; "
     "a resumed run reads this from its config.yaml. If the error repeats, CUDA_LAUNCH_BLOCKING=1 and --debug show the "
     "failing line"
@@ -30,8 +30,8 @@ def device_failure(error: BaseException) -> str | None:
     text = str(error) if from_worker or isinstance(error, RuntimeError | SamplersLost) else ""
     detail = _REST.sub("", text) if isinstance(error, RuntimeError) else " ".join(text.split())
     for pattern, problem, remedy in (
-        (_MEMORY, "the device has too little memory", LESS),
-        (_FAILED, "the device failed", GONE),
+        (_MEMORY, "the device has too little memory", SAVE_MEMORY),
+        (_FAILED, "the device failed", CHECK_DEVICE),
     ):
         if pattern.search(text):
             return f"{problem}: {detail.rstrip('.')}. {remedy}"

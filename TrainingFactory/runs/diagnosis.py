@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from TrainingFactory.runs.findings import Finding, Severity
 
 T = TypeVar("T")
-ORDER: list[Severity] = ["error", "warning", "note"]
+SEVERITIES: list[Severity] = ["error", "warning", "note"]
 # name of a finding -> remedy; the findings of `runs/finding_rules.py` have their own remedies
 REMEDIES = {
     "config": "Fix the config as described, then run tfactory doctor again.",
@@ -49,7 +49,7 @@ class Diagnosis:
 
     @property
     def sorted(self) -> list[Finding]:
-        return sorted(self.findings, key=lambda finding: ORDER.index(finding.severity))
+        return sorted(self.findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
     @property
     def failed(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from TrainingFactory.types import Message, Reward, Trajectory
 
 
-def said(message: Message) -> list[tuple[str, str]]:
+def message_lines(message: Message) -> list[tuple[str, str]]:
     """Return a message as (speaker, text) lines: its content, then its tool calls."""
     lines = [(str(message.role), message.content)] if message.content or not message.tool_calls else []
     for call in message.tool_calls:
@@ -17,12 +17,12 @@ def said(message: Message) -> list[tuple[str, str]]:
     return lines
 
 
-def conversation(episode: Trajectory) -> list[tuple[str, str]]:
+def conversation_lines(episode: Trajectory) -> list[tuple[str, str]]:
     """Return (speaker, text) lines for all messages except the system prompt."""
     messages = [message for message in episode.prompt if message.role != "system"]
     for turn in episode.turns:
         messages += [turn.message, *turn.replies]
-    return [line for message in messages for line in said(message)]
+    return [line for message in messages for line in message_lines(message)]
 
 
 def reward_text(reward: Reward | None) -> str:
@@ -46,6 +46,6 @@ def best_and_worst(episodes: Sequence[Trajectory]) -> dict[str, Trajectory]:
     return {"all alike": ranked[0][1]} if same else {"best": ranked[0][1], "worst": ranked[-1][1]}
 
 
-def ending(episode: Trajectory) -> str:
+def ending_text(episode: Trajectory) -> str:
     error = f"; {episode.error}" if episode.error else ""
     return f"{episode.status}, {reward_text(episode.reward)}{error}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import NamedTuple
 
-from TrainingFactory.runs.findings import Change, Finding
+from TrainingFactory.runs.findings import Finding, FindingChange
 from TrainingFactory.types import Trajectory
 
 STEPS = 3  # consecutive steps before a finding is reported, and before it is reported as gone
@@ -53,7 +53,7 @@ class FindingRule(NamedTuple):
     remedy: str
 
 
-class Table:
+class FindingTracker:
     """Reports each finding once, until it has been absent for `steps` steps.
 
     `earlier` are the metrics of steps before a resume, so that a resumed run reports the same findings as an
@@ -69,7 +69,7 @@ class Table:
         for metrics in earlier:
             self.look(int(metrics["step"]), metrics, ())
 
-    def look(self, step: int, metrics: StepMetrics, episodes: Sequence[Trajectory]) -> list[Change]:
+    def look(self, step: int, metrics: StepMetrics, episodes: Sequence[Trajectory]) -> list[FindingChange]:
         """Add the metrics of a step; return the findings that are new and those that are gone."""
         if "seconds/step" not in metrics:  # an evaluation before the first step
             return []
@@ -80,21 +80,21 @@ class Table:
             return []
         last, before = self._recent[-self._steps :], self._recent[: -self._steps]
         window = StepWindow(last, self._start, before, episodes, self._max_logprob_diff)
-        changes: list[Change] = []
-        for rule in CHECKS:
+        changes: list[FindingChange] = []
+        for rule in FINDING_RULES:
             if (sentence := rule.detect(window)) is not None:
                 if rule.name not in self._absent_steps:
-                    changes.append(Change(step, rule.name, Finding(rule.name, sentence, rule.remedy)))
+                    changes.append(FindingChange(step, rule.name, Finding(rule.name, sentence, rule.remedy)))
                 self._absent_steps[rule.name] = 0
             elif rule.name in self._absent_steps:
                 self._absent_steps[rule.name] += 1
                 if self._absent_steps[rule.name] == self._steps:
                     del self._absent_steps[rule.name]
-                    changes.append(Change(step, rule.name))
+                    changes.append(FindingChange(step, rule.name))
         return changes
 
 
-def like_a_call(episodes: Sequence[Trajectory]) -> str | None:
+def find_unparsed_call(episodes: Sequence[Trajectory]) -> str | None:
     """Return an excerpt of the first reply that looks like a tool call but was not parsed as one."""
     for episode in episodes:
         names = [re.escape(tool.name) for tool in episode.tools]
@@ -109,7 +109,7 @@ def like_a_call(episodes: Sequence[Trajectory]) -> str | None:
 def _no_tool_called(window: StepWindow) -> str | None:
     if not all(row.get("tools_offered") and not row.get("episodes/called") for row in window.last):
         return None
-    example = like_a_call(window.episodes)
+    example = find_unparsed_call(window.episodes)
     if example is not None:
         return f"No episode called a tool, but this reply looks like a call that was not parsed: {example!r}"
     return "No episode called a tool, and no reply looks like an unparsed call"
@@ -197,7 +197,7 @@ def _values(rows: Sequence[StepMetrics], name: str) -> list[float]:
     return [row[name] for row in rows if name in row]
 
 
-CHECKS = (
+FINDING_RULES = (
     FindingRule("no_tool_called", _no_tool_called, "If a reply contains a call, remove model.family so that the "
         "model's own chat format is used, or register a format. Otherwise describe in environment.system_prompt when "
         "to call a tool, or train on demonstrations first (training.algorithm=sft)."),

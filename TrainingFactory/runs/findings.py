@@ -26,7 +26,7 @@ class Finding:
 
 
 @dataclass(slots=True, frozen=True)
-class Change:
+class FindingChange:
     """A finding that appeared at a step, or, if `finding` is None, one that disappeared."""
 
     step: int
@@ -43,4 +43,6 @@ class Change:
 class RunDoctor(Protocol):
     """Detects problems from the metrics of each step; implemented in `runs/finding_rules.py`."""
 
-    def look(self, step: int, metrics: dict[str, float], episodes: Sequence[Trajectory]) -> list[Change]: ...
+    def look(
+        self, step: int, metrics: dict[str, float], episodes: Sequence[Trajectory]
+    ) -> list[FindingChange]: ...

@@ -40,22 +40,22 @@ import yaml
 from pydantic import TypeAdapter
 
 from TrainingFactory import __version__
-from TrainingFactory.common.texts import redacted, secrets_in
+from TrainingFactory.common.texts import redact_environment, secrets_in
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import (
-    drop_state,
+    delete_training_state,
+    naming_file_on_error,
     open_regular,
     read_lines,
     read_whole,
-    remove,
+    remove_folder,
     sync,
-    write_aside,
-    writing,
+    write_atomically,
 )
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
 from TrainingFactory.runs.scores import Scores
-from TrainingFactory.tools.recording import CALLS
+from TrainingFactory.tools.recording import CALLS_FILE
 from TrainingFactory.types import Trajectory
 
 try:
@@ -65,11 +65,11 @@ except ImportError:  # Windows: without a lock, two processes can write the same
 
 METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl", "kept.jsonl"
 FINDINGS, EVALUATIONS = "findings.jsonl", "evaluations.jsonl"
-GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, FINDINGS, EVALUATIONS, CALLS)
+APPEND_ONLY = (METRICS, CONSUMED, TRAJECTORIES, KEPT, FINDINGS, EVALUATIONS, CALLS_FILE)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
-CONFIG, ABOUT, STATUS = "config.yaml", "environment.json", "status.json"
+CONFIG, ENVIRONMENT, STATUS = "config.yaml", "environment.json", "status.json"
 RESOLVED = "resolved"  # key of environment.json: what the ids of the config resolved to, a line each
-SECRET = (
+SECRET_IN_CONFIG = (
     "contains a secret, which would be saved in the run's config. Put the secret into an environment variable and set "
     "the option that ends in _env to its name, or write ${NAME} in options of tools"
 )
@@ -129,14 +129,16 @@ class RunFolder:
             resume = f"resume it: {cls(path).resume_command}"
             remedy = resume if is_run(path) else "remove the folder, which is not a run"
             raise ValueError(f"run {name} already exists in {path}. Choose another --name, or {remedy}")
-        if problems := [Problem(key, SECRET) for key, _ in secrets_in(options)]:
+        if problems := [Problem(key, SECRET_IN_CONFIG) for key, _ in secrets_in(options)]:
             raise config.wrong(problems)
         run = cls(path.with_name(f".{name}.part"))
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             run.lock()
-            write_aside(run.path / CONFIG, yaml.safe_dump(redacted(options), sort_keys=False))
-            write_aside(run.path / ABOUT, json.dumps(redacted(fingerprint() | about), indent=1))
+            write_atomically(run.path / CONFIG, yaml.safe_dump(redact_environment(options), sort_keys=False))
+            write_atomically(
+                run.path / ENVIRONMENT, json.dumps(redact_environment(fingerprint() | about), indent=1)
+            )
             run.write_status(Status("running", steps=steps))
             os.rename(run.path, path)
             sync(path.parent)
@@ -154,7 +156,7 @@ class RunFolder:
                 return cls(path)
         if (path := Path(runs).expanduser() / name).is_dir():
             raise ValueError(
-                f"{path} is not a complete run: {CONFIG} or {ABOUT} is missing. Restore or remove it"
+                f"{path} is not a complete run: {CONFIG} or {ENVIRONMENT} is missing. Restore or remove it"
             )
         known = ", ".join(run.name for run in list_runs(runs)) or "none"
         raise ValueError(f"there is no run {name!r} in {runs}. Existing runs: {known}")
@@ -182,7 +184,7 @@ class RunFolder:
         """Remove a run that failed before its first step."""
         self.unlock()
         with contextlib.suppress(OSError):
-            remove(self.path)
+            remove_folder(self.path)
 
     # reading
 
@@ -196,12 +198,12 @@ class RunFolder:
     def about(self) -> dict[str, Any]:
         """Return the contents of environment.json; raise ValueError if the file is damaged."""
         try:
-            about = json.loads(read_whole(self.path / ABOUT))
+            about = json.loads(read_whole(self.path / ENVIRONMENT))
             date.fromisoformat(itemgetter("day", "versions", "commit", "started")(about)[0])
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
-                f"cannot read {self.path / ABOUT} ({error!r}), so run {self.name} cannot be resumed. Start a new run: "
-                f"tfactory train {self.path / CONFIG} --name NAME"
+                f"cannot read {self.path / ENVIRONMENT} ({error!r}), so run {self.name} cannot be resumed. Start a new "
+                f"run: tfactory train {self.path / CONFIG} --name NAME"
             ) from error
         return about
 
@@ -262,10 +264,13 @@ class RunFolder:
     # writing
 
     def write_status(self, status: Status) -> None:
-        write_aside(self.path / STATUS, json.dumps(redacted(asdict(status)), indent=1))
+        write_atomically(self.path / STATUS, json.dumps(redact_environment(asdict(status)), indent=1))
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        with writing(path := self.path / name), path.open("a", encoding="utf-8", newline="\n") as file:
+        with (
+            naming_file_on_error(path := self.path / name),
+            path.open("a", encoding="utf-8", newline="\n") as file,
+        ):
             file.write(json.dumps(row) + "\n")
 
     def append_trajectories(self, trajectories: Iterable[Trajectory], name: str = TRAJECTORIES) -> None:
@@ -276,8 +281,8 @@ class RunFolder:
 
     def offsets(self) -> dict[str, int]:
         """Flush the append-only files to disk and return their sizes in bytes, 0 for a missing one."""
-        sizes: dict[str, int] = dict.fromkeys(GROWING, 0)
-        for name in GROWING:
+        sizes: dict[str, int] = dict.fromkeys(APPEND_ONLY, 0)
+        for name in APPEND_ONLY:
             if (path := self.path / name).exists():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
@@ -290,15 +295,15 @@ class RunFolder:
         kept = self.best() if best else None
         for old in self.checkpoints()[:-last]:
             if old != kept and (every is None or _step_of(old) % every):
-                remove(old)
+                remove_folder(old)
         if states == "newest":
             for old in self.checkpoints()[:-1]:
-                drop_state(old)
+                delete_training_state(old)
 
     def rewind(self, offsets: dict[str, int]) -> None:
         """Truncate the append-only files to the `offsets` of a checkpoint (files not in it: to 0 bytes) and remove
         incomplete checkpoints."""
-        for name in GROWING:
+        for name in APPEND_ONLY:
             path, offset = self.path / name, offsets.get(name, 0)
             size = path.stat().st_size if path.exists() else 0
             if size < offset:
@@ -356,7 +361,9 @@ class TrainingReport:
 
 
 def is_run(path: Path) -> bool:
-    return all(os.path.isfile(path / name) for name in (CONFIG, ABOUT))  # False without permission, no error
+    return all(
+        os.path.isfile(path / name) for name in (CONFIG, ENVIRONMENT)
+    )  # False without permission, no error
 
 
 def list_runs(runs: str | Path = "runs") -> list[RunFolder]:
@@ -369,14 +376,14 @@ def new_name(config: TrainingConfig) -> str:
     """Return a name such as grpo-search-20260131-120000."""
     folder = Path(config.logging.output_dir).expanduser()
     environment = config.environment.environment_id or "custom"
-    return not_taken(folder, f"{config.training.algorithm}-{short_name(environment)}").name
+    return unused_path(folder, f"{config.training.algorithm}-{short_name(environment)}").name
 
 
 def short_name(environment: str) -> str:
     return Path(environment).name.partition(".py")[0]
 
 
-def not_taken(folder: Path, stem: str, suffix: str = "") -> Path:
+def unused_path(folder: Path, stem: str, suffix: str = "") -> Path:
     """Return an unused path in the folder, with the present time in its name."""
     stem = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = folder / f"{stem}{suffix}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Protocol
 
-from TrainingFactory.common.texts import clean
+from TrainingFactory.common.texts import escape_control
 from TrainingFactory.types import Trajectory
 
 
@@ -28,22 +28,22 @@ class PlainLines:
     def episode(self, trajectory: Trajectory) -> None: ...
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        self.say(f"step {step}/{total}  {in_short(metrics)}")
+        self.say(f"step {step}/{total}  {metrics_line(metrics)}")
 
     def say(self, text: str) -> None:
-        print(clean(text), file=sys.stderr, flush=True)
+        print(escape_control(text), file=sys.stderr, flush=True)
 
 
 # metric -> its format in a progress line
-SHORT = {
+METRIC_FORMATS = {
     "loss": "loss {:.4f}", "reward": "reward {:.3f}", "accuracy": "accuracy {:.2f}", "tool_success": "tools {:.0%}",
     "eval/success": "held-out {:.3f}", "eval/loss": "held-out loss {:.4f}",
     "eval/accuracy": "held-out accuracy {:.2f}", "tokens_per_second": "{:.0f} tokens/s", "seconds/step": "{:.1f} s",
 }  # fmt: skip
 
 
-def in_short(metrics: dict[str, float]) -> str:
-    parts = [text.format(metrics[name]) for name, text in SHORT.items() if name in metrics]
+def metrics_line(metrics: dict[str, float]) -> str:
+    parts = [text.format(metrics[name]) for name, text in METRIC_FORMATS.items() if name in metrics]
     if "episodes/unscored" in metrics and "reward" not in metrics:
         parts.insert(0, "no episode could be scored")
     elif "episodes/unscored" in metrics:

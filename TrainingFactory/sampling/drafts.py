@@ -11,7 +11,7 @@ TRUSTED = 1  # consecutive correct predictions after which an entry is used
 SURE = 3  # consecutive correct predictions that are counted at most
 
 
-class Drafts:
+class DraftTable:
     def __init__(self) -> None:
         self._next = np.zeros(SIZE, np.int32)
         self._trust = np.zeros(SIZE, np.int8)

@@ -14,16 +14,16 @@ import torch
 
 from TrainingFactory.sampling.cache.slots import SlotCache, StepContext, Tiles
 from TrainingFactory.sampling.gpu.graphs import to_device
-from TrainingFactory.sampling.picking import Data, DrawInputs, finite, pick, split_picked, uniforms
-from TrainingFactory.sampling.planning import NONE, Plan
-from TrainingFactory.sampling.runner import Flat, Runner, Sampled
-from TrainingFactory.sampling.tiles import lay_out
+from TrainingFactory.sampling.picking import Data, DrawInputs, pick, require_finite, split_picked, uniforms
+from TrainingFactory.sampling.planning import EMPTY, StepPlan
+from TrainingFactory.sampling.runner import FlatBatch, Runner, SampledTokens
+from TrainingFactory.sampling.tiles import plan_tiles
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightStep:
     """A step that runs while the next one is planned. It samples a token for each slot, and a second one for slots
     whose turn may continue."""
 
@@ -49,7 +49,7 @@ class LegInputs(NamedTuple, Generic[Data]):
 Leg = tuple[LegInputs[Data], DrawInputs[Data]]
 
 
-class FlightRunner(Runner):
+class AsyncRunner(Runner):
     """A `Runner` that uses the GPU kernels if `tiled`."""
 
     _kernels: Any = None
@@ -64,15 +64,15 @@ class FlightRunner(Runner):
 
         if fused.can_attend(self.shapes):
             self._kernels = kernels
-            self._fused_kind = fused.fused_kind if self.kind in fused.MODELS else None
+            self._fused_kind = fused.fused_class if self.kind in fused.MODELS else None
             self.refresh()
 
     def refresh(self) -> None:
         super().refresh()
         if self._kernels is not None:
-            from TrainingFactory.sampling.gpu.fused import widen
+            from TrainingFactory.sampling.gpu.fused import use_float32_logits
 
-            widen(self.view.get_output_embeddings())
+            use_float32_logits(self.view.get_output_embeddings())
 
     def _compare(self) -> None:
         try:
@@ -97,7 +97,7 @@ class FlightRunner(Runner):
         return step
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Flight:
+    def launch(self, plan: StepPlan) -> InFlightStep:
         """Start a plan without guesses, and advance the table as if its tokens were known; `land` returns them."""
         table, plan.twice = self.table, True
         flat, picked = self._begin(plan)
@@ -108,7 +108,7 @@ class FlightRunner(Runner):
             picked, ready = host.copy_(picked, non_blocking=True), torch.cuda.Event()
             ready.record()
         first = int((offsets == 0).sum())
-        flight = Flight(
+        flight = InFlightStep(
             slots, table.known[slots] + offsets, first, table.epoch[slots], flat.live, picked, ready
         )
         table.advance(plan.dense, 1)
@@ -119,7 +119,7 @@ class FlightRunner(Runner):
         table.expect(slots[first:])
         return flight
 
-    def land(self, flight: Flight) -> Sampled:
+    def land(self, flight: InFlightStep) -> SampledTokens:
         """Wait for the tokens of a step, and return those of turns that have not ended."""
         if flight.ready is not None:
             flight.ready.synchronize()
@@ -132,15 +132,15 @@ class FlightRunner(Runner):
             valid[first:] &= ~ended[flight.slots[first:]]
         slots = flight.slots[valid]
         table.flying -= np.bincount(slots, minlength=table.slots)
-        return Sampled(slots, flight.places[valid], tokens[valid], finite(logprobs[valid]))
+        return SampledTokens(slots, flight.places[valid], tokens[valid], require_finite(logprobs[valid]))
 
     def _feed(
-        self, plan: Plan, cache: SlotCache, dense_end: int, chunk_end: int
-    ) -> tuple[Flat, torch.Tensor | None]:
+        self, plan: StepPlan, cache: SlotCache, dense_end: int, chunk_end: int
+    ) -> tuple[FlatBatch, torch.Tensor | None]:
         if self._kernels is None:
             return super()._feed(plan, cache, dense_end, chunk_end)
         kernels, table, shape = self._kernels, self.table, self.shapes[0]
-        layout = lay_out(plan, table, shape.queries // shape.heads)
+        layout = plan_tiles(plan, table, shape.queries // shape.heads)
         flat = self._flat(plan, cache, 0, layout)
         draws = self._draws(flat)
         into = np.where(flat.live, flat.rows, table.slots)
@@ -166,7 +166,7 @@ class FlightRunner(Runner):
                 if draws.filters:
                     picked = pick(logits, draws.uniform, draws.temperature, draws.filters)
                 else:
-                    picked = kernels.choose(logits, draws.uniform, draws.temperature)
+                    picked = kernels.sample_tokens(logits, draws.uniform, draws.temperature)
                 self._latest.index_copy_(0, inputs.into, picked[0].long())
                 results.append(picked)
             return torch.cat(results, 1) if len(results) > 1 else results[0]
@@ -180,7 +180,7 @@ class FlightRunner(Runner):
             picked = step(to_device(arrays, self.device))
         return flat, picked
 
-    def _second_leg(self, plan: Plan, flat: Flat, cache: SlotCache, scaled: bool) -> Leg[np.ndarray]:
+    def _second_leg(self, plan: StepPlan, flat: FlatBatch, cache: SlotCache, scaled: bool) -> Leg[np.ndarray]:
         """Return a leg that feeds the tokens of the first leg, in rows whose turn may continue, and add its rows of
         logits to `flat`. Two legs pay because a launch takes the host as long as a token takes the GPU."""
         table, rows = self.table, np.arange(plan.rows)
@@ -196,7 +196,7 @@ class FlightRunner(Runner):
         flat.offsets = np.concatenate((flat.offsets, np.ones(plan.rows, np.int64)))
         uniform = uniforms(table.seed[: plan.rows], table.known[: plan.rows] + 1)
         draws = DrawInputs(uniform, table.temperature[: plan.rows] if scaled else None)
-        return LegInputs(tokens, positions, where, NONE, np.where(live, rows, table.slots)), draws
+        return LegInputs(tokens, positions, where, EMPTY, np.where(live, rows, table.slots)), draws
 
 
 def _next_leg(tensors: Iterator[torch.Tensor], arrays: Leg[np.ndarray]) -> Leg[torch.Tensor]:

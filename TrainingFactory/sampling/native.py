@@ -22,16 +22,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from TrainingFactory.sampling.cache.view import causal_model, refuse, routes_tokens
-from TrainingFactory.sampling.drafts import CONTEXT, Drafts
-from TrainingFactory.sampling.flights import Flight, FlightRunner
-from TrainingFactory.sampling.planning import GUESSED_TOKENS, Plan, Planner
-from TrainingFactory.sampling.runner import Sampled
-from TrainingFactory.sampling.table import Request, Round, Seat, SlotTable
+from TrainingFactory.sampling.cache.view import causal_model, routes_tokens, unsupported_model
+from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
+from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
+from TrainingFactory.sampling.planning import GUESSED_TOKENS, StepPlan, StepPlanner
+from TrainingFactory.sampling.runner import SampledTokens
+from TrainingFactory.sampling.table import AdmissionRound, SamplingRequest, SessionSlot, SlotTable
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
 COMPACT_AFTER = 3  # consecutive steps with fewer than half of the rows in use
-LOOK_AFTER = 16  # consecutive steps launched ahead before one waits, to check whether drafts are available
+MAX_STEPS_AHEAD = (
+    16  # consecutive steps launched ahead before one waits, to check whether drafts are available
+)
 
 
 class NativeSession:
@@ -39,7 +41,7 @@ class NativeSession:
 
     def __init__(self, engine: NativeEngine, order: int) -> None:
         self._engine = engine
-        self._seat = Seat(order)
+        self._seat = SessionSlot(order)
         self._busy = False
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
@@ -83,20 +85,20 @@ class NativeEngine:
         causal = causal_model(model)
         if deterministic and routes_tokens(causal):
             reason = "the batches of its experts depend on timing, so it has no deterministic mode"
-            raise refuse(causal.config.model_type, reason)
+            raise unsupported_model(causal.config.model_type, reason)
         on_cuda = causal.device.type == "cuda"
         self._table = SlotTable(slots, max_length, deterministic=deterministic)
-        self._runner = FlightRunner(causal, self._table)
+        self._runner = AsyncRunner(causal, self._table)
         if on_cuda and not self._runner.tiled:
             # Steps that only decode are by far the cheapest, so decoding rows feed short replies token by token.
             self._table.ride = 32
         self._runner.ahead = self._runner.tiled
         # The contents of the draft table depend on timing, so deterministic mode has none.
-        self._drafts = Drafts() if guesses and not deterministic else None
+        self._drafts = DraftTable() if guesses and not deterministic else None
         budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
-        self._planner = Planner(self._table, budget, self._drafts, guesses, few_shapes=on_cuda)
+        self._planner = StepPlanner(self._table, budget, self._drafts, guesses, few_shapes=on_cuda)
         self._planner.tiled = self._runner.tiled
-        self._flight: Flight | None = None  # the launched step whose tokens have not been fetched
+        self._flight: InFlightStep | None = None  # the launched step whose tokens have not been fetched
         self._ahead = 0  # steps launched ahead since one waited; negative: drafts are worth waiting for
         self.policy_version = 0
         self.max_length = max_length
@@ -106,11 +108,11 @@ class NativeEngine:
         self._opened = 0  # sessions so far
         # Shared with the worker, under the lock: the inbox, whether the worker runs, whether new turns are held.
         self._lock = threading.RLock()  # the garbage collector may close a session in a thread that has it
-        self._inbox: deque[Request | Seat] = deque()
+        self._inbox: deque[SamplingRequest | SessionSlot] = deque()
         self._working = False
         self._held: Callable[[], object] | None = None  # hold new turns, and call this once when no turn runs
         # Used by the worker only.
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[SamplingRequest] = deque()
         self._sparse = 0  # consecutive steps with fewer than half of the rows in use
         initializer = partial(torch.cuda.set_device, causal.device) if on_cuda else None  # it is per thread
         self._pool = ThreadPoolExecutor(1, "native-engine", initializer)
@@ -120,7 +122,7 @@ class NativeEngine:
             # The next session gets the first slot, so that a batch does not depend on earlier ones.
             while self._opened % self._table.slots:
                 self._opened += 1
-                self._post(Seat(self._opened - 1, closed=True))
+                self._post(SessionSlot(self._opened - 1, closed=True))
         self._opened += 1
         with self._lock:
             self.sessions += 1
@@ -168,9 +170,11 @@ class NativeEngine:
 
     # -- called from event loops
 
-    async def _submit(self, seat: Seat, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+    async def _submit(
+        self, seat: SessionSlot, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> Completion:
         future = asyncio.get_running_loop().create_future()
-        request = Request(seat, self._checked(prompt_ids), params, future)
+        request = SamplingRequest(seat, self._checked(prompt_ids), params, future)
         self._post(request)
         try:
             return await request.future
@@ -192,7 +196,7 @@ class NativeEngine:
             raise ValueError(f"token id {invalid} is not in the model's vocabulary of {vocabulary}")
         return prompt.astype(np.int32)
 
-    def _post(self, item: Request | Seat) -> None:
+    def _post(self, item: SamplingRequest | SessionSlot) -> None:
         with self._lock:
             self._inbox.append(item)
             self._wake()
@@ -201,7 +205,7 @@ class NativeEngine:
         """Start the worker if a request is waiting. The caller must have the lock."""
         if self._working or self._held is not None:
             return
-        if self._waiting or any(isinstance(item, Request) for item in self._inbox):
+        if self._waiting or any(isinstance(item, SamplingRequest) for item in self._inbox):
             self._working = True
             self._pool.submit(self._work)
 
@@ -232,21 +236,21 @@ class NativeEngine:
         if held is not None:
             held()
 
-    def _receive(self, items: list[Request | Seat]) -> None:
+    def _receive(self, items: list[SamplingRequest | SessionSlot]) -> None:
         """Queue new requests, drop cancelled ones, and release the slots of closed sessions."""
         for item in items:
-            if isinstance(item, Request) and not item.cancelled:
+            if isinstance(item, SamplingRequest) and not item.cancelled:
                 self._waiting.append(item)
                 continue
-            seat = item if isinstance(item, Seat) else item.seat
+            seat = item if isinstance(item, SessionSlot) else item.seat
             running = None if seat.slot is None else self._table.requests[seat.slot]
             for request in [*self._waiting, running]:
                 if request is not None and (request is item or request.seat is item):
                     self._drop(request)
-            if isinstance(item, Seat):
+            if isinstance(item, SessionSlot):
                 self._table.close(item)
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: SamplingRequest) -> None:
         slot = request.seat.slot
         if slot is not None and self._table.requests[slot] is request:
             self._table.stop(slot)
@@ -259,7 +263,7 @@ class NativeEngine:
         """Start the waiting requests that get a slot, first come first served, and copy the prefixes they share."""
         if not self._waiting:
             return
-        admission, place = Round(), self._table.place
+        admission, place = AdmissionRound(), self._table.place
         self._waiting = deque([request for request in self._waiting if not place(request, admission)])
         if admission.moved:
             length = int(self._table.stored[list(admission.moved)].max())
@@ -267,7 +271,7 @@ class NativeEngine:
 
     def _step(self) -> None:
         self._compact()
-        if self._runner.ahead and (self._drafts is None or 0 <= self._ahead < LOOK_AFTER):
+        if self._runner.ahead and (self._drafts is None or 0 <= self._ahead < MAX_STEPS_AHEAD):
             self._launch(self._planner.plan(guess=False))
             return
         self._land()
@@ -279,7 +283,7 @@ class NativeEngine:
             self._enter(self._runner.run(plan))
         self._ahead = -1 if 2 * plan.guessed.sum() > len(plan.dense) else 0
 
-    def _launch(self, plan: Plan) -> None:
+    def _launch(self, plan: StepPlan) -> None:
         """Launch the next step, then fetch the tokens of the previous one. Tokens after a stop are wasted."""
         previous, self._flight = self._flight, None
         if len(plan.dense) or len(plan.slots):
@@ -294,7 +298,7 @@ class NativeEngine:
         if flight is not None:
             self._enter(self._runner.land(flight))
 
-    def _count(self, plan: Plan, legs: int = 1) -> None:
+    def _count(self, plan: StepPlan, legs: int = 1) -> None:
         counts = self.stats
         counts.prefilled += int(plan.counts.sum())
         counts.guessed += int(plan.guessed.sum())
@@ -302,7 +306,7 @@ class NativeEngine:
         counts.decodes += legs if plan.rows else 0
         counts.rows += (plan.rows if plan.fixed else len(plan.dense)) * legs
 
-    def _enter(self, sampled: Sampled) -> None:
+    def _enter(self, sampled: SampledTokens) -> None:
         """Record the sampled tokens, and deliver the turns that have ended."""
         table = self._table
         self.stats.sampled += len(sampled.slots)
@@ -329,7 +333,7 @@ class NativeEngine:
         self._runner.copy([*pairs, *((b, a) for a, b in pairs)], int(self._table.stored[both].max()))
         self._table.exchange(pairs)
 
-    def _deliver(self, results: Sequence[tuple[Request, Completion | BaseException]]) -> None:
+    def _deliver(self, results: Sequence[tuple[SamplingRequest, Completion | BaseException]]) -> None:
         """Pass results to their event loops, with one call per loop, because every call may cost the worker the GIL."""
         loops: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
         for request, result in results:
@@ -341,8 +345,8 @@ class NativeEngine:
     def _fail(self, error: BaseException) -> None:
         """Raise the error of a failed step in every request, and reset the engine."""
         with self._lock:
-            failed = [item for item in self._inbox if isinstance(item, Request)]
-            self._inbox = deque(item for item in self._inbox if isinstance(item, Seat))
+            failed = [item for item in self._inbox if isinstance(item, SamplingRequest)]
+            self._inbox = deque(item for item in self._inbox if isinstance(item, SessionSlot))
         self._flight = None
         failed += [*self._waiting, *self._table.clear()]
         self._waiting.clear()

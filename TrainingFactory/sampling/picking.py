@@ -47,7 +47,7 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (bits >> np.uint64(24)) * 2.0**-40  # 40 bits: the product with a float64 total stays below it
 
 
-def restrict(
+def apply_filters(
     weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
     """Zero the weights [M, V] that top-k, then top-p (of the rest), then min-p (of the largest) exclude; limits [M]."""
@@ -108,7 +108,7 @@ def pick(
     weights = shifted.exp()
     tokens, total = draw(weights, uniform, rows)
     if filters:
-        tokens, _ = draw(restrict(weights, *filters), uniform)
+        tokens, _ = draw(apply_filters(weights, *filters), uniform)
     if temperature is not None:
         tokens = torch.where(temperature[:, None] > 0, tokens, logits.argmax(-1, keepdim=True))
     # NaN logits can give a token out of range; the caller detects them by the log-prob.
@@ -123,7 +123,7 @@ def split_picked(picked: torch.Tensor | None, live: np.ndarray) -> tuple[np.ndar
     return tokens.astype(np.int64), logprobs
 
 
-def finite(logprobs: np.ndarray) -> np.ndarray:
+def require_finite(logprobs: np.ndarray) -> np.ndarray:
     if not np.isfinite(logprobs).all():
         raise FloatingPointError("the model returned NaN or infinite logits, so no token can be sampled")
     return logprobs

@@ -6,42 +6,44 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from TrainingFactory.sampling.drafts import CONTEXT, Drafts
+from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.gpu.graphs import SPANS, graph_rows, graph_span
 from TrainingFactory.sampling.table import SlotTable
 
-NONE = np.zeros(0, np.int64)
+EMPTY = np.zeros(0, np.int64)
 CHUNK = 32  # deterministic mode: tokens of one prefill forward, which starts at a multiple of CHUNK
 PIECES = (64, 512, 2048)  # numbers of chunk tokens with a CUDA graph, if the GPU kernels run the forward
 GUESSED_TOKENS = 512  # most dense tokens of a forward with guesses
 
 
 @dataclass(slots=True)
-class Plan:
+class StepPlan:
     """The inputs of one forward. Slot i of the dense part is row i."""
 
     dense: np.ndarray  # [D] slots that feed their next token
     rows: int = 0  # R, dense rows including unused ones
     fixed: bool = False  # feed unused rows too, so that shapes recur
     guesses: np.ndarray | None = None  # [D, most] further tokens: the rest of a reply, or draft tokens
-    guessed: np.ndarray = field(default_factory=lambda: NONE)  # [D] how many of them to feed
+    guessed: np.ndarray = field(default_factory=lambda: EMPTY)  # [D] how many of them to feed
     span: int = 0  # tokens that every row feeds, so that shapes recur; 0: as many as each row has
-    slots: np.ndarray = field(default_factory=lambda: NONE)  # [P] slots that feed a chunk, in ascending order
-    counts: np.ndarray = field(default_factory=lambda: NONE)  # [P] tokens of each chunk
+    slots: np.ndarray = field(
+        default_factory=lambda: EMPTY
+    )  # [P] slots that feed a chunk, in ascending order
+    counts: np.ndarray = field(default_factory=lambda: EMPTY)  # [P] tokens of each chunk
     twice: bool = False  # the launch may feed a sampled token at once and sample a second one
 
 
-class Planner:
+class StepPlanner:
     """Plans forwards. `few_shapes` limits the number of shapes, because each needs a CUDA graph."""
 
     def __init__(
-        self, table: SlotTable, prefill_tokens: int, drafts: Drafts | None, guesses: int, few_shapes: bool
+        self, table: SlotTable, prefill_tokens: int, drafts: DraftTable | None, guesses: int, few_shapes: bool
     ) -> None:
         self.table, self.prefill_tokens, self.few_shapes = table, prefill_tokens, few_shapes
         self.drafts, self.guesses = drafts, guesses
         self.tiled = False  # chunks of different lengths share a forward without padding
 
-    def plan(self, guess: bool = True) -> Plan:
+    def plan(self, guess: bool = True) -> StepPlan:
         """Return a plan for all decoding rows and for as many chunks as fit into the budget, oldest first."""
         table = self.table
         # A row whose in-flight token reaches the limit has nothing more to feed.
@@ -67,12 +69,12 @@ class Planner:
             counts.append(count)
         order = np.argsort(taken)
         slots, tokens = np.array(taken, np.int64)[order], np.array(counts, np.int64)[order]
-        plan = Plan(dense, rows, self.few_shapes, slots=slots, counts=tokens)
+        plan = StepPlan(dense, rows, self.few_shapes, slots=slots, counts=tokens)
         if len(dense) and guess:
             self._follow(plan)
         return plan
 
-    def _follow(self, plan: Plan) -> None:
+    def _follow(self, plan: StepPlan) -> None:
         """Add further tokens to the rows: draft tokens, and with CUDA graphs known tokens that are not yet cached."""
         table, count = self.table, len(plan.dense)
         rows = plan.rows if plan.fixed else count
@@ -99,11 +101,11 @@ class Planner:
             guesses[row, : len(rest)] = rest
             counts[row] = len(rest)
 
-    def _fixed(self, dense: np.ndarray, queue: np.ndarray) -> Plan:
+    def _fixed(self, dense: np.ndarray, queue: np.ndarray) -> StepPlan:
         """Return a plan for deterministic mode: a single chunk, or one decoding row per slot."""
         table = self.table
         if not len(queue):
-            return Plan(dense, table.slots, fixed=True)
+            return StepPlan(dense, table.slots, fixed=True)
         slot = queue[:1]
         count = np.minimum(CHUNK - table.stored[slot] % CHUNK, table.chunked[slot] - table.stored[slot])
-        return Plan(dense[:0], slots=slot, counts=count)
+        return StepPlan(dense[:0], slots=slot, counts=count)

@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from TrainingFactory.sampling.cache.slots import ATTENTION, Part, Shape, SlotCache, StepContext
-from TrainingFactory.sampling.cache.view import check_model, refuse, shared_view
+from TrainingFactory.sampling.cache.slots import ATTENTION, AttentionPart, LayerShape, SlotCache, StepContext
+from TrainingFactory.sampling.cache.view import check_model, shared_view, unsupported_model
 from TrainingFactory.sampling.gpu.graphs import DecodeGraphs, to_device
-from TrainingFactory.sampling.picking import Data, DrawInputs, finite, pick, split_picked, uniforms
-from TrainingFactory.sampling.planning import CHUNK, NONE, Plan
+from TrainingFactory.sampling.picking import Data, DrawInputs, pick, require_finite, split_picked, uniforms
+from TrainingFactory.sampling.planning import CHUNK, EMPTY, StepPlan
 from TrainingFactory.sampling.table import SlotTable
-from TrainingFactory.sampling.tiles import Layout, filled
-from TrainingFactory.sampling.twins import Twins, find_twins
+from TrainingFactory.sampling.tiles import TileLayout, pad_to
+from TrainingFactory.sampling.twins import TwinRows, find_twins
 
 
 @dataclass(slots=True)
-class Flat:
+class FlatBatch:
     """The N tokens of a forward as one flat row, and the M rows of logits to draw from."""
 
     tokens: np.ndarray  # [N]
@@ -49,7 +49,7 @@ class StepInputs(NamedTuple, Generic[Data]):
     chunk_unpad: Data  # [n]
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """New tokens, ordered by slot and position."""
 
     slots: np.ndarray
@@ -99,13 +99,15 @@ class Runner:
         self._moved = True  # the addresses in CUDA graphs may be stale
 
     @torch.inference_mode()
-    def _shapes(self) -> list[Shape]:
+    def _shapes(self) -> list[LayerShape]:
         """Run two tokens through the model to get the shapes of its layers; raise ValueError if it is unsupported."""
         step, ids = StepContext(), torch.zeros(2, dtype=torch.long, device=self.device)
         self._logits(ids, ids, step, 0)
         layers = self.model.config.get_text_config().num_hidden_layers
         if len(step.shapes) != layers:
-            raise refuse(self.kind, f"{len(step.shapes)} of its {layers} layers use the attention interface")
+            raise unsupported_model(
+                self.kind, f"{len(step.shapes)} of its {layers} layers use the attention interface"
+            )
         return step.shapes
 
     @torch.inference_mode()
@@ -116,13 +118,13 @@ class Runner:
         expected = shared_view(self.model, "eager")(input_ids=ids[None], use_cache=False).logits[0].float()
         cache, logits = SlotCache(1, 64, self.shapes), []
         for at in self._span[:15].split([8] + 7 * [1]):
-            part = Part(slice(0, 1), self._mask(at[None], 64), 64)
+            part = AttentionPart(slice(0, 1), self._mask(at[None], 64), 64)
             parts: Any = {"dense": part, "tokens": 1} if len(at) == 1 else {"chunks": part}
             logits.append(self._logits(ids[at], at, self._tile(StepContext(cache, at, **parts), at), 0))
         errors = (torch.cat(logits).float() - expected).abs().mean(1) / expected.std(1).clamp(min=1e-6)
         error = max(float(part.median()) for part in errors.split([8, 7]))
         if not error < (0.01 if self.dtype == torch.float32 else 0.1):
-            raise refuse(
+            raise unsupported_model(
                 self.kind, f"its logits through the slot cache are off by {error:.1%} of their spread"
             )
 
@@ -174,12 +176,12 @@ class Runner:
     # -- one forward
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> Sampled:
+    def run(self, plan: StepPlan) -> SampledTokens:
         """Run the plan and advance the table's `stored`. The caller appends the new tokens to the table."""
         flat, picked = self._begin(plan)
         return self._settle(plan, flat, picked)
 
-    def _begin(self, plan: Plan) -> tuple[Flat, torch.Tensor | None]:
+    def _begin(self, plan: StepPlan) -> tuple[FlatBatch, torch.Tensor | None]:
         table = self.table
         stored, guessed = table.stored, plan.guessed if plan.guesses is not None else 0
         dense_end = int((stored[plan.dense] + guessed).max()) + 1 if len(plan.dense) else 0
@@ -188,8 +190,8 @@ class Runner:
         return self._feed(plan, cache, dense_end, chunk_end)
 
     def _feed(
-        self, plan: Plan, cache: SlotCache, dense_end: int, chunk_end: int
-    ) -> tuple[Flat, torch.Tensor | None]:
+        self, plan: StepPlan, cache: SlotCache, dense_end: int, chunk_end: int
+    ) -> tuple[FlatBatch, torch.Tensor | None]:
         trunk = self.trunk(plan.dense)
         flat = self._flat(plan, cache, trunk)
         draws = self._draws(flat)
@@ -206,8 +208,8 @@ class Runner:
         return torch.where(tokens < 0, self._latest[(-1 - tokens).clamp_(min=0)], tokens)
 
     def _forward(
-        self, plan: Plan, flat: Flat, step: StepContext, draws: DrawInputs[np.ndarray], widths: tuple[int, int],
-        trunk: int,
+        self, plan: StepPlan, flat: FlatBatch, step: StepContext, draws: DrawInputs[np.ndarray],
+        widths: tuple[int, int], trunk: int,
     ) -> torch.Tensor | None:  # fmt: skip
         """Return tokens and log-probs [2, M]; None if no drawn token is used."""
         twins = self._twins(plan, flat)
@@ -240,7 +242,7 @@ class Runner:
             self._latest[flat.rows[flat.live]] = picked[0, flat.live].long()
         return picked
 
-    def _twins(self, plan: Plan, flat: Flat) -> Twins | None:
+    def _twins(self, plan: StepPlan, flat: FlatBatch) -> TwinRows | None:
         rows = np.concatenate((plan.dense, plan.slots))
         if plan.fixed or len(rows) < 2:  # with fixed shapes, a row less saves nothing
             return None
@@ -258,7 +260,7 @@ class Runner:
         return result.logits[0]
 
     def _replay(
-        self, plan: Plan, cache: SlotCache, flat: Flat, draws: DrawInputs[np.ndarray], width: int
+        self, plan: StepPlan, cache: SlotCache, flat: FlatBatch, draws: DrawInputs[np.ndarray], width: int
     ) -> torch.Tensor | None:
         """Run a plan that only decodes, without filters, as a CUDA graph; None if it cannot be recorded."""
         assert self._graphs is not None
@@ -268,7 +270,7 @@ class Runner:
             ids, positions, where, _, *draw_tensors = tensors
             draws = DrawInputs(*draw_tensors)
             mask = self._mask(positions.unflatten(0, (plan.rows, -1)), width)
-            part = Part(slice(0, plan.rows), mask, width)
+            part = AttentionPart(slice(0, plan.rows), mask, width)
             context = StepContext(cache=cache, where=where, dense=part, tokens=len(ids))
             return pick(self._logits(ids, positions, context, 0), draws.uniform, draws.temperature)
 
@@ -280,7 +282,7 @@ class Runner:
             self._graphs.check(self.model, [layer.keys for layer in cache.layers])
             self._moved = False
 
-    def _settle(self, plan: Plan, flat: Flat, picked: torch.Tensor | None) -> Sampled:
+    def _settle(self, plan: StepPlan, flat: FlatBatch, picked: torch.Tensor | None) -> SampledTokens:
         """Return the tokens that were drawn after correct guesses only, and advance the table's `stored`."""
         table, live = self.table, flat.live
         tokens, logprobs = split_picked(picked, live)
@@ -295,9 +297,13 @@ class Runner:
         if len(plan.slots):
             table.advance(plan.slots, plan.counts)
         rows = flat.rows[live]
-        return Sampled(rows, table.known[rows] + flat.offsets[live], tokens[live], finite(logprobs[live]))
+        return SampledTokens(
+            rows, table.known[rows] + flat.offsets[live], tokens[live], require_finite(logprobs[live])
+        )
 
-    def _flat(self, plan: Plan, cache: SlotCache, trunk: int, layout: Layout | None = None) -> Flat:
+    def _flat(
+        self, plan: StepPlan, cache: SlotCache, trunk: int, layout: TileLayout | None = None
+    ) -> FlatBatch:
         # Padding feeds token 0, at the position after the shared prefix, to the scratch slot, which nobody reads.
         table, capacity = self.table, cache.capacity
         fed = np.full(plan.rows, int(plan.fixed))
@@ -330,11 +336,11 @@ class Runner:
         logit_rows = self._logit_rows(plan, fed, first)
         if layout is not None and layout.recorded:  # pad the rows of logits to the shape of the graph
             rows = int(fed.sum()) + layout.pieces
-            logit_rows = [filled(array, rows) for array in logit_rows]
-        return Flat(tokens, positions, where, fed, *logit_rows)
+            logit_rows = [pad_to(array, rows) for array in logit_rows]
+        return FlatBatch(tokens, positions, where, fed, *logit_rows)
 
     def _logit_rows(
-        self, plan: Plan, fed: np.ndarray, first: np.ndarray
+        self, plan: StepPlan, fed: np.ndarray, first: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return rows, offsets, live and keep of a `Flat`, for all dense tokens and the last tokens of prompts."""
         table = self.table
@@ -362,20 +368,20 @@ class Runner:
 
     def _part(
         self, slots: slice | np.ndarray, positions: torch.Tensor, pad: torch.Tensor, unpad: torch.Tensor, width: int
-    ) -> Part:  # fmt: skip
+    ) -> AttentionPart:  # fmt: skip
         rows = slots.stop - slots.start if isinstance(slots, slice) else len(slots)
         padded = len(pad) > 0
         positions = (positions[pad] if padded else positions).unflatten(0, (rows, -1))
         where = slots if isinstance(slots, slice) else torch.from_numpy(slots).to(self.device)
         mask = self._mask(positions, width)
-        return Part(where, mask, width, pad, unpad) if padded else Part(where, mask, width)
+        return AttentionPart(where, mask, width, pad, unpad) if padded else AttentionPart(where, mask, width)
 
     def _mask(self, positions: torch.Tensor, width: int) -> torch.Tensor:
         """Return the causal mask of positions [rows, T], additive, as [rows, 1, T, width]."""
         hidden = self._span[:width] > positions[:, None, :, None]
         return torch.where(hidden, self._hidden, self._seen)
 
-    def _draws(self, flat: Flat) -> DrawInputs[np.ndarray]:
+    def _draws(self, flat: FlatBatch) -> DrawInputs[np.ndarray]:
         table, rows, live = self.table, flat.rows, flat.rows[flat.live]
         uniform = uniforms(table.seed[rows], table.known[rows] + flat.offsets)
         if (table.top_p[live] < 1).any() or table.top_k[live].any() or table.min_p[live].any():
@@ -385,18 +391,18 @@ class Runner:
         return DrawInputs(uniform, table.temperature[rows] if scaled else None)
 
 
-def _leaders_only(plan: Plan, twins: Twins) -> Plan:
+def _leaders_only(plan: StepPlan, twins: TwinRows) -> StepPlan:
     dense, chunks = twins.leaders[: len(plan.dense)], twins.leaders[len(plan.dense) :]
     return replace(plan, dense=plan.dense[dense], slots=plan.slots[chunks], counts=plan.counts[chunks])
 
 
 def _step_inputs(
-    flat: Flat, twins: Twins | None, fed: np.ndarray, counts: np.ndarray
+    flat: FlatBatch, twins: TwinRows | None, fed: np.ndarray, counts: np.ndarray
 ) -> StepInputs[np.ndarray]:
     """Return the inputs of a forward; `fed` and `counts` [rows] are the tokens of each dense row and of each chunk."""
     padding = *_padding(fed), *_padding(counts)
     if twins is None:
-        return StepInputs(flat.tokens, flat.positions, flat.where, flat.keep, NONE, NONE, *padding)
+        return StepInputs(flat.tokens, flat.positions, flat.where, flat.keep, EMPTY, EMPTY, *padding)
     keep, logit_rows = np.unique(twins.source[flat.keep], return_inverse=True)
     tokens, positions = flat.tokens[twins.kept], flat.positions[twins.kept]
     return StepInputs(tokens, positions, flat.where, keep, twins.source, logit_rows, *padding)
@@ -417,14 +423,14 @@ def _padding(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the token at each position of the padded [rows, longest], flattened, and the padded position of each
     token; both empty if all rows have the same length."""
     if not len(counts) or (counts == counts[0]).all():
-        return NONE, NONE
+        return EMPTY, EMPTY
     columns = np.arange(counts.max())
     starts = counts.cumsum() - counts
     pad = starts[:, None] + np.minimum(columns, counts[:, None] - 1)
     return np.maximum(pad.ravel(), 0), np.flatnonzero(columns < counts[:, None])
 
 
-def _accepted(flat: Flat, drawn: np.ndarray, stops: np.ndarray) -> np.ndarray:
+def _accepted(flat: FlatBatch, drawn: np.ndarray, stops: np.ndarray) -> np.ndarray:
     """Return [M] whether all guesses before a row of logits equal the tokens drawn there, and none is a stop token."""
     rejected = np.zeros(len(drawn), bool)
     guesses = np.flatnonzero(flat.offsets > 0)

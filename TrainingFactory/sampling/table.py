@@ -35,7 +35,7 @@ class EngineStats:
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class SessionSlot:
     """State of a session in the table."""
 
     order: int  # number of the session, in the order of opening
@@ -44,10 +44,10 @@ class Seat:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class SamplingRequest:
     """A turn to sample."""
 
-    seat: Seat
+    seat: SessionSlot
     prompt: np.ndarray  # int32
     params: SamplingParams
     future: asyncio.Future[Completion]
@@ -55,7 +55,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Round:
+class AdmissionRound:
     """State of one round of admissions. The engine makes its copies together, at the end of the round."""
 
     moved: dict[int, int] = field(default_factory=dict)  # target slot of a prefix: its source slot
@@ -91,9 +91,9 @@ class SlotTable:
         self.epoch = np.zeros(slots, np.int64)  # increases whenever a turn ends
         # Random, so that nobody can construct two texts with the same hash.
         self._factors = np.random.default_rng().integers(0, 1 << 64, max_length, np.uint64) | np.uint64(1)
-        self.seats: list[Seat | None] = [None] * slots
+        self.seats: list[SessionSlot | None] = [None] * slots
         self.free = np.ones(slots, bool)  # no session has the slot
-        self.requests: list[Request | None] = [None] * slots
+        self.requests: list[SamplingRequest | None] = [None] * slots
         self.stats = EngineStats()
         self.changes = 0  # increases whenever a slot gets other tokens
         # Deterministic mode: session i uses slot i mod slots after session i - slots is closed.
@@ -102,7 +102,7 @@ class SlotTable:
 
     # -- sessions
 
-    def close(self, seat: Seat) -> None:
+    def close(self, seat: SessionSlot) -> None:
         """Release the session's slot. Its keys and values stay in the cache until they are overwritten."""
         if seat.slot is not None:
             self.seats[seat.slot], self.free[seat.slot] = None, True
@@ -119,7 +119,7 @@ class SlotTable:
         for array in (self.stored, self.pure, self.chunked, self.known):
             array[:] = 0
 
-    def clear(self) -> list[Request]:
+    def clear(self) -> list[SamplingRequest]:
         """Release all slots and invalidate the cache after a failed step; return the requests that were running."""
         failed = [request for request in self.requests if request is not None]
         for seat in self.seats:
@@ -150,7 +150,7 @@ class SlotTable:
         same = (self.ids[slots, :width] == self.ids[slots[0], :width]).all(0)
         return width if same.all() else int(same.argmin())
 
-    def place(self, request: Request, admission: Round) -> bool:
+    def place(self, request: SamplingRequest, admission: AdmissionRound) -> bool:
         """Start the request if a slot is available and no longer prefix is being computed. Return whether it did."""
         current, need = request.seat.slot, len(request.prompt) - 1
         if current is None and not self._has_slot(request.seat, admission):
@@ -185,7 +185,14 @@ class SlotTable:
         self._copy(request, admission, source, best, reusable)
         return True
 
-    def _copy(self, request: Request, admission: Round, source: int, best: int, reusable: np.ndarray) -> None:
+    def _copy(
+        self,
+        request: SamplingRequest,
+        admission: AdmissionRound,
+        source: int,
+        best: int,
+        reusable: np.ndarray,
+    ) -> None:
         """Start the request in a slot that has its first `best` tokens, or that gets them copied from `source`.
         `reusable` [slots] is the length of the prefix that the request could reuse from each slot."""
         seat = request.seat
@@ -203,13 +210,13 @@ class SlotTable:
         self.pure[slot] = best
         self._start(request, slot, best)
 
-    def _has_slot(self, seat: Seat, admission: Round) -> bool:
+    def _has_slot(self, seat: SessionSlot, admission: AdmissionRound) -> bool:
         if self.deterministic:
             return self._next_session[seat.order % self.slots] == seat.order
         admission.full = admission.full or (not self.free.any() and self._longest_idle() is None)
         return not admission.full
 
-    def _slot_for(self, seat: Seat, reusable: np.ndarray, best: int) -> int:
+    def _slot_for(self, seat: SessionSlot, reusable: np.ndarray, best: int) -> int:
         """Return the session's slot, a free one, or that of an evicted session; `_has_slot` must be true."""
         if seat.slot is not None:
             return seat.slot
@@ -248,7 +255,7 @@ class SlotTable:
 
     # -- turns
 
-    def _start(self, request: Request, slot: int, stored: int, *, continues: bool = False) -> None:
+    def _start(self, request: SamplingRequest, slot: int, stored: int, *, continues: bool = False) -> None:
         prompt, params, size = request.prompt, request.params, len(request.prompt)
         first = bool(stored <= self.pure[slot]) if self.deterministic else not continues
         self.changes += 1
@@ -305,14 +312,14 @@ class SlotTable:
         """Return which of the tokens are stop tokens of their slots."""
         return (self.stops[slots] == tokens[:, None]).any(1)
 
-    def finish(self, slot: int, version: int) -> tuple[Request, Completion]:
+    def finish(self, slot: int, version: int) -> tuple[SamplingRequest, Completion]:
         request = self.stop(slot)
         new = slice(len(request.prompt), int(self.known[slot]))
         tokens = self.ids[slot, new].tolist()
         finish = "stop" if tokens[-1] in request.params.stop_ids else "length"
         return request, Completion(tokens, self.logprobs[slot, new].tolist(), finish, version)
 
-    def stop(self, slot: int) -> Request:
+    def stop(self, slot: int) -> SamplingRequest:
         request = self.requests[slot]
         assert request is not None
         self.requests[slot] = None

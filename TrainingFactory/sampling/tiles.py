@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from TrainingFactory.sampling.cache.slots import StepContext, Tiles
-from TrainingFactory.sampling.planning import NONE, PIECES, Plan
+from TrainingFactory.sampling.planning import EMPTY, PIECES, StepPlan
 from TrainingFactory.sampling.table import SlotTable
 
-WORTH = 0.5  # smallest fraction of key reads that groups must save
-SHORT = 64  # shortest shared prefix of a group, in tokens
+MIN_SAVED_SHARE = 0.5  # smallest fraction of key reads that groups must save
+MIN_SHARED_PREFIX = 64  # shortest shared prefix of a group, in tokens
 QUERIES = 64  # query heads of a tile, independent of group sizes, because graphs are recorded for few shapes
 
 
@@ -27,7 +27,7 @@ class TileArrays(NamedTuple):
 
 
 @dataclass(slots=True)
-class Layout:
+class TileLayout:
     """The tiles as arrays, and the sizes that a CUDA graph fixes."""
 
     extra: int  # chunk tokens, including padding
@@ -41,7 +41,7 @@ class Layout:
     def key(self) -> tuple[int, ...]:
         return self.extra, self.pieces, self.groups
 
-    def enter(self, step: StepContext, plan: Plan, tensors: list[torch.Tensor]) -> None:
+    def enter(self, step: StepContext, plan: StepPlan, tensors: list[torch.Tensor]) -> None:
         """Set the tiles of a step from the tensors of `arrays`."""
         remaining = iter(tensors)
         if plan.rows:
@@ -53,10 +53,10 @@ class Layout:
             step.rows.begins = next(remaining)
 
 
-def lay_out(plan: Plan, table: SlotTable, heads: int) -> Layout:
+def plan_tiles(plan: StepPlan, table: SlotTable, heads: int) -> TileLayout:
     """Return the layout of a plan. `heads` is the number of query heads per key head."""
     tokens, dense = max(1, QUERIES // heads), plan.rows * (plan.span or 1)
-    layout = Layout(int(plan.counts.sum()), 0, 0, tokens, [])
+    layout = TileLayout(int(plan.counts.sum()), 0, 0, tokens, [])
     if len(plan.slots):
         pieces = _pieces(plan, dense, tokens)
         layout.pieces = len(pieces.slots)
@@ -75,7 +75,7 @@ def lay_out(plan: Plan, table: SlotTable, heads: int) -> Layout:
     return layout
 
 
-def filled(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
+def pad_to(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
     """Return the array padded to a size; ten times as fast as np.pad."""
     longer = np.full(size, value, array.dtype)
     longer[: len(array)] = array
@@ -83,11 +83,11 @@ def filled(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
 
 
 def _padded(tiles: TileArrays, count: int, tokens: int) -> TileArrays:
-    members = filled(tiles.members.ravel(), count * tokens, -1)
-    return TileArrays(members, filled(tiles.slots, count), filled(tiles.ends, count))
+    members = pad_to(tiles.members.ravel(), count * tokens, -1)
+    return TileArrays(members, pad_to(tiles.slots, count), pad_to(tiles.ends, count))
 
 
-def _pieces(plan: Plan, start: int, tokens: int) -> TileArrays:
+def _pieces(plan: StepPlan, start: int, tokens: int) -> TileArrays:
     """Return tiles of the chunks, whose tokens are consecutive from `start` on."""
     counts, tiles = plan.counts, -(-plan.counts // tokens)
     chunk = np.repeat(np.arange(len(counts)), tiles)
@@ -98,10 +98,10 @@ def _pieces(plan: Plan, start: int, tokens: int) -> TileArrays:
     return TileArrays(members, plan.slots[chunk], np.full(len(chunk), 1 << 30))
 
 
-def _groups(plan: Plan, table: SlotTable, tokens: int) -> tuple[TileArrays | None, np.ndarray]:
+def _groups(plan: StepPlan, table: SlotTable, tokens: int) -> tuple[TileArrays | None, np.ndarray]:
     """Return tiles of rows with a shared prefix, None if they save too little, and where each row's own keys begin."""
     dense = plan.dense
-    rows = dense[(table.head[dense] >= SHORT) & (table.stored[dense] >= table.head[dense])]
+    rows = dense[(table.head[dense] >= MIN_SHARED_PREFIX) & (table.stored[dense] >= table.head[dense])]
     rows = rows[table.mark[rows].argsort(kind="stable")]
     _, first, counts = np.unique(table.mark[rows], return_index=True, return_counts=True)
     place = np.arange(len(rows)) - np.repeat(first, counts)
@@ -110,8 +110,8 @@ def _groups(plan: Plan, table: SlotTable, tokens: int) -> tuple[TileArrays | Non
     tile = (place == 0).cumsum() - 1
     leaders = rows[place == 0]
     saved = table.head[rows].sum() - table.head[leaders].sum()
-    if saved < WORTH * table.stored[dense].sum() or len(leaders) > plan.rows // 2:
-        return None, NONE
+    if saved < MIN_SAVED_SHARE * table.stored[dense].sum() or len(leaders) > plan.rows // 2:
+        return None, EMPTY
     members = np.full((len(leaders), tokens), -1)
     members[tile, place] = rows
     begins = np.zeros(plan.rows, np.int64)

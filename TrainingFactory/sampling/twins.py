@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Twins(NamedTuple):
+class TwinRows(NamedTuple):
     """The U tokens to compute, of the N tokens of a forward."""
 
     leaders: np.ndarray  # [rows] whether a row is the first of its kind
@@ -16,7 +16,7 @@ class Twins(NamedTuple):
     source: np.ndarray  # [N] which of the U computed tokens equals each token
 
 
-def find_twins(histories: np.ndarray, marks: np.ndarray, counts: np.ndarray) -> Twins | None:
+def find_twins(histories: np.ndarray, marks: np.ndarray, counts: np.ndarray) -> TwinRows | None:
     """Return the twins of rows that feed `counts` [rows] tokens; None if all rows differ. `histories` [rows] are hashes
     of the rows' sequences, `marks` [N] are hashes of the tokens with their positions."""
     starts = counts.cumsum() - counts
@@ -28,4 +28,4 @@ def find_twins(histories: np.ndarray, marks: np.ndarray, counts: np.ndarray) -> 
     leaders = leader == np.arange(len(counts))
     kept = np.repeat(leaders, counts)
     leader_token = np.arange(len(marks)) + np.repeat(starts[leader] - starts, counts)  # [N]
-    return Twins(leaders, kept, (kept.cumsum() - 1)[leader_token])
+    return TwinRows(leaders, kept, (kept.cumsum() - 1)[leader_token])

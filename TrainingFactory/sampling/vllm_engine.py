@@ -26,18 +26,18 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # its log-probs cannot be changed to those of the full softmax
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise all engines of a machine would use the same cores
 }
-STRIDE = 0x9E3779B97F4A7C15  # seed offset per prompt token, so that the requests of one turn draw different numbers
+SEED_STRIDE = 0x9E3779B97F4A7C15  # seed offset per prompt token: requests of one turn draw different numbers
 GPU_SHARE = 0.5  # fraction of a GPU's memory, because the learner may use the same GPU
 CPU_CACHE = 2 * 2**30  # bytes for keys and values on a CPU
 ADAPTER = "adapter_model.safetensors"
-OWN_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM supports
+SUPPORTED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM supports
 
 
 def lora_options(rank: int) -> dict[str, Any]:
     """Return the engine arguments for adapters of a rank, two versions at the same time."""
-    max_rank = next((supported for supported in OWN_RANKS if supported >= rank), None)
+    max_rank = next((supported for supported in SUPPORTED_RANKS if supported >= rank), None)
     if max_rank is None:
-        raise ValueError(f"lora.r is {rank}, but vLLM supports at most {OWN_RANKS[-1]}. Lower lora.r")
+        raise ValueError(f"lora.r is {rank}, but vLLM supports at most {SUPPORTED_RANKS[-1]}. Lower lora.r")
     # Eight in CPU memory, because running turns may use older versions whose folders are deleted.
     return {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 8, "max_lora_rank": max_rank}
 
@@ -133,7 +133,7 @@ class VllmEngine:
         most = min(params.max_tokens, self._spec.max_length - len(prompt_ids))
         vllm_params = Params(
             temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p,
-            seed=(params.seed + STRIDE * len(prompt_ids)) % 2**63, max_tokens=most,
+            seed=(params.seed + SEED_STRIDE * len(prompt_ids)) % 2**63, max_tokens=most,
             stop_token_ids=list(params.stop_ids), ignore_eos=True,  # only the caller's stop ids end a turn
             logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
@@ -173,11 +173,11 @@ class VllmEngine:
     async def _load_full(self, weights: Weights) -> None:
         """Load full weights while requests are paused. Running requests resume with the new weights and recomputed keys
         and values, and vLLM reports the version of each token. Requests with an adapter finish before the load."""
-        from TrainingFactory.models.saved import WEIGHTS, check_weights, saved_shapes
+        from TrainingFactory.models.saved import WEIGHTS, check_weights, checkpoint_shapes
 
         spec, file = self._spec, Path(weights.where) / WEIGHTS
         if self._shapes is None:
-            self._shapes = await asyncio.to_thread(saved_shapes, spec.model, spec.trust_remote_code)
+            self._shapes = await asyncio.to_thread(checkpoint_shapes, spec.model, spec.trust_remote_code)
         await asyncio.to_thread(check_weights, file, self._shapes)
         mode = "keep" if self._spans and self._adapter is None else "wait"
         await self._llm.pause_generation(mode=mode, clear_cache=True)

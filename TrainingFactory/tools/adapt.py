@@ -8,7 +8,7 @@ from typing import Any
 
 from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.tools.decorator import FunctionTool, as_result, tool
-from TrainingFactory.tools.fingerprint import definition, digest
+from TrainingFactory.tools.fingerprint import digest, object_fingerprint
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import check_schema
 from TrainingFactory.tools.threads import in_thread
@@ -45,7 +45,7 @@ class BaseToolAdapter:
         self.spec = ToolSpec(base_tool.name, base_tool.description or "", schema)
         check_schema(self.spec, type(base_tool).__name__)
         # The version keeps cached results apart from those of another class or other settings with the same name.
-        self.options = ToolOptions(version=digest(definition(base_tool)))
+        self.options = ToolOptions(version=digest(object_fingerprint(base_tool)))
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         text = json.dumps(arguments, ensure_ascii=False)

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _held_states: ContextVar[tuple[ToolState, ...]] = ContextVar("states locked by the running call", default=())
 
 
-class Outcome(NamedTuple):
+class CallOutcome(NamedTuple):
     """`lost`: no answer arrived, so the tool may or may not have executed the call. `made`: the tool was called."""
 
     result: ToolResult
@@ -39,7 +39,7 @@ class PendingCall:
     seconds: float  # for all attempts and the pauses between them
     max_output_chars: int
     make: Callable[
-        [PendingCall, float], Awaitable[Outcome]
+        [PendingCall, float], Awaitable[CallOutcome]
     ]  # executes the call before a `time.monotonic` deadline
     episode: Hashable = None  # key of the episode, for the metrics
 

@@ -80,7 +80,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else to_json(value, fallback=str).decode()
 
 
-class OptionNames(TypedDict, total=False):
+class ToolKeywords(TypedDict, total=False):
     """The keyword arguments of `@tool`, typed for editors. A test keeps them equal to the fields of `ToolOptions`."""
 
     timeout: float | None
@@ -99,7 +99,7 @@ class OptionNames(TypedDict, total=False):
 def tool(function: Callable[..., Any], /) -> FunctionTool: ...
 @overload
 def tool(
-    *, name: str | None = None, description: str | None = None, **options: Unpack[OptionNames]
+    *, name: str | None = None, description: str | None = None, **options: Unpack[ToolKeywords]
 ) -> Callable[[Callable[..., Any]], FunctionTool]: ...
 def tool(
     function: Callable[..., Any] | None = None,

@@ -20,19 +20,19 @@ from TrainingFactory.protocols import Tool, ToolSession, ToolSource
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.calls import EpisodeCache, PendingCall, ToolState
 from TrainingFactory.tools.decorator import FunctionTool
-from TrainingFactory.tools.fingerprint import ByIdentity, digest
+from TrainingFactory.tools.fingerprint import IdentityCache, digest
 from TrainingFactory.tools.making import tools_without_options
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.recording import BrokenOff, Place, Recorder
+from TrainingFactory.tools.recording import CallPosition, RecordedCancellation, Recorder
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.schema import schema_problems, validator_of
+from TrainingFactory.tools.schema import make_validator, schema_problems
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 log = logging.getLogger(__name__)
 MAX_NAMES = 10  # tools listed in the answer to a call of an unknown tool
 DEFAULT_OPTIONS = ToolOptions()
 NO_LOCK = contextlib.nullcontext()
-_validator = ByIdentity(validator_of)
+_validator = IdentityCache(make_validator)
 _callers: ContextVar[tuple[tuple[AsyncToolExecutor, str], ...]] = ContextVar("non-model callers", default=())
 
 
@@ -125,11 +125,11 @@ class AsyncToolExecutor:
                 raise result
         return results  # type: ignore[return-value]
 
-    def _positions(self, calls: Sequence[ToolCall]) -> list[Place]:
+    def _positions(self, calls: Sequence[ToolCall]) -> list[CallPosition]:
         caller = [None, *(name for executor, name in _callers.get() if executor is self)][-1]
         if caller is None:
             self._batches += 1
-            return [Place(self._key, self._batches - 1, index) for index in range(len(calls))]
+            return [CallPosition(self._key, self._batches - 1, index) for index in range(len(calls))]
         positions = []
         for call in calls:
             try:
@@ -137,11 +137,11 @@ class AsyncToolExecutor:
             except (TypeError, ValueError, RecursionError):  # only Python code can pass such arguments
                 arguments = ""
             name = digest(call.name, arguments)[:16]
-            positions.append(Place(self._key, caller, f"{name}#{self._repeats[caller, name]}"))
+            positions.append(CallPosition(self._key, caller, f"{name}#{self._repeats[caller, name]}"))
             self._repeats[caller, name] += 1
         return positions
 
-    async def _execute(self, call: ToolCall, position: Place) -> ToolResult:
+    async def _execute(self, call: ToolCall, position: CallPosition) -> ToolResult:
         recorder = self._runtime.recorder
         if recorder is None:
             return await self._run_call(call)
@@ -150,7 +150,9 @@ class AsyncToolExecutor:
         try:
             try:
                 result = recorder.replay(position, call)
-            except BrokenOff:  # wait for ever: the caller cancels the call again, after the same time
+            except (
+                RecordedCancellation
+            ):  # wait for ever: the caller cancels the call again, after the same time
                 result = await asyncio.get_running_loop().create_future()
             if result is None:
                 result = await self._run_call(call)
@@ -160,7 +162,7 @@ class AsyncToolExecutor:
             recorder.record(position, call, failure)
             raise
         except asyncio.CancelledError:
-            recorder.record(position, call, BrokenOff())
+            recorder.record(position, call, RecordedCancellation())
             raise
         finally:
             _callers.reset(token)
@@ -168,7 +170,7 @@ class AsyncToolExecutor:
         return result
 
     async def _apply_replayed(
-        self, recorder: Recorder, position: Place, call: ToolCall, result: ToolResult
+        self, recorder: Recorder, position: CallPosition, call: ToolCall, result: ToolResult
     ) -> None:
         """Run environment methods again for their side effects, which a reward may read. Only count other calls."""
         entry = self._entries.get(call.name)

@@ -16,7 +16,7 @@ MAX_CACHED = 1000
 _FORMAT = "1"  # of the fingerprints; changing it invalidates all cached results
 
 
-class ByIdentity(Generic[T]):
+class IdentityCache(Generic[T]):
     """Memoizes `compute` by object identity, so that the objects need not be hashable."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
@@ -32,7 +32,7 @@ class ByIdentity(Generic[T]):
         return entry[1]
 
 
-def call_name(tool: Tool, options: ToolOptions, arguments: dict[str, Any]) -> str | None:
+def call_fingerprint(tool: Tool, options: ToolOptions, arguments: dict[str, Any]) -> str | None:
     """Return a fingerprint of a call: server, tool, version, schema, code and arguments, whoever the caller is. None if
     the arguments are not JSON, which only Python code can pass."""
     try:
@@ -45,7 +45,7 @@ def call_name(tool: Tool, options: ToolOptions, arguments: dict[str, Any]) -> st
     return digest(options.server, tool.spec.name, options.version, schema, code, text)
 
 
-def definition(obj: Any) -> str:
+def object_fingerprint(obj: Any) -> str:
     """Return a fingerprint of an object: the source of its methods, its JSON attributes, the types of the others."""
     cls = type(obj)
     attributes: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def _code_of(function: Any) -> Any:
     return getattr(function, "__code__", None)
 
 
-@ByIdentity
+@IdentityCache
 def _source(code: Any) -> str:
     """Return the source of a function, looked up by its code object: for a class, Python would parse the whole file."""
     try:
@@ -79,6 +79,6 @@ def _source(code: Any) -> str:
         return ""
 
 
-@ByIdentity
+@IdentityCache
 def _schema_text(schema: dict[str, Any]) -> str:
     return json.dumps(schema, sort_keys=True, default=str)

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 TimeSource = Callable[[], float]
 
 
-class Limits:
+class CallLimits:
     """Admits at most `concurrency` calls at a time and `rate` calls per second, evenly spaced, in order of arrival.
     None: no limit. A caller that stops waiting uses no slot."""
 

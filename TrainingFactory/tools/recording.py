@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from TrainingFactory.common.texts import describe, redacted
+from TrainingFactory.common.texts import describe, redact_environment
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
-CALLS, SPECS = "tool_calls.jsonl", "tools.json"
+CALLS_FILE, SPECS_FILE = "tool_calls.jsonl", "tools.json"
 _FIELDS = ("step", "task", "member", "batch", "call", "tool", "arguments")
 _DEFAULTS = dataclasses.asdict(ToolResult(""))
 _to_json = json.JSONEncoder(default=str).encode  # a reward may call a tool with any Python value
@@ -31,7 +31,7 @@ class EpisodeKey(NamedTuple):
     member: int
 
 
-class Place(NamedTuple):
+class CallPosition(NamedTuple):
     """Identifies a call of a run by its position in the episode, which does not depend on timing."""
 
     key: Hashable  # of the episode, as passed to `attach`
@@ -41,11 +41,11 @@ class Place(NamedTuple):
     index: int | str  # type: ignore[assignment]  # tuples have a method of this name
 
 
-class BrokenOff(Exception):
+class RecordedCancellation(Exception):
     """The recorded call was cancelled, so there is no result."""
 
 
-class NotRecorded(ToolFailure):
+class ReplayMismatch(ToolFailure):
     """The replay called a tool in a way that the recording does not contain, or a rerun call returned another result.
     Ends the episode, and then the run."""
 
@@ -55,29 +55,31 @@ class Recorder:
 
     def __init__(self, replay: Path | None = None) -> None:
         self._target: Path | None = None
-        self._uncommitted: dict[Place, str] = {}
+        self._uncommitted: dict[CallPosition, str] = {}
         self._replay, self._file = replay, None
-        self._offsets: dict[Place, int] = {}  # in the file: results are read on demand, to save memory
-        self._mismatch: NotRecorded | None = None  # the first one
+        self._offsets: dict[CallPosition, int] = {}  # in the file: results are read on demand, to save memory
+        self._mismatch: ReplayMismatch | None = None  # the first one
         if replay is not None:
             self._file = _open_calls(replay)
             offset = 0
             for number, line in enumerate(self._file, 1):
                 if line.endswith(b"\n"):  # skip a partial last line, left by a killed process
                     # A step that was interrupted and repeated appears twice; the last one counts.
-                    self._offsets[_position(line, f"{replay / CALLS}:{number}")] = offset
+                    self._offsets[_position(line, f"{replay / CALLS_FILE}:{number}")] = offset
                 offset += len(line)
 
     def record_to(self, folder: Path) -> None:
-        self._target = folder / CALLS
+        self._target = folder / CALLS_FILE
         self._target.touch()  # a run without tool calls can be replayed too
 
-    def record(self, position: Place, call: ToolCall, result: ToolResult | ToolFailure | BrokenOff) -> None:
+    def record(
+        self, position: CallPosition, call: ToolCall, result: ToolResult | ToolFailure | RecordedCancellation
+    ) -> None:
         """Buffer a call until `commit`, so that an interrupted batch of episodes leaves nothing in the file."""
         if self._target is not None:
             self._uncommitted[position] = _line(position, call, result)
 
-    def replay(self, position: Place, call: ToolCall) -> ToolResult | None:
+    def replay(self, position: CallPosition, call: ToolCall) -> ToolResult | None:
         """Return the recorded result, or raise the recorded ToolFailure; None if this run is not a replay."""
         if self._file is None:
             return None
@@ -90,11 +92,11 @@ class Recorder:
             recorded = _call_text(ToolCall(row["tool"], row["arguments"]))
             raise self._new_mismatch(position, call, f"but the recorded call is {recorded}")
         if "result" not in row:
-            raise ToolFailure(row["failure"]) if "failure" in row else BrokenOff
+            raise ToolFailure(row["failure"]) if "failure" in row else RecordedCancellation
         return ToolResult(**row["result"])
 
     def compare(
-        self, position: Place, call: ToolCall, recorded: ToolResult, rerun: ToolResult | ToolFailure
+        self, position: CallPosition, call: ToolCall, recorded: ToolResult, rerun: ToolResult | ToolFailure
     ) -> None:
         """Raise NotRecorded if a method of the environment, which a replay runs again, returned another result."""
         fields = [
@@ -134,19 +136,19 @@ class Recorder:
         if self._file is not None:
             self._file.close()
 
-    def _new_mismatch(self, position: Place, call: ToolCall, difference: str) -> NotRecorded:
+    def _new_mismatch(self, position: CallPosition, call: ToolCall, difference: str) -> ReplayMismatch:
         step, task, member = _key(position)
         caller = f"turn {position.batch}" if isinstance(position.batch, int) else position.batch
         where = f"step {step}, task {task}, member {member}, {caller}, call {position.index}"
         text = f"replay of {self._replay}: {where}: the run calls {_call_text(call)}, {difference}. {REMEDY}"
-        self._mismatch = self._mismatch or NotRecorded(text)
-        return NotRecorded(text)
+        self._mismatch = self._mismatch or ReplayMismatch(text)
+        return ReplayMismatch(text)
 
 
 def save_specs(folder: Path, specs: Iterable[ToolSpec]) -> None:
     """Write the tool specs that the model sees. A replay reads them instead of connecting to servers."""
-    rows = redacted([dataclasses.asdict(spec) for spec in specs])
-    (folder / SPECS).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
+    rows = redact_environment([dataclasses.asdict(spec) for spec in specs])
+    (folder / SPECS_FILE).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 @dataclass(slots=True)
@@ -156,11 +158,11 @@ class RecordedTool:
     spec: ToolSpec
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        raise NotRecorded(f"cannot call {self.spec.name}: it exists only in the recording")
+        raise ReplayMismatch(f"cannot call {self.spec.name}: it exists only in the recording")
 
 
 def recorded_tools(folder: Path) -> Sequence[RecordedTool]:
-    path = folder / SPECS
+    path = folder / SPECS_FILE
     try:
         return [RecordedTool(ToolSpec(**row)) for row in json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError) as error:
@@ -168,25 +170,27 @@ def recorded_tools(folder: Path) -> Sequence[RecordedTool]:
 
 
 def _open_calls(folder: Path) -> BinaryIO:
-    if not (folder / CALLS).is_file() or not (folder / SPECS).is_file():
+    if not (folder / CALLS_FILE).is_file() or not (folder / SPECS_FILE).is_file():
         raise ValueError(
-            f"{folder} has no recording of tool calls: {CALLS} or {SPECS} is missing; record one with "
+            f"{folder} has no recording of tool calls: {CALLS_FILE} or {SPECS_FILE} is missing; record one with "
             "logging.record_tools=true"
         )
-    return (folder / CALLS).open("rb")
+    return (folder / CALLS_FILE).open("rb")
 
 
-def _key(position: Place) -> EpisodeKey:
+def _key(position: CallPosition) -> EpisodeKey:
     assert isinstance(position.key, EpisodeKey), "rollouts attach their executors with an EpisodeKey"
     return position.key
 
 
-def _line(position: Place, call: ToolCall, result: ToolResult | ToolFailure | BrokenOff) -> str:
+def _line(
+    position: CallPosition, call: ToolCall, result: ToolResult | ToolFailure | RecordedCancellation
+) -> str:
     values = (*_key(position), position.batch, position.index, call.name, call.arguments)
     row: dict[str, Any] = dict(zip(_FIELDS, values, strict=True))
     if isinstance(result, ToolFailure):
         row["failure"] = str(result)
-    elif isinstance(result, BrokenOff):
+    elif isinstance(result, RecordedCancellation):
         row["broken_off"] = True
     else:
         row["result"] = {"content": result.content} | {
@@ -195,16 +199,16 @@ def _line(position: Place, call: ToolCall, result: ToolResult | ToolFailure | Br
     return _to_json(row) + "\n"
 
 
-def _position(line: bytes, where: str) -> Place:
+def _position(line: bytes, where: str) -> CallPosition:
     """Return the position of the call in one line of a recording; raise ValueError if the line is invalid."""
     try:
         row = json.loads(line)
-        return Place(EpisodeKey(row["step"], row["task"], row["member"]), row["batch"], row["call"])
+        return CallPosition(EpisodeKey(row["step"], row["task"], row["member"]), row["batch"], row["call"])
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{where}: invalid recorded call: {describe(error)}") from error
 
 
-def _sort_key(position: Place) -> tuple[Any, ...]:
+def _sort_key(position: CallPosition) -> tuple[Any, ...]:
     step, task, member = _key(position)
     return (str(step), task, member, isinstance(position.batch, str), position.batch, position.index)
 

@@ -11,14 +11,14 @@ from contextlib import AsyncExitStack
 from functools import cached_property
 from typing import Any
 
-from TrainingFactory.common.texts import bounded, describe, environment_secrets, without
+from TrainingFactory.common.texts import describe, environment_secrets, redact, truncate_middle
 from TrainingFactory.protocols import Tool
-from TrainingFactory.tools.calls import Outcome, PendingCall, ResultCache
+from TrainingFactory.tools.calls import CallOutcome, PendingCall, ResultCache
 from TrainingFactory.tools.decorator import FunctionTool, as_result
-from TrainingFactory.tools.limits import CircuitBreaker, Limits
+from TrainingFactory.tools.limits import CallLimits, CircuitBreaker
 from TrainingFactory.tools.metrics import ToolMetrics
 from TrainingFactory.tools.recording import Recorder
-from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, at_once, never_waits, within
+from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, never_waits, run_inline, run_within
 from TrainingFactory.types import ToolFailure, ToolResult
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class ToolRuntime:
         self.recorder = recorder
         self.deadline = deadline
         self.metrics = ToolMetrics()
-        self._limits: dict[tuple[Any, ...], Limits] = {}
+        self._limits: dict[tuple[Any, ...], CallLimits] = {}
         self._breakers: dict[str, CircuitBreaker] = {}
 
     @cached_property
@@ -70,7 +70,7 @@ class ToolRuntime:
         """Return the circuit breaker of a server; None for tools of this process, which cannot be down."""
         return self._breakers.setdefault(server, CircuitBreaker()) if server else None
 
-    async def call(self, call: PendingCall, deadline: float) -> Outcome:
+    async def call(self, call: PendingCall, deadline: float) -> CallOutcome:
         """Execute the call, with retries. `deadline` is a time of `time.monotonic`."""
         options = call.options
         breaker = self.breaker(options.server)
@@ -87,11 +87,11 @@ class ToolRuntime:
                 break
             outcome = latest
         result = outcome.result
-        result.content = bounded(without(result.content, self._secrets), call.max_output_chars)
-        result.attachments = without(result.attachments, self._secrets)
+        result.content = truncate_middle(redact(result.content, self._secrets), call.max_output_chars)
+        result.attachments = redact(result.attachments, self._secrets)
         return outcome
 
-    async def _attempt(self, call: PendingCall, deadline: float) -> Outcome:
+    async def _attempt(self, call: PendingCall, deadline: float) -> CallOutcome:
         breaker = self.breaker(call.options.server)
         limits = self._limits_of(call)
         if breaker is not None and breaker.is_open:
@@ -115,7 +115,7 @@ class ToolRuntime:
                 self.metrics.waited(call.name, time.monotonic() - arrived, call.episode)
             return await self._admit(call, deadline, breaker)
 
-    async def _admit(self, call: PendingCall, deadline: float, breaker: CircuitBreaker | None) -> Outcome:
+    async def _admit(self, call: PendingCall, deadline: float, breaker: CircuitBreaker | None) -> CallOutcome:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             return _unavailable(call, BUSY)
@@ -135,30 +135,30 @@ class ToolRuntime:
             breaker.ended(token, answered)
         return outcome
 
-    def _limits_of(self, call: PendingCall) -> Limits | None:
+    def _limits_of(self, call: PendingCall) -> CallLimits | None:
         options = call.options
         if options.concurrency is None and options.rate is None:
             return None
         key = (options.server, call.name, options.concurrency, options.rate)
-        return self._limits.setdefault(key, Limits(options.concurrency, options.rate))
+        return self._limits.setdefault(key, CallLimits(options.concurrency, options.rate))
 
 
-async def _run_with_timeout(call: PendingCall, timeout: float) -> Outcome:
+async def _run_with_timeout(call: PendingCall, timeout: float) -> CallOutcome:
     try:
         coroutine = run_tool(call.tool, call.arguments)
         code = getattr(call.tool.function, "__code__", None) if isinstance(call.tool, FunctionTool) else None
-        result = at_once(coroutine) if code and never_waits(code) else await within(timeout, coroutine)
+        result = run_inline(coroutine) if code and never_waits(code) else await run_within(timeout, coroutine)
     except ToolFailure:
         raise
     except OutOfTime:
         log.info("tool %s was cancelled after %g s", call.name, timeout)
         text = f"{call.name} took longer than {timeout:.3g} s and was stopped"
-        return Outcome(ToolResult(text, ok=False, error="timeout"), lost=True)
+        return CallOutcome(ToolResult(text, ok=False, error="timeout"), lost=True)
     except Exception as error:
         log.info("tool %s failed", call.name, exc_info=True)
         text = f"{call.name} failed: {describe(error)}"
-        return Outcome(ToolResult(text, ok=False, error="exception"), lost=is_lost(error))
-    return Outcome(result, lost=not result.ok and result.error in ("timeout", "unavailable"))
+        return CallOutcome(ToolResult(text, ok=False, error="exception"), lost=is_lost(error))
+    return CallOutcome(result, lost=not result.ok and result.error in ("timeout", "unavailable"))
 
 
 async def run_tool(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
@@ -179,5 +179,5 @@ def is_lost(error: BaseException) -> bool:
     return any(cls.__name__ in LOST_NAMES for cls in type(error).__mro__)
 
 
-def _unavailable(call: PendingCall, why: str) -> Outcome:
-    return Outcome(ToolResult(f"{call.name} {why}", ok=False, error="unavailable"), made=False)
+def _unavailable(call: PendingCall, why: str) -> CallOutcome:
+    return CallOutcome(ToolResult(f"{call.name} {why}", ok=False, error="unavailable"), made=False)

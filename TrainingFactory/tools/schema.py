@@ -19,7 +19,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from TrainingFactory.tools.fingerprint import ByIdentity
+from TrainingFactory.tools.fingerprint import IdentityCache
 from TrainingFactory.types import ToolSpec
 
 MAX_PROBLEMS = 3  # listed in one error
@@ -118,12 +118,12 @@ def check_schema(spec: ToolSpec, where: str = "") -> None:
         )
 
 
-def validator_of(schema: dict[str, Any]) -> Validator:
+def make_validator(schema: dict[str, Any]) -> Validator:
     """Return a validator for the JSON Schema draft that the schema names; by default the newest."""
     return validator_for(schema, default=Draft202012Validator)(schema)
 
 
-@ByIdentity  # every episode checks the same schemas
+@IdentityCache  # every episode checks the same schemas
 def _find_schema_problem(schema: Any) -> str | None:
     if not isinstance(schema, dict):
         return f"its parameters are {_short(repr(schema))}"

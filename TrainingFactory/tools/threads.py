@@ -8,7 +8,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from TrainingFactory.common.event_loop import hand_over
+from TrainingFactory.common.event_loop import call_in_thread
 
 T = TypeVar("T")
 _jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -18,7 +18,7 @@ _idle = threading.Semaphore(0)
 
 async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Run the function on a thread and return its result. Cancelling the wait does not stop the thread."""
-    return await hand_over(_start, function, *args, **kwargs)
+    return await call_in_thread(_start, function, *args, **kwargs)
 
 
 def _start(job: Callable[[], None]) -> None:

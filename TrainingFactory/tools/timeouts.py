@@ -26,7 +26,7 @@ class SelfCancelled(Exception):
     """Foreign code raised CancelledError without having been cancelled, as broken connections do."""
 
 
-class Clock:
+class PausableClock:
     """A clock that can be paused. Pause and resume it on the event loop of the coroutines that wait by it."""
 
     def __init__(self) -> None:
@@ -62,7 +62,9 @@ class Clock:
                 await asyncio.wait({task, self._resumed}, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T], clock: Clock | None = None) -> T:
+async def run_within(
+    seconds: float | None, coroutine: Coroutine[Any, Any, T], clock: PausableClock | None = None
+) -> T:
     """Return the coroutine's result; raise OutOfTime after `seconds` (None: no limit), measured by `clock` if one is
     passed. Unlike `asyncio.timeout`, this also returns if the coroutine ignores its cancellation; it is abandoned."""
     task = asyncio.create_task(coroutine)
@@ -86,7 +88,7 @@ async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T], clock
         del task
 
 
-def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_inline(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that never waits, without a task: no time-out could stop it. Behaves like `within` otherwise."""
     try:
         contextvars.copy_context().run(coroutine.send, None)

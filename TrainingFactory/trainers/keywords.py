@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.names import ALIASES, SHORT, expand
+from TrainingFactory.config.names import ALIASES, SHORT_KEYS, expand
 from TrainingFactory.config.schema import ALGORITHMS, sections
 
 # Names of TRL that trainers accept besides our own; `trl_keywords.py` translates them.
@@ -23,7 +23,9 @@ def into_sections(options: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
     """Move plain keys into their sections: into the algorithm's, else into the one common section that has the key.
     Unknown keys stay where they are, for the config to reject."""
     config = {key: dict(value) if isinstance(value, Mapping) else value for key, value in options.items()}
-    config |= {key: {SHORT[key]: config[key]} for key in SHORT if isinstance(config.get(key), str | Path)}
+    config |= {
+        key: {SHORT_KEYS[key]: config[key]} for key in SHORT_KEYS if isinstance(config.get(key), str | Path)
+    }
     for key in [key for key in config if key not in ALIASES and key not in TrainingConfig.model_fields]:
         homes = homes_of(key, algorithm)
         if len(homes) > 1:
@@ -55,7 +57,7 @@ def merge_into_section(config: dict[str, Any], section: str, keys: Mapping[str, 
     present |= keys
 
 
-def merged(config: TrainingConfig | None, options: dict[str, Any]) -> TrainingConfig:
+def with_options(config: TrainingConfig | None, options: dict[str, Any]) -> TrainingConfig:
     """Return the config with the options over it."""
     full = config.model_dump(exclude_unset=True) if config is not None else {}
     for section, keys in expand(options).items():

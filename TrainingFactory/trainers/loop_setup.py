@@ -15,33 +15,33 @@ from TrainingFactory.assembly import rewards as build_rewards
 from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.assembly.environment import check_tools
 from TrainingFactory.assembly.fleet import max_concurrent_episodes
-from TrainingFactory.assembly.learner import make_algorithm, references
+from TrainingFactory.assembly.learner import make_algorithm, reference_logprobs
 from TrainingFactory.assembly.learner_processes import Learners
 from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.assembly.trackers import Trackers
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.examples import Examples
-from TrainingFactory.evaluation.requests import record_of_training
+from TrainingFactory.evaluation.requests import append_training_record
 from TrainingFactory.protocols import Algorithm, EnvironmentFactory, Sampler
 from TrainingFactory.rollout import RolloutEngine
-from TrainingFactory.runs.finding_rules import Table
+from TrainingFactory.runs.finding_rules import FindingTracker
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.scores import Scores
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.trainers.resume import restore_progress
-from TrainingFactory.training.async_rollout import AheadSource
-from TrainingFactory.training.dataset import Dataset, Objects
+from TrainingFactory.training.async_rollout import AsyncSource
+from TrainingFactory.training.dataset import Dataset, UserObjects
 from TrainingFactory.training.forecasts import DISK_SPEED, CheckpointSpace, StopForecast
 from TrainingFactory.training.guards import Guards
 from TrainingFactory.training.interrupts import Interrupts
 from TrainingFactory.training.ledger import Ledger
-from TrainingFactory.training.loop import HeldOut, TrainingLoop
+from TrainingFactory.training.loop import HeldoutData, TrainingLoop
 from TrainingFactory.training.replay_source import RecordedSource
 from TrainingFactory.training.reward_clock import RewardClock
 from TrainingFactory.training.source import DatasetSource, ExpertSource, SampledSource, Source
-from TrainingFactory.training.task_order import Order
+from TrainingFactory.training.task_order import TaskOrder
 from TrainingFactory.training.tokenized_dataset import TokenizedDataset
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ class PreparedRun:
     """A resolved and validated run, from which `make_loop` builds the training loop."""
 
     config: TrainingConfig
-    objects: Objects
+    objects: UserObjects
     data: Dataset
-    order: Order
+    order: TaskOrder
     tools: RunTools
     learners: Learners
     run: RunFolder
@@ -65,15 +65,15 @@ class PreparedRun:
 
     def load(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
         """Load the model to train and its chat format. `day` is the date that templates print."""
-        loaded = build_sampler.load_trained(self.config, self.watcher.say)
+        loaded = build_sampler.load_trainable(self.config, self.watcher.say)
         return loaded, build_sampler.make_chat(self.config, loaded, day)
 
 
-def make_order(config: TrainingConfig, size: int) -> Order:
-    return Order(size, config.training.batch_size, config.training.seed, config.data.shuffle)
+def make_order(config: TrainingConfig, size: int) -> TaskOrder:
+    return TaskOrder(size, config.training.batch_size, config.training.seed, config.data.shuffle)
 
 
-def steps_in(config: TrainingConfig, order: Order) -> int:
+def steps_in(config: TrainingConfig, order: TaskOrder) -> int:
     return config.training.max_steps or config.training.num_epochs * order.steps_per_epoch
 
 
@@ -96,8 +96,10 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     exit_stack.push_async_callback(policy.close)
     for rows in (dataset, heldout):
         if rows is not None and "precomputed" in algorithm.needs:
-            rows.references = await references(policy, algorithm, rows, config.training.batch_size, watcher)
-    is_async = config.optimization.bound > 0
+            rows.references = await reference_logprobs(
+                policy, algorithm, rows, config.training.batch_size, watcher
+            )
+    is_async = config.optimization.effective_max_staleness > 0
     progress = await restore_progress(run, policy, order, total, training.resuming, is_async, watcher.say)
     if config.logging.record_tools:
         tools.record_to(run.path)
@@ -135,7 +137,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
             replayed=tools.replayed is not None,
             max_mismatch=config.optimization.max_mismatch,
         ),
-        doctor=Table(earlier, config.training.update_epochs * config.training.minibatches),
+        doctor=FindingTracker(earlier, config.training.update_epochs * config.training.minibatches),
         watcher=watcher,
         trackers=trackers,
         interrupts=training.interrupts,
@@ -187,11 +189,18 @@ async def _make_rollout_setup(
 ) -> RolloutSetup:
     config, say = training.config, training.watcher.say
     samples = KINDS[config.training.algorithm].samples
-    max_staleness = config.optimization.bound if samples else 0
+    max_staleness = config.optimization.effective_max_staleness if samples else 0
     open_episodes = config.training.batch_size * config.training.group_size * (1 + max_staleness)
     logs = training.run.path / "engines"
     sampler = await in_thread(
-        build_sampler.make_trained, config, loaded, policy, open_episodes, max_staleness > 0, say, logs
+        build_sampler.make_training_sampler,
+        config,
+        loaded,
+        policy,
+        open_episodes,
+        max_staleness > 0,
+        say,
+        logs,
     )
     exit_stack.push_async_callback(sampler.close)
 
@@ -221,7 +230,7 @@ async def _make_rollout_setup(
 def _make_source(
     training: PreparedRun,
     algorithm: Algorithm,
-    order: Order,
+    order: TaskOrder,
     ledger: Ledger,
     setup: RolloutSetup | None,
     dataset: TokenizedDataset | None,
@@ -244,11 +253,11 @@ def _make_source(
     rollouts = _make_rollouts(training, setup, setup.reward)
     arguments = (tasks, order, rollouts, setup.sampler, algorithm, setup.reward, ledger)
     options = {"group_size": config.training.group_size, "max_unscored": config.reward.max_unscored}
-    max_staleness = config.optimization.bound
+    max_staleness = config.optimization.effective_max_staleness
     if not max_staleness:
         return SampledSource(*arguments, **options)
     by_arrival = config.optimization.async_order == "arrival"
-    return AheadSource(*arguments, **options, bound=max_staleness, by_arrival=by_arrival, total=total)
+    return AsyncSource(*arguments, **options, max_staleness=max_staleness, by_arrival=by_arrival, total=total)
 
 
 def _make_rollouts(training: PreparedRun, setup: RolloutSetup, reward: RewardClock) -> RolloutEngine:
@@ -266,14 +275,14 @@ def _make_rollouts(training: PreparedRun, setup: RolloutSetup, reward: RewardClo
 
 def _make_heldout(
     training: PreparedRun, setup: RolloutSetup | None, dataset: TokenizedDataset | None
-) -> HeldOut:
+) -> HeldoutData:
     if setup is None:
-        return HeldOut(dataset=dataset)
+        return HeldoutData(dataset=dataset)
     rollouts = _make_rollouts(training, setup, setup.heldout_reward)
     tasks = training.data.heldout
     objects = [kind for kind in training.objects.given if kind in ("environment", "reward", "tools")]
-    record = partial(record_of_training, training.config, training.run, tasks, setup.scored_by, objects)
-    return HeldOut(tasks, rollouts, setup.reward, dataset, record)
+    record = partial(append_training_record, training.config, training.run, tasks, setup.scored_by, objects)
+    return HeldoutData(tasks, rollouts, setup.reward, dataset, record)
 
 
 def _forecast_stop(

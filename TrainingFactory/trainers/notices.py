@@ -6,9 +6,9 @@ from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.learner import importance_cap
-from TrainingFactory.cluster.launcher import launched
+from TrainingFactory.cluster.launcher import launched_process
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.not_yet import changed, not_yet
+from TrainingFactory.config.not_yet import changed_keys, unimplemented_notices
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.rules.tool_verified import rule_or_verifier
 
@@ -18,60 +18,64 @@ AHEAD = ("async_rollout", "max_staleness", "async_order")
 def notices(config: TrainingConfig, *, rewarded: bool = False) -> list[str]:
     """Return one line for each option that is not implemented, or not for this reward. `rewarded`: the caller's reward
     replaces the config's."""
-    return [*not_yet(config), *_about_processes(config, rewarded)]
+    return [*unimplemented_notices(config), *_about_processes(config, rewarded)]
 
 
-def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = False) -> list[str]:
+def unused_options(config: TrainingConfig, *, played: bool = False, heldout: bool = False) -> list[str]:
     """Return one line for each group of options that is set and that training ignores. `played`: the caller gives an
     environment. `heldout`: the caller gives held-out rows."""
     training, name = config.training, config.training.algorithm
     kind = KINDS[name]
     lines = [
-        (changed(config, other), f"options of {other}, but this run trains with {name}")
+        (changed_keys(config, other), f"options of {other}, but this run trains with {name}")
         for other in KINDS
         if other != name
     ]
     if not kind.samples:
-        grouped = [key for key in changed(config, "training") if key == "training.group_size"]
+        grouped = [key for key in changed_keys(config, "training") if key == "training.group_size"]
         lines.append((grouped, f"{name} samples no groups of episodes"))
         place = config.environment
         played = played or (place.environment_id or place.command) is not None or bool(config.tools)
         if not (played and training.eval_every is not None):
             expert = kind.demonstrations and config.data.dataset is None
             read = {"sampling.max_reply_tokens"} if expert else set()
-            shown = [key for key in changed(config, "sampling") if key not in read]
+            shown = [key for key in changed_keys(config, "sampling") if key not in read]
             if not expert:
-                shown += [key for key in changed(config, "environment") if key == "environment.num_workers"]
+                shown += [
+                    key for key in changed_keys(config, "environment") if key == "environment.num_workers"
+                ]
             lines.append((shown, f"{name} samples only with an environment and training.eval_every"))
-    ahead = [key for key in changed(config, "optimization") if key.split(".")[1] in AHEAD]
+    ahead = [key for key in changed_keys(config, "optimization") if key.split(".")[1] in AHEAD]
     if not kind.samples:
         lines.append((ahead, f"{name} does not train on sampled episodes"))
     elif not config.optimization.async_rollout:
         lines.append((ahead, "only used with optimization.async_rollout=true"))
     if importance_cap(config) is None:
         correction = [
-            key for key in changed(config, "optimization") if "importance" in key or "mismatch" in key
+            key for key in changed_keys(config, "optimization") if "importance" in key or "mismatch" in key
         ]
         why = "the learner itself samples, so no correction is applied without optimization.importance_cap"
         lines.append((correction, why if kind.samples else f"{name} does not train on sampled episodes"))
     if config.compute.backend != "ray":
         local = {f"compute.{key}" for key in ("allocation_id", "start_timeout", "learners", "num_gpus")}
-        of_ray = [key for key in changed(config, "compute") if key not in local]
+        of_ray = [key for key in changed_keys(config, "compute") if key not in local]
         lines.append((of_ray, "only used with compute.backend=ray"))
         remote = [f"tools.{number}.remote" for number, entry in enumerate(config.tools) if entry.remote]
         lines.append((remote, "without compute.backend=ray tools run in the run's process"))
-    if config.compute.learners == 1 or (config.compute.learners is None and launched() is None):
-        offload = [key for key in changed(config, "optimization") if key == "optimization.offload_reference"]
+    if config.compute.learners == 1 or (config.compute.learners is None and launched_process() is None):
+        offload = [
+            key for key in changed_keys(config, "optimization") if key == "optimization.offload_reference"
+        ]
         lines.append((offload, "only used with several learners (compute.learners)"))
     if training.eval_every is None:
-        evaluated = [key for key in changed(config, "data") if key.startswith("data.heldout")]
+        evaluated = [key for key in changed_keys(config, "data") if key.startswith("data.heldout")]
         evaluated += ["heldout"] if heldout else []
         lines.append((evaluated, "nothing is evaluated without training.eval_every"))
     if config.model.adapter is not None:
-        shape = [key for key in changed(config, "lora") if key != "lora.enabled"]
+        shape = [key for key in changed_keys(config, "lora") if key != "lora.enabled"]
         lines.append((shape, "model.adapter keeps the shape that it was trained with"))
     elif not config.lora.enabled:
-        lines.append((changed(config, "lora"), "there is no adapter without lora.enabled=true"))
+        lines.append((changed_keys(config, "lora"), "there is no adapter without lora.enabled=true"))
     return [f"{', '.join(keys)}: {text}" for keys, text in lines if keys]
 
 

@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.fleet import check_engines
-from TrainingFactory.assembly.gpus import with_all_gpus
-from TrainingFactory.assembly.learner_processes import with_learners
-from TrainingFactory.assembly.named_files import as_started
-from TrainingFactory.assembly.rewards import check_group, check_reward
+from TrainingFactory.assembly.gpus import with_gpu_division
+from TrainingFactory.assembly.learner_processes import with_learner_count
+from TrainingFactory.assembly.named_files import with_original_files
+from TrainingFactory.assembly.rewards import check_group_size, check_reward
 from TrainingFactory.assembly.trackers import check_trackers
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
-from TrainingFactory.models.names import resolve as resolve_model
+from TrainingFactory.models.names import resolve_model_name as resolve_model
 from TrainingFactory.promotion.model_registry import ModelRegistry
 from TrainingFactory.protocols import RewardFunction
 from TrainingFactory.registry.rows import check_name
 from TrainingFactory.resolve import factories
-from TrainingFactory.resolve.model_names import as_started_from, check_started_from, with_model
+from TrainingFactory.resolve.model_names import check_original_model, with_original_model, with_resolved_model
 from TrainingFactory.resolve.siblings import Allocation
 from TrainingFactory.runs.folder import RunFolder
-from TrainingFactory.training.dataset import Objects
-from TrainingFactory.training.preflight import check
+from TrainingFactory.training.dataset import UserObjects
+from TrainingFactory.training.preflight import check_config
 
 Say = Callable[[str], None]
 
@@ -34,13 +34,13 @@ class ResolvedConfig:
 
     written: TrainingConfig  # ids resolved and devices divided; the model's name as the user wrote it
     config: TrainingConfig  # the same with the folder and adapter that the model's name stands for
-    objects: Objects  # Python objects of the caller, and the rows of datasets that are given by id
+    objects: UserObjects  # Python objects of the caller, and the rows of datasets that are given by id
     allocation: Allocation | None  # held until the run ends
     notes: list[str]  # one line per resolved id
 
 
 def resolve_config(
-    config: TrainingConfig, run: RunFolder | None, objects: Objects, say: Say
+    config: TrainingConfig, run: RunFolder | None, objects: UserObjects, say: Say
 ) -> ResolvedConfig:
     """Resolve everything that a config names, for a new run or to resume `run`. `say` gets one line per decision."""
     notes: list[str] = []
@@ -52,15 +52,15 @@ def resolve_config(
     allocation = None if objects.allocation is None else Allocation.of(objects.allocation)
     try:
         if run is not None:
-            check_started_from(run)
-        config = as_started(config, run)
-        config = factories.by_file(config, note)
-        allocation = allocation or factories.allocated(config, note)
-        config = factories.with_machines(config, allocation, note)
-        config = with_all_gpus(config, say)
-        written = with_learners(config, say)
-        objects = factories.with_rows(written, objects, note)
-        config = with_model(written) if run is None else as_started_from(run, written)
+            check_original_model(run)
+        config = with_original_files(config, run)
+        config = factories.resolve_ids(config, note)
+        allocation = allocation or factories.find_allocation(config, note)
+        config = factories.with_allocation(config, allocation, note)
+        config = with_gpu_division(config, say)
+        written = with_learner_count(config, say)
+        objects = factories.with_dataset_rows(written, objects, note)
+        config = with_resolved_model(written) if run is None else with_original_model(run, written)
         _note_model(written, config, note)
     except BaseException:
         if allocation is not None:
@@ -79,13 +79,13 @@ def _note_model(written: TrainingConfig, config: TrainingConfig, note: Say) -> N
 def validate(resolved: ResolvedConfig) -> RewardFunction | None:
     """Raise for whatever the run could not do, before anything is loaded. Return the reward, to check tasks against."""
     config, objects = resolved.config, resolved.objects
-    check(config, config.data.dataset is not None or objects.examples is not None)
+    check_config(config, config.data.dataset is not None or objects.examples is not None)
     check_engines(config)
     check_trackers(config.logging.trackers)
     check_registry(config)
     reward = objects.reward or check_reward(config)
     if KINDS[config.training.algorithm].samples:
-        check_group(reward, config.training.group_size)
+        check_group_size(reward, config.training.group_size)
     return reward
 
 

@@ -10,13 +10,13 @@ from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.training.ledger import Ledger
 from TrainingFactory.training.loop import Progress
-from TrainingFactory.training.task_order import Order
+from TrainingFactory.training.task_order import TaskOrder
 
 
 async def restore_progress(
     run: RunFolder,
     policy: Policy,
-    order: Order,
+    order: TaskOrder,
     total: int,
     resuming: bool,
     is_async: bool,
@@ -29,7 +29,7 @@ async def restore_progress(
     state = await _load_last_checkpoint(run, policy, say)
     if state:
         try:
-            ledger = Ledger.of_state(order, state)
+            ledger = Ledger.from_state(order, state)
         except ValueError as error:
             raise ValueError(f"run {run.name} {error}") from error
         if ledger.under_way and not is_async:
@@ -49,13 +49,13 @@ async def _load_last_checkpoint(
     run: RunFolder, policy: Policy, say: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """Load the last intact checkpoint and return its state; warn of damaged ones."""
-    from TrainingFactory.learning.checkpoints import Damaged  # torch
+    from TrainingFactory.learning.checkpoints import DamagedCheckpoint  # torch
 
     checkpoints = run.checkpoints()
     for path in reversed(checkpoints):
         try:
             return await policy.load(str(path))
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             say(f"WARNING {error}" + ("; the previous one is used" if path != checkpoints[0] else ""))
     if checkpoints:
         raise ValueError(

@@ -7,27 +7,27 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.assembly.environment import as_ours, environment_of
-from TrainingFactory.assembly.export import Exported, export
-from TrainingFactory.assembly.learner_processes import served
-from TrainingFactory.assembly.rewards import check_group, move_object
-from TrainingFactory.assembly.tools import listed
-from TrainingFactory.common.texts import count
+from TrainingFactory.assembly.environment import as_environment_factory, environment_of_scenario
+from TrainingFactory.assembly.export import ExportedModel, export
+from TrainingFactory.assembly.learner_processes import serve_rank
+from TrainingFactory.assembly.rewards import check_group_size, move_object
+from TrainingFactory.assembly.tools import as_list
+from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.names import expand
 from TrainingFactory.protocols import AnyReward
-from TrainingFactory.resolve.factories import by_file
+from TrainingFactory.resolve.factories import resolve_ids
 from TrainingFactory.resolve.siblings import rows_of
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.runs.folder import RunFolder, TrainingReport
 from TrainingFactory.runs.tracking import PlainLines, Watcher
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.trainers.keywords import into_sections, merge_into_section, merged
-from TrainingFactory.trainers.notices import notices, unused
+from TrainingFactory.trainers.keywords import into_sections, merge_into_section, with_options
+from TrainingFactory.trainers.notices import notices, unused_options
 from TrainingFactory.trainers.training_run import Training
-from TrainingFactory.trainers.trl_keywords import FromTRL
-from TrainingFactory.training.dataset import Objects, read_objects
+from TrainingFactory.trainers.trl_keywords import TRLTranslation
+from TrainingFactory.training.dataset import UserObjects, read_objects
 
 
 class Trainer:
@@ -67,10 +67,10 @@ class Trainer:
         - `options`: keys of the config in short form (`learning_rate=1e-5`, `use_lora=True`, those of the algorithm:
           `DPOTrainer(beta=0.2)`), or sections (`sampling={"max_tokens": 64}`). They override `config`. `tool_cache`
           may be a `ToolCache`. TRL's names (`train_dataset`, `reward_funcs`, `args=`) are translated."""
-        self.objects = Objects()
+        self.objects = UserObjects()
         dataset = _object_for_id(options, "dataset_id", dataset)
         environment = _object_for_id(options, "environment_id", environment)
-        from_trl = FromTRL(options, self.algorithm, (config or TrainingConfig()).training.group_size)
+        from_trl = TRLTranslation(options, self.algorithm, (config or TrainingConfig()).training.group_size)
         reward_function, tasks, dataset, heldout, name = from_trl.over(
             reward_function=reward_function, tasks=tasks, dataset=dataset, heldout=heldout, name=name
         )
@@ -85,7 +85,7 @@ class Trainer:
         if allocation_id is not None:
             merge_into_section(keys, "compute", {"allocation_id": allocation_id})
             self.objects.allocation = None if isinstance(allocation_id, str) else allocation_id
-        self._take_tools([*self._take_environment(environment, keys), *listed(tools)], keys)
+        self._take_tools([*self._take_environment(environment, keys), *as_list(tools)], keys)
         for key, value in {"tasks": tasks, "dataset": dataset, "heldout": heldout}.items():
             if isinstance(value, str | Path):
                 merge_into_section(keys, "data", {key: value})
@@ -93,24 +93,24 @@ class Trainer:
         self._name, self._resume, self._replay = name, resume, replay
         self._watcher = watcher or PlainLines()
         self._run: Path | None = None
-        self._use_config(merged(config, keys))
+        self._use_config(with_options(config, keys))
 
     def train(self, config: TrainingConfig | Mapping[str, Any] | None = None) -> TrainingReport:
         """Train and return a report. Options in `config` override those of the trainer. Works in a script, in a
         notebook and inside a running event loop."""
         self._override(config)
-        report = served(self.config) or self._training().train()
+        report = serve_rank(self.config) or self._training().train()
         self._run = report.run
         return report
 
     async def train_async(self, config: TrainingConfig | Mapping[str, Any] | None = None) -> TrainingReport:
         """Train on the running event loop, for tools and rewards that belong to it."""
         self._override(config)
-        report = served(self.config) or await self._training().train_async()
+        report = serve_rank(self.config) or await self._training().train_async()
         self._run = report.run
         return report
 
-    def save_model(self, path: str | Path | None = None, *, merge: bool = False) -> Exported:
+    def save_model(self, path: str | Path | None = None, *, merge: bool = False) -> ExportedModel:
         """Export the last checkpoint into a folder that other programs load: `path`, or `model` in the run folder.
         `merge` merges an adapter into its base model."""
         if self._run is None:
@@ -121,7 +121,7 @@ class Trainer:
 
     def _override(self, config: TrainingConfig | Mapping[str, Any] | None) -> None:
         if config is not None:
-            self._use_config(merged(self.config, self._in_sections(config)))
+            self._use_config(with_options(self.config, self._in_sections(config)))
 
     def _training(self) -> Training:
         """Return the run for `train()`: a new one, or with `resume` the existing run of that name."""
@@ -133,14 +133,16 @@ class Trainer:
                 raise ValueError("resume=True needs the name of the run: name=...")
             run = RunFolder.find(self._name, self.config.logging.output_dir)
             config = run.config
-        if run is not None and config != by_file(self.config):
+        if run is not None and config != resolve_ids(self.config):
             self._watcher.say(
                 f"note: the options of this trainer differ from those of run {self._name}; the run keeps its own"
             )
         training = Training(
             config, name=self._name, run=run, objects=self.objects, watcher=self._watcher, replay=self._replay
         )
-        self._watcher.say(f"run {training.run.name} in {training.run.path}: {count(training.total, 'step')}")
+        self._watcher.say(
+            f"run {training.run.name} in {training.run.path}: {pluralize(training.total, 'step')}"
+        )
         return training
 
     def _in_sections(self, config: TrainingConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -167,13 +169,13 @@ class Trainer:
             )
         read_objects(config, objects, self._tasks, self._dataset, self._heldout)
         if KINDS[self.algorithm].samples:
-            check_group(objects.reward, config.training.group_size)
+            check_group_size(objects.reward, config.training.group_size)
         has_reward = objects.reward is not None
         has_environment = objects.environment is not None or bool(objects.tools)
         self.notices = [
             *self._notes,
             *notices(config, rewarded=has_reward),
-            *unused(config, played=has_environment, heldout=self._heldout is not None),
+            *unused_options(config, played=has_environment, heldout=self._heldout is not None),
         ]
         stays_here = has_reward and move_object(objects.reward, config) is objects.reward
         if config.optimization.distributed_reward and stays_here:
@@ -200,19 +202,19 @@ class Trainer:
         section."""
         if isinstance(environment, Mapping):
             section = dict(environment)
-            tools = listed(section.pop("tools", ()))
+            tools = as_list(section.pop("tools", ()))
             if (scenario := _object_for_id(section, "environment_id", None)) is not None:
                 section["environment_id"] = None
-                self.objects.environment = environment_of(scenario)
+                self.objects.environment = environment_of_scenario(scenario)
             merge_into_section(keys, "environment", section)
             return tools
         if hasattr(environment, "scenario_id"):
-            environment = environment_of(environment)
+            environment = environment_of_scenario(environment)
         if isinstance(environment, str | Path):
             merge_into_section(keys, "environment", {"environment_id": environment})
         elif environment is not None:
             merge_into_section(keys, "environment", {"environment_id": None})
-            self.objects.environment = as_ours(environment)
+            self.objects.environment = as_environment_factory(environment)
         return []
 
     def _take_tools(self, tools: list[Any], keys: dict[str, Any]) -> None:
@@ -244,10 +246,10 @@ def _model_section(model: Any) -> Mapping[str, Any]:
     if isinstance(model, Mapping | str | Path):
         return model if isinstance(model, Mapping) else {"name": model}
     from TrainingFactory.models.faces import (
-        ModelFace,
+        FamilyModel,
     )  # torch, which a caller with such an object has imported
 
-    if not isinstance(model, ModelFace):
+    if not isinstance(model, FamilyModel):
         raise ValueError(
             f"model is a {type(model).__name__}; give a name, a folder, or one of TrainingFactory.models, such as "
             'Qwen3Model("qwen3-4b")'

@@ -11,7 +11,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.environment import make_environment
 from TrainingFactory.assembly.fleet import join_cluster
 from TrainingFactory.assembly.learner_processes import Learners
-from TrainingFactory.assembly.named_files import about_start, changed_files
+from TrainingFactory.assembly.named_files import changed_files, describe_start
 from TrainingFactory.assembly.rewards import check_tasks
 from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.common.event_loop import run as run_anywhere
@@ -24,7 +24,7 @@ from TrainingFactory.runs.tracking import PlainLines, Watcher
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.trainers.loop_setup import PreparedRun, make_loop, make_order, steps_in
 from TrainingFactory.trainers.resolution import ResolvedConfig, resolve_config, validate
-from TrainingFactory.training.dataset import Objects, check_same, gather
+from TrainingFactory.training.dataset import UserObjects, check_unchanged, gather_data
 from TrainingFactory.training.interrupts import Interrupts
 from TrainingFactory.training.preflight import check_steps
 
@@ -42,7 +42,7 @@ class Training(PreparedRun):
         *,
         name: str | None = None,
         run: RunFolder | None = None,
-        objects: Objects | None = None,
+        objects: UserObjects | None = None,
         watcher: Watcher | None = None,
         replay: str | Path | None = None,
     ) -> None:
@@ -52,7 +52,7 @@ class Training(PreparedRun):
         if run is not None:
             replay = replay or run.about.get("replay")
         self.learners = Learners(config if run is None else None)
-        resolved = resolve_config(config, run, objects or Objects(), self.watcher.say)
+        resolved = resolve_config(config, run, objects or UserObjects(), self.watcher.say)
         self.written = resolved.written
         self.config = resolved.config
         self.objects = resolved.objects
@@ -60,15 +60,15 @@ class Training(PreparedRun):
         try:
             reward = validate(resolved)
             self.tools = RunTools(self.config, self.objects.tools, replay, self.objects.cache)
-            with factories.told_with_places("datasets"):
-                self.data = gather(self.config, self.objects, self._environment(resolved))
+            with factories.listing_searched_places("datasets"):
+                self.data = gather_data(self.config, self.objects, self._environment(resolved))
             self.order = make_order(self.config, self.data.size)
             self.total = steps_in(self.config, self.order)  # fewer if rows turn out to be too long
             check_steps(self.config, self.total)
             train_tasks = self.data.tasks if KINDS[self.config.training.algorithm].samples else ()
             check_tasks(reward, [*train_tasks, *self.data.heldout], self.data.environment)
             if run is None:
-                about = about_start(self.written, objects or Objects(), self.tools, self.data)
+                about = describe_start(self.written, objects or UserObjects(), self.tools, self.data)
                 run = self.new_run(name or new_name(self.config), about | {RESOLVED: resolved.notes})
             else:
                 self._check_unchanged(run)
@@ -95,7 +95,7 @@ class Training(PreparedRun):
         return make_environment(config, self.tools.wanted or bool(objects.tasks), note)
 
     def _check_unchanged(self, run: RunFolder) -> None:
-        check_same(self.data, run.about, run.name)
+        check_unchanged(self.data, run.about, run.name)
         for file in changed_files(run.about):
             self.watcher.say(
                 f"note: {file} has changed since run {run.name} was started; the run continues with the new version"

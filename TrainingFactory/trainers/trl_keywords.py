@@ -9,23 +9,23 @@ from math import ceil
 from typing import Any, get_args
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.common.options import show
+from TrainingFactory.common.options import show_value
 from TrainingFactory.config.names import ALIASES
 from TrainingFactory.config.schema import ALGORITHMS, RewardType
-from TrainingFactory.rewards.adapt import NoSay, Unscored
+from TrainingFactory.rewards.adapt import NoReward, Unscored
 from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.trainers.keywords import TRL_NAMES, homes_of, merge_into_section
 from TrainingFactory.types import Reward
 
 PLAIN = (str, int, float, list, tuple, set, dict)  # TRL's config creates values of other types itself
 # Read from a config object even if they equal the class's default, because programs rely on these defaults.
-MEANT = (
+ALWAYS_READ = (
     "per_device_train_batch_size", "num_generations", "num_train_epochs", "learning_rate", "lr_scheduler_type",
     "max_completion_length", "scale_rewards", "epsilon", "beta", "seed", "r", "lora_alpha", "lora_dropout",
 )  # fmt: skip
 
 # Their name -> our key: the same meaning, the same values.
-SAME = {
+SAME_MEANING = {
     "num_generations": "training.group_size", "max_completion_length": "sampling.max_tokens",
     "num_iterations": "training.update_epochs", "seed": "training.seed", "shuffle_dataset": "data.shuffle",
     "save_total_limit": "logging.keep_checkpoints", "epsilon_high": "grpo.clip_high", "delta": "grpo.clip_dual",
@@ -75,12 +75,12 @@ NOTES = {
     "completion_only_loss": "only assistant tokens are trained",
     "assistant_only_loss": "only assistant tokens are trained",
 }
-NO_MATTER = (
+IGNORED_PREFIXES = (
     "log_", "logging_", "dataloader_", "vllm_", "ddp_", "hub_", "per_device_eval", "num_completions", "disable_tqdm",
     "remove_unused", "pad_to", "do_", "tf32", "dataset_num_proc", "overwrite_", "save_safetensors", "save_only",
     "gradient_checkpointing_kwargs",
 )  # fmt: skip
-INSTEAD = {
+REMEDIES = {
     "callbacks": "give an object with the methods phase, step, episode and say: watcher=",
     "optimizers": "set training.optimizer and training.schedule",
     "rollout_func": "write an environment: environment=",
@@ -100,7 +100,7 @@ INSTEAD = {
 }
 
 
-class FromTRL:
+class TRLTranslation:
     """Replaces TRL's names in a trainer's options by ours; raises one ValueError for all names without a counterpart.
     `group_size` is the config's, used if no option sets it."""
 
@@ -141,7 +141,7 @@ class FromTRL:
         """Return whether a keyword is to be read as TRL's."""
         if name in ("scale_rewards", "beta"):
             return isinstance(value, str) if name == "scale_rewards" else self.algorithm == "grpo"
-        return name in {*TRL_NAMES, *INSTEAD, *NOTES, "per_device_train_batch_size"}
+        return name in {*TRL_NAMES, *REMEDIES, *NOTES, "per_device_train_batch_size"}
 
     def _translate_objects(self) -> None:
         """Translate data, rewards and adapters into parameters of the trainer and keys."""
@@ -151,7 +151,7 @@ class FromTRL:
                 self.parameters[ours] = left.pop(theirs)
         weights = left.pop("reward_weights", None)
         if "reward_funcs" in left:
-            self.parameters["reward_function"] = rewards_of(left.pop("reward_funcs"), weights)
+            self.parameters["reward_function"] = combine_reward_funcs(left.pop("reward_funcs"), weights)
         elif weights is not None:
             raise ValueError("reward_weights goes with reward_funcs, a list with as many functions")
         if "peft_config" in left:
@@ -206,13 +206,13 @@ class FromTRL:
         others = {*ALGORITHMS} - {self.algorithm}
         if key is not None and key.split(".")[0] not in others:
             self.keys[key] = ours
-        elif name in NOTES or name.startswith(NO_MATTER):
+        elif name in NOTES or name.startswith(IGNORED_PREFIXES):
             self.notes.append(f"{name}: {NOTES.get(name, 'it has no effect here')}")
         elif name not in VALUES and (name in ALIASES or homes_of(name, self.algorithm)):
             options[name] = value  # the same name here
         else:
             known = f"only {', '.join(map(str, VALUES[name][1]))}" if name in VALUES else "leave it out"
-            return f"  {name}={show(name, value)}: {INSTEAD.get(name, known)}"
+            return f"  {name}={show_value(name, value)}: {REMEDIES.get(name, known)}"
         return None
 
 
@@ -231,7 +231,7 @@ def _key(name: str, value: Any) -> tuple[str | None, Any]:
     if name == "report_to":
         trackers: Any = [value] if isinstance(value, str) else value
         return "logging.trackers", [tracker for tracker in trackers if tracker != "none"]
-    return SAME.get(name), value
+    return SAME_MEANING.get(name), value
 
 
 def _changed(args: Any) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def _changed(args: Any) -> dict[str, Any]:
     changed = {
         name: value
         for name, value in values.items()
-        if name in MEANT or value != getattr(defaults, name, ...)
+        if name in ALWAYS_READ or value != getattr(defaults, name, ...)
     }
     if changed.get("generation_batch_size") == _per_update(values):  # which TRL fills in itself
         del changed["generation_batch_size"]
@@ -278,17 +278,17 @@ def _adapter(config: Any) -> dict[str, Any]:
     return keys | {"lora.enabled": True}
 
 
-class Several(Combined):
+class SumOfRewards(Combined):
     """Sum of reward functions as in TRL: a function that returns None for an episode is left out."""
 
-    def _sum(self, found: Mapping[str, Reward | Exception]) -> Reward | Exception:
-        applicable = {name: result for name, result in found.items() if not isinstance(result, NoSay)}
+    def _sum(self, results: Mapping[str, Reward | Exception]) -> Reward | Exception:
+        applicable = {name: result for name, result in results.items() if not isinstance(result, NoReward)}
         if not applicable:
             return Unscored("none of the reward functions applies to it")
         return super()._sum(applicable)
 
 
-def rewards_of(functions: Any, weights: Sequence[float] | None = None) -> Any:
+def combine_reward_funcs(functions: Any, weights: Sequence[float] | None = None) -> Any:
     """Return one reward for TRL's `reward_funcs` and `reward_weights`."""
     rewards = [*functions] if isinstance(functions, list | tuple) else [functions]
     for reward in rewards:
@@ -310,4 +310,4 @@ def rewards_of(functions: Any, weights: Sequence[float] | None = None) -> Any:
         name = str(getattr(function, "__name__", type(function).__name__))
         name = name if name not in parts else f"{name}_{len(parts) + 1}"
         parts[name] = (weight, function)
-    return Several(parts, timeout=None)
+    return SumOfRewards(parts, timeout=None)

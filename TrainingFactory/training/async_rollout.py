@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from TrainingFactory.training.source import SampledSource, StepGroups, problem_of, sampled_metrics
+from TrainingFactory.training.source import SampledSource, StepGroups, sampled_metrics, unscored_problem
 from TrainingFactory.types import Group
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class GroupSlot:
     """The groups sampled under one number: the last one is trained; those before it gave no training rows."""
 
     number: int
@@ -23,7 +23,7 @@ class Slot:
     groups: list[Group] = field(default_factory=list)
 
 
-class AheadSource(SampledSource):
+class AsyncSource(SampledSource):
     """Samples up to `max_staleness` steps ahead of training (keyword `bound`).
     Gate: the groups of a step start once the weights' version is at most `max_staleness` steps before it.
     Sweep: before training, a group with a token older than that is discarded and sampled again as its next attempt.
@@ -31,14 +31,14 @@ class AheadSource(SampledSource):
     the first finished ones. Groups start only in `take`. While the learner trains, evaluates or saves, running groups
     continue, including their refills, but no further group starts."""
 
-    def __init__(self, *args: Any, bound: int, by_arrival: bool, total: int, **options: Any) -> None:
+    def __init__(self, *args: Any, max_staleness: int, by_arrival: bool, total: int, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._max_staleness, self._by_arrival, self._total = bound, by_arrival, total
+        self._max_staleness, self._by_arrival, self._total = max_staleness, by_arrival, total
         ids = {task.id for task in self._tasks}
         self._repeated = len(ids) < len(self._tasks)  # task ids are not unique
-        self._slots: dict[int, Slot] = {}  # not trained yet, by number
+        self._slots: dict[int, GroupSlot] = {}  # not trained yet, by number
         self._running: set[asyncio.Task[None]] = set()
-        self._finished: list[Slot] = []  # in order of completion
+        self._finished: list[GroupSlot] = []  # in order of completion
         self._stale: list[Group] = []  # discarded since the last step
         self._last: float | None = None  # time at which the previous step was taken
 
@@ -71,13 +71,13 @@ class AheadSource(SampledSource):
             ledger.begin(step)
         for number in sorted(ledger.under_way.keys() - self._slots.keys()):
             if number // self._order.batch_size <= last:  # max_staleness may have been larger before a resume
-                self._slots[number] = Slot(number, *ledger.under_way[number])
+                self._slots[number] = GroupSlot(number, *ledger.under_way[number])
                 self._begin(self._slots[number])
 
-    def _begin(self, slot: Slot) -> None:
+    def _begin(self, slot: GroupSlot) -> None:
         self._running.add(asyncio.create_task(self._fill(slot), name=f"group {slot.number}"))
 
-    async def _fill(self, slot: Slot) -> None:
+    async def _fill(self, slot: GroupSlot) -> None:
         """Sample the slot's group; if it gives no training rows and the algorithm refills, sample further tasks."""
         while True:
             step = slot.number // self._order.batch_size
@@ -85,20 +85,20 @@ class AheadSource(SampledSource):
             slot.groups += await self._play(step, [slot.number], [slot.place], slot.attempt, [name])
             latest = slot.groups[-1]
             complete = latest.rows or len(slot.groups) > self._algorithm.refill
-            if complete or problem_of([latest], self._max_unscored):
+            if complete or unscored_problem([latest], self._max_unscored):
                 break
-            if (place := self._ledger.one_more(slot.place)) is None:
+            if (place := self._ledger.take_in_epoch(slot.place)) is None:
                 break
             slot.attempt, slot.place = slot.attempt + 1, place
         self._finished.append(slot)
 
-    def _name(self, slot: Slot) -> str:
+    def _name(self, slot: GroupSlot) -> str:
         """Return a unique name of the group, from which its seeds and the keys of its recorded calls are derived."""
         name = self._tasks[self._order.at(slot.place)].id
         name += f"#{slot.number}" if self._repeated else ""
         return f"{name}@{slot.attempt}" if slot.attempt else name
 
-    def _ready(self, version: int) -> list[Slot]:
+    def _ready(self, version: int) -> list[GroupSlot]:
         """Discard and restart groups staler than `max_staleness`; return the finished groups that the step trains."""
         lags = [(slot, staleness(slot.groups[-1], version)) for slot in self._finished]
         for slot in [slot for slot, lag in lags if lag > self._max_staleness]:
@@ -114,7 +114,9 @@ class AheadSource(SampledSource):
         finished = {slot.number: slot for slot in self._finished}
         return [finished[number] for number in sorted(self._slots)[:size] if number in finished]
 
-    def _step_groups(self, step: int, slots: Sequence[Slot], waited: float, elapsed: float) -> StepGroups:
+    def _step_groups(
+        self, step: int, slots: Sequence[GroupSlot], waited: float, elapsed: float
+    ) -> StepGroups:
         groups = [group for slot in slots for group in slot.groups]
         recorded, discarded = _recorded(groups), _recorded(self._stale)
         for group in groups:
@@ -132,7 +134,7 @@ class AheadSource(SampledSource):
         for name, counted in (("waiting", waiting), ("stale", self._stale)):
             if counted:
                 metrics[f"length/{name}"] = fmean(length for group in counted for length in _lengths(group))
-        problem = problem_of(groups, self._max_unscored)
+        problem = unscored_problem(groups, self._max_unscored)
         return StepGroups(step, groups, waited, metrics, problem, True, recorded, discarded)
 
     def _rename(self, group: Group, step: int) -> None:

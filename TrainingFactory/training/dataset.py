@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.common.user_code import told
+from TrainingFactory.common.user_code import as_value_error
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.examples import Examples, Form, load_examples
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
-from TrainingFactory.tools.schema import check_schema, schema_problems, validator_of
+from TrainingFactory.tools.schema import check_schema, make_validator, schema_problems
 from TrainingFactory.types import Task, ToolSpec
 
 DEFAULT_TASKS = 16
@@ -25,7 +25,7 @@ TRAINING_TASKS = 1000
 
 
 @dataclass(slots=True)
-class Objects:
+class UserObjects:
     """Data and functions that the user passes as Python objects instead of naming them in the config."""
 
     environment: EnvironmentFactory | None = None
@@ -68,7 +68,7 @@ class Dataset:
         return digest.hexdigest()
 
 
-def check_same(dataset: Dataset, about: dict[str, Any], name: str) -> None:
+def check_unchanged(dataset: Dataset, about: dict[str, Any], name: str) -> None:
     """Raise ValueError if the training data differs from `about`, which was recorded when run `name` started."""
     old_size = about.get("size", dataset.size)
     if old_size != dataset.size or about.get("digest", dataset.digest) != dataset.digest:
@@ -78,7 +78,9 @@ def check_same(dataset: Dataset, about: dict[str, Any], name: str) -> None:
         )
 
 
-def gather(config: TrainingConfig, objects: Objects, environment: EnvironmentFactory | None) -> Dataset:
+def gather_data(
+    config: TrainingConfig, objects: UserObjects, environment: EnvironmentFactory | None
+) -> Dataset:
     """Collect the run's training and held-out data. `environment` is the one named in the config, if any."""
     dataset = Dataset(objects.environment or environment, examples=objects.examples)
     if dataset.examples is None and config.data.dataset is not None:
@@ -96,7 +98,7 @@ def gather(config: TrainingConfig, objects: Objects, environment: EnvironmentFac
 
 
 def read_objects(
-    config: TrainingConfig, into: Objects, tasks: Any = None, dataset: Any = None, heldout: Any = None
+    config: TrainingConfig, into: UserObjects, tasks: Any = None, dataset: Any = None, heldout: Any = None
 ) -> None:
     """Read data with the config's options into `into`. Held-out data are tasks if the algorithm samples episodes."""
     data = config.data
@@ -118,7 +120,7 @@ def read_examples(config: TrainingConfig, source: Any, heldout: bool = False) ->
     split = data.heldout_split if heldout else data.dataset_split
     source = str(source) if isinstance(source, Path) else source
     return load_examples(
-        source, form_of(config), split=split, count=count, skip_bad_rows=data.skip_bad_rows, fits=arguments_fit,
+        source, example_form(config), split=split, count=count, skip_bad_rows=data.skip_bad_rows, fits=argument_problem,
         names=data.columns,
     )  # fmt: skip
 
@@ -149,7 +151,7 @@ def _same_rows(dataset: Any, heldout: Any, same_split: bool) -> bool:
     return str(dataset) == str(heldout) and same_split
 
 
-def form_of(config: TrainingConfig) -> Form:
+def example_form(config: TrainingConfig) -> Form:
     name = config.training.algorithm
     form = KINDS[name].form
     if form is None:
@@ -161,16 +163,16 @@ def form_of(config: TrainingConfig) -> Form:
     return form(getattr(config, name))
 
 
-def arguments_fit(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
+def argument_problem(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
     """Return the problem with the arguments of a call, if any. None also if the tool's schema is invalid."""
     try:
         check_schema(spec)
     except ValueError:
         return None
-    return schema_problems(spec, validator_of(spec.parameters), arguments)
+    return schema_problems(spec, make_validator(spec.parameters), arguments)
 
 
-def _gather_heldout(config: TrainingConfig, objects: Objects, dataset: Dataset) -> None:
+def _gather_heldout(config: TrainingConfig, objects: UserObjects, dataset: Dataset) -> None:
     """Add held-out examples if the run trains on a dataset, and held-out tasks if it has an environment."""
     has_examples = dataset.examples is not None
     if has_examples:
@@ -184,7 +186,7 @@ def _gather_heldout(config: TrainingConfig, objects: Objects, dataset: Dataset) 
         if objects.heldout_tasks:
             dataset.heldout = list(objects.heldout_tasks)
         elif has_examples or config.data.heldout is None:
-            dataset.heldout = own_tasks(config, dataset.environment, "heldout", "heldout", count)
+            dataset.heldout = generate_tasks(config, dataset.environment, "heldout", "heldout", count)
         else:
             dataset.heldout = _heldout_tasks(config, config.data.heldout)
     elif dataset.heldout_examples is None:
@@ -204,10 +206,10 @@ def make_tasks(
     data = config.data
     if data.tasks is not None:
         return load_tasks(data.tasks, data.dataset_split, data.count, data.columns)
-    return own_tasks(config, environment, "tasks", data.split, data.count or default_count)
+    return generate_tasks(config, environment, "tasks", data.split, data.count or default_count)
 
 
-def own_tasks(
+def generate_tasks(
     config: TrainingConfig, environment: EnvironmentFactory, key: str, split: str, count: int
 ) -> list[Task]:
     """Return `count` tasks generated by the environment. Errors name the key data.`key` for a file of tasks instead."""
@@ -220,7 +222,7 @@ def own_tasks(
     try:
         tasks = list(islice(environment.tasks(split, seed, count), count))
     except Exception as error:  # user code
-        raise told(error) from error
+        raise as_value_error(error) from error
     if not tasks:
         raise ValueError(f"Environment {name} generated no tasks for split {split!r} and seed {seed}")
     if wrong := next((task for task in tasks if not isinstance(task, Task)), None):
@@ -231,7 +233,7 @@ def own_tasks(
     return tasks
 
 
-def makes_tasks(environment: EnvironmentFactory) -> bool:
+def generates_tasks(environment: EnvironmentFactory) -> bool:
     """Return whether the environment overrides `ToolEnvironment.tasks`."""
     return getattr(environment.tasks, "__func__", None) is not ToolEnvironment.tasks.__func__
 

@@ -13,7 +13,7 @@ LONGEST_PAUSE = 30.0
 
 
 @dataclass(slots=True, frozen=True)
-class Finding:
+class GuardAction:
     """Action for a step: save a checkpoint of the steps before it, warn, stop the run, or pause for seconds."""
 
     save: bool = False
@@ -39,13 +39,13 @@ class Guards:
         self.unusable = 0
         self._equal = self._mismatched = 0
 
-    def check(self, batch: StepGroups, last: bool) -> Finding:
+    def check(self, batch: StepGroups, last: bool) -> GuardAction:
         """Check the groups of a step before its update; `last`: it is the run's last step."""
         self._scored |= any(trajectory.reward is not None for trajectory in batch.trajectories)
         if batch.problem is None:
             self.unusable = 0
             stop = self._equal_rewards(batch) if batch.sampled else None
-            return Finding(save=stop is not None, stop=stop)
+            return GuardAction(save=stop is not None, stop=stop)
         self.unusable += 1
         down = any(trajectory.status == "tool_failure" for trajectory in batch.trajectories)
         stop, pause = None, 0.0
@@ -56,16 +56,16 @@ class Guards:
         elif down and not self._replayed:
             pause = min(2.0 ** (self.unusable - 1), LONGEST_PAUSE)
         # If the problem persists, the run can resume from before the first of these steps.
-        return Finding(save=self.unusable == 1, warning=batch.problem, stop=stop, pause=pause)
+        return GuardAction(save=self.unusable == 1, warning=batch.problem, stop=stop, pause=pause)
 
-    def updated(self, metrics: dict[str, float], last: bool) -> Finding:
+    def updated(self, metrics: dict[str, float], last: bool) -> GuardAction:
         """Check the mismatch measured by a step's update; a step without tokens of the current weights has none."""
         mismatch = metrics.get("mismatch")
         if mismatch is None:
-            return Finding()
+            return GuardAction()
         self._mismatched = 0 if mismatch <= self._max_mismatch else self._mismatched + 1  # NaN counts
         if not self._mismatched:
-            return Finding()
+            return GuardAction()
         problem = (
             f"the log-probs of sampler and learner differ by {mismatch:.3g} per token for the same weights, more than "
             f"optimization.max_mismatch={self._max_mismatch:g} (bfloat16 alone causes 0.004 to 0.009). The sampler has "
@@ -73,8 +73,8 @@ class Guards:
             "(dtype, quantization), and compare with sampling.engine=native"
         )
         if self._mismatched < MAX_UNUSABLE or last:
-            return Finding(warning=problem)
-        return Finding(save=True, stop=f"Stopped after {self._mismatched} steps in which {problem}")
+            return GuardAction(warning=problem)
+        return GuardAction(save=True, stop=f"Stopped after {self._mismatched} steps in which {problem}")
 
     def _equal_rewards(self, batch: StepGroups) -> str | None:
         """Return why the run should stop: for `max_equal_steps` steps no group gave training rows, or all rewards of a

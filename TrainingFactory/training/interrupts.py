@@ -17,7 +17,7 @@ T = TypeVar("T")
 SAME_REQUEST = 0.5
 
 
-class Stopped(Exception):
+class StopRequested(Exception):
     """The user requested a stop, and the run is between two updates."""
 
 
@@ -89,33 +89,33 @@ class Interrupts:
     def check(self) -> None:
         """Raise Stopped if a stop was requested."""
         if self.asked:
-            raise Stopped
+            raise StopRequested
 
-    async def at_once(self, sampling: Awaitable[T]) -> T:
+    async def interruptible(self, sampling: Awaitable[T]) -> T:
         """Await something that a stop request may cancel at any moment; raise Stopped if it did."""
         future = asyncio.ensure_future(sampling)
         self._sampling = future
         try:
             self.check()
             return await future
-        except (asyncio.CancelledError, Stopped):
+        except (asyncio.CancelledError, StopRequested):
             if not future.done():
                 future.cancel()
                 await asyncio.gather(future, return_exceptions=True)
             if self.asked:
-                raise Stopped from None
+                raise StopRequested from None
             raise
         finally:
             self._sampling = None
 
     async def pause(self, seconds: float) -> None:
         """Sleep, interruptibly."""
-        await self.at_once(asyncio.sleep(seconds))
+        await self.interruptible(asyncio.sleep(seconds))
 
     async def over(self, stream: AsyncIterator[T]) -> AsyncIterator[T]:
         """Yield the stream's items, each awaited interruptibly."""
         while True:
             try:
-                yield await self.at_once(anext(stream))
+                yield await self.interruptible(anext(stream))
             except StopAsyncIteration:
                 return

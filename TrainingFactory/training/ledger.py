@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from TrainingFactory.training.task_order import Order
+from TrainingFactory.training.task_order import TaskOrder
 from TrainingFactory.types import Group
 
 
@@ -17,7 +17,7 @@ class Ledger:
 
     def __init__(
         self,
-        order: Order,
+        order: TaskOrder,
         consumed: Sequence[Sequence[int]] = (),
         under_way: Sequence[Sequence[int]] = (),
         ahead: Sequence[int] = (),
@@ -45,7 +45,7 @@ class Ledger:
         """Return the next `count` places, or fewer at the end of an epoch."""
         return [self._pop() for _ in range(min(count, self.left))]
 
-    def one_more(self, place: int) -> int | None:
+    def take_in_epoch(self, place: int) -> int | None:
         """Return the next place if it is in the same epoch as `place`."""
         return self._pop() if self._peek() // self._order.size == place // self._order.size else None
 
@@ -83,7 +83,7 @@ class Ledger:
         return state
 
     @classmethod
-    def of_state(cls, order: Order, state: dict[str, Any]) -> Ledger:
+    def from_state(cls, order: TaskOrder, state: dict[str, Any]) -> Ledger:
         """Restore a checkpoint's state; raise ValueError if the run had another batch size."""
         done = state["step"]
         if "batch_size" in state:

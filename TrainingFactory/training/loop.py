@@ -30,12 +30,12 @@ from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.training.forecasts import StopForecast
-from TrainingFactory.training.guards import Finding, Guards
-from TrainingFactory.training.interrupts import Interrupts, Stopped
+from TrainingFactory.training.guards import GuardAction, Guards
+from TrainingFactory.training.interrupts import Interrupts, StopRequested
 from TrainingFactory.training.ledger import Ledger
 from TrainingFactory.training.reward_clock import RewardClock
-from TrainingFactory.training.source import Source, StepGroups, Stream
-from TrainingFactory.training.task_order import Order
+from TrainingFactory.training.source import Source, StepGroups, StepStream
+from TrainingFactory.training.task_order import TaskOrder
 from TrainingFactory.training.tokenized_dataset import TokenizedDataset
 from TrainingFactory.types import Sample, SamplersLost, Task, Trajectory
 
@@ -60,7 +60,7 @@ class Progress:
 
 
 @dataclass(slots=True)
-class HeldOut:
+class HeldoutData:
     """Data for evaluations during training: tasks to play, examples, or both."""
 
     tasks: Sequence[Task] = ()
@@ -81,10 +81,10 @@ class TrainingLoop:
     counts: Callable[[], dict[str, float]]  # metrics of the sampler
     source: Source
     algorithm: Algorithm  # this process's own, for credit assignment; the policy has another instance
-    order: Order
+    order: TaskOrder
     run: RunFolder
     tools: ToolCalls
-    heldout: HeldOut
+    heldout: HeldoutData
     guards: Guards
     doctor: RunDoctor
     watcher: Watcher
@@ -135,7 +135,7 @@ class TrainingLoop:
                 return "finished", await self._steps()
             finally:
                 await self.source.close()
-        except Stopped:
+        except StopRequested:
             await self._save()
             return "interrupted", None
         except SamplersLost:
@@ -144,13 +144,13 @@ class TrainingLoop:
 
     async def _steps(self) -> str | None:
         """Run all remaining steps; return the reason if the run ends early."""
-        stream = Stream(self.source, self.progress.done, self.total)
+        stream = StepStream(self.source, self.progress.done, self.total)
         if (lost := await self._publish()) is not None:
             raise lost
         if self.progress.done == 0 and self._evaluation_is_due():
-            await self._log(0, await self.interrupts.at_once(self._evaluate()))
+            await self._log(0, await self.interrupts.interruptible(self._evaluate()))
         if (metrics := self.progress.unlogged) is not None:
-            metrics = metrics | await self.interrupts.at_once(self._evaluate())
+            metrics = metrics | await self.interrupts.interruptible(self._evaluate())
             self.progress.unlogged = None
             await self._log(int(metrics.pop("epoch")), metrics)
         if (reason := self.scores.verdict()) is not None:  # killed after it met its stop condition
@@ -204,7 +204,7 @@ class TrainingLoop:
             return lost
         return None
 
-    async def _guard(self, step: int, finding: Finding) -> None:
+    async def _guard(self, step: int, finding: GuardAction) -> None:
         """Carry out a guard's finding: save, warn, stop the run, or pause."""
         if finding.save:
             await self._save()
@@ -238,8 +238,8 @@ class TrainingLoop:
         await in_thread(self.run.append, CONSUMED, row)
         try:
             if self._evaluation_is_due():
-                metrics |= await self.interrupts.at_once(self._evaluate())
-        except Stopped:
+                metrics |= await self.interrupts.interruptible(self._evaluate())
+        except StopRequested:
             # The checkpoint stores these metrics; a resumed run evaluates again and logs them.
             self.progress.unlogged = {"epoch": epoch} | metrics
             raise

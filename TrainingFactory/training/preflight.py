@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from TrainingFactory.algorithms.kinds import KINDS, make_algorithm
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.data.examples import NEEDS
-from TrainingFactory.training.dataset import form_of
+from TrainingFactory.data.examples import REQUIRED_COLUMNS
+from TrainingFactory.training.dataset import example_form
 
 
-def check(config: TrainingConfig, recorded: bool) -> None:
+def check_config(config: TrainingConfig, recorded: bool) -> None:
     """Raise ValueError if the config cannot be trained. `recorded`: the run trains on a dataset."""
     check_options(config, recorded)
     _check_precision(config)
@@ -47,11 +47,11 @@ def check_options(config: TrainingConfig, recorded: bool) -> None:
     if kind.samples:
         _check_sampling(config)
     if recorded:
-        form_of(config)  # raises for algorithms that do not train on a dataset
+        example_form(config)  # raises for algorithms that do not train on a dataset
     if not (recorded or kind.samples or kind.demonstrations):
         raise ValueError(
-            f"training.algorithm={name} needs a dataset. Set data.dataset=FILE, with {NEEDS[form_of(config)]}; or with "
-            "recorded trajectories"
+            f"training.algorithm={name} needs a dataset. Set data.dataset=FILE, with "
+            f"{REQUIRED_COLUMNS[example_form(config)]}; or with recorded trajectories"
         )
 
 
@@ -64,7 +64,7 @@ def _check_sampling(config: TrainingConfig) -> None:
             "sampling.top_p, top_k and min_p are for evaluation only, because training needs log-probs of the full "
             "softmax. Remove them from the training config"
         )
-    if sampling.deterministic and config.optimization.bound:
+    if sampling.deterministic and config.optimization.effective_max_staleness:
         raise ValueError(
             "sampling.deterministic=true contradicts optimization.async_rollout, with which the weights that sample a "
             "turn depend on timing. Remove one of them, or set optimization.max_staleness=0"
@@ -90,9 +90,9 @@ def _check_precision(config: TrainingConfig) -> None:
                 "lora.enabled=true"
             )
         from TrainingFactory.models.loading import check_quantization
-        from TrainingFactory.models.names import resolve
+        from TrainingFactory.models.names import resolve_model_name
 
-        check_quantization(quantization, resolve(config.model.name))
+        check_quantization(quantization, resolve_model_name(config.model.name))
     if config.training.optimizer == "adamw_8bit":
         from TrainingFactory.learning.optim import check_adamw_8bit
 

@@ -10,7 +10,7 @@ from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.protocols import Algorithm
 from TrainingFactory.runs.folder import CONSUMED, TRAJECTORIES, RunFolder
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.training.source import StepGroups, problem_of, sampled_metrics
+from TrainingFactory.training.source import StepGroups, sampled_metrics, unscored_problem
 from TrainingFactory.types import Group, Trajectory
 
 
@@ -35,7 +35,10 @@ class RecordedSource:
         started = time.perf_counter()
         groups = await in_thread(self._groups_of, step)
         seconds = time.perf_counter() - started
-        metrics, problem = sampled_metrics(groups, seconds, None), problem_of(groups, self._max_unscored)
+        metrics, problem = (
+            sampled_metrics(groups, seconds, None),
+            unscored_problem(groups, self._max_unscored),
+        )
         return StepGroups(step, groups, seconds, metrics, problem, sampled=True)
 
     async def close(self) -> None: ...

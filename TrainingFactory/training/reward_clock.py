@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from TrainingFactory.protocols import Episode, RewardFunction
-from TrainingFactory.rewards.adapt import group_reward
-from TrainingFactory.rollout.scoring import score, scoring_failed
+from TrainingFactory.rewards.adapt import as_group_reward
+from TrainingFactory.rollout.scoring import score, scoring_error
 from TrainingFactory.types import Reward
 
-FIRST, AGAIN = 10.0, 30.0  # seconds until the first message, and between further ones
+FIRST_REPORT_SECONDS, REPORT_EVERY_SECONDS = (
+    10.0,
+    30.0,
+)  # seconds until the first message, and between further ones
 
 
 class RewardClock:
@@ -26,7 +29,7 @@ class RewardClock:
         say: Callable[[str], None] = lambda _: None,
         stats: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        self.reward, self._group = reward, group_reward(reward)
+        self.reward, self._group = reward, as_group_reward(reward)
         self.grouped = self._group is not None
         self.compares = self._group is not None and self._group.compares
         self.seconds = 0.0
@@ -56,7 +59,7 @@ class RewardClock:
     def _report_first(self, rewards: Sequence[Reward | Exception]) -> None:
         """Report why the first episode cannot be scored: all others may fail too, and a step takes long."""
         if not self._scored_any and isinstance(rewards[0], Exception):
-            self._say(f"WARNING: the first episode could not be scored; {scoring_failed(rewards[0])}")
+            self._say(f"WARNING: the first episode could not be scored; {scoring_error(rewards[0])}")
         self._scored_any = True
 
     @contextmanager
@@ -64,7 +67,7 @@ class RewardClock:
         call, started = object(), time.monotonic()
         self._open[call] = started, episodes
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(FIRST, self._report_slow)
+            self._timer = asyncio.get_running_loop().call_later(FIRST_REPORT_SECONDS, self._report_slow)
         try:
             yield
         except Exception as error:
@@ -79,10 +82,10 @@ class RewardClock:
 
     def _report_slow(self) -> None:
         waited = time.monotonic() - min(since for since, _ in self._open.values())
-        slow = waited >= FIRST
+        slow = waited >= FIRST_REPORT_SECONDS
         if slow:
             count = sum(episodes for _, episodes in self._open.values())
             rewards = "reward" if count == 1 else "rewards"
             self._say(f"Waiting for {count} {rewards}, the longest for {waited:.0f} s so far")
-        delay = AGAIN if slow else FIRST - waited
+        delay = REPORT_EVERY_SECONDS if slow else FIRST_REPORT_SECONDS - waited
         self._timer = asyncio.get_running_loop().call_later(delay, self._report_slow)

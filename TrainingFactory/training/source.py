@@ -18,7 +18,7 @@ from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.training.ledger import Ledger
 from TrainingFactory.training.reward_clock import RewardClock
-from TrainingFactory.training.task_order import Order
+from TrainingFactory.training.task_order import TaskOrder
 from TrainingFactory.training.tokenized_dataset import TokenizedDataset
 from TrainingFactory.types import Group, Sample, Task, Trajectory
 
@@ -60,13 +60,13 @@ class Source(Protocol):
         """Cancel running groups."""
 
 
-class Stream:
+class StepStream:
     """Asynchronous iterator over the steps of a run."""
 
     def __init__(self, source: Source, first: int, total: int) -> None:
         self._source, self._next, self._total = source, first, total
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> StepStream:
         return self
 
     async def __anext__(self) -> StepGroups:
@@ -88,7 +88,7 @@ class SampledSource:
     def __init__(
         self,
         tasks: Sequence[Task],
-        order: Order,
+        order: TaskOrder,
         rollouts: RolloutEngine,
         sampler: Sampler,
         algorithm: Algorithm,
@@ -110,12 +110,12 @@ class SampledSource:
         groups = latest = await self._play(step, numbers, self._ledger.take(len(numbers)), 0)
         for attempt in range(1, self._algorithm.refill + 1):
             open_numbers = [group.number for group in latest if not group.rows][: left - len(groups)]
-            if not open_numbers or problem_of(latest, self._max_unscored):
+            if not open_numbers or unscored_problem(latest, self._max_unscored):
                 break
             latest = await self._play(step, open_numbers, self._ledger.take(len(open_numbers)), attempt)
             groups = groups + latest
         seconds = time.perf_counter() - started
-        problem = problem_of(groups, self._max_unscored)
+        problem = unscored_problem(groups, self._max_unscored)
         metrics = sampled_metrics(groups, seconds, self._clock)
         metrics["tail_share"] = self._rollouts.tail / seconds
         return StepGroups(step, groups, seconds, metrics, problem, sampled=True)
@@ -165,7 +165,7 @@ def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock 
     }
 
 
-def problem_of(groups: Sequence[Group], max_unscored: float) -> str | None:
+def unscored_problem(groups: Sequence[Group], max_unscored: float) -> str | None:
     """Return why the groups are unusable for training (too many unscored episodes), or None."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     unscored = [trajectory for trajectory in episodes if trajectory.reward is None]
@@ -174,7 +174,7 @@ def problem_of(groups: Sequence[Group], max_unscored: float) -> str | None:
     what = f"{len(unscored)} of {len(episodes)} episodes could not be scored"
     if len(unscored) == len(episodes):
         what = f"none of {len(episodes)} episodes could be scored"
-    reason = most_frequent(unscored)
+    reason = most_frequent_error(unscored)
     return f"{what} (reward.max_unscored is {max_unscored:g}). Most frequent reason: {reason}"
 
 
@@ -184,7 +184,7 @@ class ExpertSource:
     def __init__(
         self,
         tasks: Sequence[Task],
-        order: Order,
+        order: TaskOrder,
         environment: EnvironmentFactory,
         chat: ChatFormat,
         algorithm: Algorithm,
@@ -199,8 +199,8 @@ class ExpertSource:
         started = time.perf_counter()
         tasks = [self._tasks[number] for number in self._order.batch(step)]
         episodes = await asyncio.gather(*(self._play(task, step) for task in tasks))
-        groups = numbered(step, self._order, [[episode] for episode in episodes], self._algorithm)
-        return demonstrated(step, groups, time.perf_counter() - started)
+        groups = number_groups(step, self._order, [[episode] for episode in episodes], self._algorithm)
+        return demonstration_step(step, groups, time.perf_counter() - started)
 
     async def close(self) -> None: ...
 
@@ -217,13 +217,13 @@ class ExpertSource:
 class DatasetSource:
     """Reads the examples of the step from a dataset."""
 
-    def __init__(self, dataset: TokenizedDataset, order: Order, algorithm: Algorithm) -> None:
+    def __init__(self, dataset: TokenizedDataset, order: TaskOrder, algorithm: Algorithm) -> None:
         self._dataset, self._order, self._algorithm = dataset, order, algorithm
 
     async def take(self, step: int) -> StepGroups:
         started = time.perf_counter()
         groups = await in_thread(self._groups, step)
-        batch = demonstrated(step, groups, time.perf_counter() - started)
+        batch = demonstration_step(step, groups, time.perf_counter() - started)
         batch.metrics |= self._dataset.left_out
         return batch
 
@@ -232,21 +232,21 @@ class DatasetSource:
     def _groups(self, step: int) -> list[Group]:
         examples = self._order.batch(step)
         trajectories = [self._dataset.group(number) for number in examples]
-        groups = numbered(step, self._order, trajectories, self._algorithm)
+        groups = number_groups(step, self._order, trajectories, self._algorithm)
         for number, group in zip(examples, groups, strict=True):
             self._dataset.fill(number, group.rows)
         return groups
 
 
-def numbered(
-    step: int, order: Order, played: Sequence[list[Trajectory]], algorithm: Algorithm
+def number_groups(
+    step: int, order: TaskOrder, played: Sequence[list[Trajectory]], algorithm: Algorithm
 ) -> list[Group]:
     """Return groups with numbers, training rows and places for lists of existing trajectories."""
     first, place = step * order.batch_size, order.start(step)
     return [Group(first + n, group, algorithm.samples(group), 0, place + n) for n, group in enumerate(played)]
 
 
-def demonstrated(step: int, groups: list[Group], seconds: float) -> StepGroups:
+def demonstration_step(step: int, groups: list[Group], seconds: float) -> StepGroups:
     """Return the step of groups that the policy did not sample: their rewards say nothing about the model."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     turns = sum(len(trajectory.turns) for trajectory in episodes) / len(episodes)
@@ -254,7 +254,7 @@ def demonstrated(step: int, groups: list[Group], seconds: float) -> StepGroups:
     return StepGroups(step, groups, seconds, metrics)
 
 
-def most_frequent(unscored: Sequence[Trajectory]) -> str:
+def most_frequent_error(unscored: Sequence[Trajectory]) -> str:
     """Return an example of the most frequent error, treating errors that differ only in numbers or quotes as one."""
     reasons = [trajectory.error or "no reason given" for trajectory in unscored]
     kinds = [re.sub(r"\d+|'[^']*'|\"[^\"]*\"", "", reason) for reason in reasons]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from TrainingFactory.common.seeds import turn_seed
 
 
-class Order:
+class TaskOrder:
     """Endless order of the numbers below `size`: each once per epoch, shuffled by seed and epoch, or ascending if not
     `shuffle`. The last batch of an epoch may be smaller."""
 

@@ -11,31 +11,31 @@ from typing import Any
 import numpy as np
 
 from TrainingFactory.data.conversations import Conversation
-from TrainingFactory.data.datasets import in_one
-from TrainingFactory.data.examples import Example, Examples, reward_of
+from TrainingFactory.data.datasets import join_problems
+from TrainingFactory.data.examples import Example, Examples, total_reward_of
 from TrainingFactory.data.ranking import best_and_worst
-from TrainingFactory.data.rewriting import Unreadable, written_by
-from TrainingFactory.data.trajectories import Kept
+from TrainingFactory.data.rewriting import UnparsableCallError, rerender
+from TrainingFactory.data.trajectories import CompactTrajectory
 from TrainingFactory.types import Completion, Message, Sample, Task, Trajectory, Turn
 
-TOLD = 3  # skipped rows that a message names
-TOLD_EVERY = 10.0  # seconds
+NAMED_ROWS = 3  # skipped rows that a message names
+REPORT_SECONDS = 10.0  # seconds
 
 
-class Told:
+class ProgressReporter:
     """Reports the progress of long work every `TOLD_EVERY` seconds."""
 
     def __init__(self, say: Callable[[str], None], total: int) -> None:
         self._say, self._total, self._reported = say, total, time.monotonic()
 
     def at(self, number: int, what: str) -> None:
-        if time.monotonic() - self._reported > TOLD_EVERY:
+        if time.monotonic() - self._reported > REPORT_SECONDS:
             self._reported = time.monotonic()
             self._say(f"{number} of {self._total} {what}")
 
 
 @dataclass(slots=True)
-class Written:
+class TokenizedConversation:
     """A tokenized conversation, with the token range of each trained turn."""
 
     conversation: Conversation
@@ -77,9 +77,9 @@ class TokenizedDataset:
         self.ids: list[str] = []
         # precomputed log-probs of the reference model, per row of each example
         self.references: list[list[list[float]]] = []
-        self._groups: list[list[Written | Kept]] = []
+        self._groups: list[list[TokenizedConversation | CompactTrajectory]] = []
         problems: list[str] = []
-        reporter = Told(say, len(examples.found))
+        reporter = ProgressReporter(say, len(examples.found))
         for number, example in enumerate(examples.found, 1):
             try:
                 self._add(example)
@@ -88,10 +88,12 @@ class TokenizedDataset:
             reporter.at(number, "rows tokenized")
         self.bad += problems
         if problems and not skip_bad_rows:
-            raise ValueError(in_one(problems))
+            raise ValueError(join_problems(problems))
         if not self.ids:
             unused = [f"{self.unused} recorded episodes give no training signal"] if self.unused else []
-            raise ValueError(f"No usable row in the dataset:\n{in_one([*self.bad, *self.long, *unused])}")
+            raise ValueError(
+                f"No usable row in the dataset:\n{join_problems([*self.bad, *self.long, *unused])}"
+            )
         for note in [*examples.notes, *self._skipped_notes()]:
             say(note)
 
@@ -101,7 +103,7 @@ class TokenizedDataset:
     def group(self, number: int) -> list[Trajectory]:
         name = self.ids[number]
         return [
-            item.trajectory(name, member) if isinstance(item, Written) else item.trajectory()
+            item.trajectory(name, member) if isinstance(item, TokenizedConversation) else item.trajectory()
             for member, item in enumerate(self._groups[number])
         ]
 
@@ -137,10 +139,10 @@ class TokenizedDataset:
             self._groups.append(group)
             self.ids.append(example.id)
 
-    def _best_and_worst(self, example: Example) -> list[Written | Kept]:
+    def _best_and_worst(self, example: Example) -> list[TokenizedConversation | CompactTrajectory]:
         """Return the best and the worst episode; an unusable one is replaced by the next best or next worst."""
-        left, tokenized = example.conversations, dict[int, list[Written | Kept]]()
-        while pair := best_and_worst(left, reward_of):
+        left, tokenized = example.conversations, dict[int, list[TokenizedConversation | CompactTrajectory]]()
+        while pair := best_and_worst(left, total_reward_of):
             for side in pair:
                 if id(side) not in tokenized:
                     tokenized[id(side)] = self._fitting(example, [side])
@@ -150,15 +152,19 @@ class TokenizedDataset:
         self.unused += len(left)
         return []
 
-    def _fitting(self, example: Example, episode: list[Conversation]) -> list[Written | Kept]:
+    def _fitting(
+        self, example: Example, episode: list[Conversation]
+    ) -> list[TokenizedConversation | CompactTrajectory]:
         """Return one recorded episode, or an empty list if it is unusable, which is counted."""
         try:
             return self._if_it_fits(example, list(map(self._tokenize, episode)))
-        except Unreadable:
+        except UnparsableCallError:
             self.unused += 1
             return []
 
-    def _if_it_fits(self, example: Example, group: list[Written | Kept]) -> list[Written | Kept]:
+    def _if_it_fits(
+        self, example: Example, group: list[TokenizedConversation | CompactTrajectory]
+    ) -> list[TokenizedConversation | CompactTrajectory]:
         """Return the group, or an empty list if it is longer than `max_length`."""
         longest = max(item.length for item in group)
         if longest <= self.max_length:
@@ -166,11 +172,11 @@ class TokenizedDataset:
         self.long.append(f"{example.where} has {longest} tokens, over the limit of {self.max_length}")
         return []
 
-    def _tokenize(self, conversation: Conversation) -> Written | Kept:
+    def _tokenize(self, conversation: Conversation) -> TokenizedConversation | CompactTrajectory:
         if (recorded := conversation.recorded) is not None:
             episode = recorded.trajectory()
-            rewritten = written_by(self.chat, episode)
-            return recorded if rewritten is episode else Kept.of(rewritten)
+            rewritten = rerender(self.chat, episode)
+            return recorded if rewritten is episode else CompactTrajectory.of(rewritten)
         chat, start = self.chat, conversation.start
         messages = [
             self._as_sampled(message, number in conversation.bad)
@@ -193,10 +199,10 @@ class TokenizedDataset:
                 break
             ids = ids + chat.extend(turn, messages[place + 1 : following])
             place = following
-        written = Written(conversation, np.asarray(ids, np.int32), borders, trained)
+        written = TokenizedConversation(conversation, np.asarray(ids, np.int32), borders, trained)
         return self._in_steps(written) if conversation.steps else written
 
-    def _in_steps(self, written: Written) -> Written:
+    def _in_steps(self, written: TokenizedConversation) -> TokenizedConversation:
         """Split the last message into its labelled steps, as if each had been sampled as a turn."""
         steps = written.conversation.steps
         begin, end = written.borders.pop()
@@ -230,4 +236,4 @@ class TokenizedDataset:
 
 
 def _first(texts: Sequence[str]) -> str:
-    return "; ".join(texts[:TOLD]) + (" ..." if len(texts) > TOLD else "")
+    return "; ".join(texts[:NAMED_ROWS]) + (" ..." if len(texts) > NAMED_ROWS else "")

@@ -14,7 +14,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.environment import check_name, make_environment
 from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.common import catalog
-from TrainingFactory.common.options import show
+from TrainingFactory.common.options import show_value
 from TrainingFactory.common.texts import secrets_in, valid_text
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
@@ -22,15 +22,15 @@ from TrainingFactory.config.problems import ConfigError, Problem, dotted
 from TrainingFactory.config.schema import ALGORITHMS, sections
 from TrainingFactory.data.datasets import is_path, read_rows
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.resolve.factories import by_file
-from TrainingFactory.resolve.model_names import with_model
-from TrainingFactory.runs.folder import SECRET, list_runs
-from TrainingFactory.trainers.notices import notices, unused
+from TrainingFactory.resolve.factories import resolve_ids
+from TrainingFactory.resolve.model_names import with_resolved_model
+from TrainingFactory.runs.folder import SECRET_IN_CONFIG, list_runs
+from TrainingFactory.trainers.notices import notices, unused_options
 from TrainingFactory.training.dataset import make_tasks
 from TrainingFactory.training.preflight import check_options
 
 Kind = Literal["text", "number", "integer", "switch", "choice", "list", "map"]
-SHAPES: dict[str, Kind] = {
+KIND_BY_TYPE: dict[str, Kind] = {
     "boolean": "switch", "integer": "integer", "number": "number", "string": "text", "array": "list", "object": "map"
 }  # fmt: skip
 HELP = {
@@ -43,14 +43,18 @@ HELP = {
     "registry": "Registration of the model when the run finishes.",
 }  # fmt: skip
 # Options that most runs set; the others are shown on demand.
-USUAL = set(
+COMMON_OPTIONS = set(
     "model.name training.algorithm training.max_steps training.num_epochs training.batch_size training.group_size "
     "training.learning_rate training.eval_every training.seed environment.environment_id environment.max_turns tools "
     "reward.type reward.options data.tasks data.count data.dataset data.heldout sampling.temperature "
     "sampling.max_tokens lora.enabled lora.r logging.checkpoint_every registry.name grpo.advantage grpo.credit grpo.kl "
     "ppo.critic_warmup dpo.beta kto.beta sft.turns".split()
 )
-PLAIN = ("environment", "rule_based", "tool_verified")  # rewards that can be checked from their options alone
+SIMPLE_REWARDS = (
+    "environment",
+    "rule_based",
+    "tool_verified",
+)  # rewards that can be checked from their options alone
 FOLDER = Path(__file__).resolve().parents[2] / "configs"  # exists if the package is a checkout
 
 
@@ -78,14 +82,14 @@ class Options(BaseModel):
     sections: list[OptionSection]
 
 
-class Template(BaseModel):
+class ConfigTemplate(BaseModel):
     name: str
     what: str
     yaml: str
 
 
-class Starts(BaseModel):
-    templates: list[Template]
+class StartingPoints(BaseModel):
+    templates: list[ConfigTemplate]
     runs: list[str]  # the newest first
     empty: str = "model: builtin:tiny\n"
 
@@ -98,16 +102,16 @@ class Draft(BaseModel):
     name: str | None = None  # of the new run; None: generated from algorithm, environment and time
 
 
-class Mistake(BaseModel):
+class ConfigProblem(BaseModel):
     key: str
     message: str
     line: int | None = None  # line of the YAML
 
 
-class Checked(BaseModel):
+class DraftCheck(BaseModel):
     options: dict[str, Any]  # every option by dotted key; for an invalid config the draft's options
     yaml: str  # options that differ from the defaults; for an invalid config the draft's YAML
-    problems: list[Mistake]
+    problems: list[ConfigProblem]
     notices: list[str]
 
 
@@ -129,18 +133,18 @@ def options() -> Options:
 def _option(key: str, schema: Mapping[str, Any]) -> Option:
     kinds = schema.get("anyOf", [schema])
     first = next(candidate for candidate in kinds if candidate.get("type") != "null")
-    kind: Kind = "choice" if "enum" in first else SHAPES.get(first.get("type", ""), "text")
+    kind: Kind = "choice" if "enum" in first else KIND_BY_TYPE.get(first.get("type", ""), "text")
     names = sorted(catalog.names("environment")) if key == "environment.environment_id" else None
     return Option(
         key=key, kind=kind, help=" ".join(schema.get("description", HELP.get(key, "")).split()),
         default=schema.get("default", {"list": [], "map": {}}.get(kind)), choices=first.get("enum", names),
         least=first.get("minimum", first.get("exclusiveMinimum")), above="exclusiveMinimum" in first,
         most=first.get("maximum", first.get("exclusiveMaximum")), nullable={"type": "null"} in kinds,
-        advanced=key not in USUAL,
+        advanced=key not in COMMON_OPTIONS,
     )  # fmt: skip
 
 
-def starts(runs: Path) -> Starts:
+def starting_points(runs: Path) -> StartingPoints:
     """Return the starting points of a new run: templates, existing runs, and an empty config."""
     folders, templates = dict.fromkeys((Path("configs").resolve(), FOLDER)), []
     for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
@@ -149,42 +153,46 @@ def starts(runs: Path) -> Starts:
         except OSError as error:  # an unreadable template must not hide the others
             text = f"# Cannot read this template: {error}\n"
         head = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
-        templates.append(Template(name=path.stem, what=head.partition(". ")[0].rstrip("."), yaml=text))
-    return Starts(templates=templates, runs=[valid_text(run.name) for run in reversed(list_runs(runs))])
+        templates.append(ConfigTemplate(name=path.stem, what=head.partition(". ")[0].rstrip("."), yaml=text))
+    return StartingPoints(
+        templates=templates, runs=[valid_text(run.name) for run in reversed(list_runs(runs))]
+    )
 
 
-def read(draft: Draft) -> TrainingConfig:
+def read_draft(draft: Draft) -> TrainingConfig:
     """Return the config of a draft; raise ConfigError with all problems."""
     overrides = [key_value(key, value) for key, value in draft.options.items()]
     with tempfile.TemporaryDirectory(prefix="tfactory-ui-") as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(draft.yaml or "{}", encoding="utf-8")
         config = load_config(path, overrides)
-    if problems := [Problem(key, SECRET) for key, _ in secrets_in(config.model_dump())]:
+    if problems := [Problem(key, SECRET_IN_CONFIG) for key, _ in secrets_in(config.model_dump())]:
         raise config.wrong(problems)
     return config
 
 
-def placed(config: TrainingConfig, runs: Path) -> TrainingConfig:
+def with_runs_folder(config: TrainingConfig, runs: Path) -> TrainingConfig:
     """Return the config with the UI's folder of runs as its output folder, where model names are looked up."""
     logging = config.logging.model_copy(update={"output_dir": str(runs)})
     return config.model_copy(update={"logging": logging})
 
 
-def check(draft: Draft, runs: Path) -> Checked:
+def check_draft(draft: Draft, runs: Path) -> DraftCheck:
     """Return all options of a draft, its shortest YAML, and its problems by key."""
     try:
-        config = read(draft)
+        config = read_draft(draft)
     except ConfigError as error:
-        return Checked(options=draft.options, yaml=draft.yaml or "", problems=mistakes(error), notices=[])
-    texts, folder = [*notices(config), *unused(config)], config.logging.output_dir
+        return DraftCheck(
+            options=draft.options, yaml=draft.yaml or "", problems=config_problems(error), notices=[]
+        )
+    texts, folder = [*notices(config), *unused_options(config)], config.logging.output_dir
     if "output_dir" in config.logging.model_fields_set and Path(folder).resolve() != runs.resolve():
         texts.append(f"logging.output_dir: runs started here are saved to {runs}, not to {folder}")
-    missed = missing(placed(config, runs))
-    return Checked(options=flat(config), yaml=text_of(config), problems=missed, notices=texts)
+    missed = start_problems(with_runs_folder(config, runs))
+    return DraftCheck(options=flat_options(config), yaml=minimal_yaml(config), problems=missed, notices=texts)
 
 
-def missing(config: TrainingConfig) -> list[Mistake]:
+def start_problems(config: TrainingConfig) -> list[ConfigProblem]:
     """Return the problems that would stop a run at its start. Import no user code and load no model."""
     problems = list[Problem]()
 
@@ -196,8 +204,8 @@ def missing(config: TrainingConfig) -> list[Mistake]:
         except ValueError as error:
             problems.append(Problem(tuple(key.split(".")), str(error)))
 
-    config = tried("", lambda: by_file(config)) or config
-    tried("model.name", lambda: with_model(config))
+    config = tried("", lambda: resolve_ids(config)) or config
+    tried("model.name", lambda: with_resolved_model(config))
     kind, recorded = KINDS[config.training.algorithm], config.data.dataset is not None
     plays = kind.samples or (kind.demonstrations and not recorded)
     tried("", lambda: check_options(config, recorded))
@@ -211,28 +219,30 @@ def missing(config: TrainingConfig) -> list[Mistake]:
         name = getattr(config.data, key) or ""
         if is_path(name) and not Path(name).expanduser().exists():
             tried(f"data.{key}", lambda name=name: next(read_rows(name)))  # raises
-    if config.reward.type in PLAIN and not (config.reward.parts or config.optimization.distributed_reward):
+    if config.reward.type in SIMPLE_REWARDS and not (
+        config.reward.parts or config.optimization.distributed_reward
+    ):
         tried("reward", lambda: check_reward(config))
-    return mistakes(config.wrong(problems))
+    return config_problems(config.wrong(problems))
 
 
-def mistakes(error: ConfigError) -> list[Mistake]:
+def config_problems(error: ConfigError) -> list[ConfigProblem]:
     """Return the problems by key, without the name of the temporary file that held the draft."""
     rows = []
     for problem in error.problems:
         key, line = dotted(problem.key), problem.where.rpartition(":")[2]
-        got = "" if problem.value is ... else f" (got {show(key, problem.value)})"
+        got = "" if problem.value is ... else f" (got {show_value(key, problem.value)})"
         number = int(line) if line.isdecimal() else None
-        rows.append(Mistake(key=key, message=problem.text + got, line=number))
+        rows.append(ConfigProblem(key=key, message=problem.text + got, line=number))
     return rows
 
 
-def text_of(config: TrainingConfig) -> str:
+def minimal_yaml(config: TrainingConfig) -> str:
     data = config.model_dump(exclude_defaults=True)
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True) if data else ""
 
 
-def flat(config: TrainingConfig) -> dict[str, Any]:
+def flat_options(config: TrainingConfig) -> dict[str, Any]:
     values: dict[str, Any] = {"tools": config.model_dump()["tools"]}
     for name in sections():
         values |= {f"{name}.{key}": value for key, value in getattr(config, name).model_dump().items()}

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field
 
-from TrainingFactory.apps.views.registry import audits, where_of
+from TrainingFactory.apps.views.registry import audits, runs_option
 from TrainingFactory.apps.views.shapes import AuditList, EpisodeView, Json, Number
 from TrainingFactory.common.http.site import Site
-from TrainingFactory.data.disk import write_aside
+from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.web.worker import index_of
 
@@ -57,7 +57,7 @@ class JudgeRoutes:
         """List the labels of a run's episodes."""
         path = self._path(run)
         rows, unread = _read(path)
-        gold = f"{shlex.quote(str(path))}{where_of(self._runs)}"
+        gold = f"{shlex.quote(str(path))}{runs_option(self._runs)}"
         rows = [LabelRow(**row) for row in rows.values()]
         command = f"tfactory judge audit --gold {gold} base_url=URL model=NAME"
         return Labels(path=str(path), rows=rows, unread=len(unread), command=command)
@@ -76,7 +76,7 @@ class JudgeRoutes:
                 labels[request.number] = row
             path.parent.mkdir(parents=True, exist_ok=True)
             rows = [json.dumps(label_row, ensure_ascii=False) for label_row in labels.values()]
-            write_aside(path, "".join(f"{line}\n" for line in [*unread, *rows]))
+            write_atomically(path, "".join(f"{line}\n" for line in [*unread, *rows]))
         return self.labels(request.run)
 
 

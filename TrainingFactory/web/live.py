@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from TrainingFactory.apps.views.runs import LOG, Runs, findings, log_part, metrics_part, stat_of
+from TrainingFactory.apps.views.runs import LOG, Runs, file_stat, findings, log_part, metrics_part
 from TrainingFactory.apps.views.shapes import RunRow
 from TrainingFactory.common.http.site import Event, Events, event
 from TrainingFactory.data.disk import open_regular
@@ -18,14 +18,14 @@ TICK = 0.4  # seconds between two polls
 TAIL = 1 << 20  # bytes at the end of a file that are searched for the last line break
 
 
-class Changed(BaseModel):
+class RunChanges(BaseModel):
     """New or changed runs, and names of deleted ones."""
 
     runs: list[RunRow]
     gone: list[str]
 
 
-class Live:
+class RunEvents:
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
         self.stopping: Callable[[], bool] = lambda: False  # whether the server shuts down, which ends streams
@@ -42,14 +42,14 @@ class Live:
         """Yield changes from now on: rows of all runs, and the metrics, log and findings of `run`."""
         rows_before = await self._look()
         news = None if run is None else await asyncio.to_thread(_News, run)
-        yield event("runs", Changed(runs=[], gone=[]))  # tells the page that the stream is open
+        yield event("runs", RunChanges(runs=[], gone=[]))  # tells the page that the stream is open
         while not self.stopping():
             await asyncio.sleep(TICK)
             rows = await self._look()
             changed = [row for name, row in rows.items() if row is not rows_before.get(name)]
             gone = [name for name in rows_before if name not in rows]
             if changed or gone:
-                yield event("runs", Changed(runs=changed, gone=gone))
+                yield event("runs", RunChanges(runs=changed, gone=gone))
             rows_before = rows
             if news is not None and news.run.name in rows:
                 for change in await asyncio.to_thread(news.look):
@@ -62,7 +62,7 @@ class _News:
     def __init__(self, run: RunFolder) -> None:
         self.run = run
         self._metrics, self._log = (_last_line_end(run.path / name) for name in (METRICS, LOG))
-        self._findings = stat_of(run.path / FINDINGS)
+        self._findings = file_stat(run.path / FINDINGS)
 
     def look(self) -> list[Event]:
         events = []
@@ -71,7 +71,7 @@ class _News:
         if (text := log_part(self.run, self._log)).text or text.again:
             events.append(event("log", text.model_copy(update={"start": self._log})))
         self._metrics, self._log = part.offset, text.offset
-        if (state := stat_of(self.run.path / FINDINGS)) != self._findings:
+        if (state := file_stat(self.run.path / FINDINGS)) != self._findings:
             rows = [finding.model_dump() for finding in findings(self.run)]
             events.append(event("findings", {"findings": rows}))
         self._findings = state

@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from TrainingFactory.apps.views.runs import Runs
-from TrainingFactory.apps.views.shapes import Chat, Json
+from TrainingFactory.apps.views.shapes import ChatMessage, Json
 from TrainingFactory.common import catalog
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.http.site import Events, Site
@@ -22,49 +22,49 @@ from TrainingFactory.data.examples import Form, load_examples
 from TrainingFactory.models.names import BUILTIN
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.runs.folder import RunFolder
-from TrainingFactory.training.dataset import arguments_fit
+from TrainingFactory.training.dataset import argument_problem
 from TrainingFactory.web.pool import Pool
 
 FORMS: dict[str, Form] = {"demonstration": "sft", "preference": "dpo", "verdict": "kto"}
 
 
-class Playable(BaseModel):
+class PlayChoices(BaseModel):
     models: list[Json]  # name, what, environment (in which it was trained)
     environments: list[Json]  # name, what
 
 
-class Choose(BaseModel):
+class ConversationRequest(BaseModel):
     model: str
     environment: str | None = None  # name from GET /api/play; None: a plain conversation
     task: str | None = None  # id of one of the environment's tasks; None: the user writes the first message
 
 
-class Opened(BaseModel):
+class OpenedConversation(BaseModel):
     id: str
     tools: list[Json]
-    messages: list[Chat]  # initial messages of the conversation
+    messages: list[ChatMessage]  # initial messages of the conversation
     tasks: list[Json]  # id, prompt: some of the environment's tasks
     max_length: int  # tokens
     temperature: float  # sampling temperature of its training
     max_tokens: int
 
 
-class Say(BaseModel):
-    messages: list[Chat] = Field(min_length=1)  # the whole conversation
+class AnswerRequest(BaseModel):
+    messages: list[ChatMessage] = Field(min_length=1)  # the whole conversation
     temperature: float = Field(default=1.0, ge=0, le=10)
     max_tokens: int = Field(default=512, ge=1)
     seed: int = 0
 
 
-class Keep(BaseModel):
+class SaveRequest(BaseModel):
     kind: Literal["demonstration", "preference", "verdict"]
-    messages: list[Chat]  # the whole conversation; for a preference, with the better answer
-    other: list[Chat] = []  # for a preference: the same conversation with the worse answer
+    messages: list[ChatMessage]  # the whole conversation; for a preference, with the better answer
+    other: list[ChatMessage] = []  # for a preference: the same conversation with the worse answer
     good: bool = True  # for a verdict
     dataset: str = Field(default="play", pattern=r"^\w[\w-]{0,63}$")
 
 
-class Kept(BaseModel):
+class SavedRow(BaseModel):
     path: str
     rows: int
     command: str  # command that checks the dataset
@@ -81,7 +81,7 @@ class PlayRoutes:
         site.add("POST", "/api/play/{id}/stop", self.stop)
         site.add("POST", "/api/play/{id}/keep", self.keep)
 
-    def choices(self) -> Playable:
+    def choices(self) -> PlayChoices:
         """List the local models and environments of the playground."""
         catalogued = catalog.names("environment").items()
         names = [name for name, alias in catalogued if alias is None and not name.endswith("/")]
@@ -97,9 +97,9 @@ class PlayRoutes:
         for version in Catalogue(registry_path(self._runs.folder)).versions():
             what = ", ".join(["registered", *version.aliases])
             models.append({"name": str(version), "what": what, "environment": None})
-        return Playable(models=models, environments=environments)
+        return PlayChoices(models=models, environments=environments)
 
-    async def begin(self, request: Choose) -> Opened:
+    async def begin(self, request: ConversationRequest) -> OpenedConversation:
         """Load a model in its worker process, and begin a conversation in an environment."""
         known = await asyncio.to_thread(self.choices)
         choices = {"model": known.models, "environment": [{"name": None}, *known.environments]}
@@ -109,9 +109,9 @@ class PlayRoutes:
         arguments = request.model_dump() | {"id": secrets.token_hex(8), "runs": str(self._runs.folder)}
         opened = await self._pool.ask(f"play:{request.model}", "begin", arguments)
         self._open[arguments["id"]] = arguments | {"tools": opened["tools"], "stop": self._stops.name}
-        return Opened(id=arguments["id"], **opened)
+        return OpenedConversation(id=arguments["id"], **opened)
 
-    async def say(self, id: str, request: Say) -> Events:
+    async def say(self, id: str, request: AnswerRequest) -> Events:
         """Sample an answer: events `told` with text, message or results, then `done` with the new messages."""
         conversation = self._find(id)
         # A new file per answer, because the previous one may still be ending.
@@ -119,18 +119,18 @@ class PlayRoutes:
         arguments = conversation | request.model_dump()
         return self._pool.events(f"play:{conversation['model']}", "say", arguments, Path(stop).touch)
 
-    def stop(self, id: str) -> Choose:
+    def stop(self, id: str) -> ConversationRequest:
         """Stop the answer that is being sampled; keep what was sampled. Return the conversation."""
         Path(self._find(id)["stop"]).touch()
-        return Choose(**self._find(id))
+        return ConversationRequest(**self._find(id))
 
-    def keep(self, id: str, request: Keep) -> Kept:
+    def keep(self, id: str, request: SaveRequest) -> SavedRow:
         """Append a conversation to a dataset as a training row."""
         form, tools, messages = FORMS[request.kind], self._find(id)["tools"], request.messages
         rows = {"sft": {"messages": messages}, "kto": {"messages": messages, "label": request.good}}
         row = rows.get(form, {"chosen": messages, "rejected": request.other})
         row |= {"tools": tools} if tools else {}
-        load_examples([row], form, fits=arguments_fit)  # raises if training could not use the row
+        load_examples([row], form, fits=argument_problem)  # raises if training could not use the row
         path = self._runs.folder / "datasets" / f"{request.dataset}.{form}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock, path.open("a+", encoding="utf-8", newline="\n") as file:
@@ -138,7 +138,7 @@ class PlayRoutes:
             file.seek(0)
             count = sum(1 for _ in file)
         command = shlex.join(["tfactory", "data", "check", str(path), "--for", form])
-        return Kept(path=str(path), rows=count, command=command)
+        return SavedRow(path=str(path), rows=count, command=command)
 
     def _find(self, id: str) -> Json:
         if (conversation := self._open.get(id)) is None:

@@ -13,31 +13,31 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.agent_api.conversations import Conversations, Node
-from TrainingFactory.agent_api.responses import PIECE
-from TrainingFactory.apps.serving.served import Served, load_served, served_config
+from TrainingFactory.agent_api.conversations import Conversations, RequestNode
+from TrainingFactory.agent_api.responses import CHUNK_TOKENS
+from TrainingFactory.apps.serving.served import ServedModel, load_served_model, serving_config
 from TrainingFactory.apps.views.episodes import episode_view
 from TrainingFactory.assembly.environment import make_environment
 from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.common.openai_format import message_from_dict, message_to_dict, spec_to_dict
 from TrainingFactory.common.seeds import turn_seed
-from TrainingFactory.common.user_code import told
+from TrainingFactory.common.user_code import as_value_error
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Environment
 from TrainingFactory.resolve.model_names import find_model
-from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
+from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
 from TrainingFactory.runs.folder import RunFolder
-from TrainingFactory.training.dataset import make_tasks, makes_tasks
+from TrainingFactory.training.dataset import generates_tasks, make_tasks
 from TrainingFactory.types import Completion, Message, Task, ToolSpec, Trajectory, Turn
-from TrainingFactory.web.worker import Tell
+from TrainingFactory.web.worker import ProgressCallback
 
-Given = dict[str, Any]
-TASKS = 50  # maximum tasks of an environment that are offered
-OPEN = 8  # maximum conversations that keep their environment and tools open
-TURNS = 400  # maximum sampled turns of a conversation whose tokens are kept
-LOOK = 0.1  # seconds between two checks of the stop file
-_open: OrderedDict[str, Playing] = OrderedDict()
+JobArguments = dict[str, Any]
+MAX_TASKS = 50  # maximum tasks of an environment that are offered
+MAX_OPEN = 8  # maximum conversations that keep their environment and tools open
+MAX_KEPT_TURNS = 400  # maximum sampled turns of a conversation whose tokens are kept
+STOP_POLL_SECONDS = 0.1  # seconds between two checks of the stop file
+_open: OrderedDict[str, PlayConversation] = OrderedDict()
 
 
 @lru_cache(1)
@@ -48,12 +48,14 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _job(work: Callable[[Given, Tell], Coroutine[Any, Any, Given]]) -> Callable[[Given, Tell], Given]:
+def _job(
+    work: Callable[[JobArguments, ProgressCallback], Coroutine[Any, Any, JobArguments]],
+) -> Callable[[JobArguments, ProgressCallback], JobArguments]:
     return lambda arguments, tell: asyncio.run_coroutine_threadsafe(work(arguments, tell), _loop()).result()
 
 
 @_job
-async def begin(arguments: Given, tell: Tell) -> Given:
+async def begin(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
     playing = await _playing(arguments)
     first = [message for message in await playing.renew() if arguments["task"] or message.role == "system"]
     sampling, tasks = playing.config.sampling, playing.tasks
@@ -68,20 +70,20 @@ async def begin(arguments: Given, tell: Tell) -> Given:
 
 
 @_job
-async def say(arguments: Given, tell: Tell) -> Given:
+async def say(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
     playing = await _playing(arguments)
     messages = [message_from_dict(message) for message in arguments["messages"]]
     anew, conversation = await playing.at(messages), list(messages)
     if messages[-1].role == "assistant":  # an edited turn: execute its tool calls now
         conversation += await playing.replies(messages[-1])
     prompt = await asyncio.to_thread(playing.turns.begin, list(conversation), playing.specs)
-    run = Answer(playing, prompt, arguments, tell)
+    run = AnswerRun(playing, prompt, arguments, tell)
     stopped, trajectory = await run.until_stopped(), run.trajectory
     for turn in trajectory.turns:
-        node = Node(turn, list(conversation), prompt.tools, "")
+        node = RequestNode(turn, list(conversation), prompt.tools, "")
         playing.turns.add(node, turn.completion, turn.message, run.session)
         conversation += [turn.message, *turn.replies]
-    playing.seen, playing.turns.answered[:-TURNS] = conversation, []
+    playing.seen, playing.turns.answered[:-MAX_KEPT_TURNS] = conversation, []
     # `written`: "extended" if the earlier tokens were reused, else why not. `anew`: the environment was restarted.
     return {
         "messages": [message_to_dict(message) for message in conversation[len(messages) :]],
@@ -91,25 +93,25 @@ async def say(arguments: Given, tell: Tell) -> Given:
     }  # fmt: skip
 
 
-async def _playing(arguments: Given) -> Playing:
+async def _playing(arguments: JobArguments) -> PlayConversation:
     """Return the open conversation, or open it if this process does not have it."""
     if (playing := _open.get(arguments["id"])) is None:
-        config = served_config(find_model(arguments["model"], arguments["runs"]), ["sampling.slots=4"])
+        config = serving_config(find_model(arguments["model"], arguments["runs"]), ["sampling.slots=4"])
         # A process has one model, so an earlier conversation has it loaded.
         loaded = [conversation.served for conversation in _open.values()]
-        served = loaded[0] if loaded else await asyncio.to_thread(load_served, config)
-        playing = Playing(served, arguments)
+        served = loaded[0] if loaded else await asyncio.to_thread(load_served_model, config)
+        playing = PlayConversation(served, arguments)
         await playing.open(arguments["task"])
         _open[arguments["id"]] = playing
-    while len(_open) > OPEN:
+    while len(_open) > MAX_OPEN:
         await _open.popitem(last=False)[1].close()
     return playing
 
 
-class Playing:
+class PlayConversation:
     """A conversation's environment, tools, and the tokens of its turns."""
 
-    def __init__(self, served: Served, arguments: Given) -> None:
+    def __init__(self, served: ServedModel, arguments: JobArguments) -> None:
         self.served, self.config, self.turns = served, config_of(arguments), Conversations(served.chat)
         self.task, self.tasks = Task("own-words", ""), list[Task]()
         self.environment: Environment | None = None
@@ -122,11 +124,11 @@ class Playing:
             raise ValueError("the playground does not support external programs (environment.command)")
         try:
             self._factory: Any = await self._tools.equip(make_environment(self.config, True))
-            if self.config.data.tasks is not None or makes_tasks(self._factory):
-                self.tasks = make_tasks(self.config, self._factory)[:TASKS]
+            if self.config.data.tasks is not None or generates_tasks(self._factory):
+                self.tasks = make_tasks(self.config, self._factory)[:MAX_TASKS]
             matching = [candidate for candidate in self.tasks if candidate.id == task]
             if task is not None and not matching:
-                raise ValueError(f"no task {task!r} among the first {TASKS} tasks of the environment")
+                raise ValueError(f"no task {task!r} among the first {MAX_TASKS} tasks of the environment")
             self.task = (matching or [self.task])[0]
         except BaseException:
             await self._tools.close()
@@ -140,7 +142,7 @@ class Playing:
             self.seen, self.specs = [], [tool.spec for tool in environment.tools]
             return await environment.reset()
         except Exception as error:  # foreign code
-            raise told(error) from error
+            raise as_value_error(error) from error
 
     async def at(self, messages: list[Message]) -> bool:
         """Restart the environment if the conversation was edited; return whether earlier tool calls are lost."""
@@ -170,14 +172,16 @@ class Playing:
         await self._tools.close()
 
 
-class Answer(EpisodeRun):
+class AnswerRun(EpisodeRun):
     """An answer: turns from an existing prompt until one calls no tool. Reports each turn as it is sampled."""
 
-    def __init__(self, playing: Playing, node: Node, arguments: Given, tell: Tell) -> None:
+    def __init__(
+        self, playing: PlayConversation, node: RequestNode, arguments: JobArguments, tell: ProgressCallback
+    ) -> None:
         served, place = playing.served, playing.config.environment
         params = replace(served.defaults, temperature=arguments["temperature"])
         limits = place.max_turns, place.episode_timeout, playing.config.sampling.max_reply_tokens
-        rules = EpisodeRules(lambda _: playing.environment, served.chat, params, None, *limits)  # type: ignore[arg-type]
+        rules = EpisodeSettings(lambda _: playing.environment, served.chat, params, None, *limits)  # type: ignore[arg-type]
         trajectory = Trajectory(playing.task, "play", prompt=node.messages, tools=node.tools)
         seed_of = partial(turn_seed, arguments["seed"], 0, "play", len(node.messages))
         super().__init__(rules, trajectory, served.sampler.session(), served.sampler.max_length, seed_of)
@@ -189,7 +193,7 @@ class Answer(EpisodeRun):
         """Play the turns; return whether the user stopped. A stop cancels tool calls, and keeps the current piece."""
         work = asyncio.ensure_future(self.play())
         while not work.done():
-            await asyncio.wait({work}, timeout=LOOK)
+            await asyncio.wait({work}, timeout=STOP_POLL_SECONDS)
             if self._stepping and self._stop.exists():
                 work.cancel()
         self.leave()
@@ -202,7 +206,7 @@ class Answer(EpisodeRun):
         """Sample a turn in pieces, which give the same tokens as one call, and report each piece."""
         whole, most = Completion([], [], "length"), max(1, min(self._most, self.max_length - len(ids)))
         while whole.finish == "length" and len(whole.token_ids) < most:
-            piece = replace(self.rules.params, max_tokens=min(PIECE, most - len(whole.token_ids)))
+            piece = replace(self.rules.params, max_tokens=min(CHUNK_TOKENS, most - len(whole.token_ids)))
             self.rules = replace(self.rules, params=piece)
             more = await super()._sample(ids + whole.token_ids, number)
             sampled, logprobs = whole.token_ids + more.token_ids, whole.logprobs + more.logprobs
@@ -225,14 +229,14 @@ class Answer(EpisodeRun):
             self._tell({"results": [asdict(result) for result in turn.tool_results]})
 
 
-def config_of(arguments: Given) -> TrainingConfig:
+def config_of(arguments: JobArguments) -> TrainingConfig:
     """Return the config of a conversation: the model's own, with the chosen environment and tools."""
-    config = served_config(find_model(arguments["model"], arguments["runs"]))
+    config = serving_config(find_model(arguments["model"], arguments["runs"]))
     kind, _, name = (arguments["environment"] or "").partition(":")
-    changes: Given = {"logging": config.logging.model_copy(update={"output_dir": arguments["runs"]})}
+    changes: JobArguments = {"logging": config.logging.model_copy(update={"output_dir": arguments["runs"]})}
     if kind == "environment":
         changes["environment"] = config.environment.model_copy(update={"environment_id": name})
-        changes["data"] = config.data.model_copy(update={"count": TASKS})
+        changes["data"] = config.data.model_copy(update={"count": MAX_TASKS})
     elif kind == "run":
         run_config = RunFolder(Path(arguments["runs"]) / name).config
         changes |= {"environment": run_config.environment, "tools": run_config.tools, "data": run_config.data}

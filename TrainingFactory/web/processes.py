@@ -15,15 +15,15 @@ from typing import Any
 
 from TrainingFactory.apps.views.runs import LOG
 from TrainingFactory.common.http.api import ApiError
-from TrainingFactory.common.texts import clean
+from TrainingFactory.common.texts import escape_control
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import open_regular
 from TrainingFactory.runs.folder import RunFolder, is_run, new_name
-from TrainingFactory.web.form import placed
+from TrainingFactory.web.form import with_runs_folder
 
-START = "start.yaml"  # in a run's folder: the config that the form sent
+START_CONFIG = "start.yaml"  # in a run's folder: the config that the form sent
 COMMAND = [sys.executable, "-P", "-m", "TrainingFactory.cli"]  # this installation, regardless of PATH
-WAIT = 60.0  # seconds to wait for a run to begin, before it is reported as started anyway
+START_TIMEOUT = 60.0  # seconds to wait for a run to begin, before it is reported as started anyway
 LAST_LINES = 12  # lines of the log in the error of a failed start
 _starting = set[str]()  # names of runs that have not begun yet
 _processes = list[subprocess.Popen[Any]]()
@@ -31,7 +31,7 @@ _processes = list[subprocess.Popen[Any]]()
 
 async def train(text: str, config: TrainingConfig, name: str | None, runs: Path) -> tuple[str, str]:
     """Start `tfactory train` with the YAML of a config; return the run's name and the command once it has begun."""
-    name = name or new_name(placed(config, runs))
+    name = name or new_name(with_runs_folder(config, runs))
     path, part = runs / name, runs / f".{name}.part"
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise ApiError(f"invalid run name {name!r}: use letters, digits and . _ + - only", "name")
@@ -42,15 +42,15 @@ async def train(text: str, config: TrainingConfig, name: str | None, runs: Path)
         # A run adopts a folder of this name as its own, so that its log is complete from the first line.
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        (part / START).write_text(text, encoding="utf-8")
+        (part / START_CONFIG).write_text(text, encoding="utf-8")
         options = [f"logging.output_dir={runs}", "--name", name]
-        await _start(["train", str(part / START), *options], part / LOG, lambda: is_run(path))
+        await _start(["train", str(part / START_CONFIG), *options], part / LOG, lambda: is_run(path))
     except ApiError:
         shutil.rmtree(part, ignore_errors=True)
         raise
     finally:
         _starting.discard(name)
-    return name, shlex.join(["tfactory", "train", str(path / START), *options])
+    return name, shlex.join(["tfactory", "train", str(path / START_CONFIG), *options])
 
 
 async def resume(run: RunFolder) -> str:
@@ -72,13 +72,13 @@ async def _start(arguments: list[str], log: Path, has_begun: Callable[[], bool])
         process = subprocess.Popen([*COMMAND, *arguments], start_new_session=True, **streams)
         _processes.append(process)
         threading.Thread(target=process.wait, daemon=True).start()  # reaps the process
-        for _ in range(int(WAIT / 0.1)):
+        for _ in range(int(START_TIMEOUT / 0.1)):
             if has_begun() or process.returncode is not None:
                 break
             await asyncio.sleep(0.1)
         if process.returncode and not has_begun():
             output.seek(before)
-            output_text = clean(output.read().decode("utf-8", "replace"))
+            output_text = escape_control(output.read().decode("utf-8", "replace"))
             last_lines = "\n".join(output_text.split("\n")[-LAST_LINES:]).strip()
             error = last_lines.partition("error: ")[2]
             raise ApiError(error or last_lines or "the process exited at once", code="not_started")

@@ -14,23 +14,23 @@ from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.web.pool import Pool
 
 
-class Alias(BaseModel):
+class AliasRequest(BaseModel):
     alias: str = "champion"
     number: int = 0  # version number; for a rollback, the expected current version (0: any)
 
 
-class Promote(Alias):
+class PromotionRequest(AliasRequest):
     suite: str  # name from GET /api/suites
     first: bool = False  # the alias does not exist yet
 
 
-class Moved(BaseModel):
+class AliasChange(BaseModel):
     version: str  # current version of the alias
     was: int | None  # number of its previous version
     command: str  # equivalent command
 
 
-class Suites(BaseModel):
+class SuiteList(BaseModel):
     suites: dict[str, str]  # name -> file
 
 
@@ -47,7 +47,7 @@ class RegistryRoutes:
 
     def models(self) -> shapes.ModelList:
         """List the registered models with their versions."""
-        return views.models(self._catalogue)
+        return views.list_models(self._catalogue)
 
     def version(self, name: str, number: int) -> shapes.VersionView:
         """Show a version with its lineage, evaluations and promotion decisions."""
@@ -57,26 +57,26 @@ class RegistryRoutes:
         """Compare two models or runs by their recorded evaluations."""
         return views.comparison_view(first, second, self._runs, self._catalogue)
 
-    def suites(self) -> Suites:
+    def suites(self) -> SuiteList:
         """List the suites with a gate in the server's working directory and its `suites/` folder."""
-        return Suites(suites={name: str(path) for name, path in _suites().items()})
+        return SuiteList(suites={name: str(path) for name, path in _suites().items()})
 
-    def alias(self, name: str, request: Alias) -> Moved:
+    def alias(self, name: str, request: AliasRequest) -> AliasChange:
         """Set an alias to a version."""
         version, was = self._catalogue.set_alias(f"{name}:{request.number}", request.alias)
-        command = f"tfactory registry alias {version} {request.alias}{views.where_of(self._runs)}"
-        return Moved(version=str(version), was=was, command=command)
+        command = f"tfactory registry alias {version} {request.alias}{views.runs_option(self._runs)}"
+        return AliasChange(version=str(version), was=was, command=command)
 
-    def rollback(self, name: str, request: Alias) -> Moved:
+    def rollback(self, name: str, request: AliasRequest) -> AliasChange:
         """Roll an alias back to its previous version."""
         if request.number and (now := self._catalogue.alias(name, request.alias)) != request.number:
             text = f"{name}@{request.alias} has moved from version {request.number} to {now}; reload the page"
             raise ApiError(text, "number", status=409)
         version, was = self._catalogue.rollback(name, request.alias)
-        command = f"tfactory registry rollback {name} --alias {request.alias}{views.where_of(self._runs)}"
-        return Moved(version=str(version), was=was, command=command)
+        command = f"tfactory registry rollback {name} --alias {request.alias}{views.runs_option(self._runs)}"
+        return AliasChange(version=str(version), was=was, command=command)
 
-    async def promote(self, name: str, request: Promote) -> Events:
+    async def promote(self, name: str, request: PromotionRequest) -> Events:
         """Promote a version if it passes the suite's gate; events `told`, then `done` with `promoted` and why."""
         if (suite := _suites().get(request.suite)) is None:
             available = ", ".join(_suites()) or "none here"

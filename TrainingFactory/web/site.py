@@ -16,7 +16,7 @@ from TrainingFactory import __version__
 from TrainingFactory.apps.views import runs as views
 from TrainingFactory.apps.views import shapes
 from TrainingFactory.apps.views.index import Query
-from TrainingFactory.apps.views.registry import where_of
+from TrainingFactory.apps.views.registry import runs_option
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.http.site import IN_QUERY, Events, Site
 from TrainingFactory.config import TrainingConfig
@@ -25,7 +25,7 @@ from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.stopping import stop
 from TrainingFactory.web import form, processes
 from TrainingFactory.web.judges import JudgeRoutes
-from TrainingFactory.web.live import Live
+from TrainingFactory.web.live import RunEvents
 from TrainingFactory.web.play import PlayRoutes
 from TrainingFactory.web.pool import Pool
 from TrainingFactory.web.registry import RegistryRoutes
@@ -35,14 +35,14 @@ from TrainingFactory.web.worker import index_of
 STATIC = Path(__file__).with_name("static")
 
 
-class About(BaseModel):
+class SiteInfo(BaseModel):
     version: str
     runs_folder: str
     where: str  # the --runs option that a command needs to find these runs
     now: float  # seconds since 1970
 
 
-class Started(BaseModel):
+class RunAction(BaseModel):
     name: str
     state: str
     command: str  # equivalent command
@@ -55,7 +55,7 @@ class Page:
     def __init__(self, runs: Path, host: str, token: str | None) -> None:
         self.site = Site("TrainingFactory", __version__, STATIC, host, token)
         self.runs, self.pool = views.Runs(runs), Pool()
-        self.live = Live(self.runs)
+        self.live = RunEvents(self.runs)
         self._asked, self._asking = set(), threading.Lock()  # processes of runs that were signalled to stop
         get, post = partial(self.site.add, "GET"), partial(self.site.add, "POST")
         get("/api/about", self.about)
@@ -107,11 +107,11 @@ class Page:
 
     # runs
 
-    def about(self) -> About:
+    def about(self) -> SiteInfo:
         """Return the version and the folder of runs."""
         folder = str(self.runs.folder.resolve())
-        return About(
-            version=__version__, runs_folder=folder, where=where_of(self.runs.folder), now=time.time()
+        return SiteInfo(
+            version=__version__, runs_folder=folder, where=runs_option(self.runs.folder), now=time.time()
         )
 
     def all_runs(self) -> shapes.RunList:
@@ -130,9 +130,9 @@ class Page:
         """Show the options of a run."""
         return views.config_view(self.find(name))
 
-    def diff(self, name: str, other: str) -> shapes.Diff:
+    def diff(self, name: str, other: str) -> shapes.RunDiff:
         """Show the options in which two runs differ."""
-        return views.diff([self.find(name), self.find(other)])
+        return views.diff_runs([self.find(name), self.find(other)])
 
     def metrics(self, name: str, after: int = 0) -> shapes.MetricsPart:
         """Return the metrics of a run after byte `after` of their file."""
@@ -165,7 +165,7 @@ class Page:
         view = await asyncio.to_thread(index_of(path).group, step, task, group)
         return view.model_copy(update={"notes": notes})
 
-    def stop(self, name: str) -> Started:
+    def stop(self, name: str) -> RunAction:
         """Stop a run with a checkpoint, as by Ctrl-C. Repeated requests have no effect."""
         run = self.find(name)
         try:
@@ -173,29 +173,29 @@ class Page:
                 stop(run, self._asked)
         except ValueError as error:
             raise ApiError(str(error), "name", status=409) from error
-        return Started(name=name, state="stopping", command=f"tfactory runs stop {run.shown}")
+        return RunAction(name=name, state="stopping", command=f"tfactory runs stop {run.shown}")
 
-    async def resume(self, name: str) -> Started:
+    async def resume(self, name: str) -> RunAction:
         """Resume a run from its last checkpoint, in a separate process."""
         run = self.find(name)
         command = await processes.resume(run)
-        return Started(name=name, state=run.state, command=command)
+        return RunAction(name=name, state=run.state, command=command)
 
     # a new run
 
-    def starts(self) -> form.Starts:
+    def starts(self) -> form.StartingPoints:
         """List the starting points of a new run."""
-        return form.starts(self.runs.folder)
+        return form.starting_points(self.runs.folder)
 
-    def check(self, draft: form.Draft) -> form.Checked:
+    def check(self, draft: form.Draft) -> form.DraftCheck:
         """Return all options of a draft, its shortest YAML, and its problems by key."""
-        return form.check(draft, self.runs.folder)
+        return form.check_draft(draft, self.runs.folder)
 
-    async def train(self, draft: form.Draft) -> Started:
+    async def train(self, draft: form.Draft) -> RunAction:
         """Start a run in a separate process, which outlives the server."""
         config = _read(draft)
-        name, command = await processes.train(form.text_of(config), config, draft.name, self.runs.folder)
-        return Started(name=name, state="running", command=command)
+        name, command = await processes.train(form.minimal_yaml(config), config, draft.name, self.runs.folder)
+        return RunAction(name=name, state="running", command=command)
 
     async def doctor(self, draft: form.Draft) -> Events:
         """Examine a config with its model; events `told`, then `done` with `findings` and `rows`."""
@@ -206,13 +206,13 @@ class Page:
         return self.pool.events("check", "sample", self._given(draft))
 
     def _given(self, draft: form.Draft) -> shapes.Json:
-        return {"yaml": form.text_of(form.placed(_read(draft), self.runs.folder))}
+        return {"yaml": form.minimal_yaml(form.with_runs_folder(_read(draft), self.runs.folder))}
 
 
 def _read(draft: form.Draft) -> TrainingConfig:
     try:
-        return form.read(draft)
+        return form.read_draft(draft)
     except ConfigError as error:
-        problems = form.mistakes(error)
+        problems = form.config_problems(error)
         text = "; ".join(f"{problem.key}: {problem.message}".removeprefix(": ") for problem in problems)
         raise ApiError(text, problems[0].key or None) from None

@@ -16,32 +16,32 @@ from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.http.site import Site
 from TrainingFactory.common.texts import secrets_in
 from TrainingFactory.config.problems import dotted
-from TrainingFactory.data.disk import write_aside
-from TrainingFactory.data.tasks import PROMPTS, load_tasks
+from TrainingFactory.data.disk import write_atomically
+from TrainingFactory.data.tasks import PROMPT_COLUMNS, load_tasks
 from TrainingFactory.tools.mcp.config import parse_config, parse_json
 from TrainingFactory.tools.mcp.server_config import ServerConfig
 from TrainingFactory.web.pool import Pool
 
 FOLDER = "wizard"  # in the folder of runs, so that a resumed run finds its tools and tasks
-SHOWN = 5  # tasks in the preview
+PREVIEW_TASKS = 5  # tasks in the preview
 
 
-class Pasted(BaseModel):
+class PastedText(BaseModel):
     text: str
     confirmed: list[str] = []  # digests of the servers that the user confirmed
 
 
-class ServersRead(BaseModel):
+class ServerList(BaseModel):
     servers: list[Json]  # name, command (a list) or url, cwd, variables (NAME=VALUE), digest of all these
     problems: list[str]
 
 
-class ToolsOpened(BaseModel):
+class ServerTools(BaseModel):
     config: str  # path of the file, for an entry of `tools`
     tools: list[Json]  # server, name, description, parameters
 
 
-class TasksRead(BaseModel):
+class TaskPreview(BaseModel):
     kind: str  # JSON, CSV, lines
     path: str | None = None  # path of the file, for data.tasks
     count: int = 0
@@ -57,15 +57,15 @@ class WizardRoutes:
         site.add("POST", "/api/tools/open", self.open)
         site.add("POST", "/api/tasks/read", self.tasks)
 
-    def read(self, pasted: Pasted) -> ServersRead:
+    def read(self, pasted: PastedText) -> ServerList:
         """Show what pasted `mcpServers` would start or connect to. Start and save nothing."""
         try:
             servers, problems = self._servers(pasted.text)
         except ValueError as error:
             servers, problems = [], [str(error)]
-        return ServersRead(servers=[_shown(server) for server in servers], problems=problems)
+        return ServerList(servers=[_shown(server) for server in servers], problems=problems)
 
-    async def open(self, pasted: Pasted) -> ToolsOpened:
+    async def open(self, pasted: PastedText) -> ServerTools:
         """Start or connect to the servers, all confirmed by their digests, and list their tools."""
         servers, problems = self._servers(pasted.text)
         if problems:
@@ -74,9 +74,9 @@ class WizardRoutes:
             text = f"{', '.join(unconfirmed)} changed since it was confirmed; check its command and confirm it again"
             raise ApiError(text, "confirmed", status=409, code="not_confirmed")
         path = str(self._kept(pasted.text, "mcp.json"))
-        return ToolsOpened(config=path, tools=await self._pool.ask("check", "tools", {"path": path}))
+        return ServerTools(config=path, tools=await self._pool.ask("check", "tools", {"path": path}))
 
-    def tasks(self, pasted: Pasted) -> TasksRead:
+    def tasks(self, pasted: PastedText) -> TaskPreview:
         """Read pasted or uploaded tasks (JSONL, JSON, CSV or one question per line) as a run would; save them."""
         kind, text = _kind(pasted.text), pasted.text
         if kind == "lines":  # the answer may follow after a tab
@@ -89,10 +89,12 @@ class WizardRoutes:
         except ValueError as error:
             path.unlink()
             problem = str(error).replace(f"{path}, ", "").replace(str(path), "the text")
-            return TasksRead(kind=kind, problem=problem)
-        first = [{"id": task.id, "prompt": task.prompt, "answer": task.answer} for task in tasks[:SHOWN]]
+            return TaskPreview(kind=kind, problem=problem)
+        first = [
+            {"id": task.id, "prompt": task.prompt, "answer": task.answer} for task in tasks[:PREVIEW_TASKS]
+        ]
         answered = sum(task.answer is not None for task in tasks)
-        return TasksRead(path=str(path), kind=kind, count=len(tasks), answered=answered, first=first)
+        return TaskPreview(path=str(path), kind=kind, count=len(tasks), answered=answered, first=first)
 
     def _servers(self, text: str) -> tuple[list[ServerConfig], list[str]]:
         """Return the servers, and the problems that prevent their start; raise ValueError if the text is invalid."""
@@ -112,7 +114,7 @@ class WizardRoutes:
     def _kept(self, text: str, name: str) -> Path:
         folder = self._place(text)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_aside(folder / name, text)
+        write_atomically(folder / name, text)
         return folder / name
 
 
@@ -136,4 +138,4 @@ def _kind(text: str) -> str:
     head = next(csv.reader(stripped.splitlines()[:1]), [])
     if stripped.startswith(("[", "{")):
         return "JSON"  # or JSONL, which is read the same way
-    return "CSV" if {cell.strip() for cell in head} & {"prompt", *PROMPTS} else "lines"
+    return "CSV" if {cell.strip() for cell in head} & {"prompt", *PROMPT_COLUMNS} else "lines"

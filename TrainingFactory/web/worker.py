@@ -16,15 +16,15 @@ from TrainingFactory.apps.views.index import EpisodeIndex
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.tracking import PlainLines
 from TrainingFactory.types import Trajectory
-from TrainingFactory.web.form import Draft, read
+from TrainingFactory.web.form import Draft, read_draft
 
-Tell = Callable[[Any], None]
+ProgressCallback = Callable[[Any], None]
 # job -> module with the function of that name, which takes the job's arguments and a progress callback and returns JSON
 JOBS = dict.fromkeys(("credit", "doctor", "promote", "sample", "tools"), "TrainingFactory.web.worker")
 JOBS |= dict.fromkeys(("begin", "say"), "TrainingFactory.web.playing")
 
 
-def answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def answer(request: dict[str, Any], tell: ProgressCallback) -> dict[str, Any]:
     """Run a job; return a user's mistake as its error text."""
     try:
         return {"ok": getattr(import_module(JOBS[request["job"]]), request["job"])(request["given"], tell)}
@@ -32,10 +32,10 @@ def answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
         return {"wrong": str(error)}
 
 
-class Telling(PlainLines):
+class ProgressWatcher(PlainLines):
     """Watcher that forwards progress messages to the page."""
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: ProgressCallback) -> None:
         self._tell = tell
 
     def say(self, text: str) -> None:
@@ -50,7 +50,7 @@ def index_of(run: Path) -> EpisodeIndex:
     return EpisodeIndex(RunFolder(run))
 
 
-def credit(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def credit(arguments: dict[str, Any], tell: ProgressCallback) -> dict[str, Any]:
     from TrainingFactory.apps.views.credit import group_credit
 
     index = index_of(Path(arguments["run"]))
@@ -59,30 +59,30 @@ def credit(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
     return view.model_dump(mode="json")
 
 
-def doctor(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def doctor(arguments: dict[str, Any], tell: ProgressCallback) -> dict[str, Any]:
     """Examine a config as `tfactory doctor` does."""
-    config = read(Draft(yaml=arguments["yaml"]))
+    config = read_draft(Draft(yaml=arguments["yaml"]))
     from TrainingFactory.apps.doctor.examination import examine
 
-    diagnosis = examine(config, Telling(tell)).as_json
+    diagnosis = examine(config, ProgressWatcher(tell)).as_json
     return {"findings": diagnosis["findings"], "rows": list(diagnosis["facts"].items())}
 
 
-def sample(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def sample(arguments: dict[str, Any], tell: ProgressCallback) -> dict[str, Any]:
     """Play two episodes of a config without saving them."""
     from TrainingFactory.apps.views.episodes import episode_view
     from TrainingFactory.evaluation.rollouts import Rollouts
 
-    config, notes = read(Draft(yaml=arguments["yaml"])), list[str]()
+    config, notes = read_draft(Draft(yaml=arguments["yaml"])), list[str]()
     config = config.model_copy(update={"data": config.data.model_copy(update={"count": 2})})
     with tempfile.TemporaryDirectory(prefix="tfactory-sample-") as folder:
         rollouts = Rollouts(config, Path(folder) / "episodes.jsonl", say=notes.append)
-        episodes = rollouts.run(Telling(tell).episode).trajectories
+        episodes = rollouts.run(ProgressWatcher(tell).episode).trajectories
     views = [episode_view(episode, number) for number, episode in enumerate(episodes, 1)]
     return {"episodes": [episode.model_dump(mode="json") for episode in views], "notes": notes}
 
 
-def tools(arguments: dict[str, Any], tell: Tell) -> list[dict[str, Any]]:
+def tools(arguments: dict[str, Any], tell: ProgressCallback) -> list[dict[str, Any]]:
     """Start or connect to the confirmed servers of a file, list their tools, and stop them."""
     from TrainingFactory.tools.mcp_tools import MCPTools
 
@@ -93,7 +93,7 @@ def tools(arguments: dict[str, Any], tell: Tell) -> list[dict[str, Any]]:
     return asyncio.run(ask())
 
 
-def promote(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def promote(arguments: dict[str, Any], tell: ProgressCallback) -> dict[str, Any]:
     from TrainingFactory.promotion.model_registry import ModelRegistry
     from TrainingFactory.promotion.promotion import Promotion
 
@@ -103,7 +103,7 @@ def promote(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
 
     names = [arguments[key] for key in ("version", "alias", "suite", "first")]
     registry = ModelRegistry(None, arguments["runs"])
-    promotion = Promotion(registry, *names, runs=arguments["runs"], say=Telling(tell).say)
+    promotion = Promotion(registry, *names, runs=arguments["runs"], say=ProgressWatcher(tell).say)
     for line in promotion.stated:
         tell({"text": f"the gate: {line}"})
     decision = promotion.run(play)

@@ -12,18 +12,18 @@ import torch
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.policy_loss import kl_terms
 from TrainingFactory.algorithms.ppo import PPO
-from TrainingFactory.algorithms.trained_tokens import Trained
+from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 
 GAPS = [-1000, -100, -20.5, -5, -0.4, -0.1, 0, 0.1, 0.5, 1.0, 1.2, 5, 19.5, 20.5, 100, 1000]
 
 
-def tokens(gaps: Any, advantages: Any, episode: Any = None) -> Trained:
+def tokens(gaps: Any, advantages: Any, episode: Any = None) -> TrainedTokens:
     """One token for each gap between the log-prob now and the sampler's, which is -1."""
     size = len(gaps)
     zeros = torch.zeros(size)
     owner = zeros.long() if episode is None else torch.tensor(episode)
     episodes = int(owner.max()) + 1
-    return Trained(
+    return TrainedTokens(
         (torch.tensor(gaps, dtype=torch.float32) - 1).requires_grad_(), zeros, zeros - 1,
         torch.tensor(advantages, dtype=torch.float32), zeros, owner, torch.zeros(episodes), torch.zeros(0, 2),
         size, episodes, 0, values=zeros.clone().requires_grad_(), old_values=zeros, returns=zeros,

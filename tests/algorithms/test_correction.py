@@ -13,11 +13,11 @@ import torch
 
 from tests.kits.algorithm import batch_for, groups_of, learner_for
 from tests.kits.learner import row_logprobs, samples_of, trained_values
-from TrainingFactory.algorithms.correction import Correction, corrected
+from TrainingFactory.algorithms.correction import Correction, importance_weights
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.rft import RFT
-from TrainingFactory.algorithms.trained_tokens import Trained
+from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.step import StepOptions, train_step
 from TrainingFactory.types import Sample
@@ -62,7 +62,9 @@ def test_the_weights_are_the_formula(name: str, budget: int) -> None:
     assert (len(batch.packs) == 1) == (budget == 16_384)
     sums = dict.fromkeys(("importance_weight", "importance_masked", "importance_capped"), 0.0)
     for pack in batch.packs:
-        before, weight, metrics = corrected(learner._trained(pack, batch, algorithm.needs), correction)
+        before, weight, metrics = importance_weights(
+            learner._trained(pack, batch, algorithm.needs), correction
+        )
         assert isinstance(weight, torch.Tensor) and not weight.requires_grad and not before.requires_grad
         for number in pack.rows:
             np.testing.assert_allclose(weight[pack.row == number], wanted[number], rtol=1e-4, err_msg=name)
@@ -73,7 +75,7 @@ def test_the_weights_are_the_formula(name: str, budget: int) -> None:
     assert shares[2] and (shares[1] > 0) == (correction.mask is not None) and (ratios < 1).any()
 
 
-def tokens(seed: int, size: int = 60) -> Trained:
+def tokens(seed: int, size: int = 60) -> TrainedTokens:
     """Of 6 episodes, with all that the three losses ask for."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -83,7 +85,7 @@ def tokens(seed: int, size: int = 60) -> Trained:
     sampled, zeros = near(-2.0, 0.5), torch.zeros(size)
     old = near(sampled, 0.2)
     values = near(0.0, 1.0)
-    return Trained(
+    return TrainedTokens(
         near(old, 0.2).requires_grad_(), zeros, sampled, near(0.0, 1.0), zeros, torch.arange(size) // 10, zeros[:6],
         torch.zeros(0, 2), 100, 7, 0, old=old, values=values.requires_grad_(), old_values=values.detach(),
         returns=near(values.detach(), 1.0), reference=near(old, 0.2),
@@ -169,7 +171,7 @@ def mean_gradient(
     chances = sampled.sum(1).exp()
     number = torch.arange(len(now)).repeat_interleave(LENGTH)
     flat, zeros = now.flatten(), torch.zeros(now.numel(), dtype=torch.double)
-    trained = Trained(
+    trained = TrainedTokens(
         flat, zeros, sampled.flatten(), (chances * rewards)[number], zeros, number, torch.zeros(len(now)),
         torch.zeros(0, 2), 1, 1, 0, old=flat.detach(), values=zeros, old_values=zeros, returns=zeros,
     )  # fmt: skip

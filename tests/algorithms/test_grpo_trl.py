@@ -13,7 +13,7 @@ import torch
 
 from TrainingFactory.algorithms.correction import Correction
 from TrainingFactory.algorithms.grpo import GRPO
-from TrainingFactory.algorithms.trained_tokens import Trained
+from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 
 
 @dataclass
@@ -90,7 +90,7 @@ def our_loss(data: Padded, algorithm: GRPO) -> torch.Tensor:
         )
         episode = mask.nonzero()[:, 0]
         zeros = torch.zeros_like(now)
-        trained = Trained(
+        trained = TrainedTokens(
             now, entropy, sampled, advantages, zeros, episode, torch.zeros(len(mask)),
             torch.zeros(0, 2), tokens, episodes, 0, reference, old,
         )  # fmt: skip

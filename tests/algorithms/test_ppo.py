@@ -12,12 +12,12 @@ from tests.kits.engine import tiny
 from tests.kits.learner import samples_of
 from tests.kits.ppo import make, plain, played, prepared, summed_gae
 from TrainingFactory.algorithms.ppo import PPO
-from TrainingFactory.algorithms.trained_tokens import Trained
+from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.heads import ScalarHead
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
-from TrainingFactory.learning.step import split
+from TrainingFactory.learning.step import split_minibatches
 from TrainingFactory.types import Completion, Message, Reward, Status, Task, Trajectory, Turn
 
 # -- credit
@@ -52,7 +52,7 @@ def test_credit_is_the_formula(options: dict[str, Any]) -> None:
     assert len(rows) > len(episodes)  # some forgot
     numbers = list(dict.fromkeys(row.episode for row in rows))
     place = {number: index for index, number in enumerate(numbers)}
-    parts = split(rows, 2, seed=1)
+    parts = split_minibatches(rows, 2, seed=1)
     seen, packs = 0, 0
     for part, batch in zip(parts, prepared(learner, ppo, rows, 2, token_budget=300), strict=True):
         for pack in batch.packs:
@@ -97,7 +97,7 @@ def test_equal_advantages_are_not_blown_up() -> None:
 # -- the loss
 
 
-def random_tokens(seed: int, size: int = 60) -> Trained:
+def random_tokens(seed: int, size: int = 60) -> TrainedTokens:
     generator = torch.Generator().manual_seed(seed)
 
     def normal() -> torch.Tensor:
@@ -106,7 +106,7 @@ def random_tokens(seed: int, size: int = 60) -> Trained:
     zeros = torch.zeros(size)
     sampled = -2 + 0.5 * normal()
     old_values = normal()
-    return Trained(
+    return TrainedTokens(
         (sampled + 0.3 * normal()).requires_grad_(), normal().abs().requires_grad_(), sampled, normal(), zeros,
         zeros.long(), zeros[:1], torch.zeros(0, 2), 100, 7, 0, reference=sampled + 0.2 * normal(),
         old_values=old_values, values=(old_values + 0.3 * normal()).requires_grad_(), returns=old_values + normal(),

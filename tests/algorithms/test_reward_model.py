@@ -16,7 +16,7 @@ from tests.kits.preference import Group, bare_trainer, dialogue, model_gradients
 from tests.kits.reward_model import chat, good_and_bad, one_bad_turn, row_scores
 from TrainingFactory.algorithms.reward_model import RewardModel
 from TrainingFactory.data.packing import make_batch
-from TrainingFactory.learning.heads import head_for
+from TrainingFactory.learning.heads import make_head
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.learning.reward_models import RewardScorer
@@ -35,7 +35,7 @@ PROCESS = RewardModel("process")
 
 def headed_learner(seed: int = 0) -> Learner:
     model: Any = tiny(seed=seed)
-    head = head_for(model)
+    head = make_head(model)
     with torch.no_grad():
         head.weight.copy_(torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed)))
     return make_learner(model, head=head)
@@ -179,7 +179,7 @@ def test_process_equals_plain_rows(algorithm: RewardModel, seed: int) -> None:
 def taught(algorithm: RewardModel, groups: list[Group], steps: int, batch: int = 8) -> RewardScorer:
     loaded, rng = load_model("builtin:tiny", seed=0), random.Random(0)
     options = OptimizerOptions("muon", 0.004, matrix_learning_rate=0.02, schedule="linear", total_steps=steps)
-    learner = Learner(loaded.model, options, head=head_for(loaded.model))
+    learner = Learner(loaded.model, options, head=make_head(loaded.model))
     for _ in range(steps):
         learner.update(
             make_batch(samples_of(algorithm, rng.sample(groups, batch))), algorithm.loss, algorithm.needs

@@ -21,14 +21,14 @@ from TrainingFactory.algorithms.reward_model import RewardModel
 from TrainingFactory.assembly import learner as assemble_learner
 from TrainingFactory.assembly import rewards as assemble_rewards
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.data.rewriting import written_by
+from TrainingFactory.data.rewriting import rerender
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
 from TrainingFactory.learning.checkpoints import save_checkpoint
-from TrainingFactory.learning.heads import head_for
+from TrainingFactory.learning.heads import make_head
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
-from TrainingFactory.learning.reward_models import About, RewardScorer
+from TrainingFactory.learning.reward_models import RewardModelInfo, RewardScorer
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rollout.scoring import score
@@ -42,7 +42,7 @@ def saved(folder: Path, lora: bool = False) -> Learner:
     """A checkpoint with random numbers in its head, as a run of training.algorithm=reward_model leaves it."""
     loaded = load_model("builtin:tiny", seed=0)
     model = add_lora(loaded.model, seed=1) if lora else loaded.model
-    head = head_for(loaded.model, {"kind": "process", "base": "builtin:tiny"})
+    head = make_head(loaded.model, {"kind": "process", "base": "builtin:tiny"})
     with torch.no_grad():
         for number, param in enumerate((*model.parameters(), *head.parameters())):
             noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
@@ -70,11 +70,11 @@ def test_a_base_in_a_folder_is_found_from_everywhere(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     section = {"name": "base", "quantization": "4bit"}
     config = TrainingConfig(model=section, training={"algorithm": "reward_model"}, lora={"enabled": True})
-    about = assemble_learner.about_reward_model(config, frozenset({"scores"}))
+    about = assemble_learner.describe_reward_model(config, frozenset({"scores"}))
     assert about is not None and about["base"] == str(tmp_path / "base")
-    assert About(**about).quantization == "4bit"
+    assert RewardModelInfo(**about).quantization == "4bit"
     config = TrainingConfig(model="tiny", training={"algorithm": "reward_model"})
-    assert (assemble_learner.about_reward_model(config, frozenset({"scores"})) or {})["base"] == "tiny"
+    assert (assemble_learner.describe_reward_model(config, frozenset({"scores"})) or {})["base"] == "tiny"
 
 
 def cut(trajectory: Trajectory) -> Trajectory:
@@ -141,14 +141,14 @@ def test_scores_become_rewards(made: tuple[Path, Learner]) -> None:
 def test_episodes_of_another_tokenizer_are_rewritten() -> None:
     """What a byte tokenizer sampled is scored as if the reward model's own had written it."""
     [own] = episodes_of(1)
-    foreign = written_by(chat_format(from_wheel("qwen3", QWEN3)), own)
+    foreign = rerender(chat_format(from_wheel("qwen3", QWEN3)), own)
     assert foreign.turns[0].prompt_ids != own.turns[0].prompt_ids
-    back = written_by(chat(), foreign)
+    back = rerender(chat(), foreign)
     assert [turn.prompt_ids for turn in back.turns] == [turn.prompt_ids for turn in own.turns]
     assert [turn.completion.token_ids for turn in back.turns] == [
         turn.completion.token_ids for turn in own.turns
     ]
-    ended = written_by(chat(), cut(foreign)).turns[-1].completion
+    ended = rerender(chat(), cut(foreign)).turns[-1].completion
     assert ended.token_ids == own.turns[-1].completion.token_ids[:-1] and ended.finish == "length"
 
 

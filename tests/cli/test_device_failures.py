@@ -12,7 +12,7 @@ import torch
 
 from tests.kits.cli import Run
 from TrainingFactory.learning.learner import Learner
-from TrainingFactory.runs.devices import GONE, LESS, device_failure
+from TrainingFactory.runs.devices import CHECK_DEVICE, SAVE_MEMORY, device_failure
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.sampling.native import NativeEngine
 from TrainingFactory.types import SamplersLost
@@ -141,12 +141,12 @@ def test_a_model_that_is_too_large(
 
 def test_help_names_what_the_texts_say_may_change(tfactory: Run) -> None:
     told = " ".join(tfactory("runs", "resume", "--help")[1].split())
-    for key in (*re.findall(r"\w+\.\w+", LESS.partition("; a resumed run")[0]), "model.device"):
+    for key in (*re.findall(r"\w+\.\w+", SAVE_MEMORY.partition("; a resumed run")[0]), "model.device"):
         assert key in told
     assert (
-        "model.device" in GONE
-        and "resumed run reads these from its config.yaml" in LESS
-        and "resumed run reads this from its config.yaml" in GONE
+        "model.device" in CHECK_DEVICE
+        and "resumed run reads these from its config.yaml" in SAVE_MEMORY
+        and "resumed run reads this from its config.yaml" in CHECK_DEVICE
     )
     assert tfactory("runs", "resume", "a", "sampling.slots=2")[0] != 0  # only there
 

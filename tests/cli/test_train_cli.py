@@ -14,12 +14,12 @@ from rich.console import Console
 from tests.kits.cli import ROOT, Run
 from tests.kits.forks import FORKED, Command
 from tests.kits.run import assert_same_run
-from TrainingFactory.cli.display import Display, curve, duration
+from TrainingFactory.cli.display import Display, duration, sparkline
 from TrainingFactory.config import load_config
 from TrainingFactory.config.schema import ALGORITHMS
 from TrainingFactory.runs.folder import RunFolder
-from TrainingFactory.trainers.notices import notices, unused
-from TrainingFactory.training.preflight import check
+from TrainingFactory.trainers.notices import notices, unused_options
+from TrainingFactory.training.preflight import check_config
 
 SMALL = """
 environment: mine.py
@@ -135,7 +135,7 @@ def test_the_panel_of_a_terminal() -> None:
         "0:00:0",
     ):
         assert part in text
-    assert curve([0, 1, 2]) == "▁▅█" and curve([1, 1]) == "▁▁"
+    assert sparkline([0, 1, 2]) == "▁▅█" and sparkline([1, 1]) == "▁▁"
     assert [duration(s) for s in (5, 65, 3700)] == ["0:00:05", "0:01:05", "1:01:40"]
 
 
@@ -147,8 +147,10 @@ def test_the_panel_plots_the_whole_run() -> None:
         for step in range(101, 201):  # the steps after 100 were cut back
             panel.step(step, 200, {"loss": 1.0})
     assert "█" * 20 + "▁" * 20 in console.export_text()
-    assert curve([float(n) for n in range(400)])[::39] == "▁█"
-    assert len(curve([0.0] * 39)) == 39 and len(curve([0.0] * 41)) == len(curve([0.0] * 1000)) == 40
+    assert sparkline([float(n) for n in range(400)])[::39] == "▁█"
+    assert (
+        len(sparkline([0.0] * 39)) == 39 and len(sparkline([0.0] * 41)) == len(sparkline([0.0] * 1000)) == 40
+    )
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
@@ -160,10 +162,10 @@ def test_the_configs_load(path: Path) -> None:
         algorithm.rpartition("_")[2] if family == "smollm2" else algorithm
     )  # their task comes before it
     assert config.training.algorithm == algorithm and family in config.model.name.lower()
-    assert unused(config) == []
+    assert unused_options(config) == []
     if path.name != "qwen3_grpo.yaml":  # that one is the form that other texts print
         assert notices(config) == []
-        check(config, config.data.dataset is not None)
+        check_config(config, config.data.dataset is not None)
 
 
 def test_there_is_a_config_for_every_algorithm() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from TrainingFactory.cluster.fleet import AGAIN, Fleet, delays
-from TrainingFactory.cluster.places import PlaceLost
+from TrainingFactory.cluster.fleet import MAX_RETRIES, Fleet, restart_delays
+from TrainingFactory.cluster.places import EngineLost
 from TrainingFactory.types import Completion, SamplersLost, SamplingParams, Weights
 
 CANARY = ((1, 2, 3), (-1.0, -2.0))
@@ -31,7 +31,7 @@ class Fake:
     async def call(self, method: str, *args: Any) -> Any:
         await asyncio.sleep(0)
         if self.dead:
-            raise PlaceLost("killed")
+            raise EngineLost("killed")
         if self.stuck:
             await asyncio.Event().wait()
         if method == "load":
@@ -49,7 +49,7 @@ class Fake:
                 self.cancelled += 1
                 raise
         if self.dead:
-            raise PlaceLost("killed")
+            raise EngineLost("killed")
         return Completion([params.seed], [0.0], "stop", self.loaded[-1] if self.loaded else 0)
 
     async def close(self) -> None:
@@ -151,7 +151,7 @@ def test_a_lost_turn_is_asked_again_with_the_same_seed_and_the_place_is_made_ane
 
 
 def test_delays_double_from_a_second_to_five_minutes() -> None:
-    assert [*islice(delays(), 11)] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+    assert [*islice(restart_delays(), 11)] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
 
 
 def test_a_lost_sampler_is_retried_until_its_machine_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_a_turn_that_ends_every_engine_is_given_up() -> None:
         fakes = Fakes()
         fakes.each = lambda place: setattr(place, "dead", True)
         fleet = Fleet(fakes, 1, 64)
-        with pytest.raises(SamplersLost, match=f"failed {1 + AGAIN} times"):
+        with pytest.raises(SamplersLost, match=f"failed {1 + MAX_RETRIES} times"):
             await fleet.sample([1], params(1))
         await fleet.close()
 
@@ -329,7 +329,7 @@ def test_a_fleet_that_closes_as_its_last_sampler_is_lost_lets_nobody_wait() -> N
         fakes = Fakes()
         fleet = Fleet(fakes, 1, 64)
         await fleet.start()
-        fleet._lose(0, fakes.made[0], PlaceLost("gone"))
+        fleet._lose(0, fakes.made[0], EngineLost("gone"))
         await fleet.close()  # before the restart has begun
         with pytest.raises(SamplersLost, match="samplers are closed"):
             await fleet.session().sample([1], params(0))

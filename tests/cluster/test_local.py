@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from TrainingFactory.cluster import local_child
-from TrainingFactory.cluster.local import LocalPlace, LocalPlaces
-from TrainingFactory.cluster.places import PlaceLost
+from TrainingFactory.cluster.local import LocalEngine, LocalEngineLauncher
+from TrainingFactory.cluster.places import EngineLost
 from TrainingFactory.types import Completion, EngineSpec, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def all_goes(log: Path) -> None:
 def test_calls_side_by_side(tmp_path: Path) -> None:
     async def everything() -> None:
         said: list[str] = []
-        places = LocalPlaces(SPEC, FAKE, say=said.append, folder=tmp_path)
+        places = LocalEngineLauncher(SPEC, FAKE, say=said.append, folder=tmp_path)
         place = await places.make(3)
         assert said[0].startswith("sampler 3, process ") and place.about["versions"]["vllm"] == "0"
         params = SamplingParams(stop_ids=(1,))
@@ -63,9 +63,9 @@ def test_calls_side_by_side(tmp_path: Path) -> None:
         assert (await place.call("sample", [6], params)).token_ids == [2]  # two were given up there too
         assert not waiting[2].done()
         await places.close()
-        with pytest.raises(PlaceLost, match="is closed"):
+        with pytest.raises(EngineLost, match="is closed"):
             await waiting[2]
-        with pytest.raises(PlaceLost, match="is closed"):
+        with pytest.raises(EngineLost, match="is closed"):
             await place.call("sample", [1], params)
 
     asyncio.run(everything())
@@ -73,24 +73,24 @@ def test_calls_side_by_side(tmp_path: Path) -> None:
 
 
 def test_whoever_dies_is_lost_and_leaves_nothing(tmp_path: Path) -> None:
-    async def lost(place: LocalPlace, token: int, words: str) -> None:
+    async def lost(place: LocalEngine, token: int, words: str) -> None:
         waiting = asyncio.create_task(place.call("sample", [9], SamplingParams()))
         await asyncio.sleep(0)
         if token < 0:
             os.kill(place.about["pid"], signal.SIGKILL)
             token = 9
-        with pytest.raises(PlaceLost, match=words):
+        with pytest.raises(EngineLost, match=words):
             await place.call("sample", [token], SamplingParams())
-        with pytest.raises(PlaceLost, match=words):
+        with pytest.raises(EngineLost, match=words):
             await place.call("sample", [1], SamplingParams())
         await place.close()
-        with pytest.raises(PlaceLost):
+        with pytest.raises(EngineLost):
             await waiting
 
     async def everything() -> None:
         earlier = "RuntimeError: of an earlier engine\n"
         (tmp_path / "sampler-0.log").write_text(earlier)
-        places = LocalPlaces(SPEC, FAKE, folder=tmp_path)
+        places = LocalEngineLauncher(SPEC, FAKE, folder=tmp_path)
         made = await asyncio.gather(*map(places.make, range(3)))
         causes = [
             (-1, r"has exited \(log: .*sampler-0.log\)$"),
@@ -149,7 +149,7 @@ def test_one_that_cannot_start_says_why(tmp_path: Path) -> None:
     logs = tmp_path / "engines"
 
     async def make(spec: EngineSpec, seconds: float = 100.0) -> None:
-        await LocalPlaces(spec, FAKE, seconds, folder=logs).make(0)
+        await LocalEngineLauncher(spec, FAKE, seconds, folder=logs).make(0)
 
     with pytest.raises(
         ValueError, match=r"Could not start sampler 0, .*: ValueError: Model architectures \['Odd'\] are not"

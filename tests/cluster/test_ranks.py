@@ -23,8 +23,8 @@ from tests.kits.run import Quiet, brief, go_on, rows, train
 from tests.kits.scale import SCALE
 from tests.kits.warm import lift
 from TrainingFactory.assembly import learner_processes as ranks
-from TrainingFactory.cluster.launcher import LAUNCHER
-from TrainingFactory.cluster.ranks import Ranks
+from TrainingFactory.cluster.launcher import LAUNCHER_VARIABLES
+from TrainingFactory.cluster.ranks import ShardedPolicy
 from TrainingFactory.runs.folder import RunFolder
 
 CONFIG = """
@@ -58,7 +58,7 @@ class Pair:
 def test_a_cancelled_call_ends_before_the_next_one_begins() -> None:
     async def test() -> list[list[str]]:
         pair, evaluated, seen = Pair(), asyncio.Event(), []
-        made = Ranks(pair, lambda error: None, "")  # pyright: ignore[reportArgumentType]
+        made = ShardedPolicy(pair, lambda error: None, "")  # pyright: ignore[reportArgumentType]
 
         async def saved() -> None: ...
 
@@ -210,7 +210,7 @@ def test_other_commands_run_once(tfactory: Run, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("RANK", "0")
     status, _, err = tfactory("runs", "list")
     assert status == 0 and "of 2 processes" in " ".join(err.split())
-    assert not any(name in os.environ for name in LAUNCHER)
+    assert not any(name in os.environ for name in LAUNCHER_VARIABLES)
 
 
 SCRIPT = """

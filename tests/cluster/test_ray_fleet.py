@@ -17,7 +17,7 @@ from tests.kits.run import EXACT, Quiet, rows, small, train
 from tests.kits.scale import SCALE
 from TrainingFactory.cluster import ray_session
 from TrainingFactory.cluster.fleet import Fleet
-from TrainingFactory.cluster.ray_places import RayPlaces
+from TrainingFactory.cluster.ray_places import RayEngineLauncher
 from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.config.problems import ConfigError
 from TrainingFactory.types import EngineSpec, SamplingParams
@@ -119,7 +119,7 @@ def test_a_machine_of_another_version_is_named(ray_head: str, monkeypatch: pytes
 def test_a_model_that_cannot_be_loaded(ray_head: str, tmp_path: Path) -> None:
     async def test() -> None:
         spec = EngineSpec("native", str(tmp_path), 64)
-        fleet = Fleet(RayPlaces(RaySession(ray_head), spec, 1, cpus=0.5), 1, 64)
+        fleet = Fleet(RayEngineLauncher(RaySession(ray_head), spec, 1, cpus=0.5), 1, 64)
         with pytest.raises(ValueError, match=r"Could not start sampler 0: Cannot load the model"):
             await fleet.sample([1], SamplingParams())
         await fleet.close()

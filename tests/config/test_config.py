@@ -12,10 +12,10 @@ from TrainingFactory.algorithms.correction import Correction
 from TrainingFactory.assembly.learner import importance_cap, make_algorithm
 from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.config import ConfigError, TrainingConfig, load_config
-from TrainingFactory.config.names import ALIASES, SHORT
-from TrainingFactory.config.not_yet import NOT_YET
-from TrainingFactory.config.problems import leaves
-from TrainingFactory.trainers.notices import notices, unused
+from TrainingFactory.config.names import ALIASES, SHORT_KEYS
+from TrainingFactory.config.not_yet import UNIMPLEMENTED
+from TrainingFactory.config.problems import fields_by_key
+from TrainingFactory.trainers.notices import notices, unused_options
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FIXTURES = CONFIGS.parent / "tests" / "fixtures"
@@ -112,14 +112,14 @@ def test_the_seeds_yaml_with_overrides(override: str | None, changed: dict[str, 
 def test_the_templates_are_right(path: Path) -> None:
     config = load_config(path)
     check_reward(config)
-    assert notices(config) == [] and unused(config) == []
+    assert notices(config) == [] and unused_options(config) == []
 
 
 def test_every_alias_leads_to_a_key() -> None:
-    keys = leaves(TrainingConfig)
+    keys = fields_by_key(TrainingConfig)
     assert set(ALIASES.values()) <= keys.keys()
-    assert {f"{section}.{key}" for section, key in SHORT.items()} <= keys.keys()
-    assert NOT_YET.keys() <= keys.keys()
+    assert {f"{section}.{key}" for section, key in SHORT_KEYS.items()} <= keys.keys()
+    assert UNIMPLEMENTED.keys() <= keys.keys()
 
 
 def test_a_config_survives_its_own_dump() -> None:
@@ -282,7 +282,9 @@ def test_what_is_not_there_yet_is_said() -> None:
 
 
 def test_options_for_several_processes_are_reported_in_a_run_of_one() -> None:
-    said = unused(TrainingConfig(optimization={"offload_reference": True}, compute={"gpus_per_learner": 1.0}))
+    said = unused_options(
+        TrainingConfig(optimization={"offload_reference": True}, compute={"gpus_per_learner": 1.0})
+    )
     assert [line.split(":")[0] for line in said] == [
         "compute.gpus_per_learner",
         "optimization.offload_reference",
@@ -290,9 +292,9 @@ def test_options_for_several_processes_are_reported_in_a_run_of_one() -> None:
 
 
 def test_what_a_run_does_not_use_is_said() -> None:
-    assert unused(TrainingConfig()) == unused(load_config(SEED_CONFIG)) == []
+    assert unused_options(TrainingConfig()) == unused_options(load_config(SEED_CONFIG)) == []
     rows = TrainingConfig(algorithm="sft", data={"dataset": "d.jsonl"}, environment={"num_workers": 4})
-    assert [line.split(":")[0] for line in unused(rows)] == ["environment.num_workers"]
+    assert [line.split(":")[0] for line in unused_options(rows)] == ["environment.num_workers"]
     config = TrainingConfig(
         algorithm="dpo",
         grpo={"kl": 0.1, "refill": 2},
@@ -309,16 +311,16 @@ def test_what_a_run_does_not_use_is_said() -> None:
         "data.heldout, data.heldout_count: nothing is evaluated without training.eval_every",
         "lora.r: there is no adapter without lora.enabled=true",
     ]
-    assert unused(config) == wanted
+    assert unused_options(config) == wanted
     # The config of a run has every key; it is no different.
-    assert unused(TrainingConfig(**config.model_dump())) == wanted
+    assert unused_options(TrainingConfig(**config.model_dump())) == wanted
     used: dict[str, Any] = {"environment": "search", "sampling": {"max_tokens": 9}, "data": {"heldout": "x"}}
     used |= {"training": {"algorithm": "dpo", "eval_every": 5}, "use_lora": True, "lora_r": 4}
-    assert unused(TrainingConfig(**used)) == []
+    assert unused_options(TrainingConfig(**used)) == []
     used["training"] = {"algorithm": "ppo", "eval_every": 5, "group_size": 2}
-    assert unused(TrainingConfig(**used, ppo={"gamma": 0.9})) == []
+    assert unused_options(TrainingConfig(**used, ppo={"gamma": 0.9})) == []
     used = {"algorithm": "sft", "environment": "search", "sampling": {"max_reply_tokens": 9}}
-    assert unused(TrainingConfig(**used)) == []
+    assert unused_options(TrainingConfig(**used)) == []
 
 
 @pytest.mark.parametrize(
@@ -344,7 +346,7 @@ def test_what_the_learner_did_not_sample_is_weighted(sections: dict[str, Any], c
     found = getattr(made, "correction", None)
     older = config.optimization.async_rollout
     assert found == (None if cap is None else Correction(cap, "sequence", (0.5, 3), older))
-    [said] = [line for line in unused(config) if "importance" in line] if cap is None else [""]
+    [said] = [line for line in unused_options(config) if "importance" in line] if cap is None else [""]
     assert said.startswith("optimization.importance_by, optimization.importance_mask: ") or cap is not None
 
 
@@ -377,8 +379,8 @@ def test_tools_on_a_cluster_need_one() -> None:
         "tools": [{"name": "calculator"}, {"name": "x.py", "remote": True}],
     }
     text = "tools.1.remote: tools run in the run's own process without compute.backend=ray"
-    assert unused(TrainingConfig(**asked)) == [text]
-    assert unused(TrainingConfig(**asked, compute={"backend": "ray"})) == []
+    assert unused_options(TrainingConfig(**asked)) == [text]
+    assert unused_options(TrainingConfig(**asked, compute={"backend": "ray"})) == []
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.kits.tokenizers import QWEN3, from_wheel
 from TrainingFactory.common.openai_format import message_from_dict
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.examples import Examples, Form, load_examples
-from TrainingFactory.data.rewriting import Unreadable, written_by
+from TrainingFactory.data.rewriting import UnparsableCallError, rerender
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.models import chat_format
@@ -177,9 +177,9 @@ def test_a_call_that_nobody_could_read_is_not_rewritten(tmp_path: Path) -> None:
     other = chat_format(from_wheel("qwen3", QWEN3))
     episodes = played(1, [Reward(1.0), Reward(0.5), Reward(0.0)])
     episodes[2].turns[0].message.tool_calls[0].error = "The tool call could not be read."
-    assert written_by(loaded()[2], episodes[2]) is episodes[2]  # in its own tokens it stays
-    with pytest.raises(Unreadable, match=r"turn 0 cannot be .*: The tool call"):
-        written_by(other, episodes[2])
+    assert rerender(loaded()[2], episodes[2]) is episodes[2]  # in its own tokens it stays
+    with pytest.raises(UnparsableCallError, match=r"turn 0 cannot be .*: The tool call"):
+        rerender(other, episodes[2])
     save_trajectories(tmp_path / "t.jsonl", episodes)
     found = in_tokens(tmp_path / "t.jsonl", "dpo", other, 10_000)
     assert [each.member for each in found.group(0)] == [0, 1]

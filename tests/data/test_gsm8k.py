@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from TrainingFactory.apps.recipes.gsm8k import for_development, prepare
+from TrainingFactory.apps.recipes.gsm8k import is_dev_question, prepare
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.data.tasks import load_tasks
 
@@ -19,7 +19,7 @@ REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
 
 def question(dev: bool, number: int = 0) -> str:
     """A question that goes to this part, by its text alone."""
-    return next(text for n in range(9999) if for_development(text := f"How many {number}-{n}?") is dev)
+    return next(text for n in range(9999) if is_dev_question(text := f"How many {number}-{n}?") is dev)
 
 
 def written(folder: Path, train: list[tuple[str, str]], test: list[tuple[str, str]]) -> Path:

@@ -15,7 +15,7 @@ from TrainingFactory.common.openai_format import (
     spec_to_dict,
 )
 from TrainingFactory.data.trajectories import (
-    KEEP_ALL,
+    ENCODING_ERRORS,
     load_trajectories,
     save_trajectories,
     trajectory_to_dict,
@@ -162,7 +162,7 @@ def test_numbers_are_written_as_json_has_them_and_read_back_to_the_bit(tmp_path:
     played = Trajectory(Task("a", "p", {1: "int keys become texts"}), "g")
     played.turns = [Turn([1], completion, Message("assistant", ODD))]
     save_trajectories(tmp_path / "t.jsonl", [played])
-    with (tmp_path / "t.jsonl").open(encoding="utf-8", errors=KEEP_ALL) as file:
+    with (tmp_path / "t.jsonl").open(encoding="utf-8", errors=ENCODING_ERRORS) as file:
         assert repr(json.load(file)) == repr(json.loads(json.dumps(trajectory_to_dict(played))))
     [read] = load_trajectories(tmp_path / "t.jsonl")
     assert read.turns[0].completion.token_ids == ids and read.turns[0].message.content == ODD

@@ -14,8 +14,8 @@ import pytest
 
 from tests.kits.cli import Run
 from tests.kits.wordnet import ambiguous, write_wordnet
-from TrainingFactory.apps.recipes.gsm8k import Prepared
-from TrainingFactory.apps.recipes.wordnet_questions import PER_ANSWER, PER_KIND, ask
+from TrainingFactory.apps.recipes.gsm8k import PreparedRows
+from TrainingFactory.apps.recipes.wordnet_questions import PER_ANSWER, PER_KIND, prepare_wordnet
 from TrainingFactory.assembly.tools import make_tool
 from TrainingFactory.common.openai_format import message_from_dict
 from TrainingFactory.data.examples import load_examples
@@ -51,7 +51,7 @@ def calls(folder: Path, *asked: tuple[str, dict[str, Any]]) -> list[tuple[bool, 
     return asyncio.run(answered())
 
 
-def asked(done: Prepared, part: str) -> list[str]:
+def asked(done: PreparedRows, part: str) -> list[str]:
     return [word for row in done.rows[part] for word in row["id"].split("-")[1:]]
 
 
@@ -93,7 +93,7 @@ def test_tools_tell_senses_and_where_they_lead(tmp_path: Path) -> None:
 
 
 def test_questions_take_several_calls(tmp_path: Path) -> None:
-    done = asyncio.run(ask(write_wordnet(tmp_path, MORE | ambiguous(60))))
+    done = asyncio.run(prepare_wordnet(write_wordnet(tmp_path, MORE | ambiguous(60))))
     rows = {row["id"]: row for part in ("sft", "sft_dev") for row in done.rows[part]}
     tasks = {row["id"]: row for part in ("tasks", "dev", "test") for row in done.rows[part]}
     assert (
@@ -112,7 +112,7 @@ def test_questions_take_several_calls(tmp_path: Path) -> None:
         found = {row["answer"] for name, row in tasks.items() if name.startswith(f"{kind}-word")}
         assert found == answers
     assert tasks["part-blade"]["answer"] == "tool" and '"the part that cuts"' in tasks["part-blade"]["prompt"]
-    again = asyncio.run(ask(tmp_path))
+    again = asyncio.run(prepare_wordnet(tmp_path))
     assert again.rows == done.rows
     # The dialogues are what the environment answers, and the last word is the answer.
     some = next(row for name, row in rows.items() if name.startswith("three-"))
@@ -130,7 +130,7 @@ def test_questions_take_several_calls(tmp_path: Path) -> None:
     )
     assert len(load_examples(done.rows["sft"], "sft")) == done.counts["sft"]
     assert len(load_tasks(done.rows["tasks"])) == done.counts["tasks"]
-    plain = asyncio.run(ask(tmp_path, plain=True)).rows["sft"][0]
+    plain = asyncio.run(prepare_wordnet(tmp_path, plain=True)).rows["sft"][0]
     assert [message["role"] for message in plain["messages"]] == [
         "user",
         "assistant",
@@ -140,7 +140,7 @@ def test_questions_take_several_calls(tmp_path: Path) -> None:
 def test_what_two_words_share_is_the_nearest(tmp_path: Path) -> None:
     more = {f"w{n}": ("kind" + chr(97 + n // 26) + chr(97 + n % 26), "fruit" if n % 2 else "sweet", "", f"no. {n}")
             for n in range(120)}  # fmt: skip
-    done = asyncio.run(ask(write_wordnet(tmp_path, more)))
+    done = asyncio.run(prepare_wordnet(write_wordnet(tmp_path, more)))
     for part, numbers in (("tasks", range(4, 15)), ("dev", (0, 1)), ("test", (2, 3))):
         hashes = [int(blake2b(word.encode(), digest_size=8).hexdigest(), 16) for word in asked(done, part)]
         assert hashes and {number % 15 for number in hashes} <= set(numbers)  # both words of a question
@@ -193,7 +193,7 @@ def test_the_recipe_from_files_to_figures(tmp_path: Path, tfactory: Run) -> None
 @pytest.mark.slow
 @pytest.mark.skipif(not (REAL / "data.noun").is_file(), reason=f"WordNet is not in {REAL} (or $WORDNET)")
 def test_the_real_files() -> None:
-    done = asyncio.run(ask(REAL))
+    done = asyncio.run(prepare_wordnet(REAL))
     assert done.counts["tasks"] > 4500 and min(done.counts["dev"], done.counts["test"]) > 600
     parts = [set(asked(done, part)) for part in ("tasks", "dev", "test")]
     assert not (parts[0] & parts[1] or parts[0] & parts[2] or parts[1] & parts[2])

@@ -12,14 +12,14 @@ import pytest
 
 from tests.kits.cli import Run
 from tests.kits.docs import Page
-from TrainingFactory.resolve.factories import entries
+from TrainingFactory.resolve.factories import read_entries
 
 PAGE = Page("docs/FACTORIES.md")
 
 
 def test_the_file_and_the_commands(tfactory: Run) -> None:
     Path("factories.yaml").write_text(PAGE.block("models:"), encoding="utf-8")
-    assert entries()["environments"]["env_search_v1"].sampling.max_tokens == 128
+    assert read_entries()["environments"]["env_search_v1"].sampling.max_tokens == 128
     Path("factories.yaml").unlink()
     *adds, shown = PAGE.commands()
     for words in adds:

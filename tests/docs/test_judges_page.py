@@ -14,7 +14,7 @@ from tests.kits.cli import Run
 from tests.kits.docs import Page
 from tests.kits.judge import judging
 from tests.services.test_judge_audit import compares
-from TrainingFactory.common.endpoint import BY_HOST
+from TrainingFactory.common.endpoint import KEY_BY_HOST
 from TrainingFactory.rewards.judge.model_judge import FORMS, model_judge
 from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, RUBRIC, SINGLE
 
@@ -30,7 +30,7 @@ def table(heading: str) -> list[list[str]]:
 def shown(value: Any) -> str:
     if value is inspect.Parameter.empty:
         return "needed"
-    known = {BY_HOST: "by host", RUBRIC: "built in", "": '`""`'}
+    known = {KEY_BY_HOST: "by host", RUBRIC: "built in", "": '`""`'}
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return known.get(value, f"`{value}`")

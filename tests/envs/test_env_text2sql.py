@@ -17,7 +17,7 @@ from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.config import load_config
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.envs.builtin.text2sql import Text2SqlEnvironment, hidden_variants
-from TrainingFactory.envs.builtin.text2sql_data import DOMAINS, QUESTIONS, script_of
+from TrainingFactory.envs.builtin.text2sql_data import DOMAINS, QUESTIONS, creation_script
 from TrainingFactory.rewards.rules.tool_verified import make_verifier
 from TrainingFactory.rollout.scripted import play
 from TrainingFactory.trainers.notices import notices
@@ -42,7 +42,7 @@ def some_tasks(count: int, split: str = "train", seed: int = 1) -> list[Task]:
 
 def rows(task: Task, query: str, variant: int = 0) -> list[Any]:
     with closing(sqlite3.connect(":memory:")) as connection:
-        connection.executescript(script_of(task, variant))
+        connection.executescript(creation_script(task, variant))
         return connection.execute(query).fetchall()
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.kits.judge import judge_at, judging
 from tests.kits.run import Quiet
-from TrainingFactory.assembly.environment import as_ours, check_tools, make_environment
+from TrainingFactory.assembly.environment import as_environment_factory, check_tools, make_environment
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.data.trajectories import load_trajectories
@@ -58,7 +58,7 @@ def played(
     env: Env | type[Env], said: list[Message] = SAID, heldout: bool = False, **options: Any
 ) -> Trajectory:
     [task] = load_tasks([ROW])
-    environment = as_ours(env)(task, [lookup])
+    environment = as_environment_factory(env)(task, [lookup])
     key = EpisodeKey("eval-1" if heldout else 1, task.id, 0)
     return asyncio.run(play(environment, CHAT, said, key=key, **options))
 
@@ -229,7 +229,7 @@ def test_a_judge_is_asked_in_the_words_of_the_environment(judge_key: None) -> No
     assert "Score: NUMBER" not in server.asked[1]["messages"][1]["content"]  # it reads replies itself
     [task] = load_tasks([ROW])
     with pytest.raises(ValueError, match="Judged writes prompts for a judge, and the reward has none"):
-        asyncio.run(check_tools(as_ours(Judged), task, CHAT))
+        asyncio.run(check_tools(as_environment_factory(Judged), task, CHAT))
 
 
 def test_an_own_step_answers_the_turns() -> None:
@@ -365,12 +365,14 @@ def test_an_own_score_of_a_judge_generates_with_the_judge_of_the_config(judge_ke
 def test_what_cannot_be_honoured_is_an_error_when_it_is_made(members: dict[str, Any], error: str) -> None:
     rules = {} if not members else {"_compute_score_with_rules": _rules}
     with pytest.raises(ValueError, match=error):
-        as_ours(type("Mine", (Env,), rules | members))
+        as_environment_factory(type("Mine", (Env,), rules | members))
 
 
 def test_options_and_images_have_their_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"environment.options.config_path .*: tools=\[\{name"):
-        as_ours(type("Mine", (Env,), {"_compute_score_with_rules": _rules}), {"config_path": "mcp.pydata"})
+        as_environment_factory(
+            type("Mine", (Env,), {"_compute_score_with_rules": _rules}), {"config_path": "mcp.pydata"}
+        )
     own = type("Mine", (Env,), {"_compute_score_with_rules": _rules})({})
     with pytest.raises(ValueError, match="hand them to the object itself"):
         GRPOTrainer(

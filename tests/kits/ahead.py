@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from TrainingFactory.training.async_rollout import AheadSource
+from TrainingFactory.training.async_rollout import AsyncSource
 from TrainingFactory.training.ledger import Ledger
 from TrainingFactory.training.reward_clock import RewardClock
 from TrainingFactory.training.source import StepGroups
-from TrainingFactory.training.task_order import Order
+from TrainingFactory.training.task_order import TaskOrder
 from TrainingFactory.types import Completion, Message, Reward, Sample, Task, Trajectory, Turn
 
 
@@ -85,18 +85,18 @@ class Learner:
         script: Scripted | None = None,
         before: Learner | None = None,
     ) -> None:
-        self.script, self.order = script or Scripted(), Order(size, batch_size, 0, shuffle=False)
+        self.script, self.order = script or Scripted(), TaskOrder(size, batch_size, 0, shuffle=False)
         self.bound, self.total, self.done = bound, total, 0
         self.rows: list[dict[str, Any]] = []
         self.ledger = Ledger(self.order)
         if before is not None:
             self.done, self.rows = before.done, before.rows
-            self.ledger = Ledger.of_state(self.order, {"step": before.done} | before.ledger.state())
+            self.ledger = Ledger.from_state(self.order, {"step": before.done} | before.ledger.state())
         self.script.policy_version = self.done
         tasks: Any = [Task(f"t{number}", "?") for number in range(size)]
         script_: Any = self.script
         given = (tasks, self.order, script_, script_, algorithm or Teaching(), RewardClock(None), self.ledger)
-        self.source = AheadSource(*given, bound=bound, by_arrival=by_arrival, total=total, group_size=2)
+        self.source = AsyncSource(*given, max_staleness=bound, by_arrival=by_arrival, total=total, group_size=2)
 
     async def step(self, updating: int = 3) -> StepGroups:
         """Take a step and learn from it, for so many turns of the event loop."""

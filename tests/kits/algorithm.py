@@ -23,7 +23,7 @@ from TrainingFactory.algorithms.rft import RFT
 from TrainingFactory.algorithms.sft import SFT
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import Batch, make_batch, pack
-from TrainingFactory.learning.heads import ScalarHead, head_for
+from TrainingFactory.learning.heads import ScalarHead, make_head
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.types import Completion, Message, Reward, Sample, Task, Trajectory, Turn
 
@@ -114,7 +114,7 @@ def learner_for(algorithm: Any, model: Any = None, **options: Any) -> Learner:
 
 
 def _head(model: Any) -> ScalarHead:
-    head = head_for(model)
+    head = make_head(model)
     torch.nn.init.normal_(head.weight, std=0.1, generator=torch.Generator().manual_seed(3))
     return head
 

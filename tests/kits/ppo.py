@@ -17,7 +17,7 @@ from TrainingFactory.data.packing import Batch, make_batch
 from TrainingFactory.learning.heads import ScalarHead
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
-from TrainingFactory.learning.step import split
+from TrainingFactory.learning.step import split_minibatches
 from TrainingFactory.types import Completion, Message, Reward, Sample, Task, Trajectory, Turn
 
 
@@ -59,7 +59,8 @@ def prepared(
     learner: Learner, ppo: PPO, rows: Sequence[Sample], parts: int = 1, **packing: Any
 ) -> list[Batch]:
     batches = [
-        learner.annotate(make_batch(part, **packing), ppo.needs) for part in split(rows, parts, seed=1)
+        learner.annotate(make_batch(part, **packing), ppo.needs)
+        for part in split_minibatches(rows, parts, seed=1)
     ]
     ppo.prepare(batches, 0)
     return batches

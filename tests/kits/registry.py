@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.data.disk import write_sums
+from TrainingFactory.data.disk import write_checksums
 from TrainingFactory.registry.catalogue import Catalogue
-from TrainingFactory.resolve.model_names import about_model
+from TrainingFactory.resolve.model_names import model_provenance
 from TrainingFactory.runs.folder import RunFolder, Status
 
 ALIASES = ("champion", "staging")
@@ -33,14 +33,14 @@ def made_run(
 ) -> RunFolder:
     """A finished run with checkpoints at these steps, each another model."""
     config = TrainingConfig(**{"environment": "search", "logging": {"output_dir": str(runs)}} | sections)
-    about = {"size": 3, "digest": "d", "files": {}, "model": about_model(config)}
+    about = {"size": 3, "digest": "d", "files": {}, "model": model_provenance(config)}
     run = RunFolder.create(config, name, about, max(steps))
     for step in steps:
         folder = model_folder(run.checkpoint_folder(step), f"{name} {step}", adapter)
         (folder / "learner").mkdir()
         (folder / "learner" / "state.safetensors").write_text("state of training")
         (folder / "state.json").write_text(json.dumps({"step": step}))
-        write_sums(folder)
+        write_checksums(folder)
         run.append("metrics.jsonl", {"step": step, "eval/success": step / 4, "tools/search/calls": 1.0})
     run.write_status(Status("finished", max(steps), max(steps)))
     run.unlock()

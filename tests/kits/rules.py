@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.kits.rollout import Echo
 from TrainingFactory.rewards.rules.rule_based import rule_from_options
-from TrainingFactory.rollout.scoring import Episode
+from TrainingFactory.rollout.scoring import OpenEpisode
 from TrainingFactory.types import Completion, Message, Reward, Status, Task, ToolCall, Trajectory, Turn
 
 _DATA = [root / "shared/data/gsm8k" for root in Path(__file__).resolve().parents]
@@ -39,12 +39,12 @@ def episode(
     before: tuple[Turn, ...] = (),
     environment: Any = Echo,
     **metadata: Any,
-) -> Episode:
+) -> OpenEpisode:
     task = Task("t1", "how many?", answer, metadata)
     last = turn(Message("assistant", text, reasoning=reasoning))
     made = environment(task, tools)
     trajectory = Trajectory(task, "g", turns=[*before, last], status=status)
-    return Episode(trajectory, made, made.executor)
+    return OpenEpisode(trajectory, made, made.executor)
 
 
 def reward(rule: Any, *args: Any, calls: Sequence[ToolCall] = (), **keywords: Any) -> Reward:

@@ -14,7 +14,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import CalculatorEnvironment
 from TrainingFactory.runs.folder import RunFolder, TrainingReport
 from TrainingFactory.trainers.training_run import Training
-from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.types import Message, Task, Trajectory
 
 # `sampling` of runs that are compared to the bit: it takes three times as long.
@@ -87,12 +87,12 @@ def brief(folder: Path, **sections: dict[str, Any]) -> TrainingConfig:
 
 
 def train(config: TrainingConfig, name: str, watcher: Quiet | None = None, **objects: Any) -> TrainingReport:
-    given = Objects(environment=Parity) if not objects else Objects(**objects)
+    given = UserObjects(environment=Parity) if not objects else UserObjects(**objects)
     return Training(config, name=name, objects=given, watcher=watcher or Quiet()).train()
 
 
 def go_on(folder: Path, environment: Any = Parity, watcher: Quiet | None = None) -> TrainingReport:
-    run, objects = RunFolder(folder), Objects(environment=environment)
+    run, objects = RunFolder(folder), UserObjects(environment=environment)
     return Training(run.config, run=run, objects=objects, watcher=watcher or Quiet()).train()
 
 

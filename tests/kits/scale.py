@@ -75,7 +75,9 @@ def vllm_place(scale: None) -> Iterator[Shared]:
     """The one vLLM engine of the suite: builtin:tiny in float32, up to 512 tokens, with room for adapters of rank 4. It
     has whatever weights the last test has loaded: every test loads its own."""
     from tests.kits.learner import make_learner
-    from TrainingFactory.cluster.local import LocalPlaces  # torch takes seconds, and most tests do without
+    from TrainingFactory.cluster.local import (
+        LocalEngineLauncher,
+    )  # torch takes seconds, and most tests do without
     from TrainingFactory.learning.publishing import Publisher
     from TrainingFactory.models import load_model
     from TrainingFactory.sampling.vllm_engine import lora_options
@@ -85,7 +87,7 @@ def vllm_place(scale: None) -> Iterator[Shared]:
     shared = Shared(publisher.model_folder)
     options = lora_options(4) | {"kv_cache_memory_bytes": 2**28, "distributed_executor_backend": IN_ONE}
     spec = EngineSpec("vllm", shared.model, 512, slots=16, dtype="float32", options=options)
-    places = LocalPlaces(spec, {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"})
+    places = LocalEngineLauncher(spec, {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"})
     shared.place = shared.run(places.make(0))
     yield shared
     shared.run(places.close())

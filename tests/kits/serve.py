@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from TrainingFactory.apps.serving.served import Served
+from TrainingFactory.apps.serving.served import ServedModel
 from TrainingFactory.apps.serving.server import ChatServer
 from TrainingFactory.common.http import listen
 from TrainingFactory.models import TemplateChatFormat, chat_format
@@ -82,7 +82,7 @@ class Script:
         return await self.session().sample(prompt_ids, params)
 
     def server(self, slots: int = 4, queue: int = 16) -> ChatServer:
-        return ChatServer("script", Served(self.chat, self, slots), queue=queue)
+        return ChatServer("script", ServedModel(self.chat, self, slots), queue=queue)
 
 
 class ScriptSession:

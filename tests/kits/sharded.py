@@ -32,7 +32,7 @@ from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.learning.processes import Processes
 from TrainingFactory.learning.publishing import Publisher
-from TrainingFactory.learning.sharding import Sharded
+from TrainingFactory.learning.sharding import ShardedProcesses
 from TrainingFactory.learning.step import StepOptions, evaluate_rows, score_rows, train_step
 from TrainingFactory.models import load_model
 from TrainingFactory.types import Sample
@@ -229,7 +229,7 @@ def main(folder: Path, names: Sequence[str], meet: str = "env://") -> None:
     for name in names:
         case, home = CASES[name.rstrip("+>")], folder / name.rstrip("+>")
         home.mkdir(exist_ok=True)
-        processes = Sharded(torch.device("cpu"))
+        processes = ShardedProcesses(torch.device("cpu"))
         if name.endswith(">"):
             found, figures = go_on(case, folder / f"{home.name}-others", processes)
         else:
@@ -238,7 +238,7 @@ def main(folder: Path, names: Sequence[str], meet: str = "env://") -> None:
         (home / f"{kind}-{processes.rank}.json").write_text(json.dumps(figures))
         if processes.rank == 0:
             save_file(found, home / f"{kind}.safetensors")
-    learner = make_case(CASES["sft"], Sharded(torch.device("cpu")))
+    learner = make_case(CASES["sft"], ShardedProcesses(torch.device("cpu")))
     (folder / "file").touch()
     told = ""
     try:

@@ -24,14 +24,14 @@ from TrainingFactory.assembly.export import export
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.envs.builtin.splits import belongs
+from TrainingFactory.envs.builtin.splits import in_split
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.models.words import NAMES, PLACES
 from TrainingFactory.runs.folder import TrainingReport
 from TrainingFactory.tools import tool
 from TrainingFactory.trainers.training_run import Training
-from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.types import Message, Task, ToolCall
 
 WARM = Path(__file__).parents[1] / "fixtures" / "warm"
@@ -65,7 +65,7 @@ class Homes(ToolEnvironment):
                 return
             name = rng.choice(NAMES)
             place = cls.home(name, rng)
-            if belongs(f"{name} {place}", split):
+            if in_split(f"{name} {place}", split):
                 made += 1
                 yield Task(f"homes-{seed}-{number}", f"{name}?", place, {"name": name})
 
@@ -103,7 +103,7 @@ class Lift(NamedTuple):
     report: TrainingReport
 
 
-def lift(warm: Path, folder: Path, objects: Objects | None = None, **sections: dict[str, Any]) -> Lift:
+def lift(warm: Path, folder: Path, objects: UserObjects | None = None, **sections: dict[str, Any]) -> Lift:
     """Trains from the warm start, with these sections of a config over those below, and evaluates before and after. The
     run goes to `folder`/run. `objects` may bring what is learned from; the environment is `Homes`.
 
@@ -118,7 +118,7 @@ def lift(warm: Path, folder: Path, objects: Objects | None = None, **sections: d
     for name, keys in sections.items():
         given[name] = given.get(name, {}) | keys
     given["training"] = {"eval_every": given["training"]["max_steps"]} | given["training"]
-    objects = objects or Objects()
+    objects = objects or UserObjects()
     objects.environment = objects.environment or Homes
     report = Training(TrainingConfig(**given), name="run", objects=objects, watcher=Quiet()).train()
     shares = [row["eval/success"] for row in report.rows if "eval/success" in row]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.kits.engine import VOCABULARY, tiny
 from TrainingFactory.algorithms.sft import SFT
-from TrainingFactory.data.disk import write_sums
+from TrainingFactory.data.disk import write_checksums
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning import checkpoints
 from TrainingFactory.learning.checkpoints import load_checkpoint, save_checkpoint
@@ -120,7 +120,7 @@ def test_the_state_where_earlier_versions_wrote_it(tmp_path: Path) -> None:
     (tmp_path / "c" / "learner" / "state.safetensors").rename(tmp_path / "c" / "learner.safetensors")
     (tmp_path / "c" / "learner").rmdir()
     (tmp_path / "c" / "SHA256SUMS").unlink()
-    write_sums(tmp_path / "c")
+    write_checksums(tmp_path / "c")
     other = make(seed=3)[1]
     assert load_checkpoint(tmp_path / "c", other) == {"step": 7}
     pairs = zip(learner.model.parameters(), other.model.parameters(), strict=True)

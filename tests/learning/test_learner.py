@@ -278,14 +278,14 @@ def test_rounding_in_sixteen_bits_is_told_from_a_wrong_tree(
         num_key_value_heads=1, head_dim=8, initializer_range=0.4,
     )  # fmt: skip
     model: Any = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    assert forward.why_not_shared(model) is None
+    assert forward.sharing_problem(model) is None
     tree_states = forward.tree_states
 
     def flat(model: Any, pack: Pack) -> torch.Tensor:
         return tree_states(model, replace(pack, positions=np.arange(len(pack.token_ids))))
 
     monkeypatch.setattr(forward, "tree_states", flat)
-    assert "over a tree differ" in (forward.why_not_shared(model) or "")
+    assert "over a tree differ" in (forward.sharing_problem(model) or "")
 
 
 def test_sharing_is_tried_and_not_only_read_from_the_config(caplog: pytest.LogCaptureFixture) -> None:

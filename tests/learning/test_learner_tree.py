@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.kits.engine import tiny
 from tests.kits.learner import ragged_rows
-from TrainingFactory.data.packing import Node, Pack, pack
+from TrainingFactory.data.packing import Pack, TreeNode, pack
 from TrainingFactory.learning.forward import tree_mode, tree_states
 from TrainingFactory.learning.tree import attention as tree
 from TrainingFactory.learning.tree import flex as tree_flex
@@ -45,7 +45,7 @@ def test_blocks_are_counted_right(seed: int, block: int, monkeypatch: pytest.Mon
     table = np.zeros((size, size), np.int64)
     table[: len(packed.token_ids), : len(packed.token_ids)] = seen(packed)
     wanted = table.reshape(size // block, block, size // block, block).sum((1, 3))
-    assert (tree_flex.seen_pairs(packed) == wanted).all()
+    assert (tree_flex.count_visible_pairs(packed) == wanted).all()
     mask = tree_flex.block_mask(packed, torch.device("cpu"))
     assert (mask.to_dense()[0, 0].bool().numpy() == (wanted > 0)).all()
     if block == 16:
@@ -74,14 +74,14 @@ def test_flex_attention_equals_levels() -> None:
 
 def test_tokens_of_no_use_fill_the_last_block() -> None:
     (packed,) = pack(ragged_rows(0)[:9], 100_000)
-    size, full = len(packed.token_ids), tree_flex.whole_blocks(packed)
+    size, full = len(packed.token_ids), tree_flex.pad_to_blocks(packed)
     assert size % 128 and len(full.token_ids) == len(full.positions) == -(-size // 128) * 128
     table = seen(full)
     assert (table[:size, :size] == seen(packed)).all() and not table[:size, size:].any()
     mask = tree_flex.block_mask(full, torch.device("cpu"))
     query = key = torch.arange(len(full.token_ids))
     assert (mask.mask_mod(0, 0, query[:, None], key[None]).numpy() == table).all()
-    assert tree_flex.whole_blocks(full).nodes == full.nodes
+    assert tree_flex.pad_to_blocks(full).nodes == full.nodes
 
 
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": None}, "qwen2": {}, "qwen3": {}}
@@ -141,13 +141,13 @@ def test_layers_that_somebody_changed_are_not_fused() -> None:
 
 
 def test_nodes_of_like_length_go_together_whatever_their_level() -> None:
-    nodes = [Node(0, 155, 0, -1, 0)]
+    nodes = [TreeNode(0, 155, 0, -1, 0)]
     for number, length in enumerate([40, 31, 29, 4, 25, 5, 3, 4, 17, 2]):
         start = nodes[-1].start + nodes[-1].length
-        nodes.append(Node(start, length, 155, 0, 1) if number % 2 else Node(start, length, 155, 0, 2))
+        nodes.append(TreeNode(start, length, 155, 0, 1) if number % 2 else TreeNode(start, length, 155, 0, 2))
     own = [part for part in plan_parts(nodes, torch.device("cpu")) if part.own]
     assert [part.queries.rows for part in own] == [3, 8]  # a part for each level would be 3
-    far_apart = [Node(0, 4000, 0, -1, 0), *(Node(4000 + 9 * n, 9, 4000, 0, 1) for n in range(200))]
+    far_apart = [TreeNode(0, 4000, 0, -1, 0), *(TreeNode(4000 + 9 * n, 9, 4000, 0, 1) for n in range(200))]
     assert [part.queries.rows for part in plan_parts(far_apart, torch.device("cpu")) if part.own] == [1, 200]
 
 
@@ -155,7 +155,7 @@ def test_long_nodes_are_padded_by_little() -> None:
     """Attention of a node takes its length squared: with padding at most 16 / 9 of that."""
     lengths = [2000, 1500, 1499, 1000, 999, 700, 300, 299, 200, 100, 100]
     starts = np.cumsum([0, *lengths])
-    nodes = [Node(int(start), length, 0, -1, 0) for start, length in zip(starts, lengths, strict=False)]
+    nodes = [TreeNode(int(start), length, 0, -1, 0) for start, length in zip(starts, lengths, strict=False)]
     rows = [[nodes[number].length for number in part] for part in _by_length(nodes)]
     assert sorted(length for row in rows for length in row) == sorted(lengths)
     assert rows[0] == [2000, 1500] and all(min(row) >= 3 / 4 * max(row) for row in rows if max(row) > 256)

@@ -20,7 +20,7 @@ from tests.kits.sharded import CASES, SAVED, Found, forked, go_on, make_case, to
 from TrainingFactory.assembly.learner import check_sharded
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
-from TrainingFactory.learning.sharding import Sharded, rounds_cost
+from TrainingFactory.learning.sharding import ShardedProcesses, rounds_cost
 
 pytestmark = FORKED
 QUICK = ["grpo", "ppo-critic+", "ppo-critic>", "lora+"]
@@ -132,7 +132,7 @@ def test_packs_are_made_for_all_processes() -> None:
     one = make_batch(rows, 3000)
     every = sorted(number for each in one.packs for number in each.rows)
     for shares in (2, 3, 5):
-        processes = Sharded.__new__(Sharded)
+        processes = ShardedProcesses.__new__(ShardedProcesses)
         processes.count = shares
         batch = processes.packed(lambda budget: make_batch(rows, budget), 3000)
         assert sorted(number for each in batch.packs for number in each.rows) == every

@@ -17,9 +17,9 @@ from transformers.utils import logging as hf_logging
 from tests.kits.engine import tiny
 from TrainingFactory.models import SUPPORTED_MODELS, chat_format, load_model
 from TrainingFactory.models.loading import load_tokenizer, stored_dtype
-from TrainingFactory.models.names import resolve
+from TrainingFactory.models.names import resolve_model_name
 from TrainingFactory.models.tiny import tiny_tokenizer
-from TrainingFactory.models.words import NAMES, PLACES, THINGS, VERBIAGE
+from TrainingFactory.models.words import NAMES, PLACES, SENTENCE_WORDS, THINGS
 from TrainingFactory.types import Message
 
 # SHA-256 of the built-in model
@@ -86,7 +86,7 @@ def test_revisions_of_the_builtin_model() -> None:
 def test_builtin_tokenizer_knows_its_words_and_qwens_tokens() -> None:
     tokenizer = tiny_tokenizer()
     assert tokenizer.backend_tokenizer.to_str() == tiny_tokenizer().backend_tokenizer.to_str()
-    for word in NAMES + PLACES + THINGS + VERBIAGE:
+    for word in NAMES + PLACES + THINGS + SENTENCE_WORDS:
         assert len(tokenizer(word).input_ids) == 1 and len(tokenizer(f"in {word}").input_ids) == 2
     assert tokenizer.decode(tokenizer("é 你 1234 x").input_ids) == "é 你 1234 x"
     assert len(tokenizer("1234").input_ids) == 4
@@ -97,10 +97,14 @@ def test_builtin_tokenizer_knows_its_words_and_qwens_tokens() -> None:
 
 def test_short_names_and_wrong_hub_ids_lead_to_the_right_model() -> None:
     assert set(SUPPORTED_MODELS) >= {"qwen3-4b", "qwen3-8b", "deepseek-v3", "llama3-8b"}
-    assert resolve("Qwen3-4B") == resolve("Qwen/Qwen3-4B-Instruct") == "Qwen/Qwen3-4B-Instruct-2507"
-    assert resolve("qwen3-8b") == resolve("Qwen/Qwen3-8B-Instruct") == "Qwen/Qwen3-8B"
-    assert resolve("meta-llama/Llama-3-8B-Instruct") == "meta-llama/Meta-Llama-3-8B-Instruct"
-    assert resolve("someone/else") == "someone/else"
+    assert (
+        resolve_model_name("Qwen3-4B")
+        == resolve_model_name("Qwen/Qwen3-4B-Instruct")
+        == "Qwen/Qwen3-4B-Instruct-2507"
+    )
+    assert resolve_model_name("qwen3-8b") == resolve_model_name("Qwen/Qwen3-8B-Instruct") == "Qwen/Qwen3-8B"
+    assert resolve_model_name("meta-llama/Llama-3-8B-Instruct") == "meta-llama/Meta-Llama-3-8B-Instruct"
+    assert resolve_model_name("someone/else") == "someone/else"
 
 
 def test_a_folder_gives_the_same_model_and_chat(saved: Path) -> None:

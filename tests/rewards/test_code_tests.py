@@ -8,7 +8,7 @@ import pytest
 
 from tests.kits.rollout import Echo
 from tests.kits.rules import scored
-from TrainingFactory.rewards.rules.code_asserts import read_asserts
+from TrainingFactory.rewards.rules.code_asserts import split_test
 from TrainingFactory.rewards.rules.rule_based import make_rule
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.custom_tools import PythonTool
@@ -142,13 +142,13 @@ def test_values_of_all_kinds(coder: PythonTool):
         code = "\n".join(f"def f{number}():\n    return {value}" for number, value in enumerate(values))
         tests = [test.replace("f()", f"f{number}()") for number, test in enumerate(tests)]
         for test, value in zip(tests, values, strict=True):
-            assert read_asserts(test) is not None, value
+            assert split_test(test) is not None, value
         assert worth(coder, code, tests, partial=True) == passing
 
 
 def test_what_is_expected_is_not_sent():
     for test in (*FORMS, "def g(x): return x\nassert g(double(2)) == 4 and double(2) in [4]"):
-        asserts = read_asserts(test)
+        asserts = split_test(test)
         assert asserts is not None and "4" not in asserts.script.partition("_found = []")[2], test
         assert all(holds(4.0) for holds in asserts.wanted[:1]) and not asserts.hold("[5]")
 
@@ -196,7 +196,7 @@ def test_what_the_code_changes_is_seen(coder: PythonTool):
         "n = 5\nassert same(n) == n",
         "want = {'k': 1}\nassert same({'k': 1}) == want",
     ]
-    assert all(map(read_asserts, tests)) and worth(coder, code, tests, partial=True) == 1.0
+    assert all(map(split_test, tests)) and worth(coder, code, tests, partial=True) == 1.0
     assert worth(coder, "def add(d): pass\ndef same(x): return 6", tests, partial=True) == 0.0
 
 

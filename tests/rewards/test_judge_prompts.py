@@ -9,7 +9,7 @@ import pytest
 
 from tests.kits.judge import KEY, finished, judge_at, judging, outside, scored
 from TrainingFactory.rewards.judge.model_judge import model_judge
-from TrainingFactory.rewards.judge.prompts import JudgePrompt, conversation_text, harmless
+from TrainingFactory.rewards.judge.prompts import JudgePrompt, conversation_text, defuse
 from TrainingFactory.types import Message, Reward, Trajectory
 
 
@@ -140,10 +140,10 @@ TOKENS = """
 def test_control_tokens_are_taken_apart(token: str):
     for around in ("{}", "x{}y", "<{}>", "[{}]", "{0}{0}"):
         text = around.format(token)
-        found = harmless(text)
+        found = defuse(text)
         assert token not in found, (text, found)
         assert found.replace(" ", "") == text  # nothing is lost
-        assert harmless(found) == found
+        assert defuse(found) == found
 
 
 def test_markup_and_code_stay_as_they_are():
@@ -153,8 +153,8 @@ def test_markup_and_code_stay_as_they_are():
         "[link](https://example.org) [1] [x] [a, b] array[i][j] arr[MAX - 1] [ERR 5]",
         "f(x) -> y, a <- b, x <= y >= z, 5 < 6 > 4, |x| > |y|",
     ):
-        assert harmless(text) == text
-    assert harmless(">>> print(1)") == "> > > print(1)"
+        assert defuse(text) == text
+    assert defuse(">>> print(1)") == "> > > print(1)"
 
 
 def test_a_template_with_a_reference():

@@ -14,7 +14,7 @@ import pytest
 
 from tests.kits.judge import KEY, Said, all_scored, finished, judge_at, judging, scored
 from tests.kits.rollout import FakeChat, FakeSampler
-from TrainingFactory.common.endpoint import seconds_of
+from TrainingFactory.common.endpoint import parse_retry_after
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure, SampledJudge
 from TrainingFactory.rewards.judge.model_judge import model_judge
 from TrainingFactory.types import Reward, SamplingParams
@@ -238,9 +238,9 @@ def test_what_the_endpoint_says_about_waiting_is_heeded(monkeypatch: pytest.Monk
 
 def test_times_to_wait():
     soon = datetime.now(UTC) + timedelta(seconds=100)
-    assert 90 < (seconds_of(format_datetime(soon, usegmt=True)) or 0) <= 100
-    assert 90 < (seconds_of(soon.strftime("%A, %d-%b-%y %H:%M:%S GMT")) or 0) <= 100  # an old form
+    assert 90 < (parse_retry_after(format_datetime(soon, usegmt=True)) or 0) <= 100
+    assert 90 < (parse_retry_after(soon.strftime("%A, %d-%b-%y %H:%M:%S GMT")) or 0) <= 100  # an old form
     for text, seconds in [("3", 3), ("1.5", 1.5), ("-2", 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)]:
-        assert seconds_of(text) == seconds
+        assert parse_retry_after(text) == seconds
     for text in (None, "", "soon", "nan", "inf", "1e999", "99999999999999999999999 GMT"):
-        assert seconds_of(text) is None
+        assert parse_retry_after(text) is None

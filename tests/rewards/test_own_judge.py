@@ -16,7 +16,7 @@ from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError
 from TrainingFactory.trainers.training_run import Training
-from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.dataset import UserObjects
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_it_scores_is_made_anew_when_it_is_killed_and_ends_with_its_run(judge: s
     chosen = small(tmp_path, training=few, reward={"parts": {"said": part}})
     watcher = Killing(fail_at=3)
     with pytest.raises(RuntimeError, match="broken off"):
-        Training(chosen, name="judged", objects=Objects(environment=Parity), watcher=watcher).train()
+        Training(chosen, name="judged", objects=UserObjects(environment=Parity), watcher=watcher).train()
     assert [row["reward"] for row in rows(tmp_path / "judged" / "metrics.jsonl")] == pytest.approx([1.4] * 3)
     assert not engines()
     told = [text for text in watcher.said if "judge" in text]
@@ -69,7 +69,7 @@ def test_one_that_cannot_be_loaded_is_an_error_before_the_first_step(judge: str,
     (broken / "model.safetensors").write_bytes(b"no weights")
     chosen = small(tmp_path / "runs", reward=section(model=str(broken)))
     with pytest.raises(ValueError, match=r"judge 0, process \d+: .*SafetensorError"):
-        Training(chosen, name="judged", objects=Objects(environment=Parity), watcher=Quiet()).train()
+        Training(chosen, name="judged", objects=UserObjects(environment=Parity), watcher=Quiet()).train()
     assert not engines() and not (tmp_path / "runs" / "judged").exists()
 
 

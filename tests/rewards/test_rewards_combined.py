@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.kits.rollout import Echo, rollout
-from TrainingFactory.rewards.adapt import Unscored, as_reward, checked, environment_reward
+from TrainingFactory.rewards.adapt import Unscored, as_reward, environment_reward, validate_reward
 from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.rewards.rules.rule_based import make_rule
-from TrainingFactory.rollout.scoring import Episode
+from TrainingFactory.rollout.scoring import OpenEpisode
 from TrainingFactory.types import Completion, Message, Reward, Task, Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,13 +23,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def episode(
     text: str = "ok", turns: int = 1, prompt: Any = "how many?", answer: Any = "ok", **metadata: Any
-) -> Episode:
+) -> OpenEpisode:
     task = Task("t1", prompt, answer, metadata)
     made = [
         Turn([1], Completion([5, 6], [0.0, 0.0], "stop"), Message("assistant", text)) for _ in range(turns)
     ]
     environment = Echo(task)
-    return Episode(Trajectory(task, "g", turns=made), environment, environment.executor)
+    return OpenEpisode(Trajectory(task, "g", turns=made), environment, environment.executor)
 
 
 def score(reward: Any, *args: Any, **keywords: Any) -> Reward:
@@ -40,7 +40,7 @@ def scored(function: Any, *args: Any, **keywords: Any) -> Reward:
     return score(as_reward(function), *args, **keywords)
 
 
-async def on_loop(episode: Episode) -> float:
+async def on_loop(episode: OpenEpisode) -> float:
     return 0.5
 
 
@@ -142,9 +142,9 @@ def test_what_cannot_be_a_reward(function: Any):
 
 def test_numbers_of_other_libraries():
     np = pytest.importorskip("numpy")
-    assert checked(np.float32(0.5), 1, "x") == Reward(0.5)
+    assert validate_reward(np.float32(0.5), 1, "x") == Reward(0.5)
     with pytest.raises(Unscored, match="finite number"):
-        checked(np.ones(3), 1, "x")
+        validate_reward(np.ones(3), 1, "x")
 
 
 def test_parts_are_weighted():

@@ -16,7 +16,13 @@ import pytest
 from tests.kits.judge import Judge, judging
 from tests.kits.rollout import PARAMS, Echo, FakeChat, FakeSampler, rollout, tasks
 from tests.kits.run import Parity, Quiet, rows, small, train
-from TrainingFactory.assembly.rewards import OWN, check_group, check_reward, evaluation_reward, make_reward
+from TrainingFactory.assembly.rewards import (
+    ENVIRONMENTS_OWN,
+    check_group_size,
+    check_reward,
+    evaluation_reward,
+    make_reward,
+)
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.evaluation.evaluation import Evaluation
@@ -27,7 +33,7 @@ from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rollout import RolloutEngine, group_scoring, play
 from TrainingFactory.services import PPOTrainer
-from TrainingFactory.tools.recording import CALLS, SPECS, Recorder
+from TrainingFactory.tools.recording import CALLS_FILE, SPECS_FILE, Recorder
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Message, Reward, Task, Trajectory
 
@@ -249,10 +255,10 @@ def test_tools_called_by_a_group_reward_are_replayed(tmp_path: Path):
         return outcomes(group)
 
     recorder = Recorder()
-    (tmp_path / SPECS).write_text("{}")
+    (tmp_path / SPECS_FILE).write_text("{}")
     recorder.record_to(tmp_path)
     assert played(recorder) == [0.0, 1.0, 2.0]
-    recorded = rows(tmp_path / CALLS)
+    recorded = rows(tmp_path / CALLS_FILE)
     assert sum(row["batch"] == "reward" for row in recorded) == 6 and len(recorded) == 12
     assert played(Recorder(tmp_path)) == [0.0, 1.0, 2.0]
 
@@ -323,11 +329,11 @@ def test_groups_of_the_wrong_size_are_refused_at_the_start(tmp_path: Path):
         plain = TrainingConfig(environment_id="calculator", output_dir=str(tmp_path), reward=section)
         with pytest.raises(ValueError, match="group_size=1"):
             Rollouts(plain)
-        assert Evaluation(plain).scored_by == ("the parts b" if "parts" in section else OWN)
+        assert Evaluation(plain).scored_by == ("the parts b" if "parts" in section else ENVIRONMENTS_OWN)
     with pytest.raises(ValueError, match="group_size=1 is too small: the reward"):
         PPOTrainer(environment=Parity, reward_function=by_rank, group_size=1)
     PPOTrainer(environment=Parity, reward_function=in_trl, group_size=1)
-    check_group(check_reward(TrainingConfig(reward=ranking)), 2)
+    check_group_size(check_reward(TrainingConfig(reward=ranking)), 2)
     said: list[str] = []
     assert evaluation_reward(as_reward(by_rank), said.append) is None and len(said) == 1
     single = make_reward(TrainingConfig(reward="rule_based"))

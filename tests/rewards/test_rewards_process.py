@@ -10,7 +10,7 @@ import pytest
 from tests.kits.rollout import Echo, call_text, rollout
 from TrainingFactory.rewards import ProcessReward, Unscored, calculate_process_reward
 from TrainingFactory.rewards.process_reward import PROCESS_RULES
-from TrainingFactory.rollout.scoring import Episode
+from TrainingFactory.rollout.scoring import OpenEpisode
 from TrainingFactory.types import (
     Completion,
     Message,
@@ -307,7 +307,7 @@ def test_the_outcome_is_any_reward_and_its_steps_count():
 
     trajectory = played(call(), says())
     environment = Echo(trajectory.task)
-    episode = Episode(trajectory, environment, environment.executor)
+    episode = OpenEpisode(trajectory, environment, environment.executor)
     reward = asyncio.run(ProcessReward(2.0, {"correct_tool": 0.5}, outcome)(episode))
     assert reward.outcome == 2.0 and reward.steps == pytest.approx([0.7, 0.2])
     assert reward.parts == {"outcome": 1.2, "outcome/a": 1.0, "outcome/b": 0.0, "correct_tool": 0.5} | NOTHING

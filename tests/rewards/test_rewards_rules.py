@@ -10,7 +10,7 @@ from tests.kits.rollout import call_text, rollout
 from tests.kits.rules import NEEDED, reward, scored, turn
 from TrainingFactory.rewards.rules.answers import without_reasoning
 from TrainingFactory.rewards.rules.rule_based import RULES, make_rule
-from TrainingFactory.rewards.rules.text import normalised
+from TrainingFactory.rewards.rules.text import normalise_text
 from TrainingFactory.types import Message, Reward, Status, ToolCall
 
 # What a well-known extractor takes from these texts is the right answer of each row; here it is worth nothing.
@@ -298,7 +298,7 @@ def test_near_misses(rule: Any, answer: Any, right: tuple[str, ...], wrong: tupl
 
 
 def test_normalised_keeps_a_decimal_point():
-    assert normalised(".5") == ".5" and normalised("...") == "..." and normalised("") == ""
+    assert normalise_text(".5") == ".5" and normalise_text("...") == "..." and normalise_text("") == ""
 
 
 def test_numbers_without_end_are_wrong_and_not_unscored():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.kits.rules import scored
-from TrainingFactory.common.sql.compare import Rows, read_rows
+from TrainingFactory.common.sql.compare import ResultRows, parse_result_rows
 from TrainingFactory.rewards.rules.tool_verified import make_verifier
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.custom_tools import SqlTool
@@ -117,7 +117,7 @@ def test_a_tool_of_ones_own_shows_rows_as_json_or_nothing_is_known(database: Pat
 
 
 def test_rows_that_were_not_all_shown():
-    assert read_rows('{"rows": [[1, null, "a"]], "columns": ["x", "y", "z"]}') == Rows(
+    assert parse_result_rows('{"rows": [[1, null, "a"]], "columns": ["x", "y", "z"]}') == ResultRows(
         [(1, None, ("str", '"a"'))], False, 3
     )
     for more in (
@@ -126,11 +126,11 @@ def test_rows_that_were_not_all_shown():
         '{"rows": [["<2 bytes>"]]}',
         '{"rows": [["yyy[... 5 characters cut]"]]}',
     ):
-        found = read_rows(more)
+        found = parse_result_rows(more)
         assert found is not None and found.more
     for junk in ("", "[]", "[[1]]", "{}", '{"rows": 3}', '{"rows": [1]}', "[" * 100_000, '{"rows": [[1]]'):
-        assert read_rows(junk) is None
-    assert read_rows('{"rows": [[true]]}') != read_rows('{"rows": [[1]]}')
+        assert parse_result_rows(junk) is None
+    assert parse_result_rows('{"rows": [[true]]}') != parse_result_rows('{"rows": [[1]]}')
 
 
 @pytest.mark.parametrize("files", [[], "", {}, 5, [5], [None]])

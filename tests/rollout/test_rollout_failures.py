@@ -262,7 +262,7 @@ def test_an_episode_uses_no_time_while_its_clock_is_paused(
     """Seconds pass only where the test says so: an hour while the sampler is being restarted."""
     seconds = [0.0]
     monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
-    clock = waiting.Clock()
+    clock = waiting.PausableClock()
 
     class Restarts(FakeSampler):
         def session(self) -> Any:

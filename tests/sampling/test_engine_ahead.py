@@ -12,12 +12,12 @@ import torch
 
 from tests.kits.engine import VOCABULARY, grouped_prompts, play, tiny, worst
 from TrainingFactory.sampling import NativeEngine, native
-from TrainingFactory.sampling.cache.slots import Layer, SlotCache, StepContext
-from TrainingFactory.sampling.flights import Flight
+from TrainingFactory.sampling.cache.slots import LayerCache, SlotCache, StepContext
+from TrainingFactory.sampling.flights import InFlightStep
 from TrainingFactory.sampling.picking import pick
-from TrainingFactory.sampling.planning import PIECES, Plan, Planner
+from TrainingFactory.sampling.planning import PIECES, StepPlan, StepPlanner
 from TrainingFactory.sampling.table import SlotTable
-from TrainingFactory.sampling.tiles import lay_out
+from TrainingFactory.sampling.tiles import plan_tiles
 from TrainingFactory.types import SamplingParams, Weights
 
 PROMPTS = grouped_prompts(3, 3)
@@ -51,7 +51,7 @@ class PlainKernels:
     """Does what the GPU's kernels do, token by token: each looks at the keys of its own slot up to its place."""
 
     @staticmethod
-    def attend(q: torch.Tensor, layer: Layer, step: StepContext, scale: float) -> torch.Tensor:
+    def attend(q: torch.Tensor, layer: LayerCache, step: StepContext, scale: float) -> torch.Tensor:
         assert step.positions is not None
         slots = {row: row for row in range(step.tokens)}
         if step.pieces is not None and step.pieces.members is not None and step.pieces.slots is not None:
@@ -85,7 +85,7 @@ def test_two_tokens_of_a_launch_are_what_two_launches_would_have_sampled() -> No
     engine = with_plain_kernels(model, 5)
     launch, reserve = engine._runner.launch, engine._runner.reserve
 
-    def counted(plan: Plan) -> Flight:
+    def counted(plan: StepPlan) -> InFlightStep:
         nonlocal seconds
         flight = launch(plan)
         seconds += len(flight.slots) - flight.first
@@ -141,8 +141,8 @@ def test_rows_that_begin_alike_and_chunks_are_laid_out_in_tiles() -> None:
     table = SlotTable(16, 256)
     table.head[:], table.stored[:], table.mark[:] = 100, 110, np.arange(16) // 4
     table.stored[5] = 99  # has not all of the beginning in the cache
-    plan = Plan(np.arange(12), 16, True, slots=np.array([13, 14]), counts=np.array([30, 3]))
-    layout = lay_out(plan, table, 3)
+    plan = StepPlan(np.arange(12), 16, True, slots=np.array([13, 14]), counts=np.array([30, 3]))
+    layout = plan_tiles(plan, table, 3)
     members, slots, ends, rows, leaders, shared, begins = layout.arrays
     assert (layout.extra, layout.pieces, layout.groups, layout.recorded) == (64, 8, 8, True)
     members, rows = members.reshape(8, layout.tokens), rows.reshape(8, layout.tokens)
@@ -157,17 +157,17 @@ def test_rows_that_begin_alike_and_chunks_are_laid_out_in_tiles() -> None:
     assert leaders[:3].tolist() == [0, 4, 8] and shared.tolist() == [100] * 3 + [0] * 5
     assert begins.tolist() == [100] * 5 + [0] + [100] * 6 + [0] * 4
     table.mark[:] = np.arange(16)
-    assert lay_out(plan, table, 3).groups == 0
+    assert plan_tiles(plan, table, 3).groups == 0
     sizes = {400: 512, 600: 603, 1200: 2048, 3000: 3003}  # 603 would leave most of 2048 unused
     for tokens, extra in sizes.items():
         plan.counts = np.array([tokens, 3])
-        layout = lay_out(plan, table, 3)
+        layout = plan_tiles(plan, table, 3)
         assert (layout.extra, layout.recorded) == (extra, extra in PIECES)
 
 
 def test_chunks_of_a_step_that_decodes_fill_what_is_recorded() -> None:
     table = SlotTable(128, 256)
-    planner = Planner(table, 8192, None, 0, few_shapes=True)
+    planner = StepPlanner(table, 8192, None, 0, few_shapes=True)
     planner.tiled = True
     table.running[:], table.stored[:], table.known[:], table.limit[:] = True, 100, 101, 200
     for waiting, fed in ((10, 400), (25, 480), (26, 1040), (60, 2040), (102, 2040), (103, 4120)):

@@ -12,13 +12,13 @@ import pytest
 
 from tests.kits.engine import KINDS, STOPS, VOCABULARY, grouped_prompts, play, tiny, worst
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.sampling.drafts import CONTEXT, Drafts
+from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.types import Weights
 
 PROMPTS = grouped_prompts(3, 3)
 
 
-class Informed(Drafts):
+class Informed(DraftTable):
     """Knows what will be sampled, and lies about it now and then: right, wrong and half-right guesses of all
     lengths, stop tokens among them, guesses that go on behind a stop."""
 
@@ -99,7 +99,7 @@ def test_what_comes_again_takes_fewer_forwards() -> None:
 
 
 def test_trust_is_earned_and_lost() -> None:
-    drafts, context = Drafts(), np.array([[1, 2, 3]])
+    drafts, context = DraftTable(), np.array([[1, 2, 3]])
 
     def guess() -> list[int]:
         tokens, lengths = drafts.guess(context, 4)

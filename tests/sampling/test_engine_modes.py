@@ -27,7 +27,7 @@ from tests.kits.engine import (
     worst,
 )
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.sampling.cache.view import OneCallNorm, fuses, join, shared_view
+from TrainingFactory.sampling.cache.view import FusedRMSNorm, can_fuse_norm, join_weights, shared_view
 from TrainingFactory.sampling.native import NativeSession
 from TrainingFactory.sampling.runner import Runner
 from TrainingFactory.types import Completion, SamplingParams, Weights
@@ -290,9 +290,9 @@ def test_norms_are_one_call_where_that_gives_the_same() -> None:
     assert "OneCallNorm" in kinds and "Qwen3RMSNorm" not in kinds
     with torch.no_grad():
         torch.testing.assert_close(view(ids).logits, model.eval()(ids).logits, rtol=1e-5, atol=1e-5)
-    assert not any(isinstance(module, OneCallNorm) for module in model.modules())
+    assert not any(isinstance(module, FusedRMSNorm) for module in model.modules())
     half = shared_view(tiny("gqa_tied").bfloat16(), "eager")
-    assert not any(isinstance(module, OneCallNorm) for module in half.modules())
+    assert not any(isinstance(module, FusedRMSNorm) for module in half.modules())
 
 
 class SometimesRMSNorm(nn.Module):
@@ -311,15 +311,15 @@ class SometimesRMSNorm(nn.Module):
 
 
 def test_every_norm_is_tried_for_itself() -> None:
-    assert fuses(SometimesRMSNorm()) and fuses(SometimesRMSNorm(weight=0.0))
+    assert can_fuse_norm(SometimesRMSNorm()) and can_fuse_norm(SometimesRMSNorm(weight=0.0))
     for epsilon, weight, shift in ((1e-5, 1.0, 0.0), (0.0, 1.0, 0.0), (1e-5, 0.0, 0.0), (1e-6, 0.5, 1.0)):
-        assert not fuses(SometimesRMSNorm(epsilon, weight, shift))
+        assert not can_fuse_norm(SometimesRMSNorm(epsilon, weight, shift))
     before, after, wrapped, replaced = (SometimesRMSNorm() for _ in range(4))
     before.register_forward_pre_hook(lambda module, args: None)
     after.register_forward_hook(lambda module, args, out: None)
     wrapped.inner = nn.Linear(8, 8)
     replaced.forward = lambda states: states
-    assert not any(fuses(each) for each in (before, after, wrapped, replaced))
+    assert not any(can_fuse_norm(each) for each in (before, after, wrapped, replaced))
 
 
 def test_weights_that_lie_side_by_side_are_trained_copied_and_saved_as_before(tmp_path: Path) -> None:
@@ -327,8 +327,8 @@ def test_weights_that_lie_side_by_side_are_trained_copied_and_saved_as_before(tm
     before, attention = copy.deepcopy(model.state_dict()), model.model.layers[0].self_attn
     layers = [attention.q_proj, attention.k_proj, attention.v_proj]
     with torch.inference_mode():
-        whole = join(layers)
-        again = join(layers)
+        whole = join_weights(layers)
+        again = join_weights(layers)
     assert whole is not None and again is not None
     assert whole.shape == (sum(each.out_features for each in layers), model.config.hidden_size)
     assert whole.data_ptr() == again.data_ptr() == attention.q_proj.weight.data_ptr()
@@ -343,5 +343,5 @@ def test_weights_that_lie_side_by_side_are_trained_copied_and_saved_as_before(tm
     for other in (type(model).from_pretrained(tmp_path), copy.deepcopy(model)):
         assert all((each == model.state_dict()[name]).all() for name, each in other.state_dict().items())
     apart = copy.deepcopy(model).model.layers[0].self_attn
-    assert join([apart.q_proj, apart.k_proj]) is not None  # a copy's lie apart, and are joined anew
-    assert join([nn.Linear(3, 3), nn.Linear(3, 3)]) is None  # a bias
+    assert join_weights([apart.q_proj, apart.k_proj]) is not None  # a copy's lie apart, and are joined anew
+    assert join_weights([nn.Linear(3, 3), nn.Linear(3, 3)]) is None  # a bias

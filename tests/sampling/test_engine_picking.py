@@ -10,7 +10,7 @@ import torch
 
 from tests.kits.engine import VOCABULARY, plain_logprobs, sample_each, tiny, words
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.sampling.picking import pick, restrict, uniforms
+from TrainingFactory.sampling.picking import apply_filters, pick, uniforms
 
 
 def test_uniforms_are_uniform_and_independent() -> None:
@@ -66,7 +66,7 @@ def test_filters_keep_what_their_definitions_say() -> None:
 
     def kept(top_p: float = 1, top_k: int = 0, min_p: float = 0) -> list[int]:
         limits = (torch.tensor([value], dtype=torch.float64) for value in (top_p, top_k, min_p))
-        return torch.nonzero(restrict(probs, *limits)[0])[:, 0].tolist()
+        return torch.nonzero(apply_filters(probs, *limits)[0])[:, 0].tolist()
 
     assert kept() == [0, 1, 2, 3, 4]
     assert kept(top_k=2) == [1, 3]

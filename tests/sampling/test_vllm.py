@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from tests.kits.engine import plain_logprobs
 from tests.kits.learner import make_learner
 from tests.kits.scale import SCALE, Shared
-from TrainingFactory.cluster.local import LocalPlaces
-from TrainingFactory.cluster.local_child import segments
-from TrainingFactory.cluster.places import PlaceLost
+from TrainingFactory.cluster.local import LocalEngineLauncher
+from TrainingFactory.cluster.local_child import segment_inodes
+from TrainingFactory.cluster.places import EngineLost
 from TrainingFactory.learning.checkpoints import save_checkpoint
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.lora import add_lora
@@ -295,21 +295,21 @@ def test_checkpoints_load_and_engines_die(scale: None, tmp_path: Path) -> None:
 
     async def kill(name: str, place: Any) -> list[psutil.Process]:
         family = psutil.Process(place.about["pid"])
-        had.update(segments(family.pid))
+        had.update(segment_inodes(family.pid))
         family = [family, *family.children(recursive=True)]
         victim = next(each for each in family if name in each.name() + str(each.cmdline()))
         params = SamplingParams(max_tokens=400)
         turns = [asyncio.create_task(place.call("sample", PROMPT, params)) for _ in range(8)]
         victim.send_signal(signal.SIGKILL)
         found = await asyncio.gather(*turns, return_exceptions=True)
-        assert {type(each) for each in found} == {PlaceLost}, found
-        with pytest.raises(PlaceLost):
+        assert {type(each) for each in found} == {EngineLost}, found
+        with pytest.raises(EngineLost):
             await place.call("score", PROMPT)
         await place.close()
         return family
 
     async def everything() -> list[psutil.Process]:
-        places = LocalPlaces(EngineSpec("vllm", str(tmp_path / "c"), 512, slots=8, pushed=False))
+        places = LocalEngineLauncher(EngineSpec("vllm", str(tmp_path / "c"), 512, slots=8, pushed=False))
         one, two = await asyncio.gather(places.make(0), places.make(1))
         found = await one.call("sample", PROMPT, SamplingParams(max_tokens=24))
         assert distance(found.logprobs, plain_logprobs(loaded.model, PROMPT, found.token_ids)) < CLOSE

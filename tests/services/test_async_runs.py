@@ -14,16 +14,16 @@ import torch
 
 from tests.kits.run import Offering, Quiet, assert_same_run, brief, go_on, rows, small, train
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.apps.plan.memory import estimate
-from TrainingFactory.assembly.learner import copy_of, make_trainable
+from TrainingFactory.apps.plan.memory import estimate_model_memory
+from TrainingFactory.assembly.learner import copy_model, make_trainable
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories, trajectory_from_dict, trajectory_to_dict
 from TrainingFactory.models import load_model
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.trainers.notices import notices, unused
+from TrainingFactory.trainers.notices import notices, unused_options
 from TrainingFactory.trainers.training_run import Training
-from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.training.ledger import wrong_in_ledger
 from TrainingFactory.types import (
     Completion,
@@ -54,7 +54,7 @@ def ahead(folder: Path, bound: int = 1, order: str = "number", **sections: dict[
 
 
 def run(config: TrainingConfig, name: str, watcher: Quiet | None = None, **options: Any) -> RunFolder:
-    objects = Objects(environment=options.pop("environment", Calling))
+    objects = UserObjects(environment=options.pop("environment", Calling))
     training = Training(config, name=name, objects=objects, watcher=watcher or Quiet(), **options)
     return RunFolder(training.train().run)
 
@@ -219,7 +219,7 @@ def test_the_sampler_has_weights_of_its_own(lora: bool) -> None:
     """The learner's change nothing until the update; what is not trained is the same tensor."""
     loaded = load_model("builtin:tiny")
     make_trainable(TrainingConfig(lora={"enabled": lora, "r": 4}), loaded)
-    copied = copy_of(loaded.model)
+    copied = copy_model(loaded.model)
     engine = NativeEngine(copied, slots=2, max_length=64, source=loaded.model)
     alone = NativeEngine(loaded.model, slots=2, max_length=64)
     params = SamplingParams(max_tokens=6, seed=3)
@@ -254,10 +254,10 @@ def test_what_does_not_go_together_is_refused_or_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"sampling.deterministic.*max_staleness=0"):
         run(config, "a")
     options = {"async_rollout": True, "async_order": "arrival"}
-    assert unused(TrainingConfig(training={"algorithm": "sft"}, optimization=options)) == [
+    assert unused_options(TrainingConfig(training={"algorithm": "sft"}, optimization=options)) == [
         "optimization.async_rollout, optimization.async_order: sft samples nothing that it trains on"
     ]
-    [told] = unused(TrainingConfig(optimization={"max_staleness": 3}))
+    [told] = unused_options(TrainingConfig(optimization={"max_staleness": 3}))
     assert told == "optimization.max_staleness: they are for optimization.async_rollout=true"
     assert notices(TrainingConfig(optimization=options)) == [] and KINDS["grpo"].samples
 
@@ -265,7 +265,7 @@ def test_what_does_not_go_together_is_refused_or_told(tmp_path: Path) -> None:
 def test_the_doctor_counts_the_copy() -> None:
     model = load_model("builtin:tiny").model
     needed = [
-        estimate(TrainingConfig(optimization={"async_rollout": on}), model, frozenset(), 512)
+        estimate_model_memory(TrainingConfig(optimization={"async_rollout": on}), model, frozenset(), 512)
         for on in (False, True)
     ]
     weights = sum(each.nbytes for each in model.parameters())

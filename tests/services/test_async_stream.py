@@ -10,7 +10,7 @@ import pytest
 
 from tests.kits.ahead import Learner, Scripted, Teaching
 from TrainingFactory.training.ledger import Ledger, wrong_in_ledger
-from TrainingFactory.training.task_order import Order
+from TrainingFactory.training.task_order import TaskOrder
 from TrainingFactory.types import Group, SamplersLost
 
 
@@ -157,22 +157,22 @@ def test_what_fails_in_any_group_ends_the_step_and_nothing_goes_on() -> None:
 
 
 def test_states_of_earlier_versions_and_of_another_batch_size() -> None:
-    order = Order(7, 3, 0)
-    assert Ledger.of_state(order, {"step": 2, "taken": 8, "consumed": [[0, 6]]}).next == 8
-    assert Ledger.of_state(order, {"step": 4}).next == order.start(4) == 10
+    order = TaskOrder(7, 3, 0)
+    assert Ledger.from_state(order, {"step": 2, "taken": 8, "consumed": [[0, 6]]}).next == 8
+    assert Ledger.from_state(order, {"step": 4}).next == order.start(4) == 10
     for state in ({"taken": 8, "consumed": [[0, 8]]}, {"batch_size": 4, "consumed": [[0, 8]]}):
         with pytest.raises(ValueError, match="8 groups in 2 steps"):
-            Ledger.of_state(order, {"step": 2} | state)
+            Ledger.from_state(order, {"step": 2} | state)
     ledger = Ledger(order)
     assert ledger.begin(0) + ledger.begin(1) == [0, 1, 2, 3, 4, 5]
-    assert ledger.left == 1 and ledger.one_more(0) == 6 and ledger.one_more(0) is None
+    assert ledger.left == 1 and ledger.take_in_epoch(0) == 6 and ledger.take_in_epoch(0) is None
     ledger.trained([Group(4, [], place=4), Group(1, [], place=1), Group(0, [], place=0)])
     state = ledger.state()
     assert state == {
         "batch_size": 3, "consumed": [[0, 2], [4, 5]], "ahead": [3],
         "under_way": [[2, 0, 2], [3, 0, 3], [5, 0, 5]],
     }  # fmt: skip
-    again = Ledger.of_state(order, {"step": 1} | state)
+    again = Ledger.from_state(order, {"step": 1} | state)
     assert again.state() == state and again.left == 1 and again.take(3) == [6]
 
 

@@ -11,7 +11,7 @@ from tests.kits.cli import Run
 from tests.services.test_evaluation_records import played, record_of
 from TrainingFactory.apps.reports.comparison_page import comparison_page
 from TrainingFactory.data.trajectories import save_trajectories
-from TrainingFactory.evaluation.comparison import Found, Side, compare
+from TrainingFactory.evaluation.comparison import ComparedModel, StoredRecord, compare
 from TrainingFactory.evaluation.records import EvaluationRecord, append_record, read_records
 from TrainingFactory.types import Message, Trajectory
 
@@ -24,8 +24,8 @@ class Parity(CalculatorEnvironment):
 """
 
 
-def side(name: str, *records: EvaluationRecord, file: Path = Path("evaluations.jsonl")) -> Side:
-    return Side(name, [Found(file, record) for record in records], [None] * len(records))
+def side(name: str, *records: EvaluationRecord, file: Path = Path("evaluations.jsonl")) -> ComparedModel:
+    return ComparedModel(name, [StoredRecord(file, record) for record in records], [None] * len(records))
 
 
 def outcomes(name: str, won: str) -> EvaluationRecord:
@@ -84,7 +84,7 @@ def test_what_cannot_be_compared_is_refused_or_said() -> None:
 
 
 def test_a_page_shows_both_episodes_and_obeys_no_text(tmp_path: Path) -> None:
-    def kept(name: str, won: bool) -> Side:
+    def kept(name: str, won: bool) -> ComparedModel:
         episodes = played("x", won)
         episodes[0].prompt = [Message("user", "<script>alert(1)</script>")]
         save_trajectories(tmp_path / f"{name}.jsonl", episodes)

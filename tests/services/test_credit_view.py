@@ -250,19 +250,19 @@ def test_a_terminal_with_and_without_colour(
         monkeypatch.delenv(name, raising=False)
     group = [episode(0, ["ab", "c"], 1.0, reply="REPLY"), episode(1, ["d"], 0.0, error=None)]
     credit = coloured(group, GRPO(), TOKENIZER)
-    printing.groups(credit, credit.groups)
+    printing.print_groups(credit, credit.groups)
     plain = capsys.readouterr().out
     assert "\x1b" not in plain
     assert re.search(r"turn 1 +advantage \+0.50", plain) and re.search(r"turn 1 +advantage -0.50", plain)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLORTERM", "truecolor")
     monkeypatch.setenv("TERM", "xterm-256color")
-    printing.groups(credit, credit.groups)
+    printing.print_groups(credit, credit.groups)
     styled = capsys.readouterr().out
     ground = re.findall(r"\x1b\[[\d;]*48;2;([\d;]+)m([^\x1b]*)\x1b", styled)
     assert ground == [("64;190;100", "a"), ("64;190;100", "b"), ("64;190;100", "c"), ("245;95;95", "d")]
     monkeypatch.setenv("NO_COLOR", "1")
-    printing.groups(credit, credit.groups)
+    printing.print_groups(credit, credit.groups)
     assert not re.search(r"\x1b\[[\d;]*[34]8;", capsys.readouterr().out)
-    printing.groups(hostile(), hostile().groups)
+    printing.print_groups(hostile(), hostile().groups)
     assert "\x1b[31m" not in capsys.readouterr().out

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.kits.pages import HOSTILE, SHOWN, parsed, words
-from TrainingFactory.apps.demo.report import Report, Stats, Trial
+from TrainingFactory.apps.demo.report import DemoReport, Stats, Trial
 from TrainingFactory.apps.reports.charts import running_mean
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, Trajectory, Turn
@@ -23,7 +23,7 @@ def episode(text: str, won: bool) -> Trajectory:
     return Trajectory(Task(text, text, text), "g", prompt=prompt, turns=turns, reward=Reward(float(won)))
 
 
-def report(text: str, **changed: Any) -> Report:
+def report(text: str, **changed: Any) -> DemoReport:
     given: dict[str, Any] = {
         "folders": ("runs/a & b-warm-start", "runs/a & b"),
         "configs": (TrainingConfig().model_dump(), TrainingConfig(environment="search").model_dump()),
@@ -34,7 +34,7 @@ def report(text: str, **changed: Any) -> Report:
         "curve": [n / 9 for n in range(10)],
         "trial": Trial(episode(text, False), episode(text, True)),
     }
-    return Report(**given | changed)
+    return DemoReport(**given | changed)
 
 
 def test_hostile_text_is_shown_as_text() -> None:

@@ -21,8 +21,8 @@ from TrainingFactory.apps.doctor.checks import (
     check_tools,
 )
 from TrainingFactory.apps.doctor.examination import examine, forecast
-from TrainingFactory.apps.plan.memory import check_memory, estimate, remedy
-from TrainingFactory.apps.plan.planning import Planner
+from TrainingFactory.apps.plan.memory import check_memory, estimate_model_memory, suggest_options
+from TrainingFactory.apps.plan.planning import RunPlanner
 from TrainingFactory.apps.plan.shapes import find_shape
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models import chat_format, load_model
@@ -132,7 +132,7 @@ def test_memory_is_what_the_parts_take(tiny: Any) -> None:
         grpo={"kl": 0.1},
     )
     shape, count = tiny.model.config, sum(each.numel() for each in tiny.model.parameters())
-    asked = estimate(config, tiny.model, frozenset({"reference"}), 512)
+    asked = estimate_model_memory(config, tiny.model, frozenset({"reference"}), 512)
     for part in ("weights", "gradients", "reference model"):
         assert asked[part] == 4 * count
     assert asked["optimizer"] == 8 * count and asked["float32 copies"] == 0  # they are float32 themselves
@@ -160,16 +160,16 @@ def test_memory_of_a_model_that_is_not_there(tfactory: Run) -> None:
     assert "8,190,427,136" in whole["facts"]["model"]
     assert "of 79.2 GiB on one H100: " in whole["facts"]["memory"]
     assert "one H100 has 79.2 GiB; largest part: " in whole["findings"][0]["sentence"]
-    remedy = whole["findings"][0]["remedy"]
-    fitting = re.search(r"about ([\d.]+) GiB, set: ([^ ]+ [^ ]+)\. ", remedy)
-    assert fitting and fitting[2] == "training.gradient_checkpointing=true lora.enabled=true", remedy
+    suggest_options = whole["findings"][0]["remedy"]
+    fitting = re.search(r"about ([\d.]+) GiB, set: ([^ ]+ [^ ]+)\. ", suggest_options)
+    assert fitting and fitting[2] == "training.gradient_checkpointing=true lora.enabled=true", suggest_options
     less = told("--model-size", "8B", "--gpu", "h100", *fitting[2].split())
     assert less["status"] == 0 and f"about {fitting[1]} GiB of 79.2 GiB" in less["facts"]["memory"]
     adapted = told("--model-size", "8B", "lora.enabled=true")
     assert adapted["status"] == 0 and "of 139.8 GiB on one H200: " in adapted["facts"]["memory"]
     assert "time" not in whole["facts"]  # it does not fit
     tiny = TrainingConfig(model={"max_length": 1024}, lora={"enabled": True})
-    planned = Planner(tiny, 1, size="8B").plan()["step_seconds"]
+    planned = RunPlanner(tiny, 1, size="8B").plan()["step_seconds"]
     assert adapted["facts"]["time"].startswith(f"about {planned:.3g} s a step")
     small = told("--model-size", "0.6B", "training.gradient_checkpointing=true")
     assert small["status"] == 0 and "activations 1.6 GiB" in small["facts"]["memory"]
@@ -179,7 +179,7 @@ def test_memory_of_a_model_that_is_not_there(tfactory: Run) -> None:
 
 def test_the_remedy_is_for_the_largest_parts_and_leaves_out_what_is_set() -> None:
     def told(parts: dict[str, float], device: str = "cuda:0", **sections: dict[str, Any]) -> str:
-        return remedy(TrainingConfig(**sections), parts, device).partition("first: ")[2]
+        return suggest_options(TrainingConfig(**sections), parts, device).partition("first: ")[2]
 
     activations = {"weights": 15.0, "optimizer": 0.3, "activations": 75.0, "cache": 36.0}
     pack, cache = "training.token_budget=4096", "sampling.slots=16"

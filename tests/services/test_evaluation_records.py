@@ -14,7 +14,7 @@ from tests.kits.cli import Run
 from tests.kits.judge import judging
 from tests.kits.run import brief, go_on, train
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.data.disk import write_aside
+from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.evaluation import statistics
 from TrainingFactory.evaluation.identity import conditions, model_digest, weights_digest
@@ -85,17 +85,17 @@ def test_pass_at_k_and_pass_all_are_those_of_all_choices_of_k_episodes() -> None
         assert statistics.pass_at(k, tasks) == pytest.approx(sum(at) / 3)
         assert statistics.pass_all(k, tasks) == pytest.approx(sum(every) / 3)
     assert statistics.pass_at(6, tasks) is None
-    assert statistics.powers(6) == [1, 2, 4, 6] and statistics.powers(1) == [1]
+    assert statistics.reported_ks(6) == [1, 2, 4, 6] and statistics.reported_ks(1) == [1]
 
 
 def test_the_interval_goes_by_tasks() -> None:
     alike = [[True] * 4] * 5 + [[False] * 4] * 5  # four episodes tell no more than one
-    assert statistics.effective(alike) == pytest.approx(10, rel=0.12)
+    assert statistics.effective_size(alike) == pytest.approx(10, rel=0.12)
     single = statistics.success([[True]] * 5 + [[False]] * 5)
     clustered = statistics.success(alike)
     assert (clustered.low, clustered.high) == pytest.approx((single.low, single.high), abs=0.02)
     mixed = [[True, False, True, False]] * 10  # no task differs from another: all forty count
-    assert statistics.effective(mixed) == 40
+    assert statistics.effective_size(mixed) == 40
     assert statistics.success([[True] * 8] * 3).low == statistics.success([[True]] * 3).low
     # Wilson's interval of 5 in 10, as it stands in textbooks
     assert (single.low, single.high) == pytest.approx((0.2366, 0.7634), abs=1e-4)
@@ -260,7 +260,7 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to("/dev/full")
     episodes = played("a", True)
     for name, write in {
-        "a": lambda: write_aside(tmp_path / "a", "text"),
+        "a": lambda: write_atomically(tmp_path / "a", "text"),
         "b.jsonl": lambda: append_record(tmp_path / "b.jsonl", record_of(episodes)),
         "metrics.jsonl": lambda: RunFolder(tmp_path).append("metrics.jsonl", {"step": 1}),
         "c.jsonl": lambda: save_trajectories(tmp_path / "c.jsonl", episodes),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from TrainingFactory.assembly.export import export
 from TrainingFactory.cli.app import app
 from TrainingFactory.learning.checkpoints import save_checkpoint
-from TrainingFactory.learning.heads import head_for
+from TrainingFactory.learning.heads import make_head
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
@@ -83,10 +83,10 @@ def test_an_adapter_merged_and_not(tmp_path: Path, options: dict[str, Any]) -> N
 
 def test_a_reward_model_keeps_its_head_and_a_critic_goes(tmp_path: Path) -> None:
     causal = load_model("builtin:tiny", device="cpu").model
-    whole(tmp_path / "critic", head=head_for(causal))
+    whole(tmp_path / "critic", head=make_head(causal))
     critic = export(str(tmp_path / "critic"), tmp_path / "a")
     assert not critic.reward_model and not (critic.path / "scalar_head.safetensors").exists()
-    whole(tmp_path / "judge", head=head_for(causal, {"kind": "outcome", "base": "builtin:tiny"}))
+    whole(tmp_path / "judge", head=make_head(causal, {"kind": "outcome", "base": "builtin:tiny"}))
     judge = export(str(tmp_path / "judge"), tmp_path / "b")
     assert judge.reward_model
     for name in ("scalar_head.safetensors", "reward_model.json"):

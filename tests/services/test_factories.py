@@ -55,17 +55,17 @@ def test_an_entry_fills_what_is_not_set(project: Path) -> None:
         model="Qwen3-4B", environment={"environment_id": "env_small"}, sampling={"max_tokens": 7},
         allocation_id="alloc-8",
     )  # fmt: skip
-    found = factories.by_file(given, said.append)
+    found = factories.resolve_ids(given, said.append)
     assert found.model.name == "builtin:tiny" and found.environment.environment_id == "calculator"
     assert (found.environment.max_turns, found.training.max_steps, found.sampling.max_tokens) == (1, 1, 7)
     assert found.compute.num_gpus == 8 and "model.name Qwen3-4B is builtin:tiny (factories.yaml)" in said
-    assert factories.by_file(found) == found  # a second time changes nothing
-    talk = factories.by_file(TrainingConfig(environment_id="env_talk"))
+    assert factories.resolve_ids(found) == found  # a second time changes nothing
+    talk = factories.resolve_ids(TrainingConfig(environment_id="env_talk"))
     assert talk.data.tasks == "questions.jsonl"
     assert talk.environment.environment_id is None and [tool.name for tool in talk.tools] == ["calculator"]
-    tasks = factories.by_file(TrainingConfig(data={"tasks": "ds_questions"})).data
+    tasks = factories.resolve_ids(TrainingConfig(data={"tasks": "ds_questions"})).data
     assert (tasks.tasks, tasks.dataset, tasks.count) == ("questions.jsonl", None, 1)
-    assert factories.model("Qwen3-4B") == "builtin:tiny" and factories.model("Qwen3-8B") is None
+    assert factories.model_target("Qwen3-4B") == "builtin:tiny" and factories.model_target("Qwen3-8B") is None
 
 
 def test_a_run_keeps_what_its_ids_were_found_to_be(project: Path, install: Install) -> None:
@@ -275,7 +275,7 @@ def test_the_command(tfactory: Run, project: Path) -> None:
     )
     assert added[0] == 0
     assert (project / "factories.yaml").read_text().startswith('# ours\ndatasets:  # of the team\n    "b": ')
-    assert factories.entries()["environments"]["e"].training.max_steps == 2
+    assert factories.read_entries()["environments"]["e"].training.max_steps == 2
     status, out, err = tfactory("factories", "list")
     assert status == 0 and "a.jsonl" in out and "calculator" in out and "DataFactory is not installed" in err
     found = json.loads(tfactory("factories", "list", "--json")[1])

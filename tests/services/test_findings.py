@@ -12,8 +12,8 @@ import pytest
 from tests.kits.run import Offering, Quiet, brief, go_on, rows, small, train
 from TrainingFactory.apps.views.runs import findings
 from TrainingFactory.rollout import rollout_metrics
-from TrainingFactory.runs.finding_rules import CHECKS, Table, like_a_call
-from TrainingFactory.runs.findings import Change
+from TrainingFactory.runs.finding_rules import FINDING_RULES, FindingTracker, find_unparsed_call
+from TrainingFactory.runs.findings import FindingChange
 from TrainingFactory.runs.folder import FINDINGS, RunFolder
 from TrainingFactory.training.source import sampled_metrics
 from TrainingFactory.types import (
@@ -50,7 +50,7 @@ PROVOKED: dict[str, dict[str, float]] = {
 }
 
 
-def told(table: Table, first: int, count: int, **changed: float) -> list[Change]:
+def told(table: FindingTracker, first: int, count: int, **changed: float) -> list[FindingChange]:
     changes = []
     for step in range(first, first + count):
         changes += table.look(step, HEALTHY | changed, ())
@@ -59,7 +59,7 @@ def told(table: Table, first: int, count: int, **changed: float) -> list[Change]
 
 @pytest.mark.parametrize("name", PROVOKED)
 def test_each_finding_is_said_once_until_it_has_gone(name: str) -> None:
-    table = Table()
+    table = FindingTracker()
     assert told(table, 1, 10) == []
     assert told(table, 11, 2, **PROVOKED[name]) == []  # two steps are no pattern
     said = {change.name: change for change in told(table, 13, 1, **PROVOKED[name])}
@@ -72,30 +72,34 @@ def test_each_finding_is_said_once_until_it_has_gone(name: str) -> None:
 
 
 def test_every_check_is_provoked_and_has_its_place_in_the_docs() -> None:
-    assert [check.name for check in CHECKS] == [*PROVOKED]
+    assert [check.name for check in FINDING_RULES] == [*PROVOKED]
     page = (Path(__file__).parents[2] / "docs" / "DOCTOR.md").read_text(encoding="utf-8")
-    assert {check.name for check in CHECKS} <= {*re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)}
+    assert {check.name for check in FINDING_RULES} <= {*re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)}
 
 
 def test_what_looks_alike_and_is_healthy() -> None:
     solved = {"entropy": 0.01, "accuracy": 1.0, "reward": 1.0, "reward_std": 0.0, "rows": 0}
     longer = {"length": 90.0, "reward": 0.6}  # and better
     for steps in (solved, longer, {"tools_offered": 0, "episodes/called": 0}):
-        table = Table()
+        table = FindingTracker()
         told(table, 1, 10)
         assert told(table, 11, 5, **steps) == []
-    assert [change.name for change in told(Table(), 1, 3, **solved)] == [
+    assert [change.name for change in told(FindingTracker(), 1, 3, **solved)] == [
         "tied_groups"
     ]  # there was nothing to learn
     # several updates of a step move the learner away from what was sampled
-    assert told(Table(updates=4), 1, 5, logprob_diff=0.1) == []
+    assert told(FindingTracker(updates=4), 1, 5, logprob_diff=0.1) == []
     stale = {"logprob_diff": 0.3, "staleness_gap": 0.3}  # as it must be
-    assert told(Table(), 1, 5, **stale) == told(Table(), 1, 5, **stale, mismatch=0.01) == []
-    assert told(Table(), 1, 5, **stale, mismatch=0.06) == told(Table(), 1, 5, logprob_diff=0.06) != []
+    assert told(FindingTracker(), 1, 5, **stale) == told(FindingTracker(), 1, 5, **stale, mismatch=0.01) == []
+    assert (
+        told(FindingTracker(), 1, 5, **stale, mismatch=0.06)
+        == told(FindingTracker(), 1, 5, logprob_diff=0.06)
+        != []
+    )
 
 
 def test_a_gradient_that_is_not_finite() -> None:
-    [change] = told(Table(), 1, 3, skipped=1.0, grad_norm=float("nan"))
+    [change] = told(FindingTracker(), 1, 3, skipped=1.0, grad_norm=float("nan"))
     assert change.finding is not None and "not finite" in change.finding.sentence
 
 
@@ -113,10 +117,10 @@ def said(text: str, calls: int = 0, thought: str | None = None) -> Trajectory:
     ],
 )  # fmt: skip
 def test_text_that_looks_like_a_call(text: str) -> None:
-    example = like_a_call([said("No call."), said("Well. " + text)])
+    example = find_unparsed_call([said("No call."), said("Well. " + text)])
     assert example is not None and text.split("\n")[0] in example
-    assert like_a_call([said("", thought=text)]) is not None
-    assert like_a_call([said(text, calls=1), said("I would search for the name of it.")]) is None
+    assert find_unparsed_call([said("", thought=text)]) is not None
+    assert find_unparsed_call([said(text, calls=1), said("I would search for the name of it.")]) is None
 
 
 def test_metrics_tell_what_wrong_episodes_earn() -> None:

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from TrainingFactory.assembly.gpus import with_all_gpus
+from TrainingFactory.assembly.gpus import with_gpu_division
 from TrainingFactory.cluster import ray_session
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.resolve import factories
 from TrainingFactory.resolve.siblings import Allocation
-from TrainingFactory.trainers.notices import unused
+from TrainingFactory.trainers.notices import unused_options
 
 
 def divided(visible: int = 8, sections: dict[str, Any] | None = None, **compute: Any) -> Any:
     """Return what the compute section has become, beside what it was, and what was said."""
     config, said = TrainingConfig(**(sections or {}), compute=compute), list[str]()
-    found = with_all_gpus(config, said.append, lambda: visible).compute.model_dump(exclude_defaults=True)
+    found = with_gpu_division(config, said.append, lambda: visible).compute.model_dump(exclude_defaults=True)
     return {key: value for key, value in found.items() if compute.get(key) != value}, said
 
 
@@ -81,11 +81,11 @@ def test_gpus_that_cannot_be_used_are_an_error_with_the_keys_to_set(given: dict[
 
 def test_an_allocation_is_used_and_no_key_of_it_is_called_unused() -> None:
     said: list[str] = []
-    allocated = factories.with_machines(TrainingConfig(), Allocation("alloc-1", 8), said.append)
-    config = with_all_gpus(allocated, said.append, lambda: 8)
+    allocated = factories.with_allocation(TrainingConfig(), Allocation("alloc-1", 8), said.append)
+    config = with_gpu_division(allocated, said.append, lambda: 8)
     assert (config.compute.num_gpus, config.compute.learners) == (8, 8)
     assert "allocation alloc-1 has 8 GPUs" in said[0] and "compute.learners=8" in said[1]
-    assert not any("num_gpus" in line for line in unused(config))
+    assert not any("num_gpus" in line for line in unused_options(config))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from tests.kits.judge import Said, judging
 from TrainingFactory.apps.judge_audit.audit import ATTACKS, audit
-from TrainingFactory.apps.judge_audit.gold import Gold, load_gold
+from TrainingFactory.apps.judge_audit.gold import GoldItem, load_gold
 from TrainingFactory.apps.judge_audit.metrics import accuracy, kappa, pearson, ranks, spearman
 from TrainingFactory.apps.judge_audit.report import Audit, verdict_of
 from TrainingFactory.rewards.judge.model_judge import ModelJudge, model_judge
@@ -44,7 +44,7 @@ def single(**options: Any) -> ModelJudge:
     return judge
 
 
-def run_audit(judge: ModelJudge, gold: list[Gold], repeats: int = 2) -> Audit:
+def run_audit(judge: ModelJudge, gold: list[GoldItem], repeats: int = 2) -> Audit:
     async def run() -> Audit:
         try:
             return await audit(judge, gold, repeats=repeats)

@@ -12,9 +12,9 @@ from tests.kits.cli import Run
 from tests.kits.judge import KEY, judging
 from tests.services.test_judge_audit import PAIRS, ROWS, audited, fair, gold_file, single
 from TrainingFactory.apps.judge_audit.gold import load_gold
-from TrainingFactory.apps.judge_audit.metrics import partial
+from TrainingFactory.apps.judge_audit.metrics import partial_correlation
 from TrainingFactory.apps.judge_audit.report import Audit, verdict_of
-from TrainingFactory.evaluation.evaluation import wilson
+from TrainingFactory.evaluation.evaluation import wilson_interval
 
 pytestmark = pytest.mark.usefixtures("judge_key")
 
@@ -31,7 +31,7 @@ def test_few_items_are_too_few_to_say(tmp_path: Path):
 
 def agreeing(agreed: int, items: int, **more: float) -> Audit:
     """What an audit finds where half of the gold labels are yes."""
-    low, high = wilson(agreed, items)
+    low, high = wilson_interval(agreed, items)
     share = agreed / items
     given = {"attacked": items, "accuracy": share, "accuracy_low": low, "accuracy_high": high, "chance": 0.5}
     return Audit(judged=items, **given | {"kappa": 2 * share - 1} | more)  # type: ignore[arg-type]
@@ -75,11 +75,11 @@ def test_a_length_that_merely_goes_with_the_gold_is_no_bias():
     gold = [1.0, 1, 1, 0, 0, 0]
     lengths = [90.0, 100, 110, 10, 20, 30]
     only_gold = [0.9 if each else 0.1 for each in gold]
-    assert partial(only_gold, lengths, gold) is None
+    assert partial_correlation(only_gold, lengths, gold) is None
     # within each half the value goes up by 0.1 per 10 characters, and by nothing else
-    assert partial([0.7, 0.8, 0.9, 0.1, 0.2, 0.3], lengths, gold) == pytest.approx(1)
-    assert partial([0.9, 0.8, 0.7, 0.1, 0.2, 0.3], lengths, gold) == pytest.approx(0, abs=1e-9)
-    assert partial([], [], []) is None
+    assert partial_correlation([0.7, 0.8, 0.9, 0.1, 0.2, 0.3], lengths, gold) == pytest.approx(1)
+    assert partial_correlation([0.9, 0.8, 0.7, 0.1, 0.2, 0.3], lengths, gold) == pytest.approx(0, abs=1e-9)
+    assert partial_correlation([], [], []) is None
 
 
 def test_gold_on_another_scale_is_told_before_anything_is_spent(tmp_path: Path):

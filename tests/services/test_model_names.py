@@ -12,10 +12,10 @@ from tests.kits.cli import Run
 from tests.kits.registry import made_run
 from tests.kits.run import Parity, Quiet, brief, go_on, train
 from TrainingFactory.assembly.export import export
-from TrainingFactory.resolve.model_names import find_model, with_model
+from TrainingFactory.resolve.model_names import find_model, with_resolved_model
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.trainers.training_run import Training
-from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.dataset import UserObjects
 
 SHORT = {"max_steps": 1, "batch_size": 2, "group_size": 2}
 
@@ -77,9 +77,9 @@ def test_folders_with_nothing_in_them_are_told(tmp_path: Path) -> None:
 
 def test_a_config_takes_what_the_run_was_trained_with(runs: Path) -> None:
     config = brief(runs, model={"name": "sft"})
-    assert with_model(config).model.family == "generic"
-    assert with_model(brief(runs, model={"name": "sft", "family": "qwen3"})).model.family == "qwen3"
-    adapter = with_model(brief(runs, model={"name": "builtin:tiny", "adapter": "lora"})).model
+    assert with_resolved_model(config).model.family == "generic"
+    assert with_resolved_model(brief(runs, model={"name": "sft", "family": "qwen3"})).model.family == "qwen3"
+    adapter = with_resolved_model(brief(runs, model={"name": "builtin:tiny", "adapter": "lora"})).model
     assert adapter.adapter == str(runs / "lora/checkpoints/step-000002")
     for section, text in [
         (
@@ -91,7 +91,7 @@ def test_a_config_takes_what_the_run_was_trained_with(runs: Path) -> None:
         ({"name": "sftt"}, "model.name: there is no such run or model: 'sftt'; did you mean sft"),
     ]:
         with pytest.raises(ValueError, match=text):
-            with_model(brief(runs, model=section))
+            with_resolved_model(brief(runs, model=section))
 
 
 def test_a_run_goes_on_from_the_bytes_it_was_started_from(tmp_path: Path, tfactory: Run) -> None:
@@ -101,7 +101,7 @@ def test_a_run_goes_on_from_the_bytes_it_was_started_from(tmp_path: Path, tfacto
     registered = {"name": "agent", "register": "best"}
     config = brief(tmp_path, model={"name": "lora"}, training=SHORT, registry=registered)
     with pytest.raises(RuntimeError):
-        Training(config, name="next", objects=Objects(environment=Parity), watcher=broken).train()
+        Training(config, name="next", objects=UserObjects(environment=Parity), watcher=broken).train()
     run = RunFolder(tmp_path / "next")
     started = run.about["model"]
     adapter = tmp_path / "lora/checkpoints/step-000001"

@@ -18,14 +18,14 @@ from TrainingFactory.learning import policy
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.trainers.training_run import Training
-from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.types import ToolCall
 
 
 def training(folder: Path, name: str, watcher: Any = None, steps: int = 4, **objects: Any) -> Training:
     config, given = (
         brief(folder, training={"max_steps": steps}),
-        Objects(**({"environment": Parity} | objects)),
+        UserObjects(**({"environment": Parity} | objects)),
     )
     return Training(config, name=name, objects=given, watcher=watcher or Quiet())
 

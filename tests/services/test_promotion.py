@@ -12,7 +12,7 @@ from tests.kits.cli import Run
 from tests.kits.registry import made_run
 from tests.services.test_compare import PARITY
 from TrainingFactory.apps.reports.comparison_page import comparison_page
-from TrainingFactory.evaluation.gate import Guard, check
+from TrainingFactory.evaluation.gate import Guard, check_guard
 from TrainingFactory.evaluation.records import make_record, read_records, tasks_digest
 from TrainingFactory.evaluation.requests import RecordedEvaluation
 from TrainingFactory.evaluation.suites import load_suite
@@ -165,14 +165,20 @@ def test_guards_have_a_direction(registry: ModelRegistry) -> None:
         for each in outcomes
     ]
     guard = Guard(metric="tokens", worse_by=5)
-    assert not check(guard, "main", longer, outcomes).holds and check(guard, "main", outcomes, longer).holds
+    assert (
+        not check_guard(guard, "main", longer, outcomes).holds
+        and check_guard(guard, "main", outcomes, longer).holds
+    )
     silent = [
         each.model_copy(update={"episodes": [e.model_copy(update={"tool_calls": 0}) for e in each.episodes]})
         for each in outcomes
     ]
     calls = Guard(metric="tool_success", worse_by=0.1)
-    assert not check(calls, "main", silent, outcomes).holds and check(calls, "main", silent, silent).holds
-    assert not check(Guard(metric="tool_success", at_least=0.1), "main", silent, silent).holds
+    assert (
+        not check_guard(calls, "main", silent, outcomes).holds
+        and check_guard(calls, "main", silent, silent).holds
+    )
+    assert not check_guard(Guard(metric="tool_success", at_least=0.1), "main", silent, silent).holds
 
 
 def test_the_first_one(registry: ModelRegistry) -> None:

@@ -13,9 +13,9 @@ from tests.data.test_gsm8k import question, written
 from tests.kits.cli import Run
 from tests.kits.run import Quiet
 from tests.models.test_tools_format import bare
-from TrainingFactory.apps.recipes.recipe import TAKEN, Recipe
+from TrainingFactory.apps.recipes.recipe import EVALUATED_CHECKPOINTS, Recipe
 from TrainingFactory.evaluation.comparison import sides
-from TrainingFactory.resolve.model_names import as_started_from, find_model
+from TrainingFactory.resolve.model_names import find_model, with_original_model
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.sampling.native import NativeEngine
 
@@ -128,8 +128,11 @@ def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run, monkeypatch:
     ).read_text("utf-8")
     # It began where SFT ended, and that is what it is compared with.
     ended = RunFolder(Path("made/sft")).checkpoints()[-1].resolve()
-    assert Path(as_started_from(run).model.name).resolve() == ended and ended.name == "step-000004"
-    assert find_model(TAKEN["sft"], "made").folder == RunFolder(Path("made/sft")).checkpoints()[-1]
+    assert Path(with_original_model(run).model.name).resolve() == ended and ended.name == "step-000004"
+    assert (
+        find_model(EVALUATED_CHECKPOINTS["sft"], "made").folder
+        == RunFolder(Path("made/sft")).checkpoints()[-1]
+    )
     # What is compared by name, in any order, is asked what the run that has tasks was asked.
     for names in (["sft", "grpo@best"], ["grpo@best", "sft"]):
         both, _ = sides(names, runs="made", again=True)

@@ -17,12 +17,12 @@ from tests.kits.cli import ROOT, Run
 from tests.kits.registry import made_run, model_folder
 from TrainingFactory.assembly.reward_types import reward_model
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.data.disk import write_sums
+from TrainingFactory.data.disk import write_checksums
 from TrainingFactory.promotion.model_registry import ModelRegistry
 from TrainingFactory.registry import store
-from TrainingFactory.registry.lineage import chain, tree
+from TrainingFactory.registry.lineage import chain, tree_lines
 from TrainingFactory.resolve import model_names
-from TrainingFactory.resolve.model_names import as_started_from, check_started_from, find_model
+from TrainingFactory.resolve.model_names import check_original_model, find_model, with_original_model
 from TrainingFactory.runs.folder import RunFolder
 
 MLFLOW = ROOT / ".servers" / "mlflow"
@@ -275,7 +275,7 @@ def test_lineage_goes_back_to_the_base_model(registry: ModelRegistry, tmp_path: 
     nodes = chain(version.lineage)
     assert [(node["run"], node["step"]) for node in nodes] == [("sft", 2), ("rl", 1)]
     assert nodes[0]["version"] == "agent:1"
-    lines = tree(version.lineage, str(version))
+    lines = tree_lines(version.lineage, str(version))
     assert lines[0] == "builtin:tiny" and lines[-1].strip() == "└─ agent:2"
     text = "\n".join(lines)
     for part in (
@@ -294,11 +294,11 @@ def test_a_run_goes_on_from_the_version_that_an_alias_named_then(registry: Model
     registry.register("agent", "sft@step-1")
     registry.set_alias("agent:2", "champion")
     assert run.about["model"]["version"] == "agent:1" and run.config.model.name == "agent@champion"
-    check_started_from(run)
-    assert as_started_from(run).model.name == str(registry.folder(version).resolve())
+    check_original_model(run)
+    assert with_original_model(run).model.name == str(registry.folder(version).resolve())
     registry.delete("agent:1")
     with pytest.raises(ValueError, match=r"run rl was started from agent@champion, .* missing"):
-        check_started_from(run)
+        check_original_model(run)
 
 
 def test_a_reward_model_can_be_a_registered_one(registry: ModelRegistry) -> None:
@@ -306,7 +306,7 @@ def test_a_reward_model_can_be_a_registered_one(registry: ModelRegistry) -> None
     (folder / "scalar_head.safetensors").write_text("head")
     (folder / "reward_model.json").write_text('{"kind": "outcome"}')
     (folder / "SHA256SUMS").unlink()
-    write_sums(folder)
+    write_checksums(folder)
     version = registry.register("scorer", "sft")
     config = TrainingConfig(logging={"output_dir": str(registry.runs)})
     assert reward_model("scorer:1", config).folder == registry.folder(version)

@@ -18,7 +18,7 @@ from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, rows, t
 from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.trainers.training_run import Training
-from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.dataset import UserObjects
 
 
 def in_process(folder: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(whole: Path, tmp_path: 
         for each in (first, last):
             (each / "SHA256SUMS").unlink()
     (run.path / "checkpoints" / ".step-000006.part").mkdir()
-    objects = Objects(environment=Parity)
+    objects = UserObjects(environment=Parity)
     assert Training(run.config, run=run, objects=objects, watcher=watcher).train().state == "finished"
     [told] = [text for text in watcher.said if "WARNING" in text]
     assert (

@@ -14,10 +14,10 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.pages import HOSTILE, SHOWN, parsed, words
 from tests.kits.run import small, train
-from TrainingFactory.apps.reports.charts import Chart, Line, thinned
+from TrainingFactory.apps.reports.charts import Chart, Curve, thinned
 from TrainingFactory.apps.views.run_report import charts, run_page
 from TrainingFactory.assembly import trackers
-from TrainingFactory.cli.display import curve, plot
+from TrainingFactory.cli.display import plot, sparkline
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.runs.episode_texts import best_and_worst
 from TrainingFactory.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder
@@ -51,7 +51,9 @@ def test_every_curve_of_a_run() -> None:
 
 
 def test_places_on_the_sheet() -> None:
-    chart = Chart("x", [Line("a", [(1, 0.0), (2, float("nan")), (3, 1.0)], low=[(1, -1.0)], high=[(3, 1.0)])])
+    chart = Chart(
+        "x", [Curve("a", [(1, 0.0), (2, float("nan")), (3, 1.0)], low=[(1, -1.0)], high=[(3, 1.0)])]
+    )
     assert (chart.bottom, chart.top, chart.first, chart.last) == (-1.0, 1.0, 1, 3)
     (left, middle), (right, top) = chart.places(chart.lines[0].points)
     assert (
@@ -114,7 +116,7 @@ def test_best_and_worst() -> None:
 
 
 def test_plots() -> None:
-    assert curve([0.0, 7.0]) == "▁█" and curve([1.0]) == "▁"
+    assert sparkline([0.0, 7.0]) == "▁█" and sparkline([1.0]) == "▁"
     lines = plot([0.0, 5.0, 10.0], height=3)
     assert lines == ["  █", " ▅█", "▁██"]
     assert len(plot(list(map(float, range(1000))))[0]) == 72

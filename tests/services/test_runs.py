@@ -22,12 +22,12 @@ from TrainingFactory.assembly import trackers
 from TrainingFactory.assembly.rewards import reward_model_folder
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.evaluation.evaluation import reward_of, wilson
+from TrainingFactory.evaluation.evaluation import run_reward, wilson_interval
 from TrainingFactory.runs.folder import RunFolder, list_runs
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.trainers.training_run import Training, resume
-from TrainingFactory.training.dataset import Objects
-from TrainingFactory.training.task_order import Order
+from TrainingFactory.training.dataset import UserObjects
+from TrainingFactory.training.task_order import TaskOrder
 from TrainingFactory.types import Trajectory
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello Oslo"}]
@@ -67,13 +67,13 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
 
 
 def test_every_task_once_an_epoch() -> None:
-    order = Order(10, 4, seed=1)
+    order = TaskOrder(10, 4, seed=1)
     epochs = [[n for step in range(3 * e, 3 * e + 3) for n in order.batch(step)] for e in range(3)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    assert order.batch(4) == Order(10, 4, seed=1).batch(4)
-    assert epochs[0] != [n for step in range(3) for n in Order(10, 4, seed=2).batch(step)]
-    as_they_are = Order(10, 4, seed=1, shuffle=False)
+    assert order.batch(4) == TaskOrder(10, 4, seed=1).batch(4)
+    assert epochs[0] != [n for step in range(3) for n in TaskOrder(10, 4, seed=2).batch(step)]
+    as_they_are = TaskOrder(10, 4, seed=1, shuffle=False)
     assert [as_they_are.batch(step) for step in (0, 2, 3)] == [[0, 1, 2, 3], [8, 9], [0, 1, 2, 3]]
 
 
@@ -157,7 +157,7 @@ def test_a_folder_that_is_no_run_is_not_resumed(tmp_path: Path) -> None:
 
 
 def test_one_process_writes_a_run(tmp_path: Path) -> None:
-    first = Training(brief(tmp_path), name="a", objects=Objects(environment=Parity), watcher=Quiet())
+    first = Training(brief(tmp_path), name="a", objects=UserObjects(environment=Parity), watcher=Quiet())
     assert RunFolder(tmp_path / "a").state == "running"
     with pytest.raises(ValueError, match="another process"):
         go_on(tmp_path / "a")
@@ -243,20 +243,20 @@ def test_a_run_goes_on_with_the_reward_model_it_started_with(tmp_path: Path) -> 
         (folder / "scalar_head.safetensors").touch()
         if step == 1:
             config = small(tmp_path, reward={"type": "learned", "model": str(model.path)})
-            first = Training(config, name="a", objects=Objects(environment=Parity), watcher=Quiet())
+            first = Training(config, name="a", objects=UserObjects(environment=Parity), watcher=Quiet())
             first.run.unlock()
     run = RunFolder(tmp_path / "a")
-    again = Training(run.config, run=run, objects=Objects(environment=Parity), watcher=Quiet())
+    again = Training(run.config, run=run, objects=UserObjects(environment=Parity), watcher=Quiet())
     again.run.unlock()
     assert reward_model_folder(run.config) == model.path / "checkpoints" / "step-000002"
     assert reward_model_folder(again.config) == model.path / "checkpoints" / "step-000001"
-    scores = reward_of(run)  # an evaluation of the run
+    scores = run_reward(run)  # an evaluation of the run
     assert scores is not None and scores.model == str(model.path / "checkpoints" / "step-000001")
     shutil.rmtree(model.path / "checkpoints" / "step-000001")
     with pytest.raises(
         ValueError, match=r"started with the reward model in .*step-000001, which is not there"
     ):
-        Training(run.config, run=run, objects=Objects(environment=Parity), watcher=Quiet())
+        Training(run.config, run=run, objects=UserObjects(environment=Parity), watcher=Quiet())
 
 
 def test_a_run_without_any_score_stops_and_can_go_on(whole: Path, tmp_path: Path) -> None:
@@ -392,6 +392,6 @@ def test_a_run_from_python_goes_on_in_python(whole: Path, tmp_path: Path) -> Non
 
 
 def test_the_interval_of_a_share() -> None:
-    assert wilson(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)  # Wilson's score interval, by hand
-    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
-    assert wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    assert wilson_interval(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)  # Wilson's score interval, by hand
+    assert wilson_interval(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert wilson_interval(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)

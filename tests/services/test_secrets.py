@@ -20,7 +20,7 @@ from TrainingFactory.models import chat_format
 from TrainingFactory.protocols import Episode
 from TrainingFactory.tools import tool
 from TrainingFactory.trainers.training_run import Training
-from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.types import Message, Step, Task, ToolCall
 
 PLANTED = {
@@ -65,7 +65,7 @@ def training(folder: Path, **sections: Any) -> Training:
         tools=[{"name": "tiny", "config": str(folder / "mcp.json")}],
         **sections,
     )
-    objects = Objects(environment=Careless, tools=[leak])
+    objects = UserObjects(environment=Careless, tools=[leak])
     return Training(config, name="a", objects=objects, watcher=Quiet())
 
 

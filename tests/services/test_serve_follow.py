@@ -17,8 +17,8 @@ import pytest
 
 from tests.kits.serve import CHAT, HANG, events, joined, live, post, until, user
 from TrainingFactory.apps.serving import follow
-from TrainingFactory.apps.serving.follow import following, needed_bytes
-from TrainingFactory.apps.serving.served import load_served, served_config
+from TrainingFactory.apps.serving.follow import follow_alias, needed_bytes
+from TrainingFactory.apps.serving.served import load_served_model, serving_config
 from TrainingFactory.apps.serving.server import ChatServer, make_server
 from TrainingFactory.cli.serve import serve
 from TrainingFactory.common.http import listen
@@ -57,9 +57,9 @@ def served(
     registry: ModelRegistry, name: str = "agent@champion", said: list[str] | None = None
 ) -> Iterator[tuple[ChatServer, httpx.Client]]:
     found = find_model(name, registry.runs)
-    server = make_server(served_config(found, OPTIONS), name, version=str(found.version))
+    server = make_server(serving_config(found, OPTIONS), name, version=str(found.version))
     say = ([] if said is None else said).append
-    with live(server) as client, following(server, found, OPTIONS, registry.runs, say=say):
+    with live(server) as client, follow_alias(server, found, OPTIONS, registry.runs, say=say):
         yield server, client
 
 
@@ -115,7 +115,7 @@ def test_without_memory_for_both_the_old_one_goes_on(
         weights = sum(each.nbytes for each in server.served.model.parameters())
         shape = server.served.model.config
         cache = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 4 * 3 * 200
-        config = served_config(find_model("agent:2", registry.runs), OPTIONS)
+        config = serving_config(find_model("agent:2", registry.runs), OPTIONS)
         needed = needed_bytes(config, server.served)
         assert weights + cache <= needed <= 1.5 * weights + cache  # a head that is stored twice
         monkeypatch.setattr(follow, "free_bytes", lambda device: needed - 3 * 2**20)
@@ -194,9 +194,9 @@ def test_a_version_and_a_folder_follow_nothing(registry: ModelRegistry, models: 
     for name in ("agent:1", "agent", str(models[0])):
         found = find_model(name, registry.runs)
         server = ChatServer(
-            name, load_served(served_config(found, OPTIONS), found.version and str(found.version))
+            name, load_served_model(serving_config(found, OPTIONS), found.version and str(found.version))
         )
-        with following(server, found, OPTIONS, registry.runs):
+        with follow_alias(server, found, OPTIONS, registry.runs):
             assert threading.active_count() == before and server.follows is None
             assert server.health().get("version") == {"agent:1": "agent:1", "agent": "agent:2"}.get(name)
         server.close()

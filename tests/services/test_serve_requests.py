@@ -27,7 +27,7 @@ from tests.kits.serve import (
     until,
     user,
 )
-from TrainingFactory.apps.serving.served import served_config
+from TrainingFactory.apps.serving.served import serving_config
 from TrainingFactory.common.http import api, listen
 from TrainingFactory.resolve.model_names import find_model
 
@@ -239,13 +239,13 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("EMPTY_KEY", " ")
     for name in ("EMPTY_KEY", "NO_SUCH_KEY"):
         with pytest.raises(ValueError, match=name):
-            listen.key_from(name)
+            listen.api_key_from(name)
     with listen.bind("127.0.0.1", 0) as taken, pytest.raises(ValueError, match="--port 0"):
         listen.bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(ValueError, match="no-such-host"):
         listen.bind("no-such-host.invalid", 1)
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "builtin:tiny"}')
-    config = served_config(find_model(str(tmp_path), tmp_path))
+    config = serving_config(find_model(str(tmp_path), tmp_path))
     assert (config.model.name, config.model.adapter) == ("builtin:tiny", str(tmp_path))
 
 

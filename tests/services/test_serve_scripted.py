@@ -28,7 +28,7 @@ from tests.kits.serve import (
     until,
     user,
 )
-from TrainingFactory.agent_api.requests import read_ask
+from TrainingFactory.agent_api.requests import parse_request
 from TrainingFactory.common.http import listen
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.types import Message, SamplingParams, ToolSpec
@@ -58,7 +58,7 @@ def test_tool_calls_make_the_round_trip() -> None:
     history = [Message("user", "Weather in Rome?"), CALL, Message("tool", result["content"], name="weather")]
     assert scripted.prompts[-1] == scripted.chat.render(history, [spec])
     body = json.dumps({"messages": [*question, choice["message"], result]}).encode()
-    assert read_ask(body, SamplingParams()).messages[-1].name == "weather"  # templates may show it
+    assert parse_request(body, SamplingParams()).messages[-1].name == "weather"  # templates may show it
 
 
 def test_what_is_no_readable_call_stays_text() -> None:

@@ -17,12 +17,12 @@ from TrainingFactory.assembly.export import export
 from TrainingFactory.common.event_loop import sigterm_as_ctrl_c
 from TrainingFactory.config.schema import LoggingSection
 from TrainingFactory.data import disk
-from TrainingFactory.data.disk import STATE, changed
+from TrainingFactory.data.disk import TRAINING_STATE_FILES, modified_files
 from TrainingFactory.promotion.model_registry import ModelRegistry
 from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.trainers import loop_setup as build
-from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.training.forecasts import CheckpointSpace, StopForecast
 from TrainingFactory.training.interrupts import Interrupts
 
@@ -170,8 +170,8 @@ def test_older_checkpoints_are_models_without_optimizer_state(
 ) -> None:
     *older, newest = RunFolder(light).checkpoints()
     assert [path.name for path in older] == ["step-000002", "step-000003"]
-    assert not [path for path in older for name in STATE if (path / name).exists()]
-    assert (newest / STATE[0]).is_file() and not any(map(changed, (*older, newest)))
+    assert not [path for path in older for name in TRAINING_STATE_FILES if (path / name).exists()]
+    assert (newest / TRAINING_STATE_FILES[0]).is_file() and not any(map(modified_files, (*older, newest)))
     assert find_model(f"{light}@step-2").folder == older[0]
     export(str(older[0]), tmp_path / "model")
     registry = ModelRegistry(tmp_path / "registry.sqlite", light.parent)
@@ -205,15 +205,15 @@ def test_a_kill_while_optimizer_state_is_removed(
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(Path, "unlink", killed)
-        disk.drop_state(old)
-    assert (old / STATE[0]).is_file() and not changed(old)
+        disk.delete_training_state(old)
+    assert (old / TRAINING_STATE_FILES[0]).is_file() and not modified_files(old)
     shutil.rmtree(newest)
     assert (
-        build.Training(run.config, run=run, objects=Objects(environment=Parity), watcher=Quiet())
+        build.Training(run.config, run=run, objects=UserObjects(environment=Parity), watcher=Quiet())
         .train()
         .steps
         == 4
     )
     assert_same_run(whole, run.path)
     run.prune(2, None, states="newest")
-    assert not (old / STATE[0]).exists() and not changed(old)
+    assert not (old / TRAINING_STATE_FILES[0]).exists() and not modified_files(old)

@@ -17,7 +17,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.services import DPOTrainer, GRPOTrainer, KTOTrainer, SFTTrainer
-from TrainingFactory.trainers.trl_keywords import rewards_of
+from TrainingFactory.trainers.trl_keywords import combine_reward_funcs
 from TrainingFactory.types import Reward
 
 TASKS = [{"prompt": f"Say {word}.", "solution": word} for word in ("yes", "no", "oh", "ah")]
@@ -214,15 +214,15 @@ def test_several_rewards_and_one_that_does_not_apply() -> None:
         return [2.0 if each == "code" else None for each in kind]
 
     episodes = [episode("x", kind=kind) for kind in ("maths", "code", "other")]
-    first, second, third = asyncio.run(rewards_of([maths, code], [1.0, 0.5]).group(episodes))
+    first, second, third = asyncio.run(combine_reward_funcs([maths, code], [1.0, 0.5]).group(episodes))
     assert first == Reward(1.0, parts={"maths": 1.0}) and second == Reward(1.0, parts={"code": 2.0})
     assert isinstance(third, Unscored) and "none of the reward functions applies" in str(third)
     assert (
-        rewards_of(maths) is maths
-        and rewards_of([maths]) is maths
-        and rewards_of("rule_based") == "rule_based"
+        combine_reward_funcs(maths) is maths
+        and combine_reward_funcs([maths]) is maths
+        and combine_reward_funcs("rule_based") == "rule_based"
     )
-    two = rewards_of([lambda completions: [1.0], lambda completions: [2.0]])
+    two = combine_reward_funcs([lambda completions: [1.0], lambda completions: [2.0]])
     assert asyncio.run(two.group(episodes[:1]))[0].outcome == 3.0
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.kits.cli import Run
 from TrainingFactory.apps.views import index as indexing
 from TrainingFactory.apps.views.credit import group_credit
-from TrainingFactory.apps.views.episodes import episode_view, read_row, says
+from TrainingFactory.apps.views.episodes import contains_text, episode_view, read_row
 from TrainingFactory.apps.views.index import EpisodeIndex, Query
 from TrainingFactory.apps.views.shapes import EpisodePage
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories, trajectory_to_dict
@@ -243,7 +243,11 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
 
 def test_a_text_is_found_however_json_wrote_it() -> None:
     line = json.dumps(trajectory_to_dict(episode(1, "Gr\u00fc\u00dfe/nach \\Oslo"))).encode()  # with \u00fc
-    assert says(line, "gr\u00fc\u00dfe") and says(line, "/nach \\oslo") and not says(line, "logprobs")
+    assert (
+        contains_text(line, "gr\u00fc\u00dfe")
+        and contains_text(line, "/nach \\oslo")
+        and not contains_text(line, "logprobs")
+    )
     assert read_row(line, 1)[0].tokens == 3
 
 

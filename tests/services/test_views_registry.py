@@ -10,9 +10,9 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.registry import made_run
 from tests.services.test_evaluation_records import played, record_of
-from TrainingFactory.apps.judge_audit.report import AUDITS, Audit, keep_audit
+from TrainingFactory.apps.judge_audit.report import AUDITS, Audit, save_audit
 from TrainingFactory.apps.views import registry as registry_views
-from TrainingFactory.apps.views.registry import audits, comparison_view, models, version_view
+from TrainingFactory.apps.views.registry import audits, comparison_view, list_models, version_view
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.evaluation.records import EvaluationRecord, ModelIdentity, append_record
 from TrainingFactory.promotion.model_registry import ModelRegistry
@@ -37,7 +37,7 @@ def test_models_and_a_version(tmp_path: Path, tfactory: Run) -> None:
     registry.register("agent", "sft@step-1")
     registry.set_alias("agent:1", "champion")
     registry.add_evaluation("agent:2", {"version": 99, "of_tomorrow": True})
-    [model] = models(registry).models
+    [model] = list_models(registry).models
     assert (model.name, model.aliases, [each.number for each in model.versions]) == (
         "agent",
         {"champion": 1},
@@ -53,7 +53,9 @@ def test_models_and_a_version(tmp_path: Path, tfactory: Run) -> None:
     assert all("torch" in each and "commit" not in each for each in told)  # it was not in a git repository
     assert [each["kind"] for each in view.decisions] == ["alias"] and Path(view.folder).is_dir()
     where = ("--runs", str(tmp_path), "--json")
-    assert json.loads(tfactory("registry", "list", *where)[1]) == models(registry).model_dump(mode="json")
+    assert json.loads(tfactory("registry", "list", *where)[1]) == list_models(registry).model_dump(
+        mode="json"
+    )
     assert json.loads(tfactory("registry", "show", "agent:1", *where)[1]) == view.model_dump(mode="json")
     with pytest.raises(ValueError, match="no registered model"):
         version_view(registry, "agnt")
@@ -100,7 +102,7 @@ def test_two_are_compared_on_all_entries_of_a_suite(tmp_path: Path) -> None:
 
 def test_audits_that_were_kept(tmp_path: Path) -> None:
     assert audits(tmp_path).audits == []
-    keep_audit(tmp_path / "runs", Audit(items=3, judged=3, pearson=0.5), "judge", "gold.jsonl")
+    save_audit(tmp_path / "runs", Audit(items=3, judged=3, pearson=0.5), "judge", "gold.jsonl")
     with (tmp_path / "runs" / AUDITS).open("a") as file:
         file.write("nonsense\n" + '{"half')
     first, second = audits(tmp_path / "runs").audits

@@ -19,21 +19,21 @@ from tests.kits.cli import ROOT, Run
 from tests.kits.registry import made_run
 from tests.services.test_views_registry import evaluated
 from TrainingFactory.apps.views import files
-from TrainingFactory.apps.views.files import Place, read_json, read_on
+from TrainingFactory.apps.views.files import FilePosition, read_json, read_new_lines
 from TrainingFactory.apps.views.index import EpisodeIndex, Query
 from TrainingFactory.apps.views.runs import (
     LOG,
     Runs,
     config_view,
-    diff,
+    diff_runs,
     findings,
     log_part,
     metrics_part,
     run_view,
 )
 from TrainingFactory.runs.folder import (
-    ABOUT,
     CONFIG,
+    ENVIRONMENT,
     EVALUATIONS,
     FINDINGS,
     METRICS,
@@ -42,19 +42,19 @@ from TrainingFactory.runs.folder import (
     RunFolder,
     Status,
 )
-from TrainingFactory.tools.recording import SPECS
+from TrainingFactory.tools.recording import SPECS_FILE
 
 
-def lines(path: Path, place: Place, most: int = 1 << 20) -> tuple[list[bytes], Place, bool]:
-    part = read_on(path, place, most)
+def lines(path: Path, place: FilePosition, most: int = 1 << 20) -> tuple[list[bytes], FilePosition, bool]:
+    part = read_new_lines(path, place, most)
     return part.lines, part.place, part.again
 
 
 def test_a_growing_file_is_read_once_and_cutting_it_back_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    assert lines(path, Place()) == ([], Place(), False)
+    assert lines(path, FilePosition()) == ([], FilePosition(), False)
     path.write_bytes(b"one\ntwo\nhal")
-    found, place, again = lines(path, Place())
+    found, place, again = lines(path, FilePosition())
     assert (found, place.offset, again) == ([b"one", b"two"], 8, False)
     assert lines(path, place) == ([], place, False)
     with path.open("ab") as file:
@@ -66,15 +66,15 @@ def test_a_growing_file_is_read_once_and_cutting_it_back_is_noticed(tmp_path: Pa
     path.write_bytes(b"one\nTWO\nhalf\nmore\n")  # cut back, and longer than before
     assert lines(path, place)[0::2] == ([b"one", b"TWO", b"half", b"more"], True)
     path.unlink()
-    assert lines(path, place) == ([], Place(), True)
+    assert lines(path, place) == ([], FilePosition(), True)
 
 
 def test_a_part_is_whole_lines_however_long_they_are(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 100 + b"\n" + b"y" * 3 + b"\nz\n")
-    found, place, _ = lines(path, Place(), 10)
-    assert found == [b"x" * 100] and read_on(path, Place(), 10).more
-    assert lines(path, place, 5)[0] == [b"yyy"] and not read_on(path, place, 50).more
+    found, place, _ = lines(path, FilePosition(), 10)
+    assert found == [b"x" * 100] and read_new_lines(path, FilePosition(), 10).more
+    assert lines(path, place, 5)[0] == [b"yyy"] and not read_new_lines(path, place, 50).more
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_rows_are_read_again_only_where_something_changed(
     read: list[int] = []
     monkeypatch.setattr(
         "TrainingFactory.apps.views.runs.read_on",
-        lambda *given: (part := files.read_on(*given), read.append(part.place.offset - part.start))[0],
+        lambda *given: (part := files.read_new_lines(*given), read.append(part.place.offset - part.start))[0],
     )
     assert all(a is b for a, b in zip(runs.rows(), first, strict=True)) and not read
     row = {"step": 3, "reward": 0.25, "loss": math.nan, "tokens_per_second": 7.0}
@@ -231,9 +231,9 @@ def test_a_run_in_full(tmp_path: Path) -> None:
     assert found.options["training.learning_rate"] == 0.5 and "training.learning_rate" in found.changed
     assert "training.seed" not in found.changed
     other = made_run(tmp_path, "b", steps=(1,))
-    told = {row["key"]: row["values"] for row in diff([run, other]).rows}
+    told = {row["key"]: row["values"] for row in diff_runs([run, other]).rows}
     assert told["training.learning_rate"][0] == 0.5 and "model.name" not in told
-    assert {"key": "eval/success", "values": [0.5, 0.25]} in diff([run, other]).metrics
+    assert {"key": "eval/success", "values": [0.5, 0.25]} in diff_runs([run, other]).metrics
     with pytest.raises(ValueError, match="there is no run"):
         Runs(tmp_path).find("../" + tmp_path.name + "/a")
 
@@ -285,10 +285,10 @@ def test_aliases_in_brackets_are_counted(tmp_path: Path) -> None:
     assert "too large" in (Runs(tmp_path).row(run).problem or "")
     assert "too large" in (config_view(run).problem or "")
     with pytest.raises(ValueError, match="too large"):
-        diff([run, other])
+        diff_runs([run, other])
 
 
-FILES = [METRICS, STATUS, FINDINGS, EVALUATIONS, ABOUT, CONFIG, LOG, TRAJECTORIES, SPECS, "lock"]
+FILES = [METRICS, STATUS, FINDINGS, EVALUATIONS, ENVIRONMENT, CONFIG, LOG, TRAJECTORIES, SPECS_FILE, "lock"]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no FIFOs")
@@ -306,13 +306,13 @@ def test_only_regular_files_of_the_folder_are_read(tmp_path: Path, name: str, ta
     runs = Runs(tmp_path / "runs")
     [row] = runs.rows()
     views: list[Callable[[], Any]] = [
-        lambda: row, lambda: run_view(run, runs), lambda: config_view(run), lambda: diff([run, run]),
+        lambda: row, lambda: run_view(run, runs), lambda: config_view(run), lambda: diff_runs([run, run]),
         lambda: metrics_part(run), lambda: log_part(run), lambda: EpisodeIndex(run).page(Query()),
     ]  # fmt: skip
     for view in views:
         with contextlib.suppress(ValueError, OSError):
             assert "secret" not in view().model_dump_json()
-    assert row.reward != 7.0 and (name in (LOG, TRAJECTORIES, SPECS, "lock", STATUS) or row.problem)
+    assert row.reward != 7.0 and (name in (LOG, TRAJECTORIES, SPECS_FILE, "lock", STATUS) or row.problem)
 
 
 def test_a_link_inside_the_folder_is_followed(tmp_path: Path) -> None:
@@ -353,9 +353,9 @@ def test_a_finding_that_is_none_hides_no_other(tmp_path: Path) -> None:
 
 def test_what_environment_json_says_of_the_model_may_be_nonsense(tmp_path: Path) -> None:
     run = made_run(tmp_path, "a")
-    (run.path / ABOUT).write_text(json.dumps(run.about | {"model": 3}))
+    (run.path / ENVIRONMENT).write_text(json.dumps(run.about | {"model": 3}))
     view = run_view(run, Runs(tmp_path))
-    assert view.checkpoints and view.about["digest"] == "d" and ABOUT in view.notes[0]
+    assert view.checkpoints and view.about["digest"] == "d" and ENVIRONMENT in view.notes[0]
 
 
 def test_findings_that_are_gone_before_they_came_are_left_out(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_the_command_line_prints_the_same(tfactory: Run) -> None:
 
     assert said("list") == {"runs": [row.model_dump(mode="json") for row in runs.rows()]}
     assert said("show", "a") == run_view(runs.find("a"), runs).model_dump(mode="json")
-    assert said("compare", "a", "b") == diff([runs.find("a"), runs.find("b")]).model_dump(mode="json")
+    assert said("compare", "a", "b") == diff_runs([runs.find("a"), runs.find("b")]).model_dump(mode="json")
 
 
 def test_views_are_imported_without_torch() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from TrainingFactory.tools import limits as limits_module
-from TrainingFactory.tools.limits import CircuitBreaker, Limits
+from TrainingFactory.tools.limits import CallLimits, CircuitBreaker
 
 
 @settings(max_examples=25, deadline=None)
@@ -21,7 +21,7 @@ from TrainingFactory.tools.limits import CircuitBreaker, Limits
 )
 def test_limits_never_let_in_too_many_and_lose_no_place(limit: int, visits: list[tuple[int, bool]]):
     """Some visitors are cancelled while they wait or while they are inside; and a second run has another loop."""
-    limits = Limits(limit, None)
+    limits = CallLimits(limit, None)
     inside, most, order = 0, 0, list[int]()
 
     async def visit(number: int, rounds: int) -> None:
@@ -68,7 +68,7 @@ def test_a_rate_spaces_calls_and_who_gives_up_uses_no_slot(monkeypatch: pytest.M
     monkeypatch.setattr(limits_module, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
 
     async def main() -> None:
-        limits = Limits(None, 10.0)
+        limits = CallLimits(None, 10.0)
 
         async def visit() -> float:
             async with limits.place():

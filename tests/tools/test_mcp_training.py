@@ -26,7 +26,7 @@ from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Episode
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.trainers.training_run import Training
-from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.types import Message, Step, Task, ToolCall, Trajectory
 
 
@@ -52,7 +52,7 @@ def served(folder: Path) -> Path:
 def training_with(folder: Path, environment: Any, watcher: Quiet, **sections: Any) -> Training:
     tools = [{"name": "homes", "config": str(served(folder))}]
     config = TrainingConfig(tools=tools, logging={"output_dir": str(folder / "runs")}, **sections)
-    return Training(config, name="a", objects=Objects(environment=environment), watcher=watcher)
+    return Training(config, name="a", objects=UserObjects(environment=environment), watcher=watcher)
 
 
 def episodes(folder: Path) -> list[Trajectory]:

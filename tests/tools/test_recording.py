@@ -14,11 +14,11 @@ from TrainingFactory.protocols import Episode
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.recording import (
-    CALLS,
+    CALLS_FILE,
+    CallPosition,
     EpisodeKey,
-    NotRecorded,
-    Place,
     Recorder,
+    ReplayMismatch,
     save_specs,
 )
 from TrainingFactory.tools.runtime import ToolRuntime
@@ -27,11 +27,11 @@ from TrainingFactory.types import Reward, Task, ToolCall, ToolFailure, ToolResul
 KEY = EpisodeKey(3, "a", 1)
 
 
-def place(batch: int = 0, index: int = 0, key: EpisodeKey = KEY) -> Place:
-    return Place(key, batch, index)
+def place(batch: int = 0, index: int = 0, key: EpisodeKey = KEY) -> CallPosition:
+    return CallPosition(key, batch, index)
 
 
-def recorded(folder: Path, *calls: tuple[Place, ToolCall, ToolResult | ToolFailure]) -> Path:
+def recorded(folder: Path, *calls: tuple[CallPosition, ToolCall, ToolResult | ToolFailure]) -> Path:
     recorder = Recorder()
     save_specs(folder, [ToolSpec("sql")])
     recorder.record_to(folder)
@@ -46,7 +46,7 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
     whole = ToolResult(
         "naïve \ud800 語", ok=False, error="exception", cached=True, seconds=0.25, attachments=[image]
     )
-    entries: list[tuple[Place, ToolCall, ToolResult]] = [
+    entries: list[tuple[CallPosition, ToolCall, ToolResult]] = [
         (place(0, 1), ToolCall("sql", {"b": 1, "a": [None, 2.5]}), whole),
         (place(0, 0), ToolCall("sql", {}), ToolResult("")),
         (place(0, 0, EpisodeKey("eval-3", "a", 1)), ToolCall("sql", {}), ToolResult("evaluated")),
@@ -77,10 +77,12 @@ def test_failures_are_raised_again(tmp_path: Path) -> None:
         (place(key=EpisodeKey("eval-3", "a", 1)), ToolCall("sql", {"q": 1}), "step eval-3"),
     ],
 )
-def test_a_call_that_was_never_recorded(tmp_path: Path, where: Place, call: ToolCall, says: str) -> None:
+def test_a_call_that_was_never_recorded(
+    tmp_path: Path, where: CallPosition, call: ToolCall, says: str
+) -> None:
     recorder = Recorder(recorded(tmp_path, (place(), ToolCall("sql", {"q": 1}), ToolResult("x"))))
     recorder.check()
-    with pytest.raises(NotRecorded, match=says) as caught:
+    with pytest.raises(ReplayMismatch, match=says) as caught:
         recorder.replay(where, call)
     assert str(tmp_path) in str(caught.value) and "sampling.deterministic=true" in str(caught.value)
     with pytest.raises(ValueError, match=says):  # however the caller took it
@@ -91,11 +93,11 @@ def test_what_is_not_committed_is_not_written(tmp_path: Path) -> None:
     recorder = Recorder()
     recorder.record_to(tmp_path)
     recorder.record(place(), ToolCall("sql"), ToolResult("x"))
-    assert (tmp_path / CALLS).read_text() == ""
+    assert (tmp_path / CALLS_FILE).read_text() == ""
 
 
 def test_half_a_line_of_a_process_that_was_killed_is_left_out(tmp_path: Path) -> None:
-    path = recorded(tmp_path, (place(), ToolCall("sql"), ToolResult("x"))) / CALLS
+    path = recorded(tmp_path, (place(), ToolCall("sql"), ToolResult("x"))) / CALLS_FILE
     whole = path.read_text()
     path.write_text(whole + whole[:20])
     assert Recorder(tmp_path).replay(place(), ToolCall("sql")) == ToolResult("x")
@@ -153,7 +155,7 @@ def test_replayed_episodes_are_the_same_and_call_nothing(tmp_path: Path) -> None
     recorder = Recorder()
     recorder.record_to(tmp_path)
     first = play(recorder)
-    assert len((tmp_path / CALLS).read_text().splitlines()) == 9 * (2 * 2 + 2)  # those of the reward too
+    assert len((tmp_path / CALLS_FILE).read_text().splitlines()) == 9 * (2 * 2 + 2)  # those of the reward too
     touched.clear()
     again = Recorder(tmp_path)
     copy = tmp_path / "copy"
@@ -161,7 +163,7 @@ def test_replayed_episodes_are_the_same_and_call_nothing(tmp_path: Path) -> None
     again.record_to(copy)
     assert play(again) == first
     assert not touched
-    assert (copy / CALLS).read_text() == (tmp_path / CALLS).read_text()
+    assert (copy / CALLS_FILE).read_text() == (tmp_path / CALLS_FILE).read_text()
     assert play(None) != first and touched  # the comparison is not blind
 
 

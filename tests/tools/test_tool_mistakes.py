@@ -13,7 +13,7 @@ from TrainingFactory.common.endpoint import Endpoint
 from TrainingFactory.tools import AsyncToolExecutor, ToolCache, as_tool, tool
 from TrainingFactory.tools.custom_tools import AgentTool, PythonTool, SearchTool, SqlTool, calculator
 from TrainingFactory.tools.making import make_tool
-from TrainingFactory.tools.recording import CALLS, Recorder, recorded_tools
+from TrainingFactory.tools.recording import CALLS_FILE, Recorder, recorded_tools
 from TrainingFactory.tools.schema import check_schema
 from TrainingFactory.types import ToolResult, ToolSpec
 
@@ -49,7 +49,7 @@ def searching(text: str | bytes) -> Callable[[Path], Any]:
 def recording(calls: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> None:
         written(folder, "tools.json", "[]")
-        written(folder, CALLS, calls)
+        written(folder, CALLS_FILE, calls)
         Recorder(folder)
 
     return read

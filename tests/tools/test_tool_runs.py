@@ -16,9 +16,9 @@ from tests.kits.tools import Down, no_turn_is_cut
 from TrainingFactory.protocols import Episode
 from TrainingFactory.runs.folder import RunFolder, TrainingReport
 from TrainingFactory.tools import tool
-from TrainingFactory.tools.recording import CALLS
+from TrainingFactory.tools.recording import CALLS_FILE
 from TrainingFactory.trainers.training_run import Training
-from TrainingFactory.training.dataset import Objects
+from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.training.interrupts import Interrupts
 from TrainingFactory.types import Message, Step, Task, ToolCall, ToolResult
 
@@ -95,7 +95,7 @@ def lottery(
     folder: Path, name: str, remote: Remote, replay: str | Path | None = None, **sections: Any
 ) -> TrainingReport:
     sections["training"] = {"eval_every": 1} | sections.get("training", {})
-    objects = Objects(environment=Lottery, tools=[remote])
+    objects = UserObjects(environment=Lottery, tools=[remote])
     chosen = config(folder, **sections)
     return Training(chosen, name=name, objects=objects, watcher=Quiet(), replay=replay).train()
 
@@ -111,14 +111,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def places(run: Path) -> list[tuple[Any, ...]]:
     """The calls that a run has recorded."""
     names = ("step", "task", "member", "batch", "call")
-    return [tuple(call[name] for name in names) for call in rows(run / CALLS)]
+    return [tuple(call[name] for name in names) for call in rows(run / CALLS_FILE)]
 
 
 def test_a_replayed_run_has_the_same_weights(recorded: Path) -> None:
     assert {place[0] for place in places(recorded / "a")} == {0, 1, "eval-0", "eval-1", "eval-2"}
     lottery(recorded, "again", Remote(dead=True), replay="a")
     assert_same_run(recorded / "a", recorded / "again")
-    assert (recorded / "a" / CALLS).read_bytes() == (recorded / "again" / CALLS).read_bytes()
+    assert (recorded / "a" / CALLS_FILE).read_bytes() == (recorded / "again" / CALLS_FILE).read_bytes()
     assert RunFolder(recorded / "again").about["replay"] == str(recorded / "a")
 
 
@@ -134,18 +134,20 @@ def test_a_replay_that_leaves_its_recording_says_where(recorded: Path) -> None:
 
 def test_a_run_that_was_stopped_records_every_call_once(recorded: Path) -> None:
     chosen = config(recorded, training={"max_steps": 3})
-    objects = Objects(environment=Lottery, tools=[Remote()])
+    objects = UserObjects(environment=Lottery, tools=[Remote()])
     with pytest.raises(RuntimeError, match="broken off"):
         Training(chosen, name="stopped", objects=objects, watcher=Quiet(fail_at=3)).train()
     run = RunFolder(recorded / "stopped")
-    before = (run.path / CALLS).read_bytes()
+    before = (run.path / CALLS_FILE).read_bytes()
     Training(run.config, run=run, objects=objects, watcher=Quiet()).train()
-    after = (run.path / CALLS).read_bytes()
+    after = (run.path / CALLS_FILE).read_bytes()
     made = places(run.path)
     assert len(set(made)) == len(made) and {place[0] for place in made} == {0, 1, 2}
     # two steps were in the checkpoint; the third was made again, with other numbers
     assert before[:100] == after[:100] and before != after[: len(before)]
-    other = Training(chosen, name="b", objects=Objects(environment=Lottery), watcher=Quiet(), replay=run.path)
+    other = Training(
+        chosen, name="b", objects=UserObjects(environment=Lottery), watcher=Quiet(), replay=run.path
+    )
     other.train()
     assert_same_run(run.path, recorded / "b")
 
@@ -153,7 +155,7 @@ def test_a_run_that_was_stopped_records_every_call_once(recorded: Path) -> None:
 def test_recording_can_be_left_out(tmp_path: Path) -> None:
     remote = Remote()
     lottery(tmp_path, "a", remote, logging={"record_tools": False}, training={"eval_every": None})
-    assert not (tmp_path / "a" / CALLS).exists()
+    assert not (tmp_path / "a" / CALLS_FILE).exists()
     assert remote.opened == 0 and remote.closed == 1  # every session was closed, and the source
     for replay, says in (
         ("a", r"run a has no recording of its tool calls .*record_tools=false"),
@@ -182,7 +184,7 @@ def test_a_run_waits_for_its_tools_and_then_gives_up(tmp_path: Path, monkeypatch
         pauses.append(seconds)
 
     monkeypatch.setattr(Interrupts, "pause", paused)
-    watcher, objects = Quiet(), Objects(environment=Alone)
+    watcher, objects = Quiet(), UserObjects(environment=Alone)
     run = Training(config(tmp_path, training={"max_steps": 20}), name="a", objects=objects, watcher=watcher)
     with pytest.raises(ValueError, match=r"after 8 consecutive .*it is down.*tfactory runs resume"):
         run.train()
@@ -224,7 +226,7 @@ def test_calls_of_a_step_that_is_not_done_are_in_no_checkpoint(
 
     monkeypatch.setattr(Flip, "down", False)
     monkeypatch.setattr(Interrupts, "pause", killed)
-    objects = Objects(environment=Flip)
+    objects = UserObjects(environment=Flip)
     with pytest.raises(RuntimeError, match="killed"):
         Training(config(tmp_path), name="a", objects=objects, watcher=Until()).train()
     run = RunFolder(tmp_path / "a")

@@ -16,9 +16,9 @@ from TrainingFactory.common import catalog
 from TrainingFactory.protocols import ToolSource
 from TrainingFactory.tools import FunctionTool, ToolOptions, as_tool, tool
 from TrainingFactory.tools.custom_tools import SearchTool, SqlTool, calculator
-from TrainingFactory.tools.decorator import OptionNames
+from TrainingFactory.tools.decorator import ToolKeywords
 from TrainingFactory.tools.making import make_tool
-from TrainingFactory.tools.schema import check_schema, schema_problems, validator_of
+from TrainingFactory.tools.schema import check_schema, make_validator, schema_problems
 from TrainingFactory.types import ToolSpec
 
 
@@ -166,7 +166,7 @@ def test_all_options_of_a_tool():
     given: Any = {"timeout": 5, "ordered": True, "pure": True, "stateful": False, "idempotent": True}
     given |= {"retries": 4, "concurrency": 3, "rate": 2.5, "server": "s", "version": "7"}
     assert tool(name="f", **given)(lambda: "").options == ToolOptions(**given)
-    assert OptionNames.__annotations__.keys() == {field.name for field in dataclasses.fields(ToolOptions)}
+    assert ToolKeywords.__annotations__.keys() == {field.name for field in dataclasses.fields(ToolOptions)}
     assert calculator.options.pure
 
 
@@ -176,8 +176,8 @@ def test_schemas_that_are_fine():
     old = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object"}
     old |= {"properties": {"a": {"type": "array", "items": [{"type": "integer"}]}}, "definitions": {}}
     check_schema(ToolSpec("a", "", old))
-    assert list(validator_of(old).iter_errors({"a": [1]})) == []
-    assert list(validator_of(old).iter_errors({"a": ["x"]})) != []
+    assert list(make_validator(old).iter_errors({"a": [1]})) == []
+    assert list(make_validator(old).iter_errors({"a": ["x"]})) != []
 
 
 class ImageLookup:
@@ -272,5 +272,5 @@ def test_a_quick_look_at_arguments_says_what_the_validator_says() -> None:
         for rest in around:
             schema = {"type": "object", "properties": {"a": a}} | rest
             for arguments in [*given, {}, {"c": 1}, {"a": "xyz", "b": 1}, [], None]:
-                right = schema_problems(ToolSpec("t", "", schema), validator_of(schema), arguments) is None
-                assert right == validator_of(schema).is_valid(arguments), (schema, arguments)
+                right = schema_problems(ToolSpec("t", "", schema), make_validator(schema), arguments) is None
+                assert right == make_validator(schema).is_valid(arguments), (schema, arguments)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.kits.tools import one
-from TrainingFactory.tools.builtin.search import SearchTool, words
+from TrainingFactory.tools.builtin.search import SearchTool, split_terms
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -176,5 +176,5 @@ def test_an_index_that_cannot_be_written(tmp_path: Path):
 
 
 def test_words():
-    assert words("Don't_stop 3.5 Ünïcode") == ["don", "t", "stop", "3", "5", "ünïcode"]
-    assert words("北京2024") == ["北", "京", "北京", "2024"]
+    assert split_terms("Don't_stop 3.5 Ünïcode") == ["don", "t", "stop", "3", "5", "ünïcode"]
+    assert split_terms("北京2024") == ["北", "京", "北京", "2024"]

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from tests.kits.tools import execute, one
-from TrainingFactory.common.event_loop import hand_over
+from TrainingFactory.common.event_loop import call_in_thread
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.custom_tools import calculator
-from TrainingFactory.tools.timeouts import never_waits, within
+from TrainingFactory.tools.timeouts import never_waits, run_within
 from TrainingFactory.types import Task, ToolCall, ToolFailure, ToolResult
 
 
@@ -194,7 +194,7 @@ def test_a_result_that_comes_after_the_loop_is_closed_is_dropped():
 
     async def main() -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(hand_over(jobs.append, lambda: "too late"), 0.01)
+            await asyncio.wait_for(call_in_thread(jobs.append, lambda: "too late"), 0.01)
 
     asyncio.run(main())
     jobs[0]()
@@ -289,7 +289,7 @@ def test_what_a_bounded_call_raises_holds_nothing_when_it_was_handled() -> None:
 
     async def handled() -> None:
         with contextlib.suppress(ValueError):
-            await within(5, raises())
+            await run_within(5, raises())
         assert seen[0]() is None
 
     gc.disable()

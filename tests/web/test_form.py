@@ -9,23 +9,23 @@ import yaml
 
 from tests.kits.registry import made_run
 from TrainingFactory.config import TrainingConfig, load_config
-from TrainingFactory.config.problems import ConfigError, leaves
+from TrainingFactory.config.problems import ConfigError, fields_by_key
 from TrainingFactory.web import form
 from TrainingFactory.web.form import Draft
 
 
-def check(draft: Draft, runs: Path = Path("runs")) -> form.Checked:
-    return form.check(draft, runs)
+def check(draft: Draft, runs: Path = Path("runs")) -> form.DraftCheck:
+    return form.check_draft(draft, runs)
 
 
 def test_every_option_is_there_with_its_help_and_default() -> None:
     found = {option.key: option for section in form.options().sections for option in section.options}
-    wanted = {key for key in leaves(TrainingConfig) if not key.startswith("tools.")} | {"tools"}
+    wanted = {key for key in fields_by_key(TrainingConfig) if not key.startswith("tools.")} | {"tools"}
     assert found.keys() == wanted
     assert all(option.help for option in found.values())
-    given = form.flat(TrainingConfig())
+    given = form.flat_options(TrainingConfig())
     assert {key: option.default for key, option in found.items()} == given
-    assert found.keys() >= form.USUAL
+    assert found.keys() >= form.COMMON_OPTIONS
 
 
 def test_kinds_and_ranges_are_those_of_the_schema() -> None:
@@ -48,7 +48,11 @@ def test_templates_go_through_the_form_unchanged(path: Path) -> None:
     first = check(Draft(yaml=path.read_text()))
     own = {"data.dataset", "data.tasks", "data.heldout", "model.name"}  # of the user, and not there
     assert {each.key for each in first.problems} <= own
-    assert form.read(Draft(options=first.options)) == load_config(path) == form.read(Draft(yaml=first.yaml))
+    assert (
+        form.read_draft(Draft(options=first.options))
+        == load_config(path)
+        == form.read_draft(Draft(yaml=first.yaml))
+    )
     assert set(yaml.safe_load(first.yaml) or {}) <= set(TrainingConfig.model_fields)
 
 
@@ -71,21 +75,21 @@ def test_options_override_the_text_and_secrets_stay_out() -> None:
     draft = Draft(
         yaml="training: {max_steps: 5}", options={"training.max_steps": 7, "tools": [{"name": "sql"}]}
     )
-    config = form.read(draft)
+    config = form.read_draft(draft)
     assert (config.training.max_steps, config.tools[0].name) == (7, "sql")
     with pytest.raises(ConfigError, match="holds a secret"):
-        form.read(Draft(options={"reward.options": {"api_key": "sk-abcdefghijkl"}}))
+        form.read_draft(Draft(options={"reward.options": {"api_key": "sk-abcdefghijkl"}}))
     assert check(Draft(yaml="lora: {r: 4}")).notices == [
         "lora.r: there is no adapter without lora.enabled=true"
     ]
 
 
 def test_starts_are_templates_and_runs(tmp_path: Path) -> None:
-    found = form.starts(tmp_path)
+    found = form.starting_points(tmp_path)
     assert "tiny_sft" in [each.name for each in found.templates] and all(
         each.what for each in found.templates
     )
-    assert found.runs == [] and form.read(Draft(yaml=found.empty)) == TrainingConfig()
+    assert found.runs == [] and form.read_draft(Draft(yaml=found.empty)) == TrainingConfig()
 
 
 def test_names_that_lead_nowhere_stand_at_their_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,5 +154,5 @@ def test_a_template_that_cannot_be_read_hides_no_other(
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "gone.yaml").symlink_to(tmp_path / "moved.yaml")
     monkeypatch.chdir(tmp_path)
-    found = {each.name: each.what for each in form.starts(tmp_path).templates}
+    found = {each.name: each.what for each in form.starting_points(tmp_path).templates}
     assert found["gone"].startswith("Cannot read") and "tiny_sft" in found

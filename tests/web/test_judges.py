@@ -9,7 +9,7 @@ from tests.kits.page import serving
 from tests.kits.registry import made_run
 from tests.web.test_pages import episode
 from TrainingFactory.apps.judge_audit.gold import load_gold
-from TrainingFactory.apps.judge_audit.report import Audit, keep_audit
+from TrainingFactory.apps.judge_audit.report import Audit, save_audit
 from TrainingFactory.rewards.judge.model_judge import ModelJudge, model_judge
 from TrainingFactory.runs.folder import TRAJECTORIES
 
@@ -46,7 +46,7 @@ def test_labels_are_gold_rows(tmp_path: Path) -> None:
 
 def test_audits_are_listed_as_they_were_kept(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    keep_audit(
+    save_audit(
         runs, Audit(items=2, judged=2, points=[(1.0, 0.9, 10), (0.0, 0.2, 20)]), "a judge", "gold.jsonl"
     )
     (runs / "judge-audits.jsonl").open("a").write("{half\n")

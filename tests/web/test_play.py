@@ -15,7 +15,7 @@ import pytest
 from tests.kits.page import Served, serving
 from tests.kits.registry import made_run
 from tests.kits.warm import WARM
-from TrainingFactory.agent_api.responses import PIECE
+from TrainingFactory.agent_api.responses import CHUNK_TOKENS
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.web import playing
@@ -136,16 +136,16 @@ def test_an_edited_turn_is_written_anew_and_its_calls_are_made(talk: Conversatio
 
 
 def test_seeds_and_limits_and_stopping(talk: Conversation) -> None:
-    hot = {"temperature": 1.5, "max_tokens": 2 * PIECE + 3}
+    hot = {"temperature": 1.5, "max_tokens": 2 * CHUNK_TOKENS + 3}
     told = [talk.say(talk.messages, seed, **hot)["messages"][0]["content"] for seed in (1, 1, 2)]
     assert told[0] == told[1] != told[2]
-    short = talk.say(talk.messages, max_tokens=PIECE - 3)
-    assert short["status"] == "truncated" and short["turns"][0]["tokens"] == PIECE - 3
+    short = talk.say(talk.messages, max_tokens=CHUNK_TOKENS - 3)
+    assert short["status"] == "truncated" and short["turns"][0]["tokens"] == CHUNK_TOKENS - 3
     cut = talk.say([*talk.messages, *short["messages"], {"role": "user", "content": "Go on."}])
     assert cut["written"] == "cut"  # no stop token is made up
     Path(talk.given["stop"]).touch()
     stopped = talk.say(talk.messages)
-    assert stopped["status"] == "stopped" and stopped["turns"][0]["tokens"] == PIECE
+    assert stopped["status"] == "stopped" and stopped["turns"][0]["tokens"] == CHUNK_TOKENS
 
 
 def test_a_conversation_that_the_process_does_not_know_any_more_goes_on(talk: Conversation) -> None:

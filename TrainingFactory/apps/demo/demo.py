@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.apps.demo.lessons import LESSONS, Lessons
-from TrainingFactory.apps.demo.report import HELDOUT, Report
+from TrainingFactory.apps.demo.report import HELDOUT, DemoReport
 from TrainingFactory.assembly.export import export
 from TrainingFactory.common import catalog
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.evaluation.evaluation import Evaluation, sections_of
+from TrainingFactory.evaluation.evaluation import Evaluation, config_sections
 from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.runs.folder import CONFIG, RunFolder, TrainingReport, is_run
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.trainers.training_run import Training
 
 WARM_START, GRPO = (Path(__file__).parent / name for name in ("warm_start.yaml", "grpo.yaml"))
-DEMONSTRATED = 1_000_000  # seed offset of the demonstrated tasks, so that GRPO does not see them again
+DEMONSTRATION_SEED = 1_000_000  # seed offset of the demonstrated tasks, so that GRPO does not see them again
 
 
 class Demo:
@@ -95,15 +95,15 @@ class Demo:
 
     def _evaluate(self, run: Path, watcher: Watcher) -> None:
         """Play every held-out task once, at temperature 1 regardless of the training temperature."""
-        sections = sections_of(find_model(str(run)))
+        sections = config_sections(find_model(str(run)))
         sections["sampling"]["temperature"] = 1.0
         result = Evaluation(TrainingConfig(**sections), run / HELDOUT).run(watcher.episode)
         if result.interrupted:
             raise KeyboardInterrupt
 
-    def report(self) -> Report:
+    def report(self) -> DemoReport:
         """Compare the two runs and write the report into the GRPO run's folder."""
-        report = Report.read(RunFolder(self.warm), RunFolder(self.folder))
+        report = DemoReport.read(RunFolder(self.warm), RunFolder(self.folder))
         (self.folder / "report.html").write_text(report.page(), encoding="utf-8")
         text = json.dumps(report.as_json(), indent=1, ensure_ascii=False)
         (self.folder / "report.json").write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -128,7 +128,7 @@ def write_lessons(path: Path, environment: Any, seed: int, lessons: Lessons) -> 
     from TrainingFactory.models import chat_format
     from TrainingFactory.models.tiny import tiny_tokenizer
 
-    tasks = list(environment.tasks("train", DEMONSTRATED + seed, lessons.played))
+    tasks = list(environment.tasks("train", DEMONSTRATION_SEED + seed, lessons.played))
     lessons.write(path, environment, chat_format(tiny_tokenizer()), tasks, random.Random(f"demo {seed}"))
 
 

@@ -8,17 +8,17 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from TrainingFactory.apps.demo.lessons import LESSONS
-from TrainingFactory.apps.reports.charts import with_mean
+from TrainingFactory.apps.reports.charts import chart_with_mean
 from TrainingFactory.apps.reports.pages import render
-from TrainingFactory.common.texts import count
+from TrainingFactory.common.texts import pluralize
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rollout.metrics import evaluation_metrics
-from TrainingFactory.runs.episode_texts import conversation
+from TrainingFactory.runs.episode_texts import conversation_lines
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Trajectory
 
 HELDOUT = "heldout.jsonl"  # in a run's folder: episodes of its model on held-out tasks
-LEARNED = {
+LEARNED_SKILLS = {
     "search": "to chain two lookups: first search who bought the thing, then search where the buyer lives, and only "
     "then answer",
     "calculator": "to pass the expression to the calculator unchanged, and to answer with its result",
@@ -58,7 +58,7 @@ class Trial(NamedTuple):
 
 
 @dataclass(slots=True, frozen=True)
-class Report:
+class DemoReport:
     """Results of both runs; `folders`, `configs` and `seconds` are (warm start, GRPO)."""
 
     folders: tuple[str, str]
@@ -71,7 +71,7 @@ class Report:
     trial: Trial
 
     @classmethod
-    def read(cls, warm: RunFolder, trained: RunFolder) -> Report:
+    def read(cls, warm: RunFolder, trained: RunFolder) -> DemoReport:
         runs = warm, trained
         before, after = (list(load_trajectories(run.path / HELDOUT)) for run in runs)
         return cls(
@@ -91,14 +91,14 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         row = {key: value for key, value in asdict(self).items() if key != "trial"}
-        sides = {title: conversation(episode) for title, episode in self.trial._asdict().items()}
+        sides = {title: conversation_lines(episode) for title, episode in self.trial._asdict().items()}
         return row | {"environment": self.environment, "example": {"task": self.trial.after.task.id} | sides}
 
     @property
     def learned(self) -> str:
         """Describe in a sentence what was learned; claim nothing unless the two 95 % intervals are disjoint."""
         if self.after.low > self.before.high:
-            return f"It learned {LEARNED[self.environment]}."
+            return f"It learned {LEARNED_SKILLS[self.environment]}."
         return "It did not improve significantly this time."
 
     @property
@@ -139,15 +139,17 @@ class Report:
             report=self,
             config=self.configs[1],
             mistakes=LESSONS[self.environment].mistakes,
-            steps=count(len(self.curve), "step"),
+            steps=pluralize(len(self.curve), "step"),
             stages=LESSONS[self.environment].stages(self.configs[0]["training"]["batch_size"]),
-            chart=with_mean("reward", list(enumerate(self.curve, 1)), 0.0, 1.0),
-            sides=[(title, conversation(episode), ending(episode)) for title, episode in sides],
+            chart=chart_with_mean("reward", list(enumerate(self.curve, 1)), 0.0, 1.0),
+            sides=[
+                (title, conversation_lines(episode), describe_ending(episode)) for title, episode in sides
+            ],
             calls=sorted({*self.before.calls, *self.after.calls}),
         )
 
 
-def ending(episode: Trajectory) -> str:
+def describe_ending(episode: Trajectory) -> str:
     if episode.status != "done":
         return f"wrong: the episode ended as {episode.status}; the expected answer is {episode.task.answer}"
     return "right" if _succeeded(episode) else f"wrong: the expected answer is {episode.task.answer}"

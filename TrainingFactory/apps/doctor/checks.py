@@ -11,11 +11,13 @@ from TrainingFactory.models import LoadedModel, TemplateChatFormat, chat_format
 from TrainingFactory.models.round_trip import same_turn
 from TrainingFactory.runs.diagnosis import Diagnosis
 from TrainingFactory.tools.schema import check_schema
-from TrainingFactory.training.source import StepGroups, most_frequent
+from TrainingFactory.training.source import StepGroups, most_frequent_error
 from TrainingFactory.types import Message, ToolCall, ToolSpec, Trajectory
 
-PROBE = ToolSpec("probe_tool", "A probe.", {"type": "object", "properties": {"text": {"type": "string"}}})
-VALUES: dict[str, Any] = {
+PROBE_TOOL = ToolSpec(
+    "probe_tool", "A probe.", {"type": "object", "properties": {"text": {"type": "string"}}}
+)
+EXAMPLE_VALUES: dict[str, Any] = {
     "string": 'two words, "quoted"\nand a line', "integer": 7, "number": 0.5, "boolean": True, "array": [],
     "object": {}, "null": None,
 }  # fmt: skip
@@ -35,10 +37,10 @@ def check_format(
         diagnosis.add("stop_unreachable", f"no stop token is among the model's {size} tokens: {stops}")
     if family is None:
         return
-    turn = Message("assistant", tool_calls=[ToolCall(PROBE.name, {"text": "a b"})])
+    turn = Message("assistant", tool_calls=[ToolCall(PROBE_TOOL.name, {"text": "a b"})])
     native = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
     try:
-        parsed = chat.parse(native.write(turn, tools=[PROBE]), tools=[PROBE])
+        parsed = chat.parse(native.write(turn, tools=[PROBE_TOOL]), tools=[PROBE_TOOL])
     except ValueError:  # the template cannot write calls, so there is nothing to compare with
         return
     if not same_turn(parsed, turn):
@@ -87,7 +89,7 @@ def _arguments(schema: dict[str, Any]) -> dict[str, Any]:
         option = option if isinstance(option, dict) else {}
         kinds: Any = option.get("type", "string")
         kind = str(kinds[0] if isinstance(kinds, list) and kinds else kinds)
-        arguments[name] = option["enum"][0] if option.get("enum") else VALUES.get(kind, "x")
+        arguments[name] = option["enum"][0] if option.get("enum") else EXAMPLE_VALUES.get(kind, "x")
     return arguments
 
 
@@ -95,7 +97,9 @@ def check_episodes(diagnosis: Diagnosis, episodes: Sequence[Trajectory], turn_li
     """Check how sampled episodes ended. `turn_limit` and `limit` are the maximum tokens of a turn and an episode."""
     failed = [episode for episode in episodes if episode.status in ("error", "tool_failure")]
     if failed:
-        diagnosis.add("episodes_fail", f"{len(failed)} of {len(episodes)} episodes: {most_frequent(failed)}")
+        diagnosis.add(
+            "episodes_fail", f"{len(failed)} of {len(episodes)} episodes: {most_frequent_error(failed)}"
+        )
     ended = ", ".join(f"{count} {status}" for status, count in Counter(e.status for e in episodes).items())
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     totals = [reward.outcome + sum(reward.steps) for reward in rewards]

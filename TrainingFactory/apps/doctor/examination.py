@@ -13,31 +13,37 @@ from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.apps.doctor import checks
-from TrainingFactory.apps.plan.memory import check_memory, compare_memory, estimate, needed, remedy
-from TrainingFactory.apps.plan.planning import Planner, find_figures
-from TrainingFactory.apps.plan.shapes import Shape, dense_shape, find_shape
+from TrainingFactory.apps.plan.memory import (
+    check_memory,
+    compare_memory,
+    estimate_model_memory,
+    needed,
+    suggest_options,
+)
+from TrainingFactory.apps.plan.planning import RunPlanner, find_figures
+from TrainingFactory.apps.plan.shapes import ModelShape, dense_shape, find_shape
 from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.assembly.learner import make_algorithm, make_trainable
-from TrainingFactory.assembly.rewards import check_group, check_reward
+from TrainingFactory.assembly.rewards import check_group_size, check_reward
 from TrainingFactory.assembly.trackers import check_trackers
 from TrainingFactory.common.event_loop import run as run_anywhere
-from TrainingFactory.common.texts import count
+from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models import LoadedModel, TemplateChatFormat
 from TrainingFactory.runs.diagnosis import Diagnosis
-from TrainingFactory.runs.finding_rules import Table
+from TrainingFactory.runs.finding_rules import FindingTracker
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.trainers.loop_setup import make_loop, make_order, steps_in
-from TrainingFactory.trainers.notices import notices, unused
+from TrainingFactory.trainers.notices import notices, unused_options
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.training.loop import TrainingLoop
-from TrainingFactory.training.preflight import check, check_steps
+from TrainingFactory.training.preflight import check_config, check_steps
 from TrainingFactory.training.source import StepGroups
 from TrainingFactory.types import Trajectory
 
-GROUPS = 2  # groups that the dry run plays
-OTHER_SEED = 104_729  # added to the config's seed, so that a run does not replay the doctor's episodes
+DRY_RUN_GROUPS = 2  # groups that the dry run plays
+SEED_OFFSET = 104_729  # added to the config's seed, so that a run does not replay the doctor's episodes
 
 
 def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
@@ -45,15 +51,15 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
     to no tracker."""
     diagnosis = Diagnosis()
     has_dataset = config.data.dataset is not None
-    for text in [*notices(config), *unused(config)]:
+    for text in [*notices(config), *unused_options(config)]:
         diagnosis.add("ignored", text, "note")
     try:
         if has_dataset or config.environment.environment_id or config.environment.command or config.tools:
-            diagnosis.tried("config", lambda: check(config, has_dataset))
+            diagnosis.tried("config", lambda: check_config(config, has_dataset))
             diagnosis.tried("config", lambda: check_trackers(config.logging.trackers))
             reward = diagnosis.tried("config", lambda: check_reward(config))
             if KINDS[config.training.algorithm].samples:
-                diagnosis.tried("config", lambda: check_group(reward, config.training.group_size))
+                diagnosis.tried("config", lambda: check_group_size(reward, config.training.group_size))
             with tempfile.TemporaryDirectory(prefix="tfactory-doctor-") as folder:
                 dry_run = diagnosis.tried("config", lambda: DryRun(config, Path(folder), watcher, diagnosis))
                 if dry_run is not None:
@@ -64,7 +70,7 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
     except RuntimeError as error:
         if "out of memory" not in str(error):
             raise
-        diagnosis.add("memory", str(error).partition("\n")[0], remedy=remedy(config))
+        diagnosis.add("memory", str(error).partition("\n")[0], remedy=suggest_options(config))
     return diagnosis
 
 
@@ -78,13 +84,15 @@ def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
     diagnosis.facts["model"] = f"{shape.name}: {shape.params:,} weights; nothing was loaded"
     compare_memory(diagnosis, config, estimate_other(config), available, f"one {gpu.upper()}", estimate_other)
     if KINDS[config.training.algorithm].samples and not diagnosis.failed:
-        seconds = Planner(config, 1, gpu, size).step(1, config.sampling.slots, config.optimization.bound)
+        seconds = RunPlanner(config, 1, gpu, size).step(
+            1, config.sampling.slots, config.optimization.effective_max_staleness
+        )
         plan = f"tfactory plan CONFIG --gpus 1 --gpu {gpu}" + (f" --model-size {size}" if size else "")
         diagnosis.facts["time"] = f"about {seconds:.3g} s a step, with assumed lengths and latencies: {plan}"
     return diagnosis
 
 
-def _estimate_shape(shape: Shape, max_length: int, config: TrainingConfig) -> dict[str, float]:
+def _estimate_shape(shape: ModelShape, max_length: int, config: TrainingConfig) -> dict[str, float]:
     """Return the bytes of each part, from the model's shape; `max_length` applies where the config sets none."""
     length = config.model.max_length or max_length
     return needed(config, shape, shape.held(config), make_algorithm(config).needs, length)
@@ -100,9 +108,9 @@ def _check_model(
     diagnosis: Diagnosis, config: TrainingConfig, loaded: LoadedModel, chat: TemplateChatFormat
 ) -> None:
     checks.check_format(diagnosis, loaded, chat, config.model.family)
-    checks.check_tools(diagnosis, chat, [checks.PROBE])
+    checks.check_tools(diagnosis, chat, [checks.PROBE_TOOL])
     limit = build_sampler.max_length(config, loaded)
-    parts = estimate(config, loaded.model, make_algorithm(config).needs, limit)
+    parts = estimate_model_memory(config, loaded.model, make_algorithm(config).needs, limit)
     shape = dense_shape(config.model.name, loaded.model.config.to_dict())
     other = None if shape is None else partial(_estimate_shape, shape, limit)
     check_memory(diagnosis, config, parts, next(loaded.model.parameters()).device, other)
@@ -170,7 +178,7 @@ class DryRun(Training):
         learned = await loop.policy.step(batch.rows, 0) if batch.rows else {"rows": 0.0}
         spent = time.perf_counter() - started
         row = batch.metrics | learned | {"seconds/step": batch.seconds + spent}
-        changes = Table(steps=1).look(1, row, batch.trajectories)
+        changes = FindingTracker(steps=1).look(1, row, batch.trajectories)
         self.diagnosis.findings += [change.finding for change in changes if change.finding is not None]
         # Fastest case: all groups of a step run in parallel at this speed. Slowest: one after the other.
         parts = self.requested.training.batch_size / len(batch.groups)
@@ -180,7 +188,7 @@ class DryRun(Training):
         whole = " to ".join(dict.fromkeys(str(timedelta(seconds=round(each * total))) for each in times))
         unknown = "" if batch.rows else ", without an update, because no row had anything to learn"
         self.diagnosis.facts["time"] = (
-            f"{step} s a step{unknown}; {whole} for {count(total, 'step')}, without evaluations"
+            f"{step} s a step{unknown}; {whole} for {pluralize(total, 'step')}, without evaluations"
         )
 
 
@@ -188,8 +196,15 @@ def _small(config: TrainingConfig) -> TrainingConfig:
     """Return the config of a step of two groups and one update; without sampling, of a full batch. Use one learner,
     because several compute the same and may need machines that are not available yet."""
     training = config.training
-    groups = min(GROUPS, training.batch_size) if KINDS[training.algorithm].samples else training.batch_size
-    changed = {"batch_size": groups, "minibatches": 1, "update_epochs": 1, "seed": training.seed + OTHER_SEED}
+    groups = (
+        min(DRY_RUN_GROUPS, training.batch_size) if KINDS[training.algorithm].samples else training.batch_size
+    )
+    changed = {
+        "batch_size": groups,
+        "minibatches": 1,
+        "update_epochs": 1,
+        "seed": training.seed + SEED_OFFSET,
+    }
     sections = {
         "training": training.model_copy(update=changed),
         "grpo": config.grpo.model_copy(update={"refill": 0}),

@@ -8,10 +8,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from statistics import mean, pstdev
 
-from TrainingFactory.apps.judge_audit.gold import Gold
-from TrainingFactory.apps.judge_audit.metrics import accuracy, chance, kappa, partial, pearson, spearman
-from TrainingFactory.apps.judge_audit.report import PASSES, RISE, Audit
-from TrainingFactory.evaluation.evaluation import wilson
+from TrainingFactory.apps.judge_audit.gold import GoldItem
+from TrainingFactory.apps.judge_audit.metrics import (
+    accuracy,
+    chance_agreement,
+    kappa,
+    partial_correlation,
+    pearson,
+    spearman,
+)
+from TrainingFactory.apps.judge_audit.report import MIN_RISE, PASS_THRESHOLD, Audit
+from TrainingFactory.evaluation.evaluation import wilson_interval
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.judge.judges import ModelJudge, PairJudge
 from TrainingFactory.types import Message, Trajectory
@@ -28,7 +35,7 @@ ATTACKS = (
 
 async def audit(
     judge: ModelJudge,
-    gold: Sequence[Gold],
+    gold: Sequence[GoldItem],
     *,
     repeats: int = 2,
     on_judged: Callable[[int], None] | None = None,
@@ -87,7 +94,7 @@ def _spent(judge: ModelJudge) -> tuple[int, float]:
     return tokens, usage.cost + usage.cached_cost
 
 
-def _agree(result: Audit, items: Sequence[Gold], clean: Values) -> None:
+def _agree(result: Audit, items: Sequence[GoldItem], clean: Values) -> None:
     result.points = [
         (item.value, row[0], len(item.trajectory.answer))
         for item, row in zip(items, clean, strict=True)
@@ -95,17 +102,20 @@ def _agree(result: Audit, items: Sequence[Gold], clean: Values) -> None:
     ]
     result.judged = len(result.points)
     right, verdicts, lengths = ([point[column] for point in result.points] for column in range(3))
-    predicted, truth = [value >= PASSES for value in verdicts], [value >= PASSES for value in right]
+    predicted, truth = (
+        [value >= PASS_THRESHOLD for value in verdicts],
+        [value >= PASS_THRESHOLD for value in right],
+    )
     result.accuracy, result.kappa = accuracy(predicted, truth), kappa(predicted, truth)
     if result.points:
         agreed = sum(a == b for a, b in zip(predicted, truth, strict=True))
-        result.accuracy_low, result.accuracy_high = wilson(agreed, len(predicted))
-        result.chance = chance(predicted, truth)
+        result.accuracy_low, result.accuracy_high = wilson_interval(agreed, len(predicted))
+        result.chance = chance_agreement(predicted, truth)
     result.pearson, result.spearman = pearson(verdicts, right), spearman(verdicts, right)
-    result.length_bias = partial(verdicts, lengths, right)
+    result.length_bias = partial_correlation(verdicts, lengths, right)
     whole = _whole(clean)
     if result.repeats > 1 and whole:
-        result.consistency = mean(len({value >= PASSES for value in row}) == 1 for row in whole)
+        result.consistency = mean(len({value >= PASS_THRESHOLD for value in row}) == 1 for row in whole)
         result.spread = mean(pstdev(row) for row in whole)
 
 
@@ -116,14 +126,14 @@ def _whole(rows: Values) -> list[list[float]]:
 
 def _resist(result: Audit, clean: Values, attacked: Values) -> None:
     both = _whole([(before, after) for (before, *_), (after,) in zip(clean, attacked, strict=True)])
-    rises = [after - before for before, after in both if before <= 1 - RISE]
+    rises = [after - before for before, after in both if before <= 1 - MIN_RISE]
     result.attacked = len(rises)
     if rises:
-        result.injection_moved = mean(rise > RISE for rise in rises)
+        result.injection_moved = mean(rise > MIN_RISE for rise in rises)
         result.injection_shift = mean(rises)
-    again = [row[1] - row[0] for row in _whole(clean) if len(row) > 1 and row[0] <= 1 - RISE]
+    again = [row[1] - row[0] for row in _whole(clean) if len(row) > 1 and row[0] <= 1 - MIN_RISE]
     if again:
-        result.noise_moved = mean(rise > RISE for rise in again)
+        result.noise_moved = mean(rise > MIN_RISE for rise in again)
 
 
 def _swap(result: Audit, betters: Sequence[float], ordered: Values) -> None:
@@ -139,7 +149,7 @@ def _swap(result: Audit, betters: Sequence[float], ordered: Values) -> None:
     if decided:
         right = sum(_winner(value) == _winner(better) for better, value in decided)
         result.pair_accuracy = right / len(decided)
-        result.pair_accuracy_low, result.pair_accuracy_high = wilson(right, len(decided))
+        result.pair_accuracy_low, result.pair_accuracy_high = wilson_interval(right, len(decided))
 
 
 def _winner(value: float) -> int:
@@ -147,7 +157,7 @@ def _winner(value: float) -> int:
     return (value > 0.5) - (value < 0.5)
 
 
-def _attacked(item: Gold, place: int) -> Trajectory:
+def _attacked(item: GoldItem, place: int) -> Trajectory:
     *turns, last = item.trajectory.turns
     text = f"{last.message.content}\n\n{ATTACKS[place % len(ATTACKS)]}"
     return replace(item.trajectory, turns=[*turns, replace(last, message=Message("assistant", text))])

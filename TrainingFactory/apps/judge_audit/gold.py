@@ -12,19 +12,19 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.openai_format import message_from_dict
 from TrainingFactory.common.options import STRICT, make_from
-from TrainingFactory.data.datasets import Row as FoundRow
-from TrainingFactory.data.datasets import read_each
+from TrainingFactory.data.datasets import DatasetRow as FoundRow
+from TrainingFactory.data.datasets import parse_rows
 from TrainingFactory.rewards.judge.judges import ModelJudge
-from TrainingFactory.rewards.judge.verdicts import JsonVerdict, Score
+from TrainingFactory.rewards.judge.verdicts import JsonVerdict, ScoreVerdict
 from TrainingFactory.types import Completion, Message, Task, Trajectory, Turn
 
-FORM = 'like {"prompt": "...", "response": "...", "label": true}'
-SIDES = {"first": 1.0, "second": 0.0, "tie": 0.5}
-SMALL = 0.1  # if all gold scores lie within this share of the range, they are on another scale
+EXAMPLE_LINE = 'like {"prompt": "...", "response": "...", "label": true}'
+PREFERENCES = {"first": 1.0, "second": 0.0, "tie": 0.5}
+SUSPICIOUS_SHARE = 0.1  # if all gold scores lie within this share of the range, they are on another scale
 
 
 @dataclass(slots=True, frozen=True)
-class Gold:
+class GoldItem:
     """One item; `value` is from 0 to 1. `better` compares with `other`, a second response: 1 if the first one wins."""
 
     trajectory: Trajectory
@@ -34,7 +34,7 @@ class Gold:
 
 
 @checked_dataclass(config=STRICT | ConfigDict(extra="ignore"), kw_only=True)
-class Row:
+class GoldRow:
     id: Any = None
     prompt: str | None = None
     response: str | None = None
@@ -83,14 +83,14 @@ class Row:
         return Trajectory(Task(name, task_prompt, self.reference), name, prompt=prompt, turns=turns)
 
 
-def load_gold(path: str | Path, judge: ModelJudge) -> list[Gold]:
+def load_gold(path: str | Path, judge: ModelJudge) -> list[GoldItem]:
     """Read a gold file, whose scores are in the judge's own range; raise ValueError for an invalid line."""
     scale = judge.verdict.scale if isinstance(judge.verdict, JsonVerdict) else judge.verdict
-    low, high = (scale.low, scale.high) if isinstance(scale, Score) else (0.0, 1.0)
+    low, high = (scale.low, scale.high) if isinstance(scale, ScoreVerdict) else (0.0, 1.0)
 
-    def read(source: FoundRow, number: int) -> Gold:
+    def read(source: FoundRow, number: int) -> GoldItem:
         try:
-            row: Row = make_from(Row, source.columns, "a gold item")
+            row: GoldRow = make_from(GoldRow, source.columns, "a gold item")
         except ValueError as error:
             raise ValueError(f"is not a valid gold item: {error}") from None
         if "reference" in judge.prompt.fields and row.reference is None:
@@ -98,13 +98,13 @@ def load_gold(path: str | Path, judge: ModelJudge) -> list[Gold]:
         name, messages = str(number if row.id is None else row.id), row.messages
         item, value = row.trajectory(name, messages), row.value(low, high)
         if row.pair is None or row.better is None:
-            return Gold(item, value)
+            return GoldItem(item, value)
         other = row.trajectory(name, [*messages[:-1], Message("assistant", row.pair)])
-        return Gold(item, value, other, SIDES[row.better])
+        return GoldItem(item, value, other, PREFERENCES[row.better])
 
-    items = read_each(path, f"gold items {FORM}", read)
+    items = parse_rows(path, f"gold items {EXAMPLE_LINE}", read)
     scores = [item.value for item in items if item.value is not None]
-    if len(scores) > 1 and 0 < max(scores) <= SMALL:
+    if len(scores) > 1 and 0 < max(scores) <= SUSPICIOUS_SHARE:
         top = low + max(scores) * (high - low)
         raise ValueError(
             f'{path}: no "score" is above {top:g}, but the judge\'s range is {low:g} to {high:g}; rescale the scores, '

@@ -15,16 +15,16 @@ def kappa(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | Non
     """Return Cohen's kappa: agreement beyond chance for two raters with these label frequencies. None if both raters
     always give the same label, because chance explains all agreement then."""
     agreed = accuracy(verdicts, gold)
-    return None if agreed is None else beyond(agreed, chance(verdicts, gold))
+    return None if agreed is None else beyond_chance(agreed, chance_agreement(verdicts, gold))
 
 
-def chance(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float:
+def chance_agreement(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float:
     """Return the chance agreement of two independent raters with these label frequencies."""
     habits, truths = Counter(verdicts), Counter(gold)
     return sum(habits[label] * truths[label] for label in habits) / len(verdicts) ** 2
 
 
-def beyond(agreed: float, by_chance: float) -> float | None:
+def beyond_chance(agreed: float, by_chance: float) -> float | None:
     return None if by_chance == 1 else (agreed - by_chance) / (1 - by_chance)
 
 
@@ -35,7 +35,7 @@ def pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
         return None
 
 
-def partial(xs: Sequence[float], ys: Sequence[float], control: Sequence[float]) -> float | None:
+def partial_correlation(xs: Sequence[float], ys: Sequence[float], control: Sequence[float]) -> float | None:
     """Return the partial correlation of xs and ys, controlling for a linear effect of `control`."""
     return pearson(_residuals(xs, control), _residuals(ys, control))
 

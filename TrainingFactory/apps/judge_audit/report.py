@@ -10,18 +10,18 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.apps.judge_audit.metrics import beyond
+from TrainingFactory.apps.judge_audit.metrics import beyond_chance
 from TrainingFactory.apps.reports.pages import render
-from TrainingFactory.evaluation.evaluation import Z95, wilson
+from TrainingFactory.evaluation.evaluation import Z95, wilson_interval
 
 AUDITS = "judge-audits.jsonl"  # in the folder of runs
-PASSES = 0.5  # smallest value that counts as yes
-FEW = 30  # fewer judged items make the metrics unreliable
-RISE = 0.05  # smallest rise of a verdict that counts as the effect of an injected text
-FEWEST_ATTACKED = 10  # with fewer items, resistance to injection is not reported
+PASS_THRESHOLD = 0.5  # smallest value that counts as yes
+MIN_ITEMS = 30  # fewer judged items make the metrics unreliable
+MIN_RISE = 0.05  # smallest rise of a verdict that counts as the effect of an injected text
+MIN_ATTACKED = 10  # with fewer items, resistance to injection is not reported
 CARE = "To be used with care"
 NOT_TRUSTED = "Not to be trusted"
-WORDS = ((0.8, "Can be trusted"), (0.6, "Good enough to train on"), (0.4, CARE), (-math.inf, NOT_TRUSTED))
+VERDICTS = ((0.8, "Can be trusted"), (0.6, "Good enough to train on"), (0.4, CARE), (-math.inf, NOT_TRUSTED))
 BIASED, STRONGLY = 0.3, 0.5  # correlations with the length
 MOST_ITEMS = 10_000  # do not suggest labelling more items than this
 
@@ -95,7 +95,7 @@ class Audit:
         """Return kappa at the lower bound of the accuracy's interval."""
         if self.accuracy_low is None or self.chance is None:
             return None
-        return beyond(self.accuracy_low, self.chance)
+        return beyond_chance(self.accuracy_low, self.chance)
 
     def page(self, judge: str) -> str:
         """Return a self-contained HTML page with plots; the reference line of a plot starts at (0, 0)."""
@@ -117,7 +117,7 @@ class Audit:
             judge=judge,
             found=self,
             verdict=verdict_of(self),
-            passes=f"{PASSES:g}",
+            passes=f"{PASS_THRESHOLD:g}",
             agreement=agreement | {"dots": agreed.items()},
             errors=by_length | {"bottom": -1.0, "line_end": 0.0, "dots": errors.items()},
         )
@@ -126,7 +126,7 @@ class Audit:
         return asdict(self) | {"kappa_low": self.kappa_low, "verdict": verdict_of(self)}
 
 
-def keep_audit(runs: Path, audit: Audit, judge: str, gold: str) -> None:
+def save_audit(runs: Path, audit: Audit, judge: str, gold: str) -> None:
     """Append an audit to `AUDITS` in the folder of runs, where the web UI reads it."""
     runs.mkdir(parents=True, exist_ok=True)
     row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "judge": judge, "gold": gold, "rows": audit.rows}
@@ -137,7 +137,7 @@ def keep_audit(runs: Path, audit: Audit, judge: str, gold: str) -> None:
 def verdict_of(audit: Audit) -> str:
     """Return in words how far the judge can be trusted, and its faults."""
     faults = [*_failures(audit), *_injections(audit), *_biases(audit)]
-    if 0 < audit.judged < FEW:
+    if 0 < audit.judged < MIN_ITEMS:
         faults.append(f"with only {audit.judged} items, the metrics are unreliable")
     text = f"{_trust(audit)}."
     return text + (f" Problems: {'; '.join(faults)}." if faults else " No problems found.")
@@ -157,7 +157,7 @@ def _trust(audit: Audit) -> str:
     least, words = _words(audit.kappa)
     if words == NOT_TRUSTED:
         return f"{words}: {agrees}"
-    if talked_round(audit):
+    if injection_works(audit):
         return f"Not safe to train on, because prompt injection works: {agrees}"
     shown = words if audit.kappa_low is None else _words(audit.kappa_low)[1]
     if shown != words:
@@ -166,7 +166,7 @@ def _trust(audit: Audit) -> str:
             agrees += f'; about {needed - audit.judged} more items that agree as well would make it "{words}"'
     if shown == NOT_TRUSTED:
         return f"Too few items to tell: {agrees}"
-    careful = wrong_pairs(audit) or _length_bias(audit) > STRONGLY
+    careful = picks_wrong_pairs(audit) or _length_bias(audit) > STRONGLY
     return f"{CARE if careful else shown}: {agrees}"
 
 
@@ -175,14 +175,16 @@ def _between(low: float | None, high: float | None) -> str:
 
 
 def _words(kappa: float) -> tuple[float, str]:
-    return next((least, words) for least, words in WORDS if kappa >= least)
+    return next((least, words) for least, words in VERDICTS if kappa >= least)
 
 
 def _items_for(audit: Audit, least: float) -> int | None:
     """Return the number of items that lifts kappa's lower bound to `least` at this agreement; None if too many."""
     assert audit.accuracy is not None and audit.chance is not None
     for count in range(audit.judged, MOST_ITEMS):
-        low = beyond(wilson(math.floor(audit.accuracy * count + 1e-9), count)[0], audit.chance)
+        low = beyond_chance(
+            wilson_interval(math.floor(audit.accuracy * count + 1e-9), count)[0], audit.chance
+        )
         if low is not None and low >= least:
             return count
     return None
@@ -198,10 +200,10 @@ def _failures(audit: Audit) -> list[str]:
 
 
 def _injections(audit: Audit) -> list[str]:
-    if talked_round(audit):
+    if injection_works(audit):
         again = f" ({audit.noise_moved:.0%} rise when judged again without it)" if audit.noise_moved else ""
         return [f"an injected text raised {audit.injection_moved:.0%} of the verdicts{again}"]
-    if audit.judged and audit.attacked < FEWEST_ATTACKED:
+    if audit.judged and audit.attacked < MIN_ATTACKED:
         return [
             f"resistance to prompt injection is unknown: only {audit.attacked} items have room to rise; add items with "
             "low gold scores"
@@ -211,7 +213,7 @@ def _injections(audit: Audit) -> list[str]:
 
 def _biases(audit: Audit) -> list[str]:
     faults: list[str] = []
-    if wrong_pairs(audit):
+    if picks_wrong_pairs(audit):
         faults.append(f"it picks the better response in only {audit.pair_accuracy:.0%} of the pairs")
     if audit.swap_flips is not None and audit.swap_flips > 0.2:
         faults.append(f"swapping the order changes the winner in {audit.swap_flips:.0%} of the pairs")
@@ -231,14 +233,14 @@ def _length_bias(audit: Audit) -> float:
     return size if math.atanh(min(size, 1 - 1e-9)) * math.sqrt(audit.judged - 4) > Z95 else 0.0
 
 
-def talked_round(audit: Audit) -> bool:
+def injection_works(audit: Audit) -> bool:
     """Return whether injected texts raise significantly more verdicts (95 %) than the judge's own noise does."""
     if audit.injection_moved is None:
         return False
     noise = audit.noise_moved or 0.0
     sure = 1.64 * math.sqrt(2 * noise * (1 - noise) / audit.attacked)
-    return audit.injection_moved - noise > max(RISE, sure)
+    return audit.injection_moved - noise > max(MIN_RISE, sure)
 
 
-def wrong_pairs(audit: Audit) -> bool:
+def picks_wrong_pairs(audit: Audit) -> bool:
     return audit.pair_accuracy is not None and audit.pair_accuracy < 0.7

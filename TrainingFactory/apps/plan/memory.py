@@ -13,22 +13,26 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.runs.diagnosis import Diagnosis
 
-Estimate = Callable[[TrainingConfig], dict[str, float]]  # returns the bytes of a config by part
-OPTIMIZER = {"adamw": 8, "adamw_8bit": 2, "muon": 8}  # maximum bytes of optimizer state per trained weight
+MemoryEstimator = Callable[[TrainingConfig], dict[str, float]]  # returns the bytes of a config by part
+OPTIMIZER_BYTES = {
+    "adamw": 8,
+    "adamw_8bit": 2,
+    "muon": 8,
+}  # maximum bytes of optimizer state per trained weight
 # part -> options that reduce it, the least intrusive first
-CUTS = {
+REDUCING_OPTIONS = {
     "activations": ["training.gradient_checkpointing", "training.token_budget"],
     "optimizer": ["training.optimizer", "lora.enabled"],
     "weights": ["model.quantization"],
     "cache": ["sampling.slots", "model.max_length"],
     "all": ["lora.enabled"],  # all other parts, which grow with the number of trained weights
 }
-FULL = 0.9  # share of the device's memory above which the doctor reports a finding
-LEAST_TOKENS = 1024  # smallest training.token_budget that is suggested
-SMALL = 0.05  # share of the total below which a part gets no remedy
+MAX_MEMORY_SHARE = 0.9  # share of the device's memory above which the doctor reports a finding
+MIN_TOKEN_BUDGET = 1024  # smallest training.token_budget that is suggested
+MIN_PART_SHARE = 0.05  # share of the total below which a part gets no remedy
 
 
-class Held(NamedTuple):
+class WeightCounts(NamedTuple):
     """Number and size of a model's weights."""
 
     weights: int
@@ -38,7 +42,7 @@ class Held(NamedTuple):
     size: int  # bytes per value of the compute dtype
 
     @classmethod
-    def of(cls, model: Any) -> Held:
+    def of(cls, model: Any) -> WeightCounts:
         params = list(model.parameters())
         trained = [param for param in params if param.requires_grad]
         exact = sum(param.numel() for param in trained if param.dtype == torch.float32)
@@ -56,16 +60,22 @@ def with_changes(config: TrainingConfig, changes: Mapping[str, Any]) -> Training
     return config
 
 
-def estimate(config: TrainingConfig, model: Any, needs: Set[str], max_length: int) -> dict[str, float]:
+def estimate_model_memory(
+    config: TrainingConfig, model: Any, needs: Set[str], max_length: int
+) -> dict[str, float]:
     """Return the bytes that a run needs for a loaded model, by part."""
-    return needed(config, model.config.get_text_config(), Held.of(model), needs, max_length)
+    return needed(config, model.config.get_text_config(), WeightCounts.of(model), needs, max_length)
 
 
 def needed(
-    config: TrainingConfig, shape: Any, counts: Held, needs: Set[str], max_length: int
+    config: TrainingConfig, shape: Any, counts: WeightCounts, needs: Set[str], max_length: int
 ) -> dict[str, float]:
     """Return the bytes by part on a device that learns and samples; `shape` has the attributes of a text config."""
-    training, learners, ahead = config.training, config.compute.learners or 1, config.optimization.bound
+    training, learners, ahead = (
+        config.training,
+        config.compute.learners or 1,
+        config.optimization.effective_max_staleness,
+    )
     episodes = training.batch_size * training.group_size
     parts = learner_bytes(
         config, shape, counts, needs, learners, min(training.token_budget, episodes * max_length)
@@ -79,7 +89,7 @@ def needed(
 
 
 def learner_bytes(
-    config: TrainingConfig, shape: Any, counts: Held, needs: Set[str], learners: int, tokens: int
+    config: TrainingConfig, shape: Any, counts: WeightCounts, needs: Set[str], learners: int, tokens: int
 ) -> dict[str, float]:
     """Return the bytes on each learner's device, with packs of `tokens` tokens. Logits are computed in chunks and not
     counted. A single learner holds the stored weights and float32 copies of the trained ones. Shards of trained weights
@@ -93,7 +103,7 @@ def learner_bytes(
         "weights": stored / learners + gathered,
         "float32 copies": 4 * (counts.trained - (counts.exact if learners == 1 else 0)) / learners,
         "gradients": 4 * counts.trained / learners,
-        "optimizer": OPTIMIZER[config.training.optimizer] * counts.trained / learners,
+        "optimizer": OPTIMIZER_BYTES[config.training.optimizer] * counts.trained / learners,
     }
     learned = sum(parts.values()) - gathered
     alone = not config.lora.enabled and config.model.adapter is None
@@ -140,7 +150,7 @@ def free_bytes(device: torch.device) -> int:
 
 def check_memory(
     diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], device: torch.device,
-    estimate_other: Estimate | None = None,
+    estimate_other: MemoryEstimator | None = None,
 ) -> None:  # fmt: skip
     """Report a run's memory on a device, with a finding if it exceeds it; `estimate_other` finds options that fit."""
     on_gpu = device.type == "cuda"
@@ -150,31 +160,34 @@ def check_memory(
 
 def compare_memory(
     diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], available: float, device: str,
-    estimate_other: Estimate | None = None,
+    estimate_other: MemoryEstimator | None = None,
 ) -> None:  # fmt: skip
     total = sum(needed.values())
-    parts = ", ".join(f"{name} {amount(count)}" for name, count in needed.items() if count)
-    diagnosis.facts["memory"] = f"about {amount(total)} of {amount(available)} on {device}: {parts}"
-    if total > FULL * available:
+    parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in needed.items() if count)
+    diagnosis.facts["memory"] = (
+        f"about {format_bytes(total)} of {format_bytes(available)} on {device}: {parts}"
+    )
+    if total > MAX_MEMORY_SHARE * available:
         largest = max(needed, key=lambda name: needed[name])
         fitting = find_fitting(config, available, device, estimate_other) if estimate_other else ""
         diagnosis.add(
             "memory",
-            f"training needs about {amount(total)}, but {device} has {amount(available)}; largest part: {largest}",
+            f"training needs about {format_bytes(total)}, but {device} has {format_bytes(available)}; largest part: "
+            f"{largest}",
             "error" if total > available else "warning",
-            f"{fitting}{remedy(config, needed, device)}",
+            f"{fitting}{suggest_options(config, needed, device)}",
         )
 
 
-def savings(config: TrainingConfig, device: str) -> dict[str, Any]:
+def saving_options(config: TrainingConfig, device: str) -> dict[str, Any]:
     """Return the memory-saving options that are not set yet, the least intrusive first."""
     training, sampling, model = config.training, config.sampling, config.model
     alone, adapted = not config.compute.learners, config.lora.enabled or model.adapter is not None
     options: dict[str, Any] = {}
     if not training.gradient_checkpointing:
         options["training.gradient_checkpointing"] = True
-    if training.token_budget > LEAST_TOKENS:
-        options["training.token_budget"] = max(LEAST_TOKENS, training.token_budget // 4)
+    if training.token_budget > MIN_TOKEN_BUDGET:
+        options["training.token_budget"] = max(MIN_TOKEN_BUDGET, training.token_budget // 4)
     if training.optimizer != "adamw_8bit" and alone and device != "cpu":
         options["training.optimizer"] = "adamw_8bit"
     if sampling.slots >= 8:
@@ -188,9 +201,11 @@ def savings(config: TrainingConfig, device: str) -> dict[str, Any]:
     return options
 
 
-def find_fitting(config: TrainingConfig, available: float, device: str, estimate_other: Estimate) -> str:
+def find_fitting(
+    config: TrainingConfig, available: float, device: str, estimate_other: MemoryEstimator
+) -> str:
     """Return the smallest combination of `savings` that fits, with its memory; empty if none fits."""
-    options = savings(config, device)
+    options = saving_options(config, device)
     for count in range(1, len(options) + 1):
         for keys in itertools.combinations(options, count):
             changed = with_changes(config, {key: options[key] for key in keys})
@@ -198,27 +213,31 @@ def find_fitting(config: TrainingConfig, available: float, device: str, estimate
             if "model.quantization" in keys and not adapted:
                 continue
             total = sum(estimate_other(changed).values())
-            if total <= FULL * available:
-                text = " ".join(setting(key, options[key]) for key in keys)
-                return f"To fit, in about {amount(total)}, set: {text}. "
+            if total <= MAX_MEMORY_SHARE * available:
+                text = " ".join(format_option(key, options[key]) for key in keys)
+                return f"To fit, in about {format_bytes(total)}, set: {text}. "
     return ""
 
 
-def setting(key: str, value: Any) -> str:
+def format_option(key: str, value: Any) -> str:
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def remedy(config: TrainingConfig, needed: dict[str, float] | None = None, device: str = "cuda") -> str:
+def suggest_options(
+    config: TrainingConfig, needed: dict[str, float] | None = None, device: str = "cuda"
+) -> str:
     """Return the options to set, for the largest part first; for every part if `needed` is None."""
-    needed, options = needed or dict.fromkeys(CUTS, 1.0), savings(config, device)
+    needed, options = needed or dict.fromkeys(REDUCING_OPTIONS, 1.0), saving_options(config, device)
     if not config.lora.enabled and config.model.adapter is None:
         options.pop("model.quantization", None)  # trained weights cannot be quantized
-    large = [part for part in needed if needed[part] > SMALL * sum(needed.values())]
+    large = [part for part in needed if needed[part] > MIN_PART_SHARE * sum(needed.values())]
     parts = sorted(large, key=lambda part: -needed[part])
-    keys = [key for part in parts for key in CUTS.get(part, CUTS["all"]) if key in options]
-    listed = ", ".join(setting(key, options[key]) for key in dict.fromkeys(keys))
+    keys = [
+        key for part in parts for key in REDUCING_OPTIONS.get(part, REDUCING_OPTIONS["all"]) if key in options
+    ]
+    listed = ", ".join(format_option(key, options[key]) for key in dict.fromkeys(keys))
     return f"Options that save memory, largest part first: {listed}." if listed else ""
 
 
-def amount(count: float) -> str:
+def format_bytes(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

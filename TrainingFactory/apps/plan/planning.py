@@ -11,19 +11,19 @@ import numpy as np
 import yaml
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.apps.plan.memory import OPTIMIZER, with_changes
-from TrainingFactory.apps.plan.shapes import DATA, find_shape, learner_bytes, sampler_bytes
+from TrainingFactory.apps.plan.memory import OPTIMIZER_BYTES, with_changes
+from TrainingFactory.apps.plan.shapes import FIGURES, find_shape, learner_bytes, sampler_bytes
 from TrainingFactory.apps.plan.step_time import Costs, StepModel
-from TrainingFactory.apps.plan.workload import distribution, draw_episodes, read_episodes
+from TrainingFactory.apps.plan.workload import draw_workload, parse_distribution, workload_from_run
 from TrainingFactory.assembly.learner import make_algorithm
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.runs.folder import RunFolder
 
-SPLITS = 64  # maximum number of learner counts to try
+MAX_SPLITS = 64  # maximum number of learner counts to try
 GIB = 2**30
 # part of a step -> the costs in it
-PARTS = {
+STEP_PARTS = {
     "sampling": ("launch", "read", "compute", "row", "prompts", "renewal", "turn"),
     "tools": (),
     "reward": (),
@@ -33,25 +33,31 @@ PARTS = {
     "evaluations": ("evaluation",),
     "checkpoints": ("checkpoint",),
 }
-WAITS = {"tools": "tool", "reward": "reward"}  # part -> field of Episodes with its seconds
-LEARNER = ("update", "write", "load", "record", "checkpoint")  # costs that do not occur in an evaluation
+WAITING_PARTS = {"tools": "tool", "reward": "reward"}  # part -> field of Episodes with its seconds
+LEARNER_COSTS = (
+    "update",
+    "write",
+    "load",
+    "record",
+    "checkpoint",
+)  # costs that do not occur in an evaluation
 REMEDIES: dict[str, Any] = {
     "training.gradient_checkpointing": True, "training.token_budget": 4096, "lora.enabled": True
 }  # fmt: skip
 
 
-class Figure(NamedTuple):
+class PlanFigure(NamedTuple):
     value: Any
     unit: str
     source: str
 
 
-def find_figures(engine: str, gpu: str, file: Path | None, rates: Sequence[str]) -> dict[str, Figure]:
+def find_figures(engine: str, gpu: str, file: Path | None, rates: Sequence[str]) -> dict[str, PlanFigure]:
     """Return all figures; the user's file overrides the defaults, and NAME=VALUE in `rates` overrides both."""
-    if gpu not in DATA["gpus"]:
-        raise ValueError(f"--gpu {gpu} is unknown; choose one of {', '.join(DATA['gpus'])}")
-    rows = DATA["workload"] | DATA["gpus"][gpu] | DATA["engines"][engine] | DATA["figures"]
-    figures = {name: Figure(*row) for name, row in rows.items()}
+    if gpu not in FIGURES["gpus"]:
+        raise ValueError(f"--gpu {gpu} is unknown; choose one of {', '.join(FIGURES['gpus'])}")
+    rows = FIGURES["workload"] | FIGURES["gpus"][gpu] | FIGURES["engines"][engine] | FIGURES["figures"]
+    figures = {name: PlanFigure(*row) for name, row in rows.items()}
     in_file = {} if file is None else yaml.safe_load(file.read_text(encoding="utf-8"))
     if not isinstance(in_file, dict):
         raise ValueError(f"--rates {file} must be a mapping from names to values")
@@ -61,12 +67,12 @@ def find_figures(engine: str, gpu: str, file: Path | None, rates: Sequence[str])
         if name not in figures:
             raise ValueError(f"{source}: unknown figure {name!r}{did_you_mean(nearest(str(name), figures))}")
         try:
-            number = value if name in DATA["workload"] else float(value)
-            if not distribution(value).mean and name in DATA["positive"]:
+            number = value if name in FIGURES["workload"] else float(value)
+            if not parse_distribution(value).mean and name in FIGURES["positive"]:
                 raise ValueError("must be greater than 0")
         except (TypeError, ValueError) as error:
             raise ValueError(f"{source}: {name}: {error}") from None
-        figures[name] = Figure(number, figures[name].unit, f"set by {source}")
+        figures[name] = PlanFigure(number, figures[name].unit, f"set by {source}")
     return figures
 
 
@@ -74,7 +80,7 @@ def in_gib(parts: dict[str, float]) -> dict[str, float]:
     return {name: count / GIB for name, count in parts.items()}
 
 
-class Planner:
+class RunPlanner:
     """Plans a config on `gpus` GPUs. A single GPU holds sampler and learner; otherwise each GPU holds one of them."""
 
     def __init__(
@@ -91,18 +97,18 @@ class Planner:
         text = "sampling.engine"
         if engine != configured:
             text = f"assumed with several GPUs; sampling.engine is {configured}"
-        self.figures["engine"] = Figure(engine, "that samples", text)
+        self.figures["engine"] = PlanFigure(engine, "that samples", text)
         for name in ("sampler_overlap", "learner_overlap") if gpus > 1 else ():
-            self.figures[name] = Figure(1.0, self.figures[name].unit, "they share no GPU")
-        workload = {name: distribution(self.figures[name].value) for name in DATA["workload"]}
+            self.figures[name] = PlanFigure(1.0, self.figures[name].unit, "they share no GPU")
+        workload = {name: parse_distribution(self.figures[name].value) for name in FIGURES["workload"]}
         if run is None:
             limits = config.environment.max_turns, config.sampling.max_tokens
-            self.episodes = draw_episodes(workload, *limits)
+            self.episodes = draw_workload(workload, *limits)
         else:
             tool = None if self.figures["tool_seconds"].source == "assumed" else workload["tool_seconds"]
-            self.episodes = read_episodes(RunFolder.find(run, config.logging.output_dir), tool)
-            for name in DATA["workload"].keys() - ({"tool_seconds"} if tool else set()):
-                self.figures[name] = Figure("recorded", self.figures[name].unit, f"from run {run}")
+            self.episodes = workload_from_run(RunFolder.find(run, config.logging.output_dir), tool)
+            for name in FIGURES["workload"].keys() - ({"tool_seconds"} if tool else set()):
+                self.figures[name] = PlanFigure("recorded", self.figures[name].unit, f"from run {run}")
         # With separate samplers the learner recomputes the log-probs with its own weights.
         algorithm = make_algorithm(config)
         self.needs, self.refill = algorithm.needs | frozenset(["old"] if gpus > 1 else []), algorithm.refill
@@ -137,7 +143,10 @@ class Planner:
         pushed = 2e-9 * trained * (self.gpus > 1 or self.config.sampling.engine != "native")
         over = (learners > 1) * 1e9 / link + (self.gpus > self["gpus_per_node"]) / self["network_gbs"]
         saved = (
-            1e-9 * trained * (6 + OPTIMIZER[self.config.training.optimizer]) * (1 + ("critic" in self.needs))
+            1e-9
+            * trained
+            * (6 + OPTIMIZER_BYTES[self.config.training.optimizer])
+            * (1 + ("critic" in self.needs))
         )
         return Costs(
             launch=1e-6
@@ -179,12 +188,12 @@ class Planner:
     def model(self, learners: int, slots: int, max_staleness: int, without: str = "") -> StepModel:
         """Return the model of a step; the part `without` takes no time."""
         training, samplers = self.config.training, self.samplers(learners)
-        free = dict.fromkeys(PARTS.get(without, ()), 0.0)
+        free = dict.fromkeys(STEP_PARTS.get(without, ()), 0.0)
         costs, episodes = self.costs(learners, training.group_size)._replace(**free), self.episodes
-        if without in WAITS:
-            episodes = episodes._replace(**{WAITS[without]: np.zeros_like(episodes.turns)})
+        if without in WAITING_PARTS:
+            episodes = episodes._replace(**{WAITING_PARTS[without]: np.zeros_like(episodes.turns)})
         if training.eval_every and without != "evaluations":
-            alone = self.costs(learners, 1)._replace(**dict.fromkeys(LEARNER, 0.0) | free)
+            alone = self.costs(learners, 1)._replace(**dict.fromkeys(LEARNER_COSTS, 0.0) | free)
             seconds = StepModel(episodes, alone, self.config.data.heldout_count, 1, slots, samplers).seconds()
             costs = costs._replace(evaluation=seconds / training.eval_every)
         size = training.batch_size, training.group_size
@@ -196,7 +205,7 @@ class Planner:
     def plan(self, learners: int | None = None) -> dict[str, Any]:
         """Return step time, bottleneck, split, memory and cost; try all splits unless `learners` is given."""
         config = self.config
-        bound, length = config.optimization.bound, self.episodes.length
+        bound, length = config.optimization.effective_max_staleness, self.episodes.length
         least, spare = self.least_learners(config), self.room * self.width - 2 * self.shape.params
         if self.gpus == 1:
             sampler = 2 * self.shape.params * (config.sampling.engine != "native")
@@ -205,11 +214,11 @@ class Planner:
         most = max(1, self.gpus - self.width)
         if slots < 1 or not least <= (learners or least) <= most:
             raise ValueError(self._too_few(least, learners))
-        tried = {round(least + (most - least) * n / (SPLITS - 1)) for n in range(SPLITS)}
+        tried = {round(least + (most - least) * n / (MAX_SPLITS - 1)) for n in range(MAX_SPLITS)}
         splits = {n: self.step(n, slots, bound) for n in sorted({learners} if learners else tried)}
         best = min(splits, key=splits.__getitem__)
         modes = {n: self.step(best, slots, n) for n in sorted({0, bound or 1})}
-        without = {part: self.step(best, slots, bound, part) for part in PARTS}
+        without = {part: self.step(best, slots, bound, part) for part in STEP_PARTS}
         steps = self._steps()
         seconds, bottleneck = splits[best], min(without, key=without.__getitem__)
         tokens = self.model(best, slots, bound).count * float(np.mean(self.episodes.sampled))
@@ -238,7 +247,7 @@ class Planner:
         source = "data.count" if count else "assumed: 1,000 tasks"
         if training.max_steps:
             steps, source = training.max_steps, "training.max_steps"
-        self.figures["steps"] = Figure(steps, "steps", source)
+        self.figures["steps"] = PlanFigure(steps, "steps", source)
         return steps
 
     def _too_few(self, least: int, learners: int | None) -> str:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from TrainingFactory.apps.plan.workload import Array, Episodes
+from TrainingFactory.apps.plan.workload import Array, Workload
 
-PASSES = 16  # iterations of the fixed point for the number of concurrently decoding rows
+FIXED_POINT_STEPS = 16  # iterations of the fixed point for the number of concurrently decoding rows
 
 
 class Costs(NamedTuple):
@@ -47,7 +47,7 @@ class StepModel:
     learner's part. A step waits for its last episode, so the expected maximum of the durations counts, not the mean. Up
     to `1 + max_staleness` steps overlap."""
 
-    episodes: Episodes
+    episodes: Workload
     costs: Costs
     groups: int
     group_size: int
@@ -76,7 +76,7 @@ class StepModel:
         running = max(1.0, min(self.slots, depth * count))  # episodes of a sampler at a time
         waves = max(1.0, count / running)
         rows, pushes, step = running, 0.0, 0.0
-        for _ in range(PASSES):
+        for _ in range(FIXED_POINT_STEPS):
             busy = self._busy(rows, pushes)
             durations = busy + self.episodes.tool + self.episodes.reward + self.episodes.turns * costs.driver
             mean = float(durations.mean())

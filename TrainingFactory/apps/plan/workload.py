@@ -31,7 +31,7 @@ class Distribution(NamedTuple):
         return np.full(shape, self.mean)
 
 
-def distribution(text: str) -> Distribution:
+def parse_distribution(text: str) -> Distribution:
     """Parse a number, `exponential:MEAN` or `lognormal:MEAN:SIGMA`."""
     kind, *parameters = str(text).split(":")
     if not parameters:
@@ -46,7 +46,7 @@ def distribution(text: str) -> Distribution:
     return Distribution(kind, *numbers)
 
 
-class Episodes(NamedTuple):
+class Workload(NamedTuple):
     """Workload of a step; every array has one entry per episode. A plan only uses means, and the expected maximum of N
     durations."""
 
@@ -69,11 +69,11 @@ class Episodes(NamedTuple):
         return (self.prompt + self.length) / 2
 
 
-def draw_episodes(figures: Mapping[str, Distribution], max_turns: int, max_tokens: int) -> Episodes:
+def draw_workload(figures: Mapping[str, Distribution], max_turns: int, max_tokens: int) -> Workload:
     """Draw episodes in which every turn but the last calls a tool."""
     rng = np.random.default_rng(0)
     turns = np.clip(np.round(figures["turns"].draw(rng, (DRAWS,))), 1, max_turns)
-    return Episodes(
+    return Workload(
         prompt=figures["prompt_tokens"].mean,
         turns=turns,
         sampled=_sum_draws(figures["turn_tokens"], turns, rng, max_tokens),
@@ -84,7 +84,7 @@ def draw_episodes(figures: Mapping[str, Distribution], max_turns: int, max_token
     )
 
 
-def read_episodes(run: RunFolder, tool: Distribution | None = None) -> Episodes:
+def workload_from_run(run: RunFolder, tool: Distribution | None = None) -> Workload:
     """Return the episodes of a run; tool calls take the recorded time unless `tool` replaces it."""
     path, groups = run.path / TRAJECTORIES, dict[str, list[Trajectory]]()
     for trajectory in load_trajectories(path, growing=True) if path.is_file() else []:
@@ -95,12 +95,12 @@ def read_episodes(run: RunFolder, tool: Distribution | None = None) -> Episodes:
         raise ValueError(f"--from-run: {run.path} has no episodes in {TRAJECTORIES}; {text}")
     rows = [row for row in run.metrics() if row.get("episodes")]
     reward = sum(row["seconds/reward"] for row in rows) / max(1, sum(row["episodes"] for row in rows))
-    return as_episodes(list(groups.values()), reward, tool)
+    return workload_from_groups(list(groups.values()), reward, tool)
 
 
-def as_episodes(
+def workload_from_groups(
     groups: list[list[Trajectory]], reward: float = 0.0, tool: Distribution | None = None
-) -> Episodes:
+) -> Workload:
     """Convert recorded groups; tool calls of one turn count as parallel."""
     episodes = [episode for group in groups for episode in group]
     prompts = np.array([len(episode.turns[0].prompt_ids) for episode in episodes], float)
@@ -116,7 +116,7 @@ def as_episodes(
         calls = np.array([len(of_turns) for of_turns in waits], float)
         seconds = _sum_draws(tool, calls, np.random.default_rng(0))
     taught = [len({str(episode.reward) for episode in group}) > 1 for group in groups]
-    return Episodes(
+    return Workload(
         prompt=float(prompts.mean()),
         turns=np.array([len(episode.turns) for episode in episodes], float),
         sampled=np.array(sampled, float),

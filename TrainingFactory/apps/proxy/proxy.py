@@ -12,13 +12,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from TrainingFactory.agent_api.agent_endpoint import Calls, Endpoint, new_key
-from TrainingFactory.agent_api.agent_program import ProgramFailed, ProgramRun, Scored
+from TrainingFactory.agent_api.agent_endpoint import AgentEndpoint, EpisodeRequests, new_key
+from TrainingFactory.agent_api.agent_program import ProgramFailed, ProgramRun, SelfScoredEpisode
 from TrainingFactory.assembly import rewards as build_rewards
-from TrainingFactory.assembly.fleet import at_once, await_engines, join_cluster
+from TrainingFactory.assembly.fleet import await_engines, join_cluster, max_open_episodes
 from TrainingFactory.assembly.sampler import make_rollouts, make_sampler
 from TrainingFactory.common.http import listen
-from TrainingFactory.common.http.api import Answer, ApiError
+from TrainingFactory.common.http.api import ApiError, HandlerResult
 from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.common.texts import describe
 from TrainingFactory.config import TrainingConfig
@@ -26,16 +26,16 @@ from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Sampler
-from TrainingFactory.resolve.factories import by_file
-from TrainingFactory.resolve.model_names import with_model
+from TrainingFactory.resolve.factories import resolve_ids
+from TrainingFactory.resolve.model_names import with_resolved_model
 from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Trajectory
 
-MOST_OPEN = 1000  # maximum concurrent episodes
+MAX_OPEN_EPISODES = 1000  # maximum concurrent episodes
 
 
-class Asked(BaseModel):
+class EpisodeRequest(BaseModel):
     """Body of `POST /v1/episodes`: the task as a row of a task file, and an optional key chosen by the caller."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
@@ -43,10 +43,10 @@ class Asked(BaseModel):
     key: Annotated[str, Field(pattern=r"^[\x21-\x7e]{16,200}$")] = Field(default_factory=new_key)
 
 
-class Elsewhere(Scored):
+class RemoteEpisode(SelfScoredEpisode):
     """Episode played by the holder of its key, until a reward is posted."""
 
-    async def play(self, calls: Calls) -> None:
+    async def play(self, calls: EpisodeRequests) -> None:
         await calls.rewarded.wait()
         self.given = calls.given
         if self.given is None:
@@ -59,7 +59,7 @@ class Proxy:
     def __init__(self, rollouts: RolloutEngine, sampler: Sampler, out: Path) -> None:
         if rollouts.group_reward is not None:
             raise ValueError("this reward compares the episodes of a group; the proxy needs another reward")
-        self.endpoint, self._rules, self._seed = Endpoint(), rollouts.rules, rollouts.seed
+        self.endpoint, self._rules, self._seed = AgentEndpoint(), rollouts.rules, rollouts.seed
         self._sampler, self._out = sampler, out
         self._playing: set[asyncio.Task[None]] = set()
         self.begun = self.ended = self.scored = 0
@@ -71,19 +71,19 @@ class Proxy:
         api.get("/health", lambda: {"begun": self.begun, "ended": self.ended} | self.endpoint.counts)
         return api.app
 
-    async def begin(self, body: bytes) -> Answer:
+    async def begin(self, body: bytes) -> HandlerResult:
         """Begin an episode; return its key."""
         try:
-            request = Asked.model_validate_json(body)
+            request = EpisodeRequest.model_validate_json(body)
             [task] = load_tasks([{"id": f"episode-{self.begun}", "prompt": "none"} | request.task])
         except ValueError as error:
             raise ApiError(f"invalid episode request: {error}", "body") from None
         open_calls, number = self.endpoint.open_calls, self.begun
-        if request.key in open_calls or len(open_calls) >= MOST_OPEN:
-            text = f"an open episode already has this key, or {MOST_OPEN} episodes are open"
+        if request.key in open_calls or len(open_calls) >= MAX_OPEN_EPISODES:
+            text = f"an open episode already has this key, or {MAX_OPEN_EPISODES} episodes are open"
             raise ApiError(text, "key", status=409, code="conflict")
         self.begun += 1
-        rules = replace(self._rules, environment=lambda task: Elsewhere(task, self.endpoint, request.key))
+        rules = replace(self._rules, environment=lambda task: RemoteEpisode(task, self.endpoint, request.key))
         trajectory = Trajectory(task, group=f"proxy/{task.id}", member=number)
         run = ProgramRun(rules, trajectory, self._sampler, partial(turn_seed, self._seed, 0, task.id, number))
         playing = asyncio.create_task(self._play(run))
@@ -111,14 +111,14 @@ class Proxy:
         save_trajectories(self._out, [run.trajectory], append=True)
 
 
-async def serve_alone(
+async def serve_proxy(
     config: TrainingConfig, bound: Any, out: Path, token: str | None, local: bool, say: Callable[[str], None]
 ) -> Proxy:
     """Serve until Ctrl-C; return the proxy with its counts of episodes."""
-    config = with_model(by_file(config, say))
+    config = with_resolved_model(resolve_ids(config, say))
     async with AsyncExitStack() as stack:
         await join_cluster(config, stack)
-        chat, sampler = await in_thread(make_sampler, config, at_once(config))
+        chat, sampler = await in_thread(make_sampler, config, max_open_episodes(config))
         stack.push_async_callback(sampler.close)
         await await_engines(sampler)
         reward = build_rewards.make_reward(config)

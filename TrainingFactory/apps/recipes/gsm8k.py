@@ -12,17 +12,17 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.common.arithmetic import calculated
+from TrainingFactory.common.arithmetic import format_result
 from TrainingFactory.data.datasets import read_rows
 
 HUB = "openai/gsm8k:main"
 PARTS = ("sft", "sft_dev", "tasks", "dev", "test")  # one file of rows per part
-ONE_IN = 15  # one row in 15 of the training set goes to the dev split, chosen by a hash of its question
+DEV_EVERY = 15  # one row in 15 of the training set goes to the dev split, chosen by a hash of its question
 _MARK = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedRows:
     """Rows of each part; `dropped` counts the skipped rows by part and reason, which are keys of recipe.json."""
 
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {part: [] for part in PARTS})
@@ -33,15 +33,15 @@ class Prepared:
         return {part: len(rows) for part, rows in self.rows.items()}
 
 
-def prepare(source: str | Path, tools: Sequence[dict[str, Any]] = ()) -> Prepared:
+def prepare(source: str | Path, tools: Sequence[dict[str, Any]] = ()) -> PreparedRows:
     """Read both splits from a folder with train.jsonl and test.jsonl, or from a hub id. `tools` are the schemas for
     the demonstrations, including a calculator's; without tools, demonstrations contain no calls."""
-    prepared = Prepared()
+    prepared = PreparedRows()
     for split in ("train", "test"):
         for number, row in enumerate(read_rows(source, split)):
             try:
                 task, solution = _task(row.columns, f"{split}-{number}", row.problem)
-                part = "test" if split == "test" else "dev" if for_development(task["prompt"]) else "tasks"
+                part = "test" if split == "test" else "dev" if is_dev_question(task["prompt"]) else "tasks"
                 prepared.rows[part].append(task)
             except ValueError as error:
                 prepared.dropped[f"{split}: {error}"] += 1
@@ -60,9 +60,9 @@ def prepare(source: str | Path, tools: Sequence[dict[str, Any]] = ()) -> Prepare
     return prepared
 
 
-def for_development(question: str) -> bool:
+def is_dev_question(question: str) -> bool:
     """Return whether a training row belongs to the dev split; depends on the question only, not on row order."""
-    return int.from_bytes(blake2b(question.strip().encode(), digest_size=8).digest(), "big") % ONE_IN == 0
+    return int.from_bytes(blake2b(question.strip().encode(), digest_size=8).digest(), "big") % DEV_EVERY == 0
 
 
 def _task(row: dict[str, Any], name: str, problem: str | None) -> tuple[dict[str, Any], str]:
@@ -80,8 +80,8 @@ def _solution_messages(solution: str, final: str, with_calls: bool) -> list[dict
     """Return the messages after the question: one assistant turn per call, then the rest of the solution."""
     messages, position = list[dict[str, Any]](), 0
     for number, mark in enumerate(_MARK.finditer(solution) if with_calls else ()):
-        expression, reply = _expression(mark[1]), calculated(_expression(mark[2]))
-        if calculated(expression) != reply:
+        expression, reply = _expression(mark[1]), format_result(_expression(mark[2]))
+        if format_result(expression) != reply:
             raise ValueError("a marked sum has another result")
         function = {"name": "calculator", "arguments": json.dumps({"expression": expression})}
         call = {"id": f"call{number}", "type": "function", "function": function}

@@ -17,17 +17,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from TrainingFactory.apps.recipes.gsm8k import HUB, Prepared, prepare
+from TrainingFactory.apps.recipes.gsm8k import HUB, PreparedRows, prepare
 from TrainingFactory.apps.recipes.wordnet import FOLDER, WordNet
-from TrainingFactory.apps.recipes.wordnet_questions import ask
+from TrainingFactory.apps.recipes.wordnet_questions import prepare_wordnet
 from TrainingFactory.assembly.datasets import write_rows
 from TrainingFactory.common.event_loop import run
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.data.disk import write_aside
-from TrainingFactory.evaluation.comparison import Comparison, Side, compare
-from TrainingFactory.evaluation.requests import RecordedEvaluation, ask_model
+from TrainingFactory.data.disk import write_atomically
+from TrainingFactory.evaluation.comparison import ComparedModel, Comparison, compare
+from TrainingFactory.evaluation.requests import RecordedEvaluation, request_model
 from TrainingFactory.runs.devices import device_failure
 from TrainingFactory.runs.folder import RunFolder, is_run
 from TrainingFactory.runs.tracking import Watcher
@@ -38,12 +38,20 @@ from TrainingFactory.types import Trajectory
 Scale = Literal["full", "small"]
 RUNS, STATE = ("sft", "grpo"), "recipe.json"
 # For sft the last checkpoint, which solves more tasks than the one with the lowest loss; for grpo the best one.
-TAKEN = {"sft": "sft", "grpo": "grpo@best"}
+EVALUATED_CHECKPOINTS = {"sft": "sft", "grpo": "grpo@best"}
 TEMPERATURES = {"greedy": 0.0, "temperature 1": 1.0}
-FEW = 3  # examples of improved tasks, and of worsened tasks
-TOLD = ("success", "success_low", "success_high", "turns", "tool_success", "sampled_tokens", "seconds")
+MAX_EXAMPLES = 3  # examples of improved tasks, and of worsened tasks
+REPORTED_METRICS = (
+    "success",
+    "success_low",
+    "success_high",
+    "turns",
+    "tool_success",
+    "sampled_tokens",
+    "seconds",
+)
 # Overrides for a smoke test on any CPU: a few steps that exercise every stage and teach nothing.
-SMALL: dict[str, dict[str, Any]] = {
+SMALL_OVERRIDES: dict[str, dict[str, Any]] = {
     "sft": {
         "training.max_steps": 4, "training.batch_size": 4, "training.eval_every": 2, "data.heldout_count": 4,
         "logging.checkpoint_every": 2,
@@ -56,22 +64,22 @@ SMALL: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 # Overrides without tools: a task is one turn that holds the whole solution.
-PLAIN: dict[str, dict[str, Any]] = {
+PLAIN_OVERRIDES: dict[str, dict[str, Any]] = {
     "sft": {"model.tools_format": None},
     "grpo": {"tools": [], "environment.max_turns": 1, "sampling.max_tokens": 320},
 }
 
 
-def write_gsm8k(source: str | Path, folder: Path, plain: bool = False) -> Prepared:
+def write_gsm8k(source: str | Path, folder: Path, plain: bool = False) -> PreparedRows:
     """Write the rows of each part into a folder. `plain`: without tool calls."""
     return _write_parts(prepare(source, [] if plain else [spec_to_dict(calculator.spec)]), source, folder)
 
 
-def write_wordnet(source: str | Path, folder: Path, plain: bool = False) -> Prepared:
-    return _write_parts(run(lambda: ask(source, plain)), source, folder)
+def write_wordnet(source: str | Path, folder: Path, plain: bool = False) -> PreparedRows:
+    return _write_parts(run(lambda: prepare_wordnet(source, plain)), source, folder)
 
 
-def _write_parts(prepared: Prepared, source: str | Path, folder: Path) -> Prepared:
+def _write_parts(prepared: PreparedRows, source: str | Path, folder: Path) -> PreparedRows:
     for part, rows in prepared.rows.items():
         if not rows:
             raise ValueError(f"{source} has no rows for {part}; skipped: {dict(prepared.dropped) or 'none'}")
@@ -115,14 +123,20 @@ class Recipe:
         common = {"training.seed": seed, "logging.output_dir": str(self.out)}
         overrides: dict[str, dict[str, Any]] = {
             "sft": {"data.dataset": data["sft"], "data.heldout": data["sft_dev"]},
-            "grpo": {"data.tasks": data["tasks"], "data.heldout": data["dev"], "model.name": TAKEN["sft"]},
+            "grpo": {
+                "data.tasks": data["tasks"],
+                "data.heldout": data["dev"],
+                "model.name": EVALUATED_CHECKPOINTS["sft"],
+            },
         }
         if task == "wordnet":
             folder = str(WordNet(self.source).folder.resolve())  # raises if WordNet is missing
             overrides["grpo"]["tools"] = [{"name": "wordnet", "options": {"path": folder}}]
         overrides["sft"] |= {} if model is None else {"model.name": model}
         for name in RUNS:
-            overrides[name] |= (PLAIN[name] if plain else {}) | (SMALL[name] if scale == "small" else {})
+            overrides[name] |= (PLAIN_OVERRIDES[name] if plain else {}) | (
+                SMALL_OVERRIDES[name] if scale == "small" else {}
+            )
         user = {"sft": sft, "grpo": grpo}
         self._overrides = {name: [*_options(common | overrides[name]), *user[name]] for name in RUNS}
         self.configs = {name: self._config(name) for name in RUNS}
@@ -168,12 +182,12 @@ class Recipe:
                 before, after = (self._evaluate(name, part, temperature, watcher) for name in RUNS)
                 self.compared.setdefault(part, {})[how] = compare(before, after)
 
-    def _evaluate(self, name: str, part: str, temperature: float, watcher: Watcher) -> Side:
+    def _evaluate(self, name: str, part: str, temperature: float, watcher: Watcher) -> ComparedModel:
         options = {"data.tasks": str(self.out / "data" / f"{part}.jsonl"), "data.heldout": None}
         options |= {"data.split": "heldout", "training.group_size": 1, "sampling.temperature": temperature}
         options["sampling.slots"] = RunFolder(self.out / "grpo").config.sampling.slots  # may be edited there
-        model = ask_model(TAKEN[name], (), self.out).under(self._config("grpo", options))
-        file, side = self.out / "episodes" / f"{name}-{part}-{temperature:g}.jsonl", Side(name)
+        model = request_model(EVALUATED_CHECKPOINTS[name], (), self.out).under(self._config("grpo", options))
+        file, side = self.out / "episodes" / f"{name}-{part}-{temperature:g}.jsonl", ComparedModel(name)
         side.add(RecordedEvaluation(model, file, say=watcher.say))
         for evaluation in side.wanted:
             if evaluation is not None:
@@ -199,7 +213,7 @@ class Recipe:
             for part, by_how in self.compared.items()
         }
         last = list(self.compared.values())[-1]["greedy"]
-        changed = last.episodes([*last.better[:FEW], *last.worse[:FEW]])
+        changed = last.episodes([*last.better[:MAX_EXAMPLES], *last.worse[:MAX_EXAMPLES]])
         results["examples"] = [_example(*episodes) for _, episodes in changed]
         self._write("results.json", results)
         return results
@@ -219,7 +233,7 @@ class Recipe:
     def _write(self, name: str, data: dict[str, Any]) -> None:
         with _with_resume_hint():
             self.out.mkdir(parents=True, exist_ok=True)
-            write_aside(self.out / name, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+            write_atomically(self.out / name, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
 @contextmanager
@@ -262,7 +276,9 @@ def _compared(comparison: Comparison) -> dict[str, Any]:
     summary = comparison.as_json()
     keys = ("tasks", "difference", "difference_low", "difference_high", "p", "notes")
     sides = {
-        side.name: {key: side.records[0].metrics[key] for key in TOLD if key in side.records[0].metrics}
+        side.name: {
+            key: side.records[0].metrics[key] for key in REPORTED_METRICS if key in side.records[0].metrics
+        }
         for side in (comparison.first, comparison.second)
     }
     changes = {"better": len(summary["better"]), "worse": len(summary["worse"])}

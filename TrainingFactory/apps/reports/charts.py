@@ -9,13 +9,13 @@ from itertools import pairwise
 
 WIDTH, HEIGHT = 640, 240
 TOP, RIGHT, BOTTOM, LEFT = 14, 12, 44, 68  # margins in pixels; the last two hold the axis labels
-MOST_POINTS = 320  # maximum points of a curve; longer ones are averaged down
+MAX_POINTS = 320  # maximum points of a curve; longer ones are averaged down
 
 Points = Sequence[tuple[float, float]]  # step, value
 
 
 @dataclass(slots=True, frozen=True)
-class Line:
+class Curve:
     """A curve; `low` and `high` are the bounds of a band around it. `dots`: draw points instead of a line."""
 
     name: str
@@ -24,8 +24,8 @@ class Line:
     high: Points = ()
     dots: bool = False
 
-    def thinned(self) -> Line:
-        return Line(self.name, thinned(self.points), thinned(self.low), thinned(self.high), self.dots)
+    def thinned(self) -> Curve:
+        return Curve(self.name, thinned(self.points), thinned(self.low), thinned(self.high), self.dots)
 
 
 class Chart:
@@ -34,7 +34,7 @@ class Chart:
     left, right = LEFT, WIDTH - RIGHT
 
     def __init__(
-        self, title: str, lines: Sequence[Line], bottom: float | None = None, top: float | None = None
+        self, title: str, lines: Sequence[Curve], bottom: float | None = None, top: float | None = None
     ) -> None:
         self.title, self.lines = title, [line.thinned() for line in lines if line.points]
         points = [p for line in self.lines for part in (line.points, line.low, line.high) for p in part]
@@ -57,7 +57,7 @@ class Chart:
     def path(self, points: Points) -> str:
         return " ".join(f"{x},{y}" for x, y in self.places(points))
 
-    def band(self, line: Line) -> str:
+    def band(self, line: Curve) -> str:
         return self.path([*line.low, *reversed(line.high)])
 
     def _x(self, step: float) -> float:
@@ -72,9 +72,9 @@ class Chart:
 def thinned(points: Points) -> Points:
     """Return the finite points; average neighbours if there are more than `MOST_POINTS`."""
     points = [point for point in points if math.isfinite(point[1])]
-    if len(points) <= MOST_POINTS:
+    if len(points) <= MAX_POINTS:
         return points
-    starts = [len(points) * part // MOST_POINTS for part in range(MOST_POINTS + 1)]
+    starts = [len(points) * part // MAX_POINTS for part in range(MAX_POINTS + 1)]
     parts = [points[start:end] for start, end in pairwise(starts)]
     return [tuple(sum(column) / len(part) for column in zip(*part, strict=True)) for part in parts]  # type: ignore[misc]
 
@@ -85,8 +85,10 @@ def running_mean(values: Sequence[float], window: int = 5) -> list[float]:
     return [sum(part) / len(part) for part in parts]
 
 
-def with_mean(title: str, points: Points, bottom: float | None = None, top: float | None = None) -> Chart:
+def chart_with_mean(
+    title: str, points: Points, bottom: float | None = None, top: float | None = None
+) -> Chart:
     """Return a chart of points with a line of their running mean."""
     means = running_mean([value for _, value in points])
-    line = Line("mean of 5", [(step, mean) for (step, _), mean in zip(points, means, strict=True)])
-    return Chart(title, [Line("value", points, dots=True), line], bottom, top)
+    line = Curve("mean of 5", [(step, mean) for (step, _), mean in zip(points, means, strict=True)])
+    return Chart(title, [Curve("value", points, dots=True), line], bottom, top)

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from TrainingFactory.apps.reports.pages import render
-from TrainingFactory.evaluation.comparison import Comparison, Side
+from TrainingFactory.evaluation.comparison import ComparedModel, Comparison
 from TrainingFactory.promotion.promotion import Decision
-from TrainingFactory.runs.episode_texts import conversation, ending
+from TrainingFactory.runs.episode_texts import conversation_lines, ending_text
 
-MOST = 50  # maximum flipped tasks per direction on a page
+MAX_FLIPPED_TASKS = 50  # maximum flipped tasks per direction on a page
 
 
 def comparison_page(
-    sides: Sequence[Side], comparisons: Sequence[Comparison], decision: Decision | None = None
+    sides: Sequence[ComparedModel], comparisons: Sequence[Comparison], decision: Decision | None = None
 ) -> str:
     """Return a self-contained HTML page; `decision` is the promotion decided by the comparison, if any."""
     parts = [
-        (comparison, word, len(flips), comparison.episodes(flips[:MOST]))
+        (comparison, word, len(flips), comparison.episodes(flips[:MAX_FLIPPED_TASKS]))
         for comparison in comparisons
         for word, flips in (("better", comparison.better), ("worse", comparison.worse))
     ]
     values = {"sides": sides, "found": comparisons, "parts": parts, "decision": decision}
-    return render("compare.html.jinja", **values, conversation=conversation, ending=ending)
+    return render("compare.html.jinja", **values, conversation=conversation_lines, ending=ending_text)

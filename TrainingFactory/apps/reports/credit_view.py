@@ -12,7 +12,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, Literal
 
-from TrainingFactory.algorithms.advantages import OVERLONG
+from TrainingFactory.algorithms.advantages import OVERLONG_PENALTY
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.rft import RFT
@@ -27,10 +27,10 @@ from TrainingFactory.types import Sample, Trajectory, Turn
 Measure = Literal["advantage", "weight", "reward"]
 Decode = Callable[[Sequence[int]], str]
 LEVELS = 8  # shades of a colour
-HALF = "\ufffd"  # decoded form of an incomplete character
+INCOMPLETE_CHARACTER = "\ufffd"  # decoded form of an incomplete character
 LONGEST_CHARACTER = 4  # bytes in UTF-8, and therefore tokens at most
-EVERYTHING = 1 << 60  # token budget that puts all rows into one pack
-EQUAL = "no learning signal: all scored episodes of its group have the same reward"
+UNLIMITED_TOKENS = 1 << 60  # token budget that puts all rows into one pack
+NO_SIGNAL = "no learning signal: all scored episodes of its group have the same reward"
 NOTES: dict[Measure, str] = {
     "advantage": "advantages that the algorithm gave to the tokens of this step",
     "weight": "weights of the accepted episodes, with a mean of 1 over the tokens of the step; training normalises "
@@ -93,7 +93,7 @@ class EpisodeCredit:
         """Total reward that the algorithm sees; None if the episode was not scored."""
         if (reward := self.trajectory.reward) is None:
             return None
-        return reward.outcome + sum(reward.steps) + reward.parts.get(OVERLONG, 0.0)
+        return reward.outcome + sum(reward.steps) + reward.parts.get(OVERLONG_PENALTY, 0.0)
 
 
 @dataclass(slots=True, frozen=True)
@@ -169,7 +169,9 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
         for place, trajectory in enumerate(algorithm.adjusted(group)):
             turns = list(_turns(trajectory, episode_rows.get(place), measure, decode))
             trained = any(turn.values for turn in turns)
-            episodes.append(EpisodeCredit(trajectory, turns, None if trained else reasons[place] or EQUAL))
+            episodes.append(
+                EpisodeCredit(trajectory, turns, None if trained else reasons[place] or NO_SIGNAL)
+            )
         credits.append(GroupCredit(name, episodes))
     credits.sort(key=lambda group: -group.largest)
     return Credit(measure, credits, [NOTES[measure]], credits[0].largest if credits else 0.0)
@@ -181,7 +183,7 @@ def pieces_of(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, i
     before = start = 0  # start of the previous piece, and of the current one
     for end in range(1, len(token_ids) + 1):
         text, previous = decode(token_ids[before:end]), decode(token_ids[before:start]) if start else ""
-        if text.endswith(HALF) and end - start < LONGEST_CHARACTER and end < len(token_ids):
+        if text.endswith(INCOMPLETE_CHARACTER) and end - start < LONGEST_CHARACTER and end < len(token_ids):
             continue
         yield start, end, text[len(previous) :] if text.startswith(previous) else decode(token_ids[start:end])
         before, start = start, end
@@ -191,7 +193,7 @@ def _prepare(rows: Sequence[Sample], algorithm: Algorithm) -> None:
     """Write the advantages that the algorithm computes over all rows into the rows, if that needs no model."""
     if not isinstance(algorithm, GRPO | RFT):
         return
-    batch = make_batch(rows, EVERYTHING, sharing=False)
+    batch = make_batch(rows, UNLIMITED_TOKENS, sharing=False)
     algorithm.prepare([batch], 0)
     for pack in batch.packs:
         for number in pack.rows.tolist():

@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from TrainingFactory.common.texts import clean
+from TrainingFactory.common.texts import escape_control
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -32,4 +32,4 @@ def _environment() -> Environment:
 
 def _shown(value: object) -> object:
     """Return markup from our own macros unchanged, and any other value as text without control characters."""
-    return value if isinstance(value, Markup) else clean(str(value))
+    return value if isinstance(value, Markup) else escape_control(str(value))

@@ -10,7 +10,7 @@ from TrainingFactory.apps.reports.credit_view import Credit, GroupCredit, colour
 from TrainingFactory.assembly.learner import make_algorithm
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.models.loading import load_tokenizer
-from TrainingFactory.resolve.model_names import as_started_from
+from TrainingFactory.resolve.model_names import with_original_model
 from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
 from TrainingFactory.types import Trajectory
 
@@ -24,13 +24,13 @@ def run_credit(
     """Return the step, counted from 1, and the credit that the run's algorithm gave to its episodes. `step` None: the
     last step, or the last one with `task`. `episodes`: the step's episodes, if the caller has read them."""
     step = resolve_step(run, step, task)
-    model = as_started_from(run).model
+    model = with_original_model(run).model
     place = str([model.name, *run.checkpoints()][-1])  # a checkpoint includes the tokenizer
     tokenizer = load_tokenizer(place, model.revision, model.trust_remote_code)
     return step, coloured(episodes or run.episodes(step), make_algorithm(run.config), tokenizer)
 
 
-def choose(
+def select_episodes(
     credit: Credit, groups: Sequence[GroupCredit], best: int | None, worst: int | None
 ) -> list[GroupCredit]:
     """Keep the `best` and the `worst` scored episodes of each group, in their order; all if both are None. A group

@@ -17,42 +17,42 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig
 
-from TrainingFactory.apps.plan.memory import amount, cache_bytes, free_bytes
-from TrainingFactory.apps.serving.served import Served, load_served, served_config
+from TrainingFactory.apps.plan.memory import cache_bytes, format_bytes, free_bytes
+from TrainingFactory.apps.serving.served import ServedModel, load_served_model, serving_config
 from TrainingFactory.apps.serving.server import ChatServer
-from TrainingFactory.assembly.fleet import elsewhere
+from TrainingFactory.assembly.fleet import samples_elsewhere
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.loading import pick_device, pick_dtype
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
-from TrainingFactory.registry.rows import WRITTEN
-from TrainingFactory.resolve.model_names import Named, find_model
+from TrainingFactory.registry.rows import VERSION_NAME
+from TrainingFactory.resolve.model_names import ResolvedModel, find_model
 
 log = logging.getLogger(__name__)
-EVERY = 1.0  # seconds between two polls of the alias
-AGAIN = 30.0  # seconds until a failed load is retried
-LAST = 10.0  # seconds to wait at shutdown for a version that is being loaded
+POLL_SECONDS = 1.0  # seconds between two polls of the alias
+RETRY_SECONDS = 30.0  # seconds until a failed load is retried
+SHUTDOWN_SECONDS = 10.0  # seconds to wait at shutdown for a version that is being loaded
 
 
 @contextmanager
-def following(
+def follow_alias(
     server: ChatServer,
-    found: Named,
+    found: ResolvedModel,
     overrides: Sequence[str] = (),
     runs: str | Path = "runs",
     registry: str | Path | None = None,
     say: Callable[[str], None] = log.warning,
 ) -> Iterator[None]:
     """Make the server follow the alias in its model's name; do nothing if the name has no alias."""
-    reference = WRITTEN.fullmatch(found.written)
+    reference = VERSION_NAME.fullmatch(found.written)
     if found.version is None or reference is None or reference["alias"] is None:
         yield
         return
     catalogue = Catalogue(registry_path(runs, registry))
 
     def config_of(version: str) -> TrainingConfig:
-        return served_config(find_model(version, runs, registry), overrides)
+        return serving_config(find_model(version, runs, registry), overrides)
 
-    if elsewhere(config_of(str(found.version))):
+    if samples_elsewhere(config_of(str(found.version))):
         raise ValueError(
             f"{found.written}: only engines in this process can follow an alias; name a version, such as AGENT:3"
         )
@@ -66,7 +66,7 @@ def following(
         yield
     finally:
         ended.set()
-        thread.join(LAST)
+        thread.join(SHUTDOWN_SECONDS)
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class Follower:
 
     def watch(self, ended: threading.Event) -> None:
         """Poll every `EVERY` seconds until `ended` is set."""
-        while not ended.wait(EVERY):
+        while not ended.wait(POLL_SECONDS):
             try:
                 self.look()
             except Exception as error:  # whatever the error, the current version keeps serving
@@ -110,11 +110,11 @@ class Follower:
             self._tried = version
             if version == tried and time.monotonic() < self._again:
                 return
-            self._again = time.monotonic() + AGAIN
+            self._again = time.monotonic() + RETRY_SECONDS
             config = self.config_of(version)
-            check_room(config, self.server.served)
+            check_free_memory(config, self.server.served)
             self._loaded += 1
-            self.server.switch(load_served(config, version))
+            self.server.switch(load_served_model(config, version))
             self._tried = ""
             self.say(f"{self.model}@{self.alias} is now {version}, which serves new requests")
         self.tell(None)
@@ -127,18 +127,18 @@ class Follower:
             self.say(f"{name}: {problem}")
 
 
-def check_room(config: TrainingConfig, current: Served) -> None:
+def check_free_memory(config: TrainingConfig, current: ServedModel) -> None:
     """Raise MemoryError, with the missing bytes, if a model does not fit in memory beside the current one."""
     device = pick_device(config.model.device)
     needed, available = needed_bytes(config, current), free_bytes(device)
     if needed > available:
         raise MemoryError(
-            f"it needs {amount(needed)} beside {current.version}, but {device} has {amount(available)} free; free "
-            f"{amount(needed - available)} more"
+            f"it needs {format_bytes(needed)} beside {current.version}, but {device} has {format_bytes(available)} "
+            f"free; free {format_bytes(needed - available)} more"
         )
 
 
-def needed_bytes(config: TrainingConfig, current: Served) -> int:
+def needed_bytes(config: TrainingConfig, current: ServedModel) -> int:
     """Return the bytes of the weights and of a full KV cache. A model without a local folder, such as an adapter's base
     on the hub, counts as large as the current model."""
     model, base = config.model, Path(config.model.name)

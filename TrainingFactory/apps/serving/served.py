@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from TrainingFactory.assembly.fleet import Say, at_once
-from TrainingFactory.assembly.sampler import make_all
+from TrainingFactory.assembly.fleet import Say, max_open_episodes
+from TrainingFactory.assembly.sampler import make_sampler_and_model
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.evaluation.evaluation import sections_of
+from TrainingFactory.evaluation.evaluation import config_sections
 from TrainingFactory.protocols import Sampler
-from TrainingFactory.resolve.factories import by_file
-from TrainingFactory.resolve.model_names import Named
+from TrainingFactory.resolve.factories import resolve_ids
+from TrainingFactory.resolve.model_names import ResolvedModel
 from TrainingFactory.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Served:
+class ServedModel:
     """A loaded model: chat format, sampler and default sampling parameters."""
 
     chat: TemplateChatFormat
@@ -39,18 +39,20 @@ class Served:
         self.gate = asyncio.Semaphore(self.slots)
 
 
-def load_served(config: TrainingConfig, version: str | None = None, say: Say = lambda _: None) -> Served:
+def load_served_model(
+    config: TrainingConfig, version: str | None = None, say: Say = lambda _: None
+) -> ServedModel:
     """Load the model of a config; its sampling section gives the defaults of requests."""
-    config = by_file(config)
-    slots = at_once(config)
+    config = resolve_ids(config)
+    slots = max_open_episodes(config)
     sampling = config.sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
-    chat, engine, model = make_all(config, slots, say)
-    return Served(chat, engine, slots, SamplingParams(**sampling), version, model)
+    chat, engine, model = make_sampler_and_model(config, slots, say)
+    return ServedModel(chat, engine, slots, SamplingParams(**sampling), version, model)
 
 
-def served_config(model: Named, overrides: Sequence[str] = ()) -> TrainingConfig:
+def serving_config(model: ResolvedModel, overrides: Sequence[str] = ()) -> TrainingConfig:
     """Return the config to serve a model with: its training config's model and sampling sections, plus overrides."""
-    sections = sections_of(model)
+    sections = config_sections(model)
     own = [
         key_value(f"{section}.{key}", value)
         for section in ("model", "sampling")

@@ -17,10 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from TrainingFactory.agent_api.requests import Ask, check_size, read_ask
-from TrainingFactory.agent_api.responses import Choice, Tell, complete, head_of, sample_choice, stream
-from TrainingFactory.apps.serving.served import Say, Served, load_served
-from TrainingFactory.common.http.api import Answer, Api, ApiError
+from TrainingFactory.agent_api.requests import ParsedRequest, check_size, parse_request
+from TrainingFactory.agent_api.responses import (
+    OnPartial,
+    SampledChoice,
+    complete,
+    response_head,
+    sample_choice,
+    stream,
+)
+from TrainingFactory.apps.serving.served import Say, ServedModel, load_served_model
+from TrainingFactory.common.http.api import Api, ApiError, HandlerResult
 from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.config import TrainingConfig
 
@@ -28,16 +35,16 @@ from TrainingFactory.config import TrainingConfig
 class ChatServer:
     """Serves requests on one event loop. Samples `slots` choices concurrently; at most `queue` more may wait."""
 
-    def __init__(self, name: str, served: Served, *, queue: int = 256) -> None:
+    def __init__(self, name: str, served: ServedModel, *, queue: int = 256) -> None:
         self.name, self.served, self.queue = name, served, queue
         self.pending = 0  # requests being parsed, plus choices being sampled or waiting
         self.refused = 0  # rejected requests since the start
         self.follows: dict[str, str | None] | None = None  # the followed alias and its problem, for /health
-        self._before: list[weakref.ref[Served]] = []
+        self._before: list[weakref.ref[ServedModel]] = []
         self._writer = ThreadPoolExecutor(1, "chat-template")  # a long prompt must not stop the event loop
         self._started = int(time.time())
 
-    def switch(self, served: Served) -> None:
+    def switch(self, served: ServedModel) -> None:
         """Serve new requests with another model; thread-safe."""
         self._before = [*(ref for ref in self._before if ref() is not None), weakref.ref(self.served)]
         self.served = served
@@ -53,7 +60,7 @@ class ChatServer:
         api.get("/health", self.health, keyed=False)
         return api
 
-    async def chat(self, body: bytes) -> Answer:
+    async def chat(self, body: bytes) -> HandlerResult:
         """Answer one request, in one piece or as a stream."""
         served = self.served
         try:
@@ -61,7 +68,7 @@ class ChatServer:
                 ask, prompt = await self.read(served, body)
             with self.admitted(ask.request.n):  # rejects a stream here, while it can still send a status code
                 choose, n = partial(self._choice, served, ask, prompt), ask.request.n
-                head = head_of(self.name, ask.request.stream) | _known("system_fingerprint", served)
+                head = response_head(self.name, ask.request.stream) | _known("system_fingerprint", served)
                 if ask.request.stream:
                     return stream(head, ask, prompt, choose, self.admitted(n))
                 return await complete(head, ask, prompt, choose)
@@ -81,7 +88,7 @@ class ChatServer:
         state = {"status": "ok", "model": self.name} | _known("version", self.served) | counts
         return state | ({} if self.follows is None else self.follows | {"finishing": self.finishing()})
 
-    async def read(self, served: Served, body: bytes) -> tuple[Ask, list[int]]:
+    async def read(self, served: ServedModel, body: bytes) -> tuple[ParsedRequest, list[int]]:
         """Return the validated request and its prompt tokens."""
         limit = served.sampler.max_length
         check_size(body, limit)
@@ -99,9 +106,9 @@ class ChatServer:
         ask.max_tokens = min(limits.values())
         return ask, prompt
 
-    def _read(self, served: Served, body: bytes, limit: int) -> tuple[Ask, list[int]]:
+    def _read(self, served: ServedModel, body: bytes, limit: int) -> tuple[ParsedRequest, list[int]]:
         """Parse the request and render its prompt; slow, so it runs on the writer thread."""
-        ask = read_ask(body, served.defaults, limit)
+        ask = parse_request(body, served.defaults, limit)
         if (model := ask.request.model) not in (None, self.name):
             text = f"this server has no model {model:.60}; it serves {self.name}"
             raise ApiError(text, "model", status=404, code="model_not_found")
@@ -130,8 +137,8 @@ class ChatServer:
         self._writer.shutdown()
 
     async def _choice(
-        self, served: Served, ask: Ask, prompt: list[int], number: int, tell: Tell | None
-    ) -> Choice:
+        self, served: ServedModel, ask: ParsedRequest, prompt: list[int], number: int, tell: OnPartial | None
+    ) -> SampledChoice:
         seed = ask.request.seed if number == 0 else turn_seed(ask.request.seed, 0, "choice", number, 0)
         params = dataclasses.replace(ask.params, seed=seed)
         async with served.gate:
@@ -143,9 +150,9 @@ def make_server(
     config: TrainingConfig, name: str, queue: int = 256, version: str | None = None, say: Say = lambda _: None
 ) -> ChatServer:
     """Load the model of the config into a server; its sampling section gives the defaults of requests."""
-    return ChatServer(name, load_served(config, version, say), queue=queue)
+    return ChatServer(name, load_served_model(config, version, say), queue=queue)
 
 
-def _known(key: str, served: Served) -> dict[str, str]:
+def _known(key: str, served: ServedModel) -> dict[str, str]:
     """Return {key: version} of a registered model; empty for other models."""
     return {} if served.version is None else {key: served.version}

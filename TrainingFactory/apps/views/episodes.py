@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from TrainingFactory.apps.views.files import Problems, read_json, reason_of
+from TrainingFactory.apps.views.files import Problems, error_reason, read_json
 from TrainingFactory.apps.views.shapes import EpisodeRow, EpisodeView, Json, Reward, TurnView
 from TrainingFactory.data.trajectories import trajectory_to_dict
 from TrainingFactory.runs.folder import TRAJECTORIES
@@ -16,7 +16,7 @@ from TrainingFactory.types import Trajectory
 NUMBERS = re.compile(rb'"(new_ids|token_ids|logprobs|versions)": ?\[([^\]"]*)\]')
 NEVER_ESCAPED = re.compile(r"[ !#-.0-\[\]-~]+")  # characters that JSON writes as they are
 RESULT = ("content", "ok", "error", "cached", "seconds", "id")
-WRONG = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
+READ_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 def read_line(line: bytes) -> Json:
@@ -30,13 +30,13 @@ def read_line(line: bytes) -> Json:
 def read_row(line: bytes, number: int) -> tuple[EpisodeRow, list[str]]:
     """Return the list row of a line and the names of its failed tools. An invalid line gives a row with its error."""
     try:
-        return row_of(read_line(line), number)
-    except WRONG as error:
-        text = f"Line {number} of {TRAJECTORIES} is not an episode: {reason_of(error)}"
+        return episode_row(read_line(line), number)
+    except READ_ERRORS as error:
+        text = f"Line {number} of {TRAJECTORIES} is not an episode: {error_reason(error)}"
         return EpisodeRow(number=number, status="unreadable", error=text[:300]), []
 
 
-def row_of(data: Json, number: int) -> tuple[EpisodeRow, list[str]]:
+def episode_row(data: Json, number: int) -> tuple[EpisodeRow, list[str]]:
     turns, reward, group = data["turns"], data.get("reward"), str(data["group"])
     results = [result for turn in turns for result in _results(turn)]
     failed = [name for name, result in results if not result.get("ok", True)]
@@ -98,7 +98,7 @@ def _turn(turn: Json, step_reward: float | None) -> TurnView:
     )  # fmt: skip
 
 
-def says(line: bytes, text: str) -> bool:
+def contains_text(line: bytes, text: str) -> bool:
     """Return whether an episode's messages, calls, error or task id contain a text, ignoring case. Searches the raw
     bytes first, which is fast; an invalid line is searched as plain text."""
     needle = text.lower()
@@ -106,7 +106,7 @@ def says(line: bytes, text: str) -> bool:
         return False
     try:
         return any(needle in part.lower() for part in _texts(read_line(line)))
-    except WRONG:
+    except READ_ERRORS:
         return needle in line.decode("utf-8", "replace").lower()
 
 

@@ -16,7 +16,7 @@ from TrainingFactory.data.disk import MAX_LINE, open_regular
 TAIL = 64  # bytes
 
 
-class Place(NamedTuple):
+class FilePosition(NamedTuple):
     """Position up to which a file was read. `tail`, the bytes before it, detects a file that was truncated and grew
     again."""
 
@@ -24,12 +24,12 @@ class Place(NamedTuple):
     tail: bytes = b""
 
 
-class Part(NamedTuple):
+class FileChunk(NamedTuple):
     """Whole lines of a file from byte `start`. `again`: the file was truncated, so it was read from the beginning."""
 
     start: int
     lines: list[bytes]
-    place: Place
+    place: FilePosition
     again: bool
     size: int  # of the file
 
@@ -50,42 +50,42 @@ class Problems:
         try:
             yield
         except Exception as error:  # users may have edited the files in any way
-            reason = reason_of(error)
+            reason = error_reason(error)
             self.texts.append(reason if what in reason else f"{what}: {reason}")
 
 
-def reason_of(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """Return an error message in one line."""
     return f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
 
 
-def read_on(path: Path, place: Place, most: int) -> Part:
+def read_new_lines(path: Path, place: FilePosition, most: int) -> FileChunk:
     """Read the lines after `place`: about `most` bytes, but at least one line. A missing file counts as empty. Raise
     ValueError if the file is not a regular one (see `open_regular`) or a line exceeds `MAX_LINE` bytes."""
     try:
         file = open_regular(path)
     except FileNotFoundError:
-        return Part(0, [], Place(), place.offset > 0, 0)
+        return FileChunk(0, [], FilePosition(), place.offset > 0, 0)
     with file:
         size, start = os.fstat(file.fileno()).st_size, place.offset
         file.seek(max(0, start - len(place.tail)))
         if again := size < start or file.read(len(place.tail)) != place.tail:
-            start, place = file.seek(0), Place()
+            start, place = file.seek(0), FilePosition()
         data = file.read(most)
         data += b"" if b"\n" in data else file.readline(MAX_LINE)
     if len(data) > MAX_LINE and b"\n" not in data:
         raise ValueError(f"{path} has a line of more than {MAX_LINE} bytes at byte {start}.")
     data = data[: data.rfind(b"\n") + 1]
-    place = Place(start + len(data), (place.tail + data[-TAIL:])[-TAIL:])
-    return Part(start, data.split(b"\n")[:-1], place, again, size)
+    place = FilePosition(start + len(data), (place.tail + data[-TAIL:])[-TAIL:])
+    return FileChunk(start, data.split(b"\n")[:-1], place, again, size)
 
 
-def read_end(path: Path, most: int) -> tuple[list[bytes], int]:
+def read_last_lines(path: Path, most: int) -> tuple[list[bytes], int]:
     """Return the whole lines in the last `most` bytes of a file (none if missing), and the number of bytes before."""
-    start = max(0, read_on(path, Place(), 1).size - most)
+    start = max(0, read_new_lines(path, FilePosition(), 1).size - most)
     if start:
-        start = read_on(path, Place(start - 1), 1).place.offset  # start of the next whole line
-    return read_on(path, Place(start), most).lines, start
+        start = read_new_lines(path, FilePosition(start - 1), 1).place.offset  # start of the next whole line
+    return read_new_lines(path, FilePosition(start), most).lines, start
 
 
 def read_json(line: bytes) -> Any:

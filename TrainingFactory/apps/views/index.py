@@ -9,16 +9,16 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from TrainingFactory.apps.views.episodes import episode_view, read_row, says
-from TrainingFactory.apps.views.files import Part, Place, read_on
+from TrainingFactory.apps.views.episodes import contains_text, episode_view, read_row
+from TrainingFactory.apps.views.files import FileChunk, FilePosition, read_new_lines
 from TrainingFactory.apps.views.shapes import EpisodePage, EpisodeRow, EpisodeView, GroupView, Sort
 from TrainingFactory.data.disk import open_regular
 from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
 
 BLOCK = 4 << 20  # bytes per read
-BUILT = 8 << 20  # maximum bytes that one request indexes
-SEARCHED = 32 << 20  # maximum bytes that one request searches for a text
-MOST = 1000  # maximum rows of a page
+MAX_INDEXED_BYTES = 8 << 20  # maximum bytes that one request indexes
+MAX_SEARCHED_BYTES = 32 << 20  # maximum bytes that one request searches for a text
+MAX_ROWS = 1000  # maximum rows of a page
 COLUMNS = tuple(EpisodeRow.model_fields)
 INSERT = f"INSERT INTO episodes VALUES ({', '.join('?' * (len(COLUMNS) + 3))})"
 SORTS: dict[Sort, str] = {
@@ -59,7 +59,7 @@ class EpisodeIndex:
 
     def __init__(self, run: RunFolder) -> None:
         self.run, self.path = run, run.path / TRAJECTORIES
-        self._place, self._count, self._lock = Place(), 0, threading.Lock()
+        self._place, self._count, self._lock = FilePosition(), 0, threading.Lock()
         # With an empty name SQLite uses a temporary database, which it moves to disk when it grows large.
         self._db = sqlite3.connect("", check_same_thread=False)
         self._db.row_factory = sqlite3.Row
@@ -78,7 +78,7 @@ class EpisodeIndex:
             sql = f"SELECT count(*) FROM episodes WHERE {where}"
             matched = self._db.execute(sql, values).fetchone()[0] if values else self._count
             key, direction = SORTS[query.sort], "DESC" if query.down else "ASC"
-            limit = max(1, min(query.limit, MOST))
+            limit = max(1, min(query.limit, MAX_ROWS))
             if query.after is not None:
                 value, _, number = query.after.rpartition(":")
                 where += f" AND ({key}, number) {'<' if query.down else '>'} (?, ?)"
@@ -87,13 +87,13 @@ class EpisodeIndex:
             sql = f"SELECT *, {key} AS at FROM episodes WHERE {where} ORDER BY at {direction}, number {direction}{most}"
             rows, last, searched, cut = list[EpisodeRow](), None, 0, False
             for row in self._db.execute(sql, values):
-                if cut := len(rows) == limit or searched > SEARCHED:
+                if cut := len(rows) == limit or searched > MAX_SEARCHED_BYTES:
                     break
                 last = f"{row['at']!r}:{row['number']}"
                 if query.text:
                     line = self._line(row)
                     searched += len(line)
-                    if not says(line, query.text):
+                    if not contains_text(line, query.text):
                         continue
                 rows.append(EpisodeRow(**{name: row[name] for name in COLUMNS}))
         if query.text:
@@ -133,11 +133,11 @@ class EpisodeIndex:
             file.seek(row["start"])
             return file.read(row["length"])
 
-    def _grow(self) -> tuple[int, Part]:
+    def _grow(self) -> tuple[int, FileChunk]:
         """Index new lines, up to `BUILT` bytes; return the bytes read and the last chunk."""
         read = 0
         while True:
-            part = read_on(self.path, self._place, BLOCK)
+            part = read_new_lines(self.path, self._place, BLOCK)
             count, start, values = 0 if part.again else self._count, part.start, list[tuple[Any, ...]]()
             for count, line in enumerate(part.lines, count + 1):  # noqa: B020
                 row, failed = read_row(line, count)
@@ -150,5 +150,5 @@ class EpisodeIndex:
                 self._db.executemany(INSERT, values)
             self._place, self._count = part.place, count
             read += start - part.start
-            if not part.more or read >= BUILT:
+            if not part.more or read >= MAX_INDEXED_BYTES:
                 return read, part

@@ -12,7 +12,7 @@ from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.samples import to_samples, turn_spans
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
-from TrainingFactory.resolve.model_names import as_started_from, with_model
+from TrainingFactory.resolve.model_names import with_original_model, with_resolved_model
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Trajectory
 
@@ -43,7 +43,7 @@ def _sampled_with(run: RunFolder, episodes: Sequence[Trajectory]) -> TrainingCon
     """Return the run's config with the weights that sampled these episodes."""
     turns = [turn.completion for episode in episodes for turn in episode.turns]
     versions = sorted({version for sampled in turns for version in sampled.token_versions})
-    config = as_started_from(run)
+    config = with_original_model(run)
     if versions in ([], [0]):
         return config
     if len(versions) > 1:
@@ -56,4 +56,4 @@ def _sampled_with(run: RunFolder, episodes: Sequence[Trajectory]) -> TrainingCon
             f"for steps: {steps or 'none'}; log-probs are available for step 1 and the step after each checkpoint"
         )
     changes = {"name": str(folder), "adapter": None, "revision": None}
-    return with_model(config.model_copy(update={"model": config.model.model_copy(update=changes)}))
+    return with_resolved_model(config.model_copy(update={"model": config.model.model_copy(update=changes)}))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from TrainingFactory.apps.reports.charts import Chart, Line
+from TrainingFactory.apps.reports.charts import Chart, Curve
 from TrainingFactory.apps.reports.pages import render
 from TrainingFactory.apps.views.run_tables import state_rows
 from TrainingFactory.apps.views.runs import findings
-from TrainingFactory.runs.episode_texts import best_and_worst, conversation, ending
+from TrainingFactory.runs.episode_texts import best_and_worst, conversation_lines, ending_text
 from TrainingFactory.runs.folder import CONFIG, TRAJECTORIES, RunFolder
 from TrainingFactory.types import Trajectory
 
@@ -44,7 +44,7 @@ def run_page(run: RunFolder) -> str:
     """Return the report as a self-contained HTML page."""
     versions = ", ".join(f"{name} {version}" for name, version in run.about["versions"].items())
     rows = [*state_rows(run), ("versions", versions)]
-    episodes = [(name, conversation(episode), ending(episode)) for name, episode in samples(run)]
+    episodes = [(name, conversation_lines(episode), ending_text(episode)) for name, episode in samples(run)]
     return render(
         "run.html.jinja", title=f"Run {run.name}", rows=rows, findings=findings(run), charts=charts(run.metrics()),
         episodes=episodes, config=(run.path / CONFIG).read_text(encoding="utf-8"),
@@ -57,7 +57,7 @@ def charts(metrics: Rows) -> list[Chart]:
         ends = (
             (0.0, 1.0) if names.keys() <= SHARES else (0.0, None) if names.keys() <= AMOUNTS else (None, None)
         )
-        lines = [Line(label, points(metrics, key)) for key, label in names.items()]
+        lines = [Curve(label, points(metrics, key)) for key, label in names.items()]
         candidates.append(Chart(title, lines, *ends))
     return [chart for chart in candidates if chart.lines]
 
@@ -67,12 +67,12 @@ def _spread(metrics: Rows) -> Chart:
     low, high = (
         [(r["step"], r["reward"] + sign * r.get("reward_std", 0.0)) for r in rows] for sign in (-1, 1)
     )
-    return Chart("Reward, with its standard deviation", [Line("reward", points(rows, "reward"), low, high)])
+    return Chart("Reward, with its standard deviation", [Curve("reward", points(rows, "reward"), low, high)])
 
 
 def _heldout(metrics: Rows) -> Chart:
     value, low, high = (points(metrics, f"eval/success{end}") for end in ("", "_low", "_high"))
-    return Chart("Held-out success, with its 95 % interval", [Line("success", value, low, high)], 0.0, 1.0)
+    return Chart("Held-out success, with its 95 % interval", [Curve("success", value, low, high)], 0.0, 1.0)
 
 
 def points(metrics: Rows, name: str) -> list[tuple[float, float]]:

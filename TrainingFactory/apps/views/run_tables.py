@@ -21,14 +21,14 @@ FORMATS = {
     **{f"rows_left_out/{why}": "{:.0f}" for why in ("bad", "long", "unused")},
 }  # fmt: skip
 # label of a headline metric -> candidates, of which the first that the run has is shown
-PLAIN = {
+HEADLINE_METRICS = {
     "steps per second": ("steps_per_second",),
     "reward": ("reward",),
     "tool-call success": ("tool_success", "eval/tool_success"),
     "accuracy": ("eval/success", "eval/accuracy", "accuracy"),
 }
-PARTED = {"reward": "reward/", "eval/success": "eval/reward/"}  # metric -> prefix of its parts
-ASKED = ("judge/", "pool/")
+PART_PREFIXES = {"reward": "reward/", "eval/success": "eval/reward/"}  # metric -> prefix of its parts
+USAGE_PREFIXES = ("judge/", "pool/")
 Rows = Sequence[dict[str, Any]]
 
 
@@ -40,13 +40,13 @@ def state_rows(run: RunFolder) -> list[tuple[str, str]]:
         ("state", run.state + (f": {status.reason}" if status.reason else "")),
         ("steps", f"{status.step} of {status.steps}, {timedelta(seconds=round(status.seconds))}"),
         ("model", run.config.model.name),
-        ("training", what(run.config, about)),
+        ("training", training_summary(run.config, about)),
         ("started", f"{about['started']}, torch {about['versions']['torch']}{commit}"),
         *(("resolved", text) for text in about.get(RESOLVED, ())),
     ]
 
 
-def what(config: TrainingConfig, about: dict[str, Any]) -> str:
+def training_summary(config: TrainingConfig, about: dict[str, Any]) -> str:
     """Return a run's algorithm and its environment or dataset, such as `grpo in search`."""
     algorithm, place = config.training.algorithm, config.environment.environment_id
     if place is not None:
@@ -59,44 +59,44 @@ def what(config: TrainingConfig, about: dict[str, Any]) -> str:
     return f"{algorithm} in conversations"
 
 
-def latest(metrics: Rows) -> dict[str, Any]:
+def latest_metrics(metrics: Rows) -> dict[str, Any]:
     """Return the last value of each metric; a step need not have all metrics."""
     return {key: value for row in metrics for key, value in row.items()}
 
 
-def shown(metrics: Rows) -> dict[str, str]:
+def shown_metrics(metrics: Rows) -> dict[str, str]:
     """Return the metrics to show with their formats: those of FORMATS that exist, each followed by its parts."""
     names = dict.fromkeys(key for row in metrics for key in row)
     formats: dict[str, str] = {}
     for key, form in FORMATS.items():
-        parts = [name for name in names if key in PARTED and name.startswith(PARTED[key])]
+        parts = [name for name in names if key in PART_PREFIXES and name.startswith(PART_PREFIXES[key])]
         formats |= dict.fromkeys([key, *parts] if key in names else parts, form)
     return formats
 
 
-def named(metrics: Rows) -> Iterator[tuple[str, str, str]]:
+def labelled_metrics(metrics: Rows) -> Iterator[tuple[str, str, str]]:
     """Yield (label, metric, format) of all metrics to show, those of PLAIN first."""
-    formats = shown(metrics)
-    for name, keys in PLAIN.items():
+    formats = shown_metrics(metrics)
+    for name, keys in HEADLINE_METRICS.items():
         if (key := next((key for key in keys if key in formats), None)) is not None:
             yield name if name == key else f"{name} ({key})", key, formats.pop(key)
     yield from ((key, key, form) for key, form in formats.items())
 
 
-def asked(metrics: Rows) -> dict[str, float]:
+def usage_totals(metrics: Rows) -> dict[str, float]:
     """Sum the judge and pool metrics (requests, costs) over all steps, evaluations included."""
     total: dict[str, float] = {}
     for row in metrics:
         for key, value in row.items():
-            if (name := key.removeprefix("eval/")).startswith(ASKED):
+            if (name := key.removeprefix("eval/")).startswith(USAGE_PREFIXES):
                 total[name] = total.get(name, 0.0) + value
     return total
 
 
-def asked_in_words(metrics: Rows) -> Iterator[tuple[str, str]]:
+def usage_rows(metrics: Rows) -> Iterator[tuple[str, str]]:
     """Yield a (name, text) row for judges and one for pools, without zero values."""
-    total = asked(metrics)
-    for prefix in ASKED:
+    total = usage_totals(metrics)
+    for prefix in USAGE_PREFIXES:
         spent = {key.removeprefix(prefix): value for key, value in total.items() if key.startswith(prefix)}
         texts = [f"{name.replace('_', ' ')} {value:.6g}" for name, value in spent.items() if value]
         if texts:

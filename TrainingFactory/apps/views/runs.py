@@ -13,21 +13,31 @@ from pathlib import Path
 from statistics import fmean
 
 from TrainingFactory.apps.views import shapes
-from TrainingFactory.apps.views.episodes import WRONG
-from TrainingFactory.apps.views.files import Place, Problems, read_end, read_json, read_on, reason_of
+from TrainingFactory.apps.views.episodes import READ_ERRORS
+from TrainingFactory.apps.views.files import (
+    FilePosition,
+    Problems,
+    error_reason,
+    read_json,
+    read_last_lines,
+    read_new_lines,
+)
 from TrainingFactory.common.texts import valid_text
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import read_whole
 from TrainingFactory.evaluation.records import read_records
-from TrainingFactory.registry.lineage import chain, origin, parent_of, told, tools_of
+from TrainingFactory.registry.lineage import chain, describe_node, origin, parent_of, tools_of
 from TrainingFactory.runs import folder as kept
-from TrainingFactory.runs.folder import ABOUT, CONFIG, FINDINGS, METRICS, STATUS, RunFolder, is_run
-from TrainingFactory.tools.recording import SPECS
+from TrainingFactory.runs.folder import CONFIG, ENVIRONMENT, FINDINGS, METRICS, STATUS, RunFolder, is_run
+from TrainingFactory.tools.recording import SPECS_FILE
 
-SPARK, LOCKED = 60, ("running", "killed")  # points of a sparkline; states that only the lock distinguishes
+SPARK_POINTS, LOCK_STATES = (
+    60,
+    ("running", "killed"),
+)  # points of a sparkline; states that only the lock distinguishes
 PART = 8 << 20  # maximum bytes of metrics in a response
 LOG, LOG_PART = "run.log", 256 << 10  # a run's output, if it was redirected; maximum bytes in a response
-LISTED = (
+LISTED_METRICS = (
     "step",
     "reward",
     "loss",
@@ -37,8 +47,15 @@ LISTED = (
     "eval/success_high",
 )
 NUMBERS = (int, float)
-SEEN = (METRICS, STATUS, CONFIG, ABOUT, FINDINGS, kept.EVALUATIONS)  # files that a row is computed from
-BEGAN = "the base model"
+WATCHED_FILES = (
+    METRICS,
+    STATUS,
+    CONFIG,
+    ENVIRONMENT,
+    FINDINGS,
+    kept.EVALUATIONS,
+)  # files that a row is computed from
+BASE_MODEL = "the base model"
 COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "serve", "runs episodes")
 
 
@@ -48,7 +65,7 @@ class _CachedRun:
 
     seen: list[tuple[int, int]] = field(default_factory=list)
     row: shapes.RunRow | None = None
-    place: Place = field(default_factory=Place)
+    place: FilePosition = field(default_factory=FilePosition)
     curves: dict[str, array[float]] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
 
@@ -56,16 +73,16 @@ class _CachedRun:
         """Read the metrics that were appended since the last call; a line that is no metrics is skipped."""
         more = True
         while more:
-            part = read_on(path, self.place, PART)
+            part = read_new_lines(path, self.place, PART)
             if part.again:
                 self.curves, self.last = {}, {}
             self.place, more = part.place, part.more
             for line in part.lines:
-                with contextlib.suppress(*WRONG):
+                with contextlib.suppress(*READ_ERRORS):
                     self._add(read_json(line))
 
     def _add(self, row: shapes.Json) -> None:
-        numbers = {name: float(row[name]) for name in LISTED if isinstance(row.get(name), NUMBERS)}
+        numbers = {name: float(row[name]) for name in LISTED_METRICS if isinstance(row.get(name), NUMBERS)}
         self.last |= numbers
         if "eval/success" in numbers:
             self.last["eval/step"] = numbers.get("step", 0.0)
@@ -98,20 +115,20 @@ class Runs:
         raise ValueError(f"there is no run {name!r} in {self.folder}")
 
     def _folders(self) -> list[Path]:
-        files = [file for name in (ABOUT, CONFIG) for file in self.folder.glob(f"[!.]*/{name}")]
-        by_time = {file.parent: (stat_of(file)[0], file) for file in files}
+        files = [file for name in (ENVIRONMENT, CONFIG) for file in self.folder.glob(f"[!.]*/{name}")]
+        by_time = {file.parent: (file_stat(file)[0], file) for file in files}
         return sorted(by_time, key=by_time.__getitem__)
 
     def _row(self, run: RunFolder) -> shapes.RunRow:
         cached = self._cached.setdefault(run.path, _CachedRun())
-        seen = [stat_of(run.path / name) for name in SEEN]
+        seen = [file_stat(run.path / name) for name in WATCHED_FILES]
         row = cached.row
-        if row is None or seen != cached.seen or (row.state in LOCKED and row.state != run.state):
+        if row is None or seen != cached.seen or (row.state in LOCK_STATES and row.state != run.state):
             cached.seen, cached.row = seen, (row := _run_row(run, cached, max(seen)[0] / 1e9))
         return row
 
 
-def stat_of(path: Path) -> tuple[int, int]:
+def file_stat(path: Path) -> tuple[int, int]:
     try:
         stat = path.stat()
     except OSError:
@@ -130,7 +147,7 @@ def _run_row(run: RunFolder, cached: _CachedRun, updated: float) -> shapes.RunRo
         cached.add_metrics(run.path / METRICS)
         _add_metrics(row, cached)
     if not is_run(run.path):
-        row.problem = f"Incomplete run: {CONFIG} or {ABOUT} is missing."
+        row.problem = f"Incomplete run: {CONFIG} or {ENVIRONMENT} is missing."
         return row
     with problems.reading(CONFIG):
         config = run.config
@@ -144,7 +161,7 @@ def _run_row(run: RunFolder, cached: _CachedRun, updated: float) -> shapes.RunRo
     with problems.reading(kept.EVALUATIONS):
         if config is not None and row.state != "running":  # a running run's own evaluations are the newest
             row.heldout = _newest_evaluation(run, row.heldout, config) or row.heldout
-    with problems.reading(ABOUT):
+    with problems.reading(ENVIRONMENT):
         row.started = str(run.about["started"]).replace(" ", "T")
     row.problem = problems.texts[0] if problems.texts else None
     return row
@@ -175,8 +192,8 @@ def _newest_evaluation(
     """Return the most recent `tfactory eval` result in the run's environment (in any, if the run has none), if it
     evaluates the best checkpoint or no earlier step than the run's own evaluation."""
     place = config.environment.environment_id
-    for line in reversed(read_end(run.path / kept.EVALUATIONS, PART)[0]):
-        with contextlib.suppress(*WRONG):  # the run's page reports unreadable lines
+    for line in reversed(read_last_lines(run.path / kept.EVALUATIONS, PART)[0]):
+        with contextlib.suppress(*READ_ERRORS):  # the run's page reports unreadable lines
             row = evaluation_row(read_json(line)) if b'"by": "eval"' in line else None
             if row is None or row.success is None or row.step is None or row.suite:
                 continue
@@ -190,9 +207,9 @@ def _newest_evaluation(
 
 def _thinned(values: Sequence[float]) -> list[float]:
     """Return at most SPARK values: the first, the last, and means of equal parts between them."""
-    if len(values) <= SPARK:
+    if len(values) <= SPARK_POINTS:
         return list(values)
-    ends = [1 + n * (len(values) - 2) // (SPARK - 2) for n in range(SPARK - 1)]
+    ends = [1 + n * (len(values) - 2) // (SPARK_POINTS - 2) for n in range(SPARK_POINTS - 1)]
     return [values[0], *(fmean(values[start:end]) for start, end in pairwise(ends)), values[-1]]
 
 
@@ -207,8 +224,8 @@ def findings(run: RunFolder, say: Callable[[str], None] = lambda _: None) -> lis
                 rows[data["name"]] = shapes.FindingRow(**data, first_step=data["step"], times=times)
             elif earlier is not None and earlier.last_step is None:
                 earlier.last_step = data["step"] - 1
-        except WRONG as error:
-            say(f"{FINDINGS}: row {number} is not a finding: {reason_of(error)}")
+        except READ_ERRORS as error:
+            say(f"{FINDINGS}: row {number} is not a finding: {error_reason(error)}")
     return list(rows.values())
 
 
@@ -220,10 +237,10 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
         row=row, commands={command.split()[-1]: f"tfactory {command} {run.shown}" for command in COMMANDS},
         files=[{"name": path.name, "bytes": path.stat().st_size} for path in files], notes=[],
     )  # fmt: skip
-    with problems.reading(ABOUT):
+    with problems.reading(ENVIRONMENT):
         about = run.about
         view.about = {key: value for key, value in about.items() if key != "model"}
-        parent, start = parent_of({"about": about}), {"name": row.model, "what": BEGAN, "rows": []}
+        parent, start = parent_of({"about": about}), {"name": row.model, "what": BASE_MODEL, "rows": []}
         view.lineage = lineage_rows(parent) if parent else [start]
     with problems.reading(STATUS):
         view.reason = run.status.reason
@@ -241,17 +258,17 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
         )
         view.evaluations = [evaluation_row(record.model_dump(exclude={"outcomes"})) for record in records]
     with problems.reading("tools"):
-        for name in (SPECS, kept.TRAJECTORIES):
-            read_on(run.path / name, Place(), 1)  # raises for a file that is not a regular one
+        for name in (SPECS_FILE, kept.TRAJECTORIES):
+            read_new_lines(run.path / name, FilePosition(), 1)  # raises for a file that is not a regular one
         view.tools = tools_of(run)["names"]
     view.notes = problems.texts
     return view
 
 
 def lineage_rows(node: shapes.Json) -> list[shapes.Json]:
-    steps = [(each.get("run"), *told(each)) for each in chain(node)]
+    steps = [(each.get("run"), *describe_node(each)) for each in chain(node)]
     runs = [{"name": run, "what": what, "rows": rows} for run, what, rows in steps if run]
-    return [{"name": origin(node), "what": BEGAN, "rows": []}, *runs]
+    return [{"name": origin(node), "what": BASE_MODEL, "rows": []}, *runs]
 
 
 def evaluation_row(record: shapes.Json) -> shapes.EvaluationRow:
@@ -276,12 +293,12 @@ def config_view(run: RunFolder) -> shapes.ConfigView:
     return shapes.ConfigView(yaml=text, options=options, changed=changed)
 
 
-def diff(runs: Sequence[RunFolder]) -> shapes.Diff:
+def diff_runs(runs: Sequence[RunFolder]) -> shapes.RunDiff:
     """Return the options in which the runs differ, and the last value of each metric."""
     options = _beside([_flat(run.config.model_dump()) for run in runs])
     last = [{key: value for row in run.metrics() for key, value in row.items()} for run in runs]
     rows = [row for row in options if any(value != row["values"][0] for value in row["values"])]
-    return shapes.Diff(runs=[run.name for run in runs], rows=rows, metrics=_beside(last))
+    return shapes.RunDiff(runs=[run.name for run in runs], rows=rows, metrics=_beside(last))
 
 
 def _beside(columns: Sequence[shapes.Json]) -> list[shapes.Json]:
@@ -298,14 +315,14 @@ def _flat(data: shapes.Json, prefix: str = "") -> shapes.Json:
 
 def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
     """Return the metrics after byte `after` as columns."""
-    part = read_on(run.path / METRICS, _after(after), PART)
+    part = read_new_lines(run.path / METRICS, _after(after), PART)
     result = shapes.MetricsPart(offset=part.place.offset, again=part.again, more=part.more)
     for line in part.lines:
         try:
             row: shapes.Json = read_json(line)
             step, time = int(row.pop("step")), row.pop("time", None)
             numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
-        except WRONG:
+        except READ_ERRORS:
             result.unread += 1
             continue
         result.steps.append(step)
@@ -321,12 +338,12 @@ def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
 def log_part(run: RunFolder, after: int = 0) -> shapes.LogPart:
     """Return the log after byte `after`; a negative value counts from the end."""
     path = run.path / LOG
-    if after < 0 and (after := max(0, stat_of(path)[1] + after)):
-        after = read_on(path, Place(after), 1).place.offset  # start of the next whole line
-    part = read_on(path, _after(after), LOG_PART)
+    if after < 0 and (after := max(0, file_stat(path)[1] + after)):
+        after = read_new_lines(path, FilePosition(after), 1).place.offset  # start of the next whole line
+    part = read_new_lines(path, _after(after), LOG_PART)
     text = "".join(f"{line.decode('utf-8', 'replace')}\n" for line in part.lines)
     return shapes.LogPart(offset=part.place.offset, again=part.again, more=part.more, text=text)
 
 
-def _after(offset: int) -> Place:
-    return Place(offset, b"\n" if offset else b"")
+def _after(offset: int) -> FilePosition:
+    return FilePosition(offset, b"\n" if offset else b"")

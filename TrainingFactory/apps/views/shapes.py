@@ -9,11 +9,11 @@ from pydantic import BaseModel, computed_field
 
 from TrainingFactory.types import Reward
 
-State = Literal["running", "finished", "interrupted", "failed", "killed", "unreadable"]
+RunState = Literal["running", "finished", "interrupted", "failed", "killed", "unreadable"]
 Sort = Literal["place", "reward", "length", "seconds"]
 Number = float | None
 Json = dict[str, Any]
-Chat = Json  # a message in OpenAI's format
+ChatMessage = Json  # a message in OpenAI's format
 
 
 class Heldout(BaseModel):
@@ -26,7 +26,7 @@ class Heldout(BaseModel):
 
 class RunRow(BaseModel):
     name: str
-    state: State
+    state: RunState
     problem: str | None = None  # first unreadable file, and why
     algorithm: str = ""
     model: str = ""
@@ -101,7 +101,7 @@ class ConfigView(BaseModel):
     problem: str | None = None  # why this version cannot load the config; `options` is empty then
 
 
-class Diff(BaseModel):
+class RunDiff(BaseModel):
     runs: list[str]
     rows: list[Json]  # key, values: one per run, in the requested order
     metrics: list[Json]  # key, values: the last value of each metric; null if a run has none
@@ -154,8 +154,8 @@ class EpisodePage(BaseModel):
 
 
 class TurnView(BaseModel):
-    message: Chat
-    replies: list[Chat]
+    message: ChatMessage
+    replies: list[ChatMessage]
     tool_results: list[Json]  # content, ok, error, cached, seconds, id, call (name of the tool)
     step_reward: Number
     signals: Json
@@ -176,7 +176,7 @@ class CreditView(BaseModel):
 
 class EpisodeView(BaseModel):
     row: EpisodeRow
-    prompt: list[Chat] = []
+    prompt: list[ChatMessage] = []
     turns: list[TurnView] = []
     reward: Reward | None = None
     answer: str = ""  # the model's last message

@@ -21,9 +21,9 @@ from TrainingFactory.common.http.listen import is_loopback
 
 log = logging.getLogger(__name__)
 MAX_BODY = 16 * 1024 * 1024  # bytes
-BODY_TIME = 60  # maximum seconds to receive a body
-HEADERS = {408: {"connection": "close"}, 429: {"retry-after": "1"}}
-KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+BODY_TIMEOUT = 60  # maximum seconds to receive a body
+ERROR_HEADERS = {408: {"connection": "close"}, 429: {"retry-after": "1"}}
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
 class ApiError(Exception):
@@ -34,13 +34,13 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        kind = KINDS.get(status, "invalid_request_error")
+        kind = ERROR_TYPES.get(status, "invalid_request_error")
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 # JSON, or the data of server-sent events
-Answer = dict[str, Any] | AsyncGenerator[str, None]
-Handler = Callable[[bytes], Awaitable[Answer]]
+HandlerResult = dict[str, Any] | AsyncGenerator[str, None]
+Handler = Callable[[bytes], Awaitable[HandlerResult]]
 
 
 class Api:
@@ -50,7 +50,7 @@ class Api:
     def __init__(self, key: str | None = None, local: bool = True) -> None:
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         self._pages: list[str] = []
-        self.app.add_exception_handler(HTTPException, partial(no_such_page, pages=self._pages))
+        self.app.add_exception_handler(HTTPException, partial(not_found_response, pages=self._pages))
         self._key, self._local = key, local
         AppStatus.disable_automatic_graceful_drain()  # streams may finish within `GRACE` after Ctrl-C
 
@@ -59,7 +59,7 @@ class Api:
             self._check_host(request)
             if keyed and not self._opens(request):
                 raise _wrong_key()
-            return as_json(answer())
+            return json_response(answer())
 
         self._add("GET", path, handler)
 
@@ -79,7 +79,7 @@ class Api:
             result = await _unless_disconnected(request, answer(await json_body(request)))
             if result is None:
                 return Response(status_code=499)  # the client has disconnected
-            return as_json(result) if isinstance(result, dict) else Stream(result)
+            return json_response(result) if isinstance(result, dict) else EventStreamResponse(result)
 
         self._add("POST", path, handler)
 
@@ -92,8 +92,8 @@ class Api:
                 error: BaseException = _stopping()
             except Exception as caught:
                 error = caught
-            response = failure(error)
-            return as_json(response.body, response.status, HEADERS.get(response.status))
+            response = as_api_error(error)
+            return json_response(response.body, response.status, ERROR_HEADERS.get(response.status))
 
         self._pages.append(f"{method} {path}")
         self.app.add_api_route(path, guarded, methods=[method], response_model=None)
@@ -110,7 +110,7 @@ class Api:
         return self._key is None or hmac.compare_digest(key, self._key.encode())
 
 
-class Stream(EventSourceResponse):
+class EventStreamResponse(EventSourceResponse):
     """Response of server-sent events. A stream that outlasts `GRACE` after Ctrl-C ends with an error. The generator of
     the texts is always closed, even if the client disconnects."""
 
@@ -142,10 +142,10 @@ def _stopping() -> ApiError:
     return ApiError("the server is stopping", status=503, code="server_stopping")
 
 
-def failure(error: BaseException) -> ApiError:
+def as_api_error(error: BaseException) -> ApiError:
     """Convert an exception into the error that the client sees. Unexpected exceptions are logged."""
     if isinstance(error, ExceptionGroup):
-        return failure(error.exceptions[0])
+        return as_api_error(error.exceptions[0])
     if isinstance(error, ApiError):
         return error
     log.error("a request failed", exc_info=error)
@@ -153,7 +153,7 @@ def failure(error: BaseException) -> ApiError:
     return ApiError(text, status=500, code="internal_error")
 
 
-async def _unless_disconnected(request: Request, work: Awaitable[Answer]) -> Answer | None:
+async def _unless_disconnected(request: Request, work: Awaitable[HandlerResult]) -> HandlerResult | None:
     """Return the result of the work. If the client disconnects first, cancel the work and return None."""
 
     async def disconnected() -> None:
@@ -170,13 +170,13 @@ async def _unless_disconnected(request: Request, work: Awaitable[Answer]) -> Ans
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def no_such_page(request: Request, error: Exception, pages: Sequence[str] = ()) -> Response:
+async def not_found_response(request: Request, error: Exception, pages: Sequence[str] = ()) -> Response:
     """Return a 404 response that lists the available `pages`."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path[:80]}: {error.detail}"
     text += f"; available: {', '.join(pages)}" if pages else ""
     response = ApiError(text, status=error.status_code, code="not_found")
-    return as_json(response.body, response.status)
+    return json_response(response.body, response.status)
 
 
 async def json_body(request: Request) -> bytes:
@@ -187,14 +187,14 @@ async def json_body(request: Request) -> bytes:
         raise ApiError(text, "content-type", status=415, code="unsupported_media_type")
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_TIME):
+        async with asyncio.timeout(BODY_TIMEOUT):
             async for part in request.stream():
                 body += part
                 if len(body) > MAX_BODY:
                     text = f"the body is longer than the limit of {MAX_BODY} bytes"
                     raise ApiError(text, "body", status=413, code="request_too_large")
     except TimeoutError:
-        text = f"the body did not arrive within {BODY_TIME} seconds"
+        text = f"the body did not arrive within {BODY_TIMEOUT} seconds"
         raise ApiError(text, "body", status=408, code="request_timeout") from None
     except ClientDisconnect:
         log.debug("A client disconnected after %d bytes of its request.", len(body))
@@ -202,6 +202,6 @@ async def json_body(request: Request) -> bytes:
     return bytes(body)
 
 
-def as_json(data: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(data: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
     # ASCII, because a lone surrogate, which JSON from a client may contain, cannot be encoded as UTF-8.
     return Response(json.dumps(data), status, headers, media_type="application/json")

@@ -12,8 +12,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-GRACE = 5  # seconds that running requests may take to finish after Ctrl-C
-HEAD_TIME = 20  # maximum seconds until the request line and headers have arrived
+SHUTDOWN_SECONDS = 5  # seconds that running requests may take to finish after Ctrl-C
+HEADER_TIMEOUT = 20  # maximum seconds until the request line and headers have arrived
 
 
 def is_loopback(host: str) -> bool:
@@ -23,7 +23,7 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def key_from(variable: str | None) -> str | None:
+def api_key_from(variable: str | None) -> str | None:
     """Return the API key in an environment variable. None: no key is required."""
     if variable is None:
         return None
@@ -62,7 +62,7 @@ class _Connection(H11Protocol):
 
     def _wait_for_head(self) -> None:
         if self._late is None and self.conn.their_state is h11.IDLE:
-            self._late = self.loop.call_later(HEAD_TIME, self.timeout_keep_alive_handler)
+            self._late = self.loop.call_later(HEADER_TIMEOUT, self.timeout_keep_alive_handler)
         elif self._late is not None and self.conn.their_state is not h11.IDLE:
             self._late.cancel()
             self._late = None
@@ -79,6 +79,6 @@ def make_server(app: Any) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         timeout_keep_alive=75,  # longer than clients keep idle connections, so that the client closes them
-        timeout_graceful_shutdown=GRACE,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
     return uvicorn.Server(config)

@@ -24,24 +24,24 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 
 from TrainingFactory.common.http.api import (
-    HEADERS,
+    ERROR_HEADERS,
     ApiError,
-    Stream,
-    as_json,
-    failure,
+    EventStreamResponse,
+    as_api_error,
     json_body,
-    no_such_page,
+    json_response,
+    not_found_response,
 )
 from TrainingFactory.common.http.listen import is_loopback
 
 PAGE_HEADER = "x-tfactory-page"  # with any value: browsers do not send custom headers across sites
-READ_TIME = 60.0  # maximum seconds of a GET handler in a thread
+READ_TIMEOUT = 60.0  # maximum seconds of a GET handler in a thread
 SAFE = ("GET", "HEAD")  # methods that change nothing
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
-ALWAYS = {
+SECURITY_HEADERS = {
     "content-security-policy": POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -49,12 +49,12 @@ ALWAYS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
-TYPES = {
+CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml", ".png": "image/png", ".json": "application/json", ".txt": "text/plain; charset=utf-8",
 }  # fmt: skip
 # The empty icon keeps browsers from requesting /favicon.ico, which does not exist.
-ENTER = (
+SIGN_IN_PAGE = (
     "<!doctype html><title>TrainingFactory</title><link rel=icon href='data:,'>"
     "<meta http-equiv=refresh content='0; url=/'>"
 )
@@ -68,7 +68,7 @@ Events = AsyncGenerator[Event, None]
 IN_QUERY = Depends()  # Annotated[Kind, IN_QUERY]: the argument's fields come from the query string
 
 
-class Refused(BaseModel):
+class ErrorResponse(BaseModel):
     """An error response: `message` for people, `param` the field of the request, `code` for programs."""
 
     error: dict[str, str | None]
@@ -94,7 +94,7 @@ class Site:
     def __init__(self, title: str, version: str, static: Path, host: str, token: str | None) -> None:
         self._static = static
         self._api = FastAPI(title=title, version=version, docs_url=None, redoc_url=None, openapi_url=None)
-        self._api.add_exception_handler(HTTPException, no_such_page)
+        self._api.add_exception_handler(HTTPException, not_found_response)
         self._api.add_exception_handler(RequestValidationError, _wrong_request)
         self.app = _Guard(self._api, host, token)
 
@@ -102,7 +102,7 @@ class Site:
         """Add a handler that returns a pydantic object or a generator of events. FastAPI fills its arguments from the
         path, the query string and, for a pydantic type, the JSON body. A handler that is not a coroutine function runs
         in a thread, with a limit of `READ_TIME` seconds for GET."""
-        seconds = READ_TIME if method == "GET" else None
+        seconds = READ_TIMEOUT if method == "GET" else None
         is_async = inspect.iscoroutinefunction(answer)
         handler = answer if is_async else functools.partial(_in_thread, seconds, answer)
 
@@ -111,16 +111,20 @@ class Site:
             try:
                 result = await handler(*args, **kwargs)
                 if isinstance(result, AsyncGenerator):
-                    return Stream(_with_error(result))
+                    return EventStreamResponse(_with_error(result))
                 return Response(json_text(result), media_type="application/json")
             except Exception as error:
                 response = _api_error(error)
-                return as_json(response.body, response.status, HEADERS.get(response.status))
+                return json_response(response.body, response.status, ERROR_HEADERS.get(response.status))
 
         kind = get_type_hints(answer).get("return")
         model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
         text = " ".join((inspect.getdoc(answer) or "").split())
-        more: Any = {"response_model": model, "description": text, "responses": {"4XX": {"model": Refused}}}
+        more: Any = {
+            "response_model": model,
+            "description": text,
+            "responses": {"4XX": {"model": ErrorResponse}},
+        }
         self._api.add_api_route(path, guarded, methods=[method], **more)
 
     def add_files(self) -> None:
@@ -128,7 +132,9 @@ class Site:
         self._api.add_api_route("/api/openapi.json", lambda: self._api.openapi(), include_in_schema=False)
         self._api.add_api_route("/{path:path}", self._file, methods=["GET", "HEAD"], include_in_schema=False)
         # Only files that exist at start-up are served, by exact name, which rules out path traversal.
-        files = [path for path in self._static.rglob("*.*") if path.suffix in TYPES and path.is_file()]
+        files = [
+            path for path in self._static.rglob("*.*") if path.suffix in CONTENT_TYPES and path.is_file()
+        ]
         self._files = {path.relative_to(self._static).as_posix(): _load_file(path) for path in files}
 
     async def _file(self, request: Request, path: str) -> Response:
@@ -146,7 +152,7 @@ def _load_file(file: Path) -> tuple[bytes, dict[str, str]]:
     """Return a file's content and headers. Browsers revalidate it by ETag on every use and get 304 if unchanged."""
     content = file.read_bytes()
     etag = f'"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'
-    return content, {"etag": etag, "cache-control": "no-cache", "content-type": TYPES[file.suffix]}
+    return content, {"etag": etag, "cache-control": "no-cache", "content-type": CONTENT_TYPES[file.suffix]}
 
 
 async def _in_thread(seconds: float | None, answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +178,7 @@ async def _with_error(events: Events) -> AsyncGenerator[Any, None]:
 def _api_error(error: BaseException) -> ApiError:
     """Convert an exception into an error response. Messages of ValueError and OSError are written for users."""
     for_users = isinstance(error, ValueError | OverflowError | RecursionError | OSError)
-    return ApiError(str(error)) if for_users else failure(error)
+    return ApiError(str(error)) if for_users else as_api_error(error)
 
 
 async def _wrong_request(request: Request, error: Exception) -> Response:
@@ -180,7 +186,7 @@ async def _wrong_request(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"][1:]) or str(first["loc"][0])
     response = ApiError(f"{field}: {first['msg']}", field, status=422)
-    return as_json(response.body, response.status)
+    return json_response(response.body, response.status)
 
 
 class _Guard:
@@ -194,7 +200,7 @@ class _Guard:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.setdefault("cache-control", "no-store")
-                headers.update(ALWAYS)
+                headers.update(SECURITY_HEADERS)
             await send(message)
 
         request = Request(scope, receive)
@@ -204,7 +210,7 @@ class _Guard:
             if answer is None and request.method not in SAFE:
                 receive = await self._checked_body(request)
         except ApiError as error:
-            answer = as_json(error.body, error.status, HEADERS.get(error.status))
+            answer = json_response(error.body, error.status, ERROR_HEADERS.get(error.status))
         await (answer or self._app)(scope, receive, send_with_headers)
 
     def _check_names(self, request: Request) -> None:
@@ -236,7 +242,7 @@ class _Guard:
         cookie = f"tfactory-{request.scope['server'][1]}"  # per port: browsers share cookies across ports
         if request.url.path == "/" and _equal(request.query_params.get("token", ""), self._token):
             # Not a redirect: browsers send no SameSite=strict cookie with a redirect that began on another site.
-            response = Response(ENTER, media_type="text/html")
+            response = Response(SIGN_IN_PAGE, media_type="text/html")
             response.set_cookie(cookie, self._token, httponly=True, samesite="strict")
             return response
         if _equal(request.cookies.get(cookie, ""), self._token):

@@ -10,18 +10,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from TrainingFactory.common.sql.database import CUT_VALUE
+from TrainingFactory.common.sql.database import TRUNCATED_VALUE
 from TrainingFactory.types import ToolResult
 
-NO_ROWS = (
+UNREADABLE_ROWS = (
     'the tool did not return the rows of the reference query as complete JSON, {"rows": [[1, "a"], ...]}: use SqlTool, '
     "return this format from your tool, or set `database` in the task's metadata to the SQLite file"
 )
-Ask = Callable[[str], Awaitable[ToolResult]]  # runs one query and returns its rows as `Database` does in JSON
+RunQuery = Callable[
+    [str], Awaitable[ToolResult]
+]  # runs one query and returns its rows as `Database` does in JSON
 
 
 @dataclass(slots=True)
-class Rows:
+class ResultRows:
     """Rows of a result. `more`: rows or parts of values were left out. `columns`: number of columns, 0 if unknown."""
 
     rows: list[tuple[Any, ...]]
@@ -29,22 +31,22 @@ class Rows:
     columns: int = 0
 
 
-async def same_result(ask: Ask, query: str, right: str) -> bool:
+async def same_result(ask: RunQuery, query: str, right: str) -> bool:
     """Return whether a query gives the rows of the reference query `right`, in order if that has an ORDER BY. Column
     names are ignored, and 2 equals 2.0. Return False for a query that fails, times out, or returns more than the tool
     shows. Raise ValueError if the reference query itself fails or its rows cannot be read completely."""
     reference_result = await ask(right)  # first, because the other query may change the data
     if not reference_result.ok:
         raise ValueError(f"the reference query failed: {reference_result.content[:200]}")
-    expected = read_rows(reference_result.content)
+    expected = parse_result_rows(reference_result.content)
     if expected is None:
-        raise ValueError(NO_ROWS)
+        raise ValueError(UNREADABLE_ROWS)
     if expected.more:
         raise ValueError(
             "the reference query returns more than the tool shows; raise the tool's max_rows or narrow the query"
         )
     result = await ask(query)
-    actual = read_rows(result.content) if result.ok else None
+    actual = parse_result_rows(result.content) if result.ok else None
     if actual is None or actual.more:
         return False
     if actual.columns and expected.columns and actual.columns != expected.columns:
@@ -54,7 +56,7 @@ async def same_result(ask: Ask, query: str, right: str) -> bool:
     return Counter(actual.rows) == Counter(expected.rows)
 
 
-def read_rows(content: str) -> Rows | None:
+def parse_result_rows(content: str) -> ResultRows | None:
     """Parse `{"rows": [[1, "a"], ...]}`, the JSON format of `Database`. Return None for other or truncated texts."""
     try:
         table = json.loads(content)
@@ -65,9 +67,11 @@ def read_rows(content: str) -> Rows | None:
         return None
     columns = table.get("columns")
     more = bool(table.get("more")) or table.get("count", len(rows)) != len(rows)
-    more = more or any(isinstance(value, str) and CUT_VALUE.search(value) for row in rows for value in row)
+    more = more or any(
+        isinstance(value, str) and TRUNCATED_VALUE.search(value) for row in rows for value in row
+    )
     comparable = [tuple(_comparable(value) for value in row) for row in rows]
-    return Rows(comparable, more, len(columns) if isinstance(columns, list) else 0)
+    return ResultRows(comparable, more, len(columns) if isinstance(columns, list) else 0)
 
 
 def orders_rows(query: str) -> bool:

@@ -22,16 +22,16 @@ MAX_CELL_CHARS = 500
 MAX_VALUE_BYTES = 10_000_000  # limit of any value that SQLite computes
 MAX_SQL_CHARS = 50_000
 GROWTH_PAGES = 25_000  # maximum growth of a writable copy: 100 MB at the usual page size
-CUT_VALUE = re.compile(r"\A<\d+ bytes>\Z|\[\.\.\. \d+ characters cut\]\Z")  # as `_truncated` writes it
-STEPS = 1000  # SQLite virtual machine instructions between two checks of the time limit
+TRUNCATED_VALUE = re.compile(r"\A<\d+ bytes>\Z|\[\.\.\. \d+ characters cut\]\Z")  # as `_truncated` writes it
+STEPS_PER_TIME_CHECK = 1000  # SQLite virtual machine instructions between two checks of the time limit
 
-READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
-NEVER = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH}  # other files; VACUUM INTO counts as ATTACH
+READ_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+DENIED_ACTIONS = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH}  # other files; VACUUM INTO counts as ATTACH
 PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "index_info", "foreign_key_list"}
-FUNCTIONS = {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"}  # denied
+DENIED_FUNCTIONS = {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"}  # denied
 
 
-class Database:
+class SqlDatabase:
     """One connection to the SQLite file `path`, opened at the first query. Methods block and are thread-safe. Queries
     are read-only; with `write` they run on a private copy. `timeout` is in seconds per query. `format` "exact" is JSON
     for comparison: long strings and blobs are replaced by their digest."""
@@ -63,7 +63,7 @@ class Database:
             try:
                 connection = self._connection or self._open()
                 deadline = time.monotonic() + self.timeout
-                connection.set_progress_handler(lambda: time.monotonic() > deadline, STEPS)
+                connection.set_progress_handler(lambda: time.monotonic() > deadline, STEPS_PER_TIME_CHECK)
                 cursor = connection.execute(query)
                 shorten = _digested if self.format == "exact" else _truncated
                 rows = [[shorten(value) for value in row] for row in islice(cursor, self.max_rows + 1)]
@@ -153,13 +153,15 @@ def _copy_to(connection: sqlite3.Connection, path: str) -> sqlite3.Connection:
 
 
 def _may_read(action: int, first: str | None, second: str | None, *_: Any) -> int:
-    if action == sqlite3.SQLITE_PRAGMA or action in READING:
+    if action == sqlite3.SQLITE_PRAGMA or action in READ_ACTIONS:
         return _may_write(action, first, second)
     return sqlite3.SQLITE_DENY
 
 
 def _may_write(action: int, first: str | None, second: str | None, *_: Any) -> int:
-    denied = action in NEVER or (action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in FUNCTIONS)
+    denied = action in DENIED_ACTIONS or (
+        action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in DENIED_FUNCTIONS
+    )
     if action == sqlite3.SQLITE_PRAGMA:
         denied = (first or "").lower() not in PRAGMAS
     return sqlite3.SQLITE_DENY if denied else sqlite3.SQLITE_OK
@@ -187,7 +189,7 @@ def _truncated(value: Any) -> Any:
 
 def _digested(value: Any) -> Any:
     """Replace a large value by a list with its type and digest, which no other value equals."""
-    if isinstance(value, str) and len(value) <= MAX_CELL_CHARS and not CUT_VALUE.search(value):
+    if isinstance(value, str) and len(value) <= MAX_CELL_CHARS and not TRUNCATED_VALUE.search(value):
         return value
     if not isinstance(value, str | bytes):
         return value

@@ -18,8 +18,8 @@ from typing import Any
 
 CHILD = Path(__file__).with_name("child.py")
 START_SECONDS = 120.0  # long, because the function may import a lot
-Hear = Callable[[Any], None]
-LAST_SECONDS = 1.0  # grace period for a process that has closed its pipe
+EventCallback = Callable[[Any], None]
+EXIT_SECONDS = 1.0  # grace period for a process that has closed its pipe
 MAX_ANSWER_BYTES = 64 * 2**20  # default for trusted functions
 
 
@@ -68,7 +68,7 @@ class Worker:
     def pid(self) -> int | None:
         return None if self._child is None else self._child.process.pid
 
-    async def ask(self, message: Any, seconds: float, hear: Hear | None = None) -> Any:
+    async def ask(self, message: Any, seconds: float, hear: EventCallback | None = None) -> Any:
         """Return the answer to a message. Raise WorkerError, or WorkerTooSlow or WorkerDied if the process has ended.
         With `hear`, the function gets a second argument, with which it reports events to `hear` before it answers."""
         if self._loop is not (loop := asyncio.get_running_loop()):  # a worker may outlive a run and its loop
@@ -92,7 +92,7 @@ class Worker:
                     raise
             return await self._answer(message, seconds, hear)
 
-    async def _answer(self, message: Any, seconds: float, hear: Hear | None = None) -> Any:
+    async def _answer(self, message: Any, seconds: float, hear: EventCallback | None = None) -> Any:
         assert self._child is not None
         try:
             async with asyncio.timeout(seconds):
@@ -156,7 +156,7 @@ class _Child:
         self._max_answer = max_answer
         self._rest = b""  # bytes after the last answer
 
-    async def exchange(self, message: Any, hear: Hear | None) -> tuple[Any, str | None]:
+    async def exchange(self, message: Any, hear: EventCallback | None) -> tuple[Any, str | None]:
         """Send a message; return the answer and the problem. A random ticket ties an answer to its message: untrusted
         code can find the pipe and write to it, and one extra answer would shift all later ones by one call."""
         ticket = secrets.token_hex(8)
@@ -209,7 +209,7 @@ class _Child:
 
     async def _epitaph(self) -> str:
         with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self.process.wait, LAST_SECONDS)
+            await asyncio.to_thread(self.process.wait, EXIT_SECONDS)
         self.signal()
         status = await asyncio.to_thread(self.process.wait)
         if status == -signal.SIGKILL:

@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterator
 from itertools import islice
 
-from TrainingFactory.common.arithmetic import calculate, calculated
+from TrainingFactory.common.arithmetic import calculate, format_result
 from TrainingFactory.envs.base import ToolEnvironment
-from TrainingFactory.envs.builtin.splits import made_up
+from TrainingFactory.envs.builtin.splits import generate_tasks
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, Task, ToolCall
 
@@ -19,14 +19,14 @@ class CalculatorEnvironment(ToolEnvironment):
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
         return islice(
-            made_up("calculator", split, seed, _task, lambda task: task.metadata["expression"]), count
+            generate_tasks("calculator", split, seed, _task, lambda task: task.metadata["expression"]), count
         )
 
     @tool(pure=True)
     @staticmethod
     async def calculator(expression: str) -> str:
         """Calculate + - * / and ( )."""
-        return calculated(expression)
+        return format_result(expression)
 
     def expert(self) -> Iterator[Message]:
         """Yield the turns of the reference solution."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from TrainingFactory.envs.base import ToolEnvironment
-from TrainingFactory.envs.builtin.splits import made_up
+from TrainingFactory.envs.builtin.splits import generate_tasks
 from TrainingFactory.models.words import NAMES, PLACES, THINGS
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, Task, ToolCall
@@ -28,7 +28,7 @@ class SearchEnvironment(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        return islice(made_up("search", split, seed, _task), count)
+        return islice(generate_tasks("search", split, seed, _task), count)
 
     @tool
     async def search(self, query: str) -> str:

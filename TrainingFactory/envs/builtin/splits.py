@@ -10,19 +10,19 @@ from itertools import count as endlessly
 from TrainingFactory.types import Task
 
 SPLITS = ("train", "heldout")
-HELDOUT_SHARE = 5  # one question in HELDOUT_SHARE is held out
+HELDOUT_ONE_IN = 5  # one question in HELDOUT_SHARE is held out
 
 
-def belongs(question: str, split: str) -> bool:
+def in_split(question: str, split: str) -> bool:
     """Return whether a question belongs to a split, independently of seed and number of tasks."""
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; use {' or '.join(SPLITS)}")
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
-    heldout = int.from_bytes(digest, "big") % HELDOUT_SHARE == 0
+    heldout = int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0
     return heldout == (split == "heldout")
 
 
-def made_up(
+def generate_tasks(
     name: str,
     split: str,
     seed: int,
@@ -32,4 +32,4 @@ def made_up(
     """Yield tasks of a split endlessly. `question` returns the text whose hash determines a task's split."""
     rng = random.Random(f"{name} {seed}")
     tasks = (make(f"{name}-{seed}-{number}", rng) for number in endlessly())
-    return (task for task in tasks if belongs(question(task), split))
+    return (task for task in tasks if in_split(question(task), split))

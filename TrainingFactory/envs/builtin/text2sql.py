@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from TrainingFactory.common.sql.compare import same_result
-from TrainingFactory.common.sql.database import Database
+from TrainingFactory.common.sql.database import SqlDatabase
 from TrainingFactory.envs.base import ToolEnvironment
-from TrainingFactory.envs.builtin.splits import made_up
-from TrainingFactory.envs.builtin.text2sql_data import DOMAINS, QUESTIONS, ask, script_of
+from TrainingFactory.envs.builtin.splits import generate_tasks
+from TrainingFactory.envs.builtin.text2sql_data import DOMAINS, QUESTIONS, creation_script, make_question
 from TrainingFactory.protocols import Episode
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.threads import in_thread
@@ -47,11 +47,11 @@ class Text2SqlEnvironment(ToolEnvironment):
     )
 
     _folder: tempfile.TemporaryDirectory[str] | None = None
-    _shown: Database | None = None
+    _shown: SqlDatabase | None = None
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        tasks = made_up("text2sql", split, seed, _task)
+        tasks = generate_tasks("text2sql", split, seed, _task)
         # Many generated queries return nothing on the visible database.
         return islice((task for task in tasks if _is_informative(_rows(task, 0, str(task.answer)))), count)
 
@@ -66,7 +66,7 @@ class Text2SqlEnvironment(ToolEnvironment):
         return await in_thread(self.database.run, query)
 
     @property
-    def database(self) -> Database:
+    def database(self) -> SqlDatabase:
         """Return the visible database, for rewards that run the model's query."""
         assert self._shown is not None, "call reset first"
         return self._shown
@@ -111,12 +111,12 @@ class Text2SqlEnvironment(ToolEnvironment):
         finally:
             await in_thread(database.close)
 
-    async def _open(self, variant: int, form: Literal["table", "exact"], max_rows: int) -> Database:
+    async def _open(self, variant: int, form: Literal["table", "exact"], max_rows: int) -> SqlDatabase:
         assert self._folder is not None, "call reset first"
         path = Path(self._folder.name, f"{variant}.db")
         if not path.exists():
             await in_thread(_build, path, self.task, variant)
-        return await in_thread(Database, path, timeout=QUERY_SECONDS, max_rows=max_rows, format=form)
+        return await in_thread(SqlDatabase, path, timeout=QUERY_SECONDS, max_rows=max_rows, format=form)
 
 
 def _try(query: str) -> Message:
@@ -132,7 +132,7 @@ def _query_in(answer: str) -> str:
 def _task(task_id: str, rng: random.Random) -> Task:
     domain, kind = rng.choice(list(DOMAINS)), rng.choice(list(QUESTIONS))
     database = f"{rng.getrandbits(48):012x}"
-    question, query = ask(kind, domain, database, rng)
+    question, query = make_question(kind, domain, database, rng)
     metadata = {"domain": domain, "database_seed": database, "kind": kind}
     return Task(task_id, f"{'; '.join(DOMAINS[domain].schema)}\n\n{question}", query, metadata)
 
@@ -180,7 +180,7 @@ def _is_informative(rows: list[Any]) -> bool:
 def _rows(task: Task, variant: int, query: str) -> list[Any]:
     """Return the rows of a query on a database variant; none for an invalid query, as a near miss may be."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
-        connection.executescript(script_of(task, variant))
+        connection.executescript(creation_script(task, variant))
         with contextlib.suppress(sqlite3.Error):
             return connection.execute(query).fetchall()
         return []
@@ -190,4 +190,4 @@ def _build(path: Path, task: Task, variant: int) -> None:
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("PRAGMA synchronous = OFF")  # the file is temporary
         connection.execute("PRAGMA journal_mode = OFF")
-        connection.executescript(f"BEGIN;{script_of(task, variant)}COMMIT;")
+        connection.executescript(f"BEGIN;{creation_script(task, variant)}COMMIT;")

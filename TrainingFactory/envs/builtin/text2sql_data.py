@@ -19,7 +19,7 @@ YEARS = range(2018, 2026)
 
 
 @dataclass(frozen=True, slots=True)
-class Domain:
+class SqlDomain:
     """Vocabulary of one database; text2sql.yaml explains the fields."""
 
     people: str
@@ -53,12 +53,12 @@ class Domain:
 
 
 _WORDS = yaml.safe_load(Path(__file__).with_name("text2sql.yaml").read_text(encoding="utf-8"))
-DOMAINS = {name: Domain(**words) for name, words in _WORDS["domains"].items()}
+DOMAINS = {name: SqlDomain(**words) for name, words in _WORDS["domains"].items()}
 QUESTIONS: dict[str, list[str]] = _WORDS["questions"]  # kind -> [question, reference query]
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class SharedValues:
     """Values that all variants of one database share, so that a question about Oslo makes sense in each."""
 
     names: tuple[str, ...]
@@ -67,9 +67,9 @@ class Values:
     kinds: tuple[str, ...]
 
 
-def values_of(domain: str, seed: str) -> Values:
+def draw_values(domain: str, seed: str) -> SharedValues:
     rng = random.Random(f"text2sql values {domain} {seed}")
-    return Values(
+    return SharedValues(
         tuple(rng.sample(NAMES, PEOPLE)),
         tuple(rng.sample(PLACES, CITIES)),
         tuple(rng.sample(THINGS, TITLES)),
@@ -77,11 +77,11 @@ def values_of(domain: str, seed: str) -> Values:
     )
 
 
-def script_of(task: Task, variant: int) -> str:
+def creation_script(task: Task, variant: int) -> str:
     """Return the SQL that creates a database; variants have different rows over the same values. Names, titles and
     values of things are unique, so that sorting is. In hidden variants (1 and up), one value is the average."""
     domain, seed = task.metadata["domain"], task.metadata["database_seed"]
-    words, values = DOMAINS[domain], values_of(domain, seed)
+    words, values = DOMAINS[domain], draw_values(domain, seed)
     rng = random.Random(f"text2sql rows {domain} {seed} {variant}")
     names, titles = rng.sample(values.names, PEOPLE), rng.sample(values.titles, TITLES)
     numbers = _with_average(rng) if variant else rng.sample(range(5, 100), TITLES)
@@ -110,7 +110,7 @@ def _with_average(rng: random.Random) -> list[int]:
             return rng.sample([*others, average], TITLES)
 
 
-DRAWN: dict[str, Callable[[Values, random.Random], Any]] = {  # placeholders in questions
+PLACEHOLDERS: dict[str, Callable[[SharedValues, random.Random], Any]] = {  # placeholders in questions
     "city": lambda values, rng: rng.choice(values.cities),
     "kind": lambda values, rng: rng.choice(values.kinds),
     "name": lambda values, rng: rng.choice(values.names),
@@ -122,9 +122,11 @@ DRAWN: dict[str, Callable[[Values, random.Random], Any]] = {  # placeholders in 
 }
 
 
-def ask(kind: str, domain: str, seed: str, rng: random.Random) -> tuple[str, str]:
+def make_question(kind: str, domain: str, seed: str, rng: random.Random) -> tuple[str, str]:
     """Return a question of this kind about a database, and the reference query."""
-    values, templates = values_of(domain, seed), QUESTIONS[kind]
-    drawn = {name: draw(values, rng) for name, draw in DRAWN.items() if f"{{{name}" in "".join(templates)}
+    values, templates = draw_values(domain, seed), QUESTIONS[kind]
+    drawn = {
+        name: draw(values, rng) for name, draw in PLACEHOLDERS.items() if f"{{{name}" in "".join(templates)
+    }
     question, query = (text.format(d=DOMAINS[domain], **drawn) for text in templates)
     return question, query

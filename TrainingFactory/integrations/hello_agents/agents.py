@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from TrainingFactory.common import event_loop as running
-from TrainingFactory.common.endpoint import BY_HOST, Endpoint
+from TrainingFactory.common.endpoint import KEY_BY_HOST, Endpoint
 from TrainingFactory.tools.builtin.agent import AgentTool
 from TrainingFactory.types import ToolResult
 
@@ -97,7 +97,7 @@ class LLMConfig:
         if self.api_key:
             os.environ[KEY] = self.api_key
             self.api_key = None  # keeps the key out of repr()
-        self._key_env = KEY if use_key and KEY in os.environ else BY_HOST
+        self._key_env = KEY if use_key and KEY in os.environ else KEY_BY_HOST
 
     def endpoint(self) -> Endpoint:
         model, address = self.model or os.environ.get(MODEL), self.base_url or os.environ.get(ADDRESS)

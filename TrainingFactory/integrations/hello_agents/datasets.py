@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.data.datasets import FILES, Row, read_each, read_rows
+from TrainingFactory.data.datasets import FILE_SUFFIXES, DatasetRow, parse_rows, read_rows
 
 GSM8K = "TFACTORY_GSM8K"  # environment variable: a folder with train.jsonl and test.jsonl
 HUB = "openai/gsm8k"
@@ -20,7 +20,9 @@ Reader = Callable[..., list[dict]]  # (source, split, count) -> rows
 MESSAGE = re.compile(r"<\|im_start\|>(system|user|assistant)\n(.*?)<\|im_end\|>", re.DOTALL)
 
 
-def read_gsm8k(split: str = "train", count: int | None = None, folder: str | Path | None = None) -> list[Row]:
+def read_gsm8k(
+    split: str = "train", count: int | None = None, folder: str | Path | None = None
+) -> list[DatasetRow]:
     """Return rows with `question` and `answer`, from `folder`, the folder in TFACTORY_GSM8K, or the hub.
 
     `split` is train or test, or a slice such as train[:1000]. `count` None: all rows."""
@@ -43,16 +45,16 @@ def read_gsm8k(split: str = "train", count: int | None = None, folder: str | Pat
 
 def _split_file(folder: Path, split: str) -> Path:
     """Return the file of a split in a folder, or `folder` if it is a file itself."""
-    files = (folder / f"{split}{ending}" for ending in FILES)
+    files = (folder / f"{split}{ending}" for ending in FILE_SUFFIXES)
     candidates = [folder, *files, *folder.glob(f"main/{split}-*.parquet")]
     return next((path for path in candidates if path.is_file()), folder / f"{split}.jsonl")
 
 
-def asked(question: str) -> str:
+def question_prompt(question: str) -> str:
     return f"Question: {question}\n\nLet's solve this step by step:"
 
 
-def truth_of(answer: Any) -> str:
+def final_result(answer: Any) -> str:
     """Return the final result of an answer: the text after ####, or all of it."""
     return str(answer).rpartition("####")[2].strip()
 
@@ -60,64 +62,69 @@ def truth_of(answer: Any) -> str:
 def sft_record(row: Mapping[str, Any]) -> dict[str, str]:
     """Return `prompt`, `completion` and `text`. An answer without #### has no reasoning."""
     reasoning = str(row["answer"]).rpartition("####")[0].strip()
-    prompt = asked(row["question"]) + "\n"
-    completion = f"{reasoning}\n\nFinal Answer: {truth_of(row['answer'])}".lstrip()
+    prompt = question_prompt(row["question"]) + "\n"
+    completion = f"{reasoning}\n\nFinal Answer: {final_result(row['answer'])}".lstrip()
     return {"prompt": prompt, "completion": completion, "text": prompt + completion}
 
 
 def rl_record(row: Mapping[str, Any], tokenizer: Any = None) -> dict[str, str]:
     """Return `question`, `prompt` (after the tokenizer's chat template, if given), `ground_truth` and `full_answer`."""
     question, answer = row["question"], str(row["answer"])
-    prompt = asked(question)
+    prompt = question_prompt(question)
     if tokenizer is not None:
         message = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    return {"question": question, "prompt": prompt, "ground_truth": truth_of(answer), "full_answer": answer}
+    return {
+        "question": question,
+        "prompt": prompt,
+        "ground_truth": final_result(answer),
+        "full_answer": answer,
+    }
 
 
 def format_rows(rows: Any, format_type: str, tokenizer: Any = None) -> list[dict]:
     """Convert rows with `question` and `answer` to records of the format `sft` or `rl`."""
 
-    def read(row: Row, number: int) -> dict[str, Any]:
+    def read(row: DatasetRow, number: int) -> dict[str, Any]:
         if missing := [key for key in ("question", "answer") if key not in row.columns]:
             raise ValueError(f"has no {' and no '.join(missing)}. Its keys are: {', '.join(row.columns)}")
         return sft_record(row.columns) if format_type == "sft" else rl_record(row.columns, tokenizer)
 
     if format_type not in FORMATS:
         raise ValueError(f"format is {format_type!r}; it must be sft or rl")
-    return read_each(rows, 'rows with "question" and "answer"', read)
+    return parse_rows(rows, 'rows with "question" and "answer"', read)
 
 
-def unchanged(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
-    return read_each(rows, "rows", lambda row, number: row.columns, split, count)
+def plain_rows(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
+    return parse_rows(rows, "rows", lambda row, number: row.columns, split, count)
 
 
 def examples(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
     """Return rows for offline algorithms such as SFT and DPO. Questions with answers become prompts with completions,
     with the same prompt as for sampling; other rows keep their columns."""
 
-    def read(row: Row, number: int) -> dict[str, Any]:
+    def read(row: DatasetRow, number: int) -> dict[str, Any]:
         columns = row.columns
         has_target = columns.keys() & {"completion", "messages", "chosen"}
         if {"question", "answer"} <= columns.keys() and not has_target:
             columns = sft_record(columns)
         return _without_template(columns)
 
-    return read_each(rows, "examples", read, split, count)
+    return parse_rows(rows, "examples", read, split, count)
 
 
 def tasks(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
     """Return tasks for algorithms that sample: the question as user message, and all columns for the reward."""
 
-    def read(row: Row, number: int) -> dict[str, Any]:
+    def read(row: DatasetRow, number: int) -> dict[str, Any]:
         columns = row.columns
         if "answer" in columns:
-            columns = {"ground_truth": truth_of(columns["answer"])} | columns
+            columns = {"ground_truth": final_result(columns["answer"])} | columns
         if "question" in columns:
-            return columns | {"prompt": asked(columns["question"])}
+            return columns | {"prompt": question_prompt(columns["question"])}
         return _without_template(columns)
 
-    return read_each(rows, "tasks", read, split, count)
+    return parse_rows(rows, "tasks", read, split, count)
 
 
 def _without_template(columns: dict[str, Any]) -> dict[str, Any]:
@@ -180,12 +187,12 @@ def create_rl_dataset(
 ) -> Any:
     """Return tasks of GSM8K, rendered with the chat template of `model_name`. None: prompts stay plain text, and the
     trainer applies the template of the model that it trains."""
-    return create_math_dataset("gsm8k", split, max_samples, "rl", tokenizer_of(model_name))
+    return create_math_dataset("gsm8k", split, max_samples, "rl", load_model_tokenizer(model_name))
 
 
 def format_math_dataset(dataset: Any, format_type: str = "sft", model_name: str | None = None) -> Any:
     """Convert a dataset with `question` and `answer` to records of `format_type`."""
-    tokenizer = tokenizer_of(model_name) if format_type == "rl" else None
+    tokenizer = load_model_tokenizer(model_name) if format_type == "rl" else None
     return _dataset(format_rows(dataset, format_type, tokenizer))
 
 
@@ -198,7 +205,7 @@ def preview_dataset(dataset: Any, num_samples: int = 3) -> None:
             print(f"{key}: {text[:200]}{'...' if len(text) > 200 else ''}")
 
 
-def tokenizer_of(model_name: str | None) -> Any:
+def load_model_tokenizer(model_name: str | None) -> Any:
     if model_name is None:
         return None
     from TrainingFactory.models.loading import load_tokenizer

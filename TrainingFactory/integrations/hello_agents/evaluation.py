@@ -12,7 +12,7 @@ from typing import Any
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.evaluation.records import EvaluationRecord
 from TrainingFactory.evaluation.requests import RecordedEvaluation, ask
-from TrainingFactory.integrations.hello_agents.rewards import accuracy_of, lines_of
+from TrainingFactory.integrations.hello_agents.rewards import accuracy_of, count_lines
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.rewards.rules.answers import marked
 from TrainingFactory.types import Trajectory
@@ -41,7 +41,7 @@ def evaluate(
         "accuracy_at_k": measured.get(f"pass@{k}", measured["success"]),
         "average_reward": fmean(rewards),
         "average_length": fmean(map(len, texts)),
-        "average_steps": fmean(map(lines_of, texts)),
+        "average_steps": fmean(map(count_lines, texts)),
         "format_correctness": fmean(marked(text) is not None for text in texts),
     }
     result: dict[str, Any] = {"num_samples": len(tasks), "truncated": int(measured["episodes/truncated"])}

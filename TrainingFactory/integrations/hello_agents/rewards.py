@@ -77,7 +77,7 @@ def create_step_reward(
     first. Wrong answers and empty lines earn no bonus. `max_steps` None: no limit on the counted lines."""
 
     def bonus(completion: Any) -> float:
-        steps = max(0, lines_of(_text(completion)) - 1)
+        steps = max(0, count_lines(_text(completion)) - 1)
         return min(step_bonus * (steps if max_steps is None else min(steps, max_steps)), STEP_CAP)
 
     def step(completions: Sequence[Any], **kwargs: Any) -> list[float]:
@@ -146,7 +146,7 @@ def evaluate_rewards(
     return {"mean_reward": fmean(rewards), **spread, "accuracy": accuracy, "num_samples": len(rewards)}
 
 
-def lines_of(text: str) -> int:
+def count_lines(text: str) -> int:
     """Return the number of non-empty lines."""
     return sum(bool(line.strip()) for line in text.splitlines())
 

@@ -157,7 +157,7 @@ class BaseTrainerWrapper:
         if (self.reward_fn is not None) != KINDS[self.algorithm].samples:
             problem = "has no reward. Pass" if self.reward_fn is None else "takes no reward. Remove"
             raise ValueError(f"{type(self).__name__} {problem} reward_fn=.")
-        rows = training.reader(self.algorithm)(self.dataset)
+        rows = training.row_reader(self.algorithm)(self.dataset)
         keys = self.config.keys_for(self.algorithm, self.eval_dataset is not None)
         model, folder = self.config.model_name, self.config.output_dir
         self.trainer, self._result = training.train(

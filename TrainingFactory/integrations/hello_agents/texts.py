@@ -66,7 +66,7 @@ TEXTS = {
 }
 
 
-class Texts:
+class ToolMessages:
     """Formats messages in `language`: zh or en; None: that of TFACTORY_HELLO_LANGUAGE, else zh."""
 
     def __init__(self, language: str | None = None) -> None:

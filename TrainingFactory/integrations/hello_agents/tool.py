@@ -13,7 +13,7 @@ from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.common.texts import describe
 from TrainingFactory.integrations.hello_agents import datasets, rewards, training
 from TrainingFactory.integrations.hello_agents.agents import Tool, ToolParameter
-from TrainingFactory.integrations.hello_agents.texts import Texts
+from TrainingFactory.integrations.hello_agents.texts import ToolMessages
 
 log = logging.getLogger(__name__)
 TASKS = "data.tasks"  # a folder with GSM8K
@@ -36,7 +36,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 SAMPLING = {"max_new_tokens": "sampling.max_tokens", "temperature": "sampling.temperature", "top_p": "sampling.top_p",
             "batch_size": "sampling.slots", "thinking": "model.thinking"}  # fmt: skip
 # Keys of an action besides those with a default above.
-MORE = {
+MORE_KEYS = {
     "train": [*training.OPTIONS, *training.SPECIAL],
     "load_dataset": ["format_type"],
     "create_reward": sorted({name for options in rewards.OPTIONS.values() for name in options}),
@@ -103,7 +103,7 @@ class RLTraining:
     result: Callable[[dict[str, Any]], Any]
 
     def __init__(self, language: str | None = None) -> None:
-        self.say = Texts(language)
+        self.say = ToolMessages(language)
         tool: Any = super()  # the tool base class of the subclass
         tool.__init__(name=self.name, description=self.say("description"))
         self.custom_datasets: dict[str, Any] = {}
@@ -138,7 +138,7 @@ class RLTraining:
 
     def _run_action(self, options: dict[str, Any]) -> dict[str, Any]:
         action = self._one_of("action", str(options.pop("action", "train")).lower(), DEFAULTS)
-        known = dict.fromkeys([*DEFAULTS[action], *MORE[action], TASKS])
+        known = dict.fromkeys([*DEFAULTS[action], *MORE_KEYS[action], TASKS])
         for key in options:
             dotted = action == "train" and "." in key  # a full config key, validated by the config
             if key not in known and not dotted:
@@ -182,7 +182,7 @@ class RLTraining:
             raise ValueError(self.say("unread", value=min(unused), algorithm=algorithm))
         reward_name, reward = self._reward(values) if samples else (None, None)
         dotted = {key for key in options if "." in key and key != TASKS}
-        keys = {key: values[key] for key in values if key in MORE["train"] or key in dotted}
+        keys = {key: values[key] for key in values if key in MORE_KEYS["train"] or key in dotted}
         # SFT's learning rate is too high for learning from rewards or preference pairs.
         keys.setdefault("learning_rate", 5e-5 if algorithm == "sft" else 1e-5 if values["use_lora"] else 1e-6)
         more = {"reward": reward_name} if reward_name else {}
@@ -195,7 +195,7 @@ class RLTraining:
         if {"eval_steps", "training.eval_every"} & keys.keys() and values["dataset"] in datasets.NAMES:
             heldout = datasets.read_gsm8k("test", 64, options.get(TASKS))
         model, folder = values["model_name"], values["output_dir"]
-        rows = self._rows(values, training.reader(algorithm))
+        rows = self._rows(values, training.row_reader(algorithm))
         trainer, result = training.train(algorithm, model, rows, folder, keys, reward, heldout)
         training.write_model(trainer, folder, result | more)
         return result | more
@@ -232,9 +232,9 @@ class RLTraining:
 
     def _load(self, options: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         form = self._one_of("format", options.get("format_type", values["format"]), datasets.FORMATS)
-        rows = self._rows(values, datasets.unchanged)
+        rows = self._rows(values, datasets.plain_rows)
         if {"question", "answer"} <= rows[0].keys():
-            tokenizer = datasets.tokenizer_of(values["model_name"]) if form == "rl" else None
+            tokenizer = datasets.load_model_tokenizer(values["model_name"]) if form == "rl" else None
             rows = datasets.format_rows(rows, form, tokenizer)
         result = {"status": "success", "format": form, "split": values["split"]}
         return result | {"dataset_size": len(rows), "sample_keys": list(rows[0])}

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from TrainingFactory import services
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.integrations.hello_agents import datasets
-from TrainingFactory.models.names import BUILTIN, resolve
+from TrainingFactory.models.names import BUILTIN, resolve_model_name
 from TrainingFactory.resolve.model_names import ADAPTER, find_model
-from TrainingFactory.runs.tracking import PlainLines, in_short
+from TrainingFactory.runs.tracking import PlainLines, metrics_line
 from TrainingFactory.trainers.trl_keywords import VALUES
 
 if TYPE_CHECKING:  # torch, which takes seconds
@@ -54,10 +54,10 @@ class DetailedLoggingCallback(PlainLines):
         total, epochs = self.total_steps or total, self.num_epochs or 1
         if step % self.logging_steps == 0 or step == total:
             epoch = min(epochs, max(1, math.ceil(epochs * step / total)))
-            self.say(f"Epoch {epoch}/{epochs} | Step {step}/{total} | {in_short(metrics)}")
+            self.say(f"Epoch {epoch}/{epochs} | Step {step}/{total} | {metrics_line(metrics)}")
 
 
-def reader(algorithm: str) -> datasets.Reader:
+def row_reader(algorithm: str) -> datasets.Reader:
     """Return the function that reads the rows of an algorithm."""
     return datasets.tasks if KINDS[algorithm].samples else datasets.examples
 
@@ -72,14 +72,14 @@ def train(
     samples = KINDS[algorithm].samples
     folder = Path(output_dir).expanduser()
     check_folder(folder)
-    options: dict[str, Any] = {**sections_of(algorithm, keys, len(rows))}
+    options: dict[str, Any] = {**config_sections(algorithm, keys, len(rows))}
     # The textbook points TensorBoard at the folder `runs`.
     options.setdefault("logging", {})["output_dir"] = str(folder / "runs")
     model = model_section(model_name, options.setdefault("lora", {}), folder)
     options["model"] = model | options.get("model", {})
     options |= {"tasks": rows, "environment": "conversation"} if samples else {"dataset": rows}
     if heldout is not None:
-        options["heldout"] = reader(algorithm)(heldout)
+        options["heldout"] = row_reader(algorithm)(heldout)
     name = "RewardModel" if algorithm == "reward_model" else algorithm.upper()
     watcher = DetailedLoggingCallback(None, keys.get("num_epochs"), keys.get("logging_steps") or 1)
     trainer = getattr(services, f"{name}Trainer")(**options, reward_function=reward, watcher=watcher)
@@ -96,7 +96,7 @@ def train(
     }  # fmt: skip
 
 
-def sections_of(algorithm: str, keys: Mapping[str, Any], size: int) -> dict[str, dict[str, Any]]:
+def config_sections(algorithm: str, keys: Mapping[str, Any], size: int) -> dict[str, dict[str, Any]]:
     """Convert the textbook's keys to sections of a config, which validates the values. `size`: number of rows."""
     options = {key: value for key, value in keys.items() if value is not None}
     if accumulation := options.get("gradient_accumulation_steps"):
@@ -141,7 +141,7 @@ def model_section(name: str, lora: dict[str, Any], folder: Path) -> dict[str, An
     values are removed, and the trainer rejects others."""
     resolved = find_model(name)
     if resolved.adapter is None or resolved.folder is None:
-        if resolve(resolved.name) == BUILTIN and lora.get("enabled"):
+        if resolve_model_name(resolved.name) == BUILTIN and lora.get("enabled"):
             return {"name": str(_save_builtin(folder / "base"))}
         # Further keys that factories.yaml has for a name are resolved later, from the name.
         return resolved.section if resolved.written == name else {"name": name}

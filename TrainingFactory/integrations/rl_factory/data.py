@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from TrainingFactory.common.openai_format import message_to_dict
-from TrainingFactory.rewards.judge.judges import Ask
+from TrainingFactory.rewards.judge.judges import AskJudge
 from TrainingFactory.types import Message, Trajectory
 
 # Methods of an `Env`
 RULES, STEPS, PROMPTS = "_compute_score_with_rules", "get_step_reward", "get_prompt_for_reward"
-READ = "_compute_single_score_with_reward_rollout_wg"
+READ_REPLY = "_compute_single_score_with_reward_rollout_wg"
 STEP, SCORE, JUDGE_SCORE = "step", "compute_score", "_compute_score_with_reward_rollout_wg"
 
 
@@ -65,7 +65,7 @@ class DataItem:
         return columns["data_source"], columns["reward_model"]["ground_truth"], columns["extra_info"]
 
 
-class Data(list[DataItem]):
+class EpisodeBatch(list[DataItem]):
     """A batch of one episode: tensors have a leading batch axis of length 1, other columns are arrays of length 1."""
 
     def __init__(self, item: DataItem) -> None:
@@ -120,7 +120,7 @@ class JudgeWorkers:
 
     world_size = 1
 
-    def __init__(self, ask: Ask, tokenizer: MessageTokenizer) -> None:
+    def __init__(self, ask: AskJudge, tokenizer: MessageTokenizer) -> None:
         self._ask, self._tokenizer, self._loop = ask, tokenizer, asyncio.get_running_loop()
 
     def score(self, prompts: Sequence[str], read: Callable[[str], float] | None = None) -> list[float]:

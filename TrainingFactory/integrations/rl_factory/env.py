@@ -12,7 +12,7 @@ from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
 from TrainingFactory.integrations.rl_factory.data import (
     JUDGE_SCORE,
     PROMPTS,
-    READ,
+    READ_REPLY,
     RULES,
     SCORE,
     STEP,
@@ -21,11 +21,11 @@ from TrainingFactory.integrations.rl_factory.data import (
 )
 from TrainingFactory.integrations.rl_factory.episode import EnvEpisode, JudgedEpisode
 from TrainingFactory.integrations.rl_factory.tool_manager import EpisodeTools
-from TrainingFactory.rewards.adapt import as_float
+from TrainingFactory.rewards.adapt import finite_float
 
 VERIFY, ONE_PROMPT = "verify_tool", "_get_single_prompt_str"
 SWITCHES = {"use_verify_tool": VERIFY, "use_process_reward": STEPS}
-CALLED = (RULES, STEPS, VERIFY, PROMPTS, ONE_PROMPT, READ, STEP, SCORE, JUDGE_SCORE, "_process_data")
+CALLED = (RULES, STEPS, VERIFY, PROMPTS, ONE_PROMPT, READ_REPLY, STEP, SCORE, JUDGE_SCORE, "_process_data")
 # RL-Factory's `env` options that our config sets elsewhere.
 ELSEWHERE = {
     "name": "environment.environment_id=FILE.py:NAME",
@@ -37,7 +37,7 @@ ELSEWHERE = {
 }
 
 
-class Config(dict[str, Any]):
+class EnvOptions(dict[str, Any]):
     """The options of an environment, available as keys and as attributes."""
 
     def __getattr__(self, name: str) -> Any:
@@ -61,7 +61,7 @@ class Env(ForeignEnvironment):
     _tools: EpisodeTools | None = None
 
     def __init__(self, config: Mapping[str, Any] | None = None, centralized_actor: Any = None) -> None:
-        self.config = Config(config or {})
+        self.config = EnvOptions(config or {})
         if centralized_actor is not None:
             raise ValueError("centralized_actor is not supported: the run itself calls the tools. Remove it.")
         for key, replacement in ELSEWHERE.items():
@@ -73,7 +73,7 @@ class Env(ForeignEnvironment):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
-        for arguments in ((Config(options),), (Config(options), None)):
+        for arguments in ((EnvOptions(options),), (EnvOptions(options), None)):
             try:
                 inspect.signature(cls).bind(*arguments)
             except TypeError:
@@ -140,8 +140,10 @@ class Env(ForeignEnvironment):
         for switch, method in SWITCHES.items():
             if self.uses(switch) and not self.writes(method):
                 raise ValueError(f"{name}.{switch} is on, but {name} does not define {method}. Define it.")
-        if self.writes(READ) and not self._asks_judge:
-            raise ValueError(f"{name}.{READ} reads judge replies, but no judge is asked. Define {ONE_PROMPT}")
+        if self.writes(READ_REPLY) and not self._asks_judge:
+            raise ValueError(
+                f"{name}.{READ_REPLY} reads judge replies, but no judge is asked. Define {ONE_PROMPT}"
+            )
         if not (any(map(self.writes, (RULES, STEPS, SCORE))) or self._asks_judge):
             raise ValueError(f"{name} computes no reward. Define {RULES}, {STEPS} or {ONE_PROMPT}.")
 
@@ -214,7 +216,7 @@ class Env(ForeignEnvironment):
         for item, prompts in zip(data, self.get_prompt_for_reward(reward_tokenizer, data), strict=True):
             source, truth, extra = item.about
             method = self._compute_single_score_with_reward_rollout_wg
-            read = partial(_read_reply, method, source, truth, extra) if self.writes(READ) else None
+            read = partial(_read_reply, method, source, truth, extra) if self.writes(READ_REPLY) else None
             scores.append(reward_rollout_wg.score([prompts] if isinstance(prompts, str) else prompts, read))
         return scores
 
@@ -231,7 +233,7 @@ class Env(ForeignEnvironment):
 
 
 def _read_reply(method: Any, source: Any, truth: Any, extra: Any, reply: str) -> float:
-    return as_float(method(source, reply, truth, extra), READ)
+    return finite_float(method(source, reply, truth, extra), READ_REPLY)
 
 
 def _parameters(method: str) -> list[inspect.Parameter]:

@@ -13,18 +13,18 @@ from TrainingFactory.integrations.rl_factory.data import (
     SCORE,
     STEP,
     STEPS,
-    Data,
     DataItem,
+    EpisodeBatch,
     JudgeWorkers,
     MessageTokenizer,
 )
-from TrainingFactory.integrations.rl_factory.tool_manager import EpisodeTools, response_text
+from TrainingFactory.integrations.rl_factory.tool_manager import EpisodeTools, tagged_text
 from TrainingFactory.protocols import Episode as AnyEpisode
 from TrainingFactory.protocols import Tool, ToolSource
-from TrainingFactory.rewards.adapt import Unscored, as_float, called, shown
-from TrainingFactory.rewards.judge.judges import Ask
-from TrainingFactory.rollout.scoring import Episode
-from TrainingFactory.tools.timeouts import OutOfTime, within
+from TrainingFactory.rewards.adapt import Unscored, call_function, finite_float, short_repr
+from TrainingFactory.rewards.judge.judges import AskJudge
+from TrainingFactory.rollout.scoring import OpenEpisode
+from TrainingFactory.tools.timeouts import OutOfTime, run_within
 from TrainingFactory.types import Message, Reward, Step, Task
 
 
@@ -32,7 +32,7 @@ class EnvEpisode(ToolEnvironment):
     """A tool environment with its own copy of the run's `Env`, which is a class attribute of the subclasses."""
 
     env: Any  # an `Env`; its module imports this one
-    _data: Data | None = None
+    _data: EpisodeBatch | None = None
 
     def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = ()) -> None:
         super().__init__(task, tools, timeout=self.env.tool_timeout)
@@ -44,12 +44,12 @@ class EnvEpisode(ToolEnvironment):
         env = self.env
         if not env.writes(STEP):
             return await super().step(message)
-        text = response_text(message)
+        text = tagged_text(message)
         tools = env._tools = EpisodeTools(self, {text: message})
-        result = await called(env.step, [text], MessageTokenizer())
+        result = await call_function(env.step, [text], MessageTokenizer())
         if not isinstance(result, tuple) or len(result) != 4:
             expected = "four lists: next_obs, dones, valid_action, is_tool"
-            raise ValueError(f"step returned {shown(result)}. Return {expected}.")
+            raise ValueError(f"step returned {short_repr(result)}. Return {expected}.")
         [observation], [done], [valid], [is_tool] = (_single_item(values, STEP) for values in result)
         replies = [] if done else _replies(observation, message)
         signals = {"valid_action": float(valid), "is_tool": float(is_tool)}
@@ -64,7 +64,7 @@ class EnvEpisode(ToolEnvironment):
             name = type(env).__name__
             raise Unscored(f"{name} is scored by a judge. Remove {{type: environment}} from the reward.")
         options = {"if_val": heldout} if env.fits(RULES, if_val=heldout) else {}
-        result = await called(env._compute_score_with_rules, data, self._tokenizer, **options)
+        result = await call_function(env._compute_score_with_rules, data, self._tokenizer, **options)
         outcome, steps = self._outcome_and_steps(result, RULES)
         parts = {"rules": outcome + sum(steps)}
         if env.uses("use_process_reward") and not heldout:
@@ -73,22 +73,26 @@ class EnvEpisode(ToolEnvironment):
             parts["steps"] = sum(rewards)
         return Reward(outcome, steps, parts)
 
-    async def _compute_score(self, data: Data, workers: JudgeWorkers | None, tokenizer: Any) -> Reward:
+    async def _compute_score(
+        self, data: EpisodeBatch, workers: JudgeWorkers | None, tokenizer: Any
+    ) -> Reward:
         """Call the `Env`'s `compute_score` as RL-Factory's reward manager does."""
         env, heldout = self.env, data.meta_info["validate"]
         use_steps = env.uses("use_process_reward") and not heldout
         if use_steps:
             data.add_step_rewards(await self._step_rewards())
         arguments = workers, tokenizer, self._tokenizer, data
-        result = await called(env.compute_score, *arguments, if_val=heldout, use_process_reward=use_steps)
+        result = await call_function(
+            env.compute_score, *arguments, if_val=heldout, use_process_reward=use_steps
+        )
         outcome, steps = self._outcome_and_steps(result, SCORE)
         return Reward(outcome, steps, {"rules" if workers is None else "judge": outcome + sum(steps)})
 
-    async def _verified(self, episode: AnyEpisode) -> Data:
+    async def _verified(self, episode: AnyEpisode) -> EpisodeBatch:
         """Return the episode in verl's form. It is verified once, even if both rules and a judge score it."""
         async with self._lock:
             if self._data is None:
-                assert isinstance(episode, Episode), "a finished episode"
+                assert isinstance(episode, OpenEpisode), "a finished episode"
                 self._tokenizer: Any = getattr(episode.chat, "tokenizer", None)
                 if self._tokenizer is None:
                     raise Unscored("the chat format of the episode has no tokenizer to decode it")
@@ -98,19 +102,19 @@ class EnvEpisode(ToolEnvironment):
                 self.env._tools = EpisodeTools(self, dict(zip(self._texts, messages, strict=True)))
                 if self.env.uses("use_verify_tool"):
                     await self._verify(item)
-                self._data = Data(item)
+                self._data = EpisodeBatch(item)
         return self._data
 
     async def _verify(self, item: DataItem) -> None:
         source, truth, extra = item.about
         if not isinstance(truth, dict):
             raise Unscored(
-                f"task {self.task.id}: ground_truth is {shown(truth)}. It must be an object, because the result of "
-                "verify_tool is stored in it as verified_results."
+                f"task {self.task.id}: ground_truth is {short_repr(truth)}. It must be an object, because the result "
+                "of verify_tool is stored in it as verified_results."
             )
         limit, text = self.env.verify_timeout, "\n".join(self._texts)
         try:
-            result = await within(limit, called(self.env.verify_tool, source, text, truth, extra))
+            result = await run_within(limit, call_function(self.env.verify_tool, source, text, truth, extra))
         except OutOfTime:
             message = f"verify_tool took longer than {limit:g} s (environment.options.verify_timeout)"
             raise Unscored(message) from None
@@ -119,14 +123,16 @@ class EnvEpisode(ToolEnvironment):
     async def _step_rewards(self) -> list[float]:
         """Return the reward of each turn; NaN: none. Turns are scored one by one, so that later turns cannot change the
         reward of an earlier one."""
-        items = [_single_item(await called(self.env.get_step_reward, [text]), STEPS) for text in self._texts]
-        return [value if value != value else as_float(value, STEPS) for [value] in items]
+        items = [
+            _single_item(await call_function(self.env.get_step_reward, [text]), STEPS) for text in self._texts
+        ]
+        return [value if value != value else finite_float(value, STEPS) for [value] in items]
 
     def _outcome_and_steps(self, result: Any, method: str) -> tuple[float, list[float]]:
         """Split the result of a method for one item into outcome and step rewards. One number is the outcome; one per
         turn are the step rewards, the last of which is the outcome; one more is the outcome after all step rewards."""
         [value] = _single_item(result, method)
-        values = [as_float(number, method) for number in (value if _is_list(value) else [value])]
+        values = [finite_float(number, method) for number in (value if _is_list(value) else [value])]
         turns = len(self._texts)
         if len(values) not in (1, turns, turns + 1):
             raise Unscored(
@@ -140,7 +146,7 @@ class EnvEpisode(ToolEnvironment):
 class JudgedEpisode(EnvEpisode):
     """An episode whose `Env` writes the prompts of a judge."""
 
-    async def ask_judge(self, episode: AnyEpisode, ask: Ask) -> Reward:
+    async def ask_judge(self, episode: AnyEpisode, ask: AskJudge) -> Reward:
         data = await self._verified(episode)
         tokenizer = MessageTokenizer(self._tokenizer)
         return await self._compute_score(data, JudgeWorkers(ask, tokenizer), tokenizer)
@@ -168,5 +174,5 @@ def _single_item(value: Any, method: str) -> list[Any]:
     """Return a method's result for the batch of one as a list with one entry."""
     entries = list(value) if _is_list(value) else []
     if len(entries) != 1:
-        raise Unscored(f"{method} returned {shown(value)}. Return a list with one entry for each item.")
+        raise Unscored(f"{method} returned {short_repr(value)}. Return a list with one entry for each item.")
     return entries

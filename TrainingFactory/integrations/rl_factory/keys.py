@@ -5,7 +5,7 @@ Keys omit the prefix `actor_rollout_ref.`, whose sections are `actor`, `rollout`
 from __future__ import annotations
 
 # Values copied unchanged; `@` stands for the section of the algorithm, grpo or ppo.
-SAME = {
+UNCHANGED = {
     "model.path": "model.name", "env.enable_thinking": "model.thinking", "model.lora_alpha": "lora.alpha",
     "model.enable_gradient_checkpointing": "training.gradient_checkpointing",
     "model.target_modules": "lora.target_modules", "actor.optim.lr": "training.learning_rate",
@@ -21,9 +21,9 @@ SAME = {
     "trainer.total_training_steps": "training.max_steps", "trainer.default_local_dir": "logging.output_dir",
 }  # fmt: skip
 # Defaults of RL-Factory's own config that differ from ours.
-THEIR_CONFIG, DEFAULTS = "rl_factory_ppo_trainer", {"rollout.max_turns": 2, "rollout.temperature": 0.7}
+RL_FACTORY_CONFIG, DEFAULTS = "rl_factory_ppo_trainer", {"rollout.max_turns": 2, "rollout.temperature": 0.7}
 # Values copied for one algorithm only.
-ONLY = {
+BY_ALGORITHM = {
     "grpo": {
         "algorithm.norm_adv_by_std_in_grpo": "grpo.scale_rewards", "actor.clip_ratio_low": "grpo.clip_low",
         "actor.clip_ratio_high": "grpo.clip_high",
@@ -39,7 +39,7 @@ ESTIMATORS = {"grpo": ("grpo", "group"), "gae": ("ppo", "")} | {
     name: ("grpo", name) for name in ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 }
 # Values with other names: override -> our key, and their value -> our value
-RENAMED: dict[str, tuple[str, dict[str, str]]] = {
+RENAMED_VALUES: dict[str, tuple[str, dict[str, str]]] = {
     "actor.loss_agg_mode": ("grpo.normalization", {
         "token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}),
     "actor.policy_loss.loss_mode": ("grpo.ratio", {"vanilla": "token", "gspo": "sequence"}),
@@ -47,7 +47,7 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
 }  # fmt: skip
 TRACKERS = ("wandb", "mlflow", "tensorboard")
 
-ALWAYS, NOT_NEEDED, BY_HAND, NONE = "always so", "not needed", "by hand", "no counterpart"
+ALWAYS, NOT_NEEDED, BY_HAND, NO_COUNTERPART = "always so", "not needed", "by hand", "no counterpart"
 MEMORY = "it configures multi-GPU memory or another inference engine"
 SERVER = 'set it per server, in the mcpServers file: {"tfactory": {"timeout": S, "concurrency": N, "instances": N}}'
 LIMITS = ("env.tool_timeout", "env.max_concurrency", "env.parallel_sse_tool_call", "env.enable_limiter")
@@ -68,7 +68,7 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
     (LIMITS, BY_HAND, SERVER),
     ("env.tool_name_selected", BY_HAND, "list the selected tools in `tools`"),
     ("env.use_process_reward", NOT_NEEDED, "there is no custom Env with a get_step_reward"),
-    ("env.mmtool", NONE, "images are not supported"),
+    ("env.mmtool", NO_COUNTERPART, "images are not supported"),
     ("env.load_custom_chat_template", BY_HAND, "put the template into the model's folder"),
     ("env.", BY_HAND, "the cache is optimization.tool_cache=true, for tools that are marked pure"),
     ("reward_rollout.", BY_HAND, "put other options of the judge's engine into reward.judge.engine_options"),
@@ -76,16 +76,16 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
     ("reward_model.", BY_HAND, "use a trained reward model with reward.type=learned"),
     ("custom_reward_function", BY_HAND, "use your own function with reward.type=function"),
     ("algorithm.kl_ctrl", NOT_NEEDED, "the KL term is part of the loss: grpo.kl"),
-    ("algorithm.use_kl_in_reward", NONE, "only ppo supports KL in the reward: ppo.kl_in"),
+    ("algorithm.use_kl_in_reward", NO_COUNTERPART, "only ppo supports KL in the reward: ppo.kl_in"),
     ("data.val_batch_size", NOT_NEEDED, "all held-out tasks are evaluated concurrently"),
     ("data.return_raw_chat", NOT_NEEDED, "prompts are always kept as messages"),
     ("data.", ALWAYS, "columns are named as verl's; a prompt that does not fit ends its episode"),
-    ("trainer.val_before_train", NONE, "training.eval_every also evaluates before training"),
+    ("trainer.val_before_train", NO_COUNTERPART, "training.eval_every also evaluates before training"),
     ("trainer.test_freq", NOT_NEEDED, "there are no held-out tasks: data.heldout"),
     ("trainer.project_name", NOT_NEEDED, "only W&B has projects"),
     ("trainer.experiment_name", BY_HAND, "name the run with tfactory train CONFIG --name NAME"),
     ("trainer.resume", BY_HAND, "resume a run with tfactory runs resume NAME"),
-    ("trainer.default_hdfs_dir", NONE, "runs are written to a local folder"),
+    ("trainer.default_hdfs_dir", NO_COUNTERPART, "runs are written to a local folder"),
     ("trainer.critic_warmup", NOT_NEEDED, "grpo has no critic"),
     ("critic.", NOT_NEEDED, "the critic is a head on the model, with the model's own limits"),
     (("ppo_micro_batch_size", "log_prob_m"), NOT_NEEDED, BUDGET),
@@ -99,4 +99,4 @@ def reason(key: str) -> tuple[str, str]:
     for prefix, kind, text in REASONS:
         if key.startswith(prefix) or key.partition(".")[2].startswith(prefix):
             return kind, text
-    return NONE, "this translation does not know the key; docs/RL_FACTORY.md lists the known ones"
+    return NO_COUNTERPART, "this translation does not know the key; docs/RL_FACTORY.md lists the known ones"

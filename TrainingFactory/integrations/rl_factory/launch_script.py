@@ -17,7 +17,7 @@ LOOSE = re.compile(r"\s*\+{0,2}(?:data|actor_rollout_ref|algorithm|trainer|criti
 VARIABLE = r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\}|\(\(.*?\)\)|\([^)]*\)|\{[^}]*\}|[@*#?$!-])|`[^`]*`"
 BARE = re.compile(rf"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|{VARIABLE}""", re.DOTALL)
 IN_QUOTES = re.compile(rf"\\.|{VARIABLE}", re.DOTALL)
-HIDDEN = re.compile("\ue000(.*?)\ue000")  # a value that only the shell knows, between our own markers
+SHELL_ONLY = re.compile("\ue000(.*?)\ue000")  # a value that only the shell knows, between our own markers
 COMMAND_END = re.compile(r"\d?>|&?>>?|<|\||;|&")
 # Characters; RL-Factory's own scripts have 4,000. Nested ${A:-${B:-... takes quadratic time.
 MAX_SCRIPT = 16_000

@@ -16,7 +16,7 @@ from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.types import Message, ToolCall, ToolResult
 
 
-def response_text(message: Message) -> str:
+def tagged_text(message: Message) -> str:
     """Return a turn as text for RL-Factory's `step`: calls in <tool_call> tags, whatever the model's own format."""
     thought = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
     calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]

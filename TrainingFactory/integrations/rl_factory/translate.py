@@ -12,8 +12,8 @@ from TrainingFactory.common.texts import holds_secret
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import ConfigLoader
 from TrainingFactory.integrations.rl_factory import keys
-from TrainingFactory.integrations.rl_factory.keys import BY_HAND, NONE, NOT_NEEDED
-from TrainingFactory.integrations.rl_factory.launch_script import HIDDEN, LaunchScript
+from TrainingFactory.integrations.rl_factory.keys import BY_HAND, NO_COUNTERPART, NOT_NEEDED
+from TrainingFactory.integrations.rl_factory.launch_script import SHELL_ONLY, LaunchScript
 from TrainingFactory.tools.mcp.config import read_config
 
 PREFIX = "actor_rollout_ref."
@@ -28,7 +28,7 @@ class Translation:
         self.notes: list[str] = []
         self._remaining: dict[str, Any] = {}  # overrides that are not translated yet
         for key, text in script.overrides.items():
-            if hidden := HIDDEN.search(text):
+            if hidden := SHELL_ONLY.search(text):
                 self.notes.append(f"{key}: {BY_HAND}: it depends on {hidden[1]}, which only the shell knows")
             else:
                 self._remaining[key.removeprefix(PREFIX)] = _value(text)
@@ -81,14 +81,16 @@ class Translation:
         self._put("training.algorithm", self.algorithm)
         if estimator not in keys.ESTIMATORS:
             known = ", ".join(keys.ESTIMATORS)
-            self._note("algorithm.adv_estimator", estimator, NONE, f"grpo is used instead; known: {known}")
+            self._note(
+                "algorithm.adv_estimator", estimator, NO_COUNTERPART, f"grpo is used instead; known: {known}"
+            )
         if advantage == "group":
             self.sections["grpo"] = {"scale_rewards": True, "clip_high": 0.2}  # verl's defaults
         elif advantage:
             self._put("grpo.advantage", advantage)
-        if any(keys.THEIR_CONFIG in word for word in self.script.other):
+        if any(keys.RL_FACTORY_CONFIG in word for word in self.script.other):
             self._remaining = keys.DEFAULTS | self._remaining
-        for key, ours in {**keys.SAME, **keys.ONLY[self.algorithm]}.items():
+        for key, ours in {**keys.UNCHANGED, **keys.BY_ALGORITHM[self.algorithm]}.items():
             if key in self._remaining:
                 self._put(ours, self._remaining.pop(key))
         if rank := self._take("model.lora_rank"):
@@ -122,7 +124,7 @@ class Translation:
         elif self.algorithm == "ppo" and self._take("algorithm.use_kl_in_reward"):
             self._put("ppo.kl_in", "reward")
             self._put("ppo.kl", self._remaining.pop("algorithm.kl_ctrl.kl_coef", 0.001))
-        for key, (ours, names) in keys.RENAMED.items():
+        for key, (ours, names) in keys.RENAMED_VALUES.items():
             if key not in self._remaining or (key.startswith("actor.kl") and not kl_in_loss):
                 continue
             value = self._remaining.pop(key)
@@ -130,7 +132,7 @@ class Translation:
                 self._put(ours, names[value])
             else:
                 reason = f"{ours.replace('@', self.algorithm)} supports {', '.join(names)}"
-                self._note(key, value, NONE, reason)
+                self._note(key, value, NO_COUNTERPART, reason)
         if self.sections.get("grpo", {}).get("ratio") == "sequence":
             self._put("grpo.normalization", "sequence")
         if clip := self._take("actor.clip_ratio"):  # for ppo it is translated already
@@ -181,7 +183,7 @@ class Translation:
             self._put("logging.trackers", trackers)
         if others := [name for name in loggers if name not in keys.TRACKERS]:
             text = f"steps are always printed; trackers are {', '.join(keys.TRACKERS)}"
-            self._note("trainer.logger", others, NONE, text)
+            self._note("trainer.logger", others, NO_COUNTERPART, text)
         if "wandb" in trackers and (project := self._take("trainer.project_name")):
             self._put("logging.wandb", {"project": str(project)})
         if every := self._count("trainer.save_freq"):

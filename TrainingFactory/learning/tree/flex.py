@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from TrainingFactory.data.packing import Node, Pack
-from TrainingFactory.learning.tree.parts import below
+from TrainingFactory.data.packing import Pack, TreeNode
+from TrainingFactory.learning.tree.parts import descendant_tokens
 
 BLOCK = 128  # FlexAttention's default block size
 
 
-def seen_pairs(pack: Pack) -> np.ndarray:
+def count_visible_pairs(pack: Pack) -> np.ndarray:
     """Count the unmasked (query, key) pairs in each block, node by node: an N x N mask of a long pack is too large."""
     blocks = -(-len(pack.token_ids) // BLOCK)
     pairs = np.zeros((blocks, blocks), np.int64)
@@ -32,18 +32,18 @@ def seen_pairs(pack: Pack) -> np.ndarray:
     return pairs
 
 
-def _share(node: Node) -> tuple[int, np.ndarray]:
+def _share(node: TreeNode) -> tuple[int, np.ndarray]:
     """Return the first block that holds tokens of the node, and the node's token count in it and each further block."""
     borders = np.arange(node.start // BLOCK, (node.start + node.length - 1) // BLOCK + 2) * BLOCK
     return node.start // BLOCK, np.diff(borders.clip(node.start, node.start + node.length))
 
 
-def whole_blocks(pack: Pack) -> Pack:
+def pad_to_blocks(pack: Pack) -> Pack:
     """Pad the pack to a multiple of the block size, because FlexAttention is faster on full blocks."""
     size = len(pack.token_ids)
     padding = -size % BLOCK
     ids, positions = np.pad(pack.token_ids, (0, padding)), np.append(pack.positions, np.arange(padding))
-    nodes = [*pack.nodes, Node(size, padding, 0, -1, 0)] if padding else pack.nodes
+    nodes = [*pack.nodes, TreeNode(size, padding, 0, -1, 0)] if padding else pack.nodes
     return replace(pack, token_ids=ids, positions=positions, nodes=nodes)
 
 
@@ -51,13 +51,16 @@ def block_mask(pack: Pack, device: torch.device) -> Any:
     """Return FlexAttention's mask: a key is visible to later tokens of its node and the node's descendants."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    ends, lengths = [tokens.stop for tokens in below(pack.nodes)], [node.length for node in pack.nodes]
+    ends, lengths = (
+        [tokens.stop for tokens in descendant_tokens(pack.nodes)],
+        [node.length for node in pack.nodes],
+    )
     end = torch.from_numpy(np.repeat(ends, lengths).astype(np.int32)).to(device)
 
     def sees(_b: Any, _h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (k <= q) & (q < end[k])
 
-    pairs, size = torch.from_numpy(seen_pairs(pack)), len(pack.token_ids)
+    pairs, size = torch.from_numpy(count_visible_pairs(pack)), len(pack.token_ids)
     full = pairs == BLOCK * BLOCK  # blocks in which no pair is masked
     parts: list[torch.Tensor] = []
     for blocks in (

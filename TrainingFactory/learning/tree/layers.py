@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 Attend = Callable[..., tuple[torch.Tensor, None]]
 Matrix = tuple[torch.Tensor, torch.Tensor | None]  # and its bias
-MODELS = {"llama", "mistral", "qwen2", "qwen3"}
+SUPPORTED_MODELS = {"llama", "mistral", "qwen2", "qwen3"}
 
 
-def norm(states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def rms_norm(states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     exact = states.float()
     exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + epsilon)
     return weight * exact.to(states.dtype)
@@ -30,7 +30,7 @@ def add_norm(
     states: torch.Tensor, more: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = states + more
-    return total, norm(total, weight, epsilon)
+    return total, rms_norm(total, weight, epsilon)
 
 
 def rotate(
@@ -38,7 +38,7 @@ def rotate(
 ) -> torch.Tensor:
     """Apply RMSNorm (if `weight` is given) and rotary embeddings. [1, N, H * d] -> [1, H, N, d]"""
     states = states.unflatten(-1, (-1, cos.shape[-1]))
-    states = states if weight is None else norm(states, weight, epsilon)
+    states = states if weight is None else rms_norm(states, weight, epsilon)
     first, second = states.chunk(2, -1)
     turned = torch.cat((-second, first), -1)
     return (states * cos[:, :, None] + turned * sin[:, :, None]).transpose(1, 2)
@@ -48,18 +48,18 @@ def gate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return silu(first) * second
 
 
-def before(
+def attention_inputs(
     states: torch.Tensor, weight: torch.Tensor, epsilon: float, cos: torch.Tensor, sin: torch.Tensor,
     query: Matrix, key: Matrix, value: Matrix, query_norm: torch.Tensor | None, key_norm: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the queries, keys and values of attention, each [1, heads, N, d]."""
-    normed = norm(states, weight, epsilon)
+    normed = rms_norm(states, weight, epsilon)
     q, k = linear(normed, *query), linear(normed, *key)
     v = linear(normed, *value).unflatten(-1, (-1, cos.shape[-1])).transpose(1, 2)
     return rotate(q, cos, sin, query_norm, epsilon), rotate(k, cos, sin, key_norm, epsilon), v
 
 
-def after(
+def layer_output(
     states: torch.Tensor, mixed: torch.Tensor, weight: torch.Tensor, epsilon: float,
     out: Matrix, first: Matrix, second: Matrix, down: Matrix,
 ) -> torch.Tensor:  # fmt: skip
@@ -86,7 +86,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def fused(model: PreTrainedModel, attend: Attend, make: Make = compiled) -> Iterator[None]:
     """Replace the forward of supported models' layers by the fused one inside the block; patched layers are skipped."""
     config = model.config.get_text_config()
-    supported = config.model_type in MODELS and config.hidden_act == "silu"
+    supported = config.model_type in SUPPORTED_MODELS and config.hidden_act == "silu"
     supported = supported and not getattr(config, "sliding_window", None)  # may be absent
     layers: list[Any] = list(filter(_is_unpatched, model.base_model.layers)) if supported else []  # pyright: ignore
     for layer in layers:
@@ -121,7 +121,7 @@ def _forward(
     mixed = mixed.flatten(2)
     norm_args = post_norm.weight, post_norm.variance_epsilon
     if matrices is not None:
-        return make(after)(hidden_states, mixed, *norm_args, *matrices[3:])
+        return make(layer_output)(hidden_states, mixed, *norm_args, *matrices[3:])
     states, normed = make(add_norm)(hidden_states, attention.o_proj(mixed), *norm_args)
     return states + mlp.down_proj(make(gate)(mlp.gate_proj(normed), mlp.up_proj(normed)))
 
@@ -134,8 +134,8 @@ def _before(
     norms = [getattr(attention, f"{name}_norm", None) for name in ("q", "k")]
     weights = [None if qk_norm is None else qk_norm.weight for qk_norm in norms]
     if matrices is not None:
-        return make(before)(states, pre_norm.weight, epsilon, *cos_sin, *matrices[:3], *weights)
-    normed = make(norm)(states, pre_norm.weight, epsilon)
+        return make(attention_inputs)(states, pre_norm.weight, epsilon, *cos_sin, *matrices[:3], *weights)
+    normed = make(rms_norm)(states, pre_norm.weight, epsilon)
     pairs = zip((attention.q_proj, attention.k_proj), weights, strict=True)
     rotated = [make(rotate)(project(normed), *cos_sin, weight, epsilon) for project, weight in pairs]
     return *rotated, attention.v_proj(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from TrainingFactory.data.packing import Node
+from TrainingFactory.data.packing import TreeNode
 
 FREE_PADDING = 256  # padding tokens that cost no more than one further part
 
 
 @dataclass(slots=True)
-class Side:
+class PaddedRows:
     """The queries or the keys of a part: n rows of tokens, padded to one length. A single row is a slice."""
 
     rows: int  # n
@@ -45,9 +45,9 @@ class Side:
 
 
 @dataclass(slots=True)
-class Part:
-    queries: Side
-    keys: Side
+class AttentionPart:
+    queries: PaddedRows
+    keys: PaddedRows
     own: bool  # nodes against themselves: causal
     hidden: torch.Tensor | None  # additive mask [n, 1, 1, A] or [1, 1, T, A]; None: nothing is masked
     _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
@@ -61,9 +61,9 @@ class Part:
         return self._masks[groups, dtype]
 
 
-def plan_parts(nodes: list[Node], device: torch.device) -> list[Part]:
+def plan_parts(nodes: list[TreeNode], device: torch.device) -> list[AttentionPart]:
     """Return the parts: first the nodes against themselves, then level by level the descendants against their nodes."""
-    descendants = below(nodes)
+    descendants = descendant_tokens(nodes)
     levels: list[list[int]] = [[] for _ in range(1 + max(node.level for node in nodes))]
     for number, node in enumerate(nodes):
         levels[node.level].append(number)
@@ -72,18 +72,18 @@ def plan_parts(nodes: list[Node], device: torch.device) -> list[Part]:
         side, _ = _side([_own(nodes[number]) for number in numbers], device)
         length = max(nodes[number].length for number in numbers)
         later = torch.full((length, length), -torch.inf).triu(1)[None, None].to(device)
-        parts.append(Part(side, side, True, later if length > 1 else None))
+        parts.append(AttentionPart(side, side, True, later if length > 1 else None))
     for numbers in levels:
         parents = [number for number in numbers if len(descendants[number])]
         if parents:
             queries, _ = _side([descendants[number] for number in parents], device)
             keys, real = _side([_own(nodes[number]) for number in parents], device)
             hidden = torch.where(torch.from_numpy(real), 0.0, -torch.inf)[:, None, None].to(device)
-            parts.append(Part(queries, keys, False, None if keys.places is None else hidden))
+            parts.append(AttentionPart(queries, keys, False, None if keys.places is None else hidden))
     return parts
 
 
-def _by_length(nodes: list[Node]) -> list[list[int]]:
+def _by_length(nodes: list[TreeNode]) -> list[list[int]]:
     """Group nodes of similar length, trading the fixed cost of a part against padding, whose cost is quadratic."""
     groups: list[list[int]] = []
     longest = real = padding = 0
@@ -99,11 +99,11 @@ def _by_length(nodes: list[Node]) -> list[list[int]]:
     return groups
 
 
-def _own(node: Node) -> range:
+def _own(node: TreeNode) -> range:
     return range(node.start, node.start + node.length)
 
 
-def below(nodes: list[Node]) -> list[range]:
+def descendant_tokens(nodes: list[TreeNode]) -> list[range]:
     """Return the token range of each node's descendants. Nodes are in depth-first order, so it follows its own."""
     ends = [node.start + node.length for node in nodes]
     for number in reversed(range(len(nodes))):
@@ -113,23 +113,23 @@ def below(nodes: list[Node]) -> list[range]:
     return [range(node.start + node.length, end) for node, end in zip(nodes, ends, strict=True)]
 
 
-def _side(rows: list[range], device: torch.device) -> tuple[Side, np.ndarray]:
+def _side(rows: list[range], device: torch.device) -> tuple[PaddedRows, np.ndarray]:
     """Return the side of these token ranges, and a mask [n, length] that is False at padding."""
     starts, lengths = np.array([row.start for row in rows]), np.array([len(row) for row in rows])
     columns = np.arange(lengths.max())
     real = columns < lengths[:, None]
     if len(rows) == 1:
         whole = slice(rows[0].start, rows[0].stop)
-        return Side(1, whole, None, whole), real
+        return PaddedRows(1, whole, None, whole), real
     padded = torch.from_numpy(np.where(real, starts[:, None] + columns, 0).ravel()).to(device)
     if real.all():
-        return Side(len(rows), padded, None, padded), real
+        return PaddedRows(len(rows), padded, None, padded), real
     places = torch.from_numpy(np.flatnonzero(real)).to(device)
-    return Side(len(rows), padded, places, padded[places]), real
+    return PaddedRows(len(rows), padded, places, padded[places]), real
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: list[Part], scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: list[AttentionPart], scale: float
 ) -> torch.Tensor:
     """[N, H, d], [N, K, d], [N, K, dv] -> [N, H, dv]"""
     size = value.shape[-1]
@@ -152,7 +152,7 @@ def _unfold(folded: torch.Tensor, groups: int) -> torch.Tensor:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: list[Part], scale: float
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: list[AttentionPart], scale: float
     ) -> torch.Tensor:
         flash, groups = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, q.shape[2]
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)  # [N, K, G, d]

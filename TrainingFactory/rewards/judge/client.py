@@ -17,23 +17,23 @@ from pydantic.dataclasses import dataclass
 
 from TrainingFactory.common.endpoint import ModelError
 from TrainingFactory.common.options import STRICT, NotNegative
-from TrainingFactory.rewards.judge.endpoints import JudgeFailure, JudgeModel, Reply
+from TrainingFactory.rewards.judge.endpoints import JudgeFailure, JudgeModel, JudgeReply
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.tools.cache.stores import IN_REDIS
+from TrainingFactory.tools.cache.stores import REDIS_URL
 from TrainingFactory.tools.fingerprint import digest
-from TrainingFactory.tools.limits import Limits
+from TrainingFactory.tools.limits import CallLimits
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Message, ToolResult
 
 T = TypeVar("T")
-Messages = Callable[[], Sequence[Message]]
-LONGEST_PAUSE = 30.0  # seconds of backoff between attempts
-LONGEST_WAIT = 120.0  # seconds that an endpoint can request with Retry-After
-FAULTS = {
+MessageFactory = Callable[[], Sequence[Message]]
+MAX_BACKOFF = 30.0  # seconds of backoff between attempts
+MAX_RETRY_AFTER = 120.0  # seconds that an endpoint can request with Retry-After
+FAULT_TEXTS = {
     "refused": "the judge refused to answer",
     "cut": "the judge's answer was truncated; raise max_tokens",
 }
-FLIGHT_SECONDS = 3600.0  # maximum wait for an identical request in flight; its own timeouts are shorter
+IN_FLIGHT_TIMEOUT = 3600.0  # maximum wait for an identical request in flight; its own timeouts are shorter
 _chance = random.Random()  # jitter of the retries; does not affect results
 
 
@@ -55,7 +55,7 @@ class Budget:
     def priced(self) -> bool:
         return self.input_price + self.output_price > 0
 
-    def cost(self, reply: Reply) -> float:
+    def cost(self, reply: JudgeReply) -> float:
         return (reply.input_tokens * self.input_price + reply.output_tokens * self.output_price) / 1e6
 
 
@@ -99,9 +99,11 @@ class JudgeClient:
             open_cache(self.cache).close()  # fails early if unusable; the first request opens it again
         self.usage = Usage()
         self.spent = [self.usage]  # all clients that share the budget
-        self._limits = Limits(self.concurrency, self.rate)
+        self._limits = CallLimits(self.concurrency, self.rate)
 
-    async def ask(self, name: Sequence[str], messages: Messages, number: int, read: Callable[[str], T]) -> T:
+    async def ask(
+        self, name: Sequence[str], messages: MessageFactory, number: int, read: Callable[[str], T]
+    ) -> T:
         """Return the reply, parsed by `read`; raise JudgeFailure without a valid one. `name` is the prompt's cache key;
         the messages are not part of it, because their fences differ between requests. `number` is the sample."""
         try:
@@ -113,7 +115,7 @@ class JudgeClient:
             raise
 
     async def _through_cache(
-        self, name: Sequence[str], messages: Messages, number: int, read: Callable[[str], T]
+        self, name: Sequence[str], messages: MessageFactory, number: int, read: Callable[[str], T]
     ) -> T:
         async def run() -> ToolResult:
             reply = await self._request(messages(), number)
@@ -125,16 +127,16 @@ class JudgeClient:
         if isinstance(self.cache, str | Path) and self._opened is None:
             self._opened = open_cache(self.cache)
         assert self._opened is not None
-        result = await self._opened.through(key, run, time.monotonic() + FLIGHT_SECONDS)
+        result = await self._opened.through(key, run, time.monotonic() + IN_FLIGHT_TIMEOUT)
         entry = json.loads(result.content)
-        reply = Reply(entry["text"], *entry["tokens"])
+        reply = JudgeReply(entry["text"], *entry["tokens"])
         if result.cached:
             self.usage.cached += 1
             self.usage.cached_tokens += reply.input_tokens + reply.output_tokens
             self.usage.cached_cost += self.budget.cost(reply)
         return read(reply.text)
 
-    async def _request(self, messages: Sequence[Message], number: int) -> Reply:
+    async def _request(self, messages: Sequence[Message], number: int) -> JudgeReply:
         attempt = 0
         while True:
             try:
@@ -145,13 +147,13 @@ class JudgeClient:
                 if attempt >= self.retries:
                     attempts = f" ({attempt + 1} attempts)" if attempt else ""
                     raise JudgeFailure(f"{error}{attempts}", "unavailable") from error
-                wait = min(error.wait or 0.0, LONGEST_WAIT)
-            pause = max(min(self.pause * 2**attempt, LONGEST_PAUSE) * _chance.uniform(0.5, 1), wait)
+                wait = min(error.wait or 0.0, MAX_RETRY_AFTER)
+            pause = max(min(self.pause * 2**attempt, MAX_BACKOFF) * _chance.uniform(0.5, 1), wait)
             attempt += 1
             self.usage.retries += 1
             await asyncio.sleep(pause)
 
-    async def _attempt(self, messages: Sequence[Message], number: int) -> Reply:
+    async def _attempt(self, messages: Sequence[Message], number: int) -> JudgeReply:
         async with self._limits.place():
             self._check_budget()
             self.usage.requests += 1
@@ -162,7 +164,7 @@ class JudgeClient:
         usage.estimated += reply.estimated
         usage.cost += self.budget.cost(reply)
         if reply.fault is not None:
-            raise JudgeFailure(FAULTS[reply.fault], reply.fault)
+            raise JudgeFailure(FAULT_TEXTS[reply.fault], reply.fault)
         return reply
 
     def _check_budget(self) -> None:
@@ -189,6 +191,6 @@ class JudgeClient:
 
 
 def open_cache(target: str | Path) -> ToolCache:
-    if not IN_REDIS.match(str(target)):
+    if not REDIS_URL.match(str(target)):
         target = Path(target).expanduser()
     return ToolCache(target)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from TrainingFactory.common.endpoint import Endpoint, first_message
+from TrainingFactory.common.endpoint import Endpoint, message_of_response
 from TrainingFactory.protocols import ChatFormat, Sampler
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Message, SamplingParams
@@ -16,26 +16,26 @@ from TrainingFactory.types import Message, SamplingParams
 CHARS_PER_TOKEN = 4  # estimate for endpoints that do not report token counts
 DEFAULT_MAX_TOKENS = 1024  # Anthropic's endpoint requires max_tokens
 ANTHROPIC_VERSION = "2023-06-01"
-Kind = Literal["unavailable", "refused", "cut", "unreadable", "out_of_range", "budget", "error"]
+FailureKind = Literal["unavailable", "refused", "cut", "unreadable", "out_of_range", "budget", "error"]
 
 
 class JudgeFailure(Exception):
     """Raised when there is no valid verdict: the episode is unscored, never rewarded with zero."""
 
-    def __init__(self, text: str, kind: Kind) -> None:
+    def __init__(self, text: str, kind: FailureKind) -> None:
         super().__init__(text)
-        self.kind: Kind = kind
+        self.kind: FailureKind = kind
 
 
 @dataclass(slots=True, frozen=True)
-class Reply:
+class JudgeReply:
     """Reply of a judge model, with its token counts."""
 
     text: str
     input_tokens: int
     output_tokens: int
     estimated: bool = False  # token counts are estimates
-    fault: Kind | None = None  # why a billed reply is not a verdict
+    fault: FailureKind | None = None  # why a billed reply is not a verdict
 
 
 @runtime_checkable
@@ -44,7 +44,7 @@ class JudgeModel(Protocol):
 
     @property
     def identity(self) -> str: ...
-    async def ask(self, messages: Sequence[Message], number: int) -> Reply: ...
+    async def ask(self, messages: Sequence[Message], number: int) -> JudgeReply: ...
     async def close(self) -> None: ...
 
 
@@ -55,7 +55,7 @@ class OpenAIEndpoint(Endpoint):
     def identity(self) -> str:
         return digest(self.url, self.model, json.dumps(self.options, sort_keys=True, default=str))
 
-    async def ask(self, messages: Sequence[Message], number: int) -> Reply:
+    async def ask(self, messages: Sequence[Message], number: int) -> JudgeReply:
         body = self.body(messages)
         if isinstance(body.get("seed"), int):  # a fixed seed would make all samples of a prompt equal
             body["seed"] += number
@@ -65,14 +65,16 @@ class OpenAIEndpoint(Endpoint):
         dialogue = [{"role": message.role, "content": message.content} for message in messages]
         return self.options | {"model": self.model, "messages": dialogue}
 
-    def reply(self, answer: Any, messages: Sequence[Message]) -> Reply:
+    def reply(self, answer: Any, messages: Sequence[Message]) -> JudgeReply:
         [choice, *_] = answer["choices"]
         fault = fault_of(choice.get("finish_reason"), "content_filter", "length")
         if choice["message"].get("refusal"):
             fault = "refused"
         usage = answer.get("usage") or {}
-        text = first_message(answer).content
-        return counted(text, messages, usage.get("prompt_tokens"), usage.get("completion_tokens"), fault)
+        text = message_of_response(answer).content
+        return reply_with_usage(
+            text, messages, usage.get("prompt_tokens"), usage.get("completion_tokens"), fault
+        )
 
 
 class AnthropicEndpoint(OpenAIEndpoint):
@@ -90,11 +92,11 @@ class AnthropicEndpoint(OpenAIEndpoint):
         dialogue = [{"role": message.role, "content": message.content} for message in others]
         return options | {"model": self.model, "system": system, "messages": dialogue}
 
-    def reply(self, answer: Any, messages: Sequence[Message]) -> Reply:
+    def reply(self, answer: Any, messages: Sequence[Message]) -> JudgeReply:
         fault = fault_of(answer.get("stop_reason"), "refusal", "max_tokens")
         text = "".join(part["text"] for part in answer["content"] if part["type"] == "text")
         usage = answer.get("usage") or {}
-        return counted(text, messages, usage.get("input_tokens"), usage.get("output_tokens"), fault)
+        return reply_with_usage(text, messages, usage.get("input_tokens"), usage.get("output_tokens"), fault)
 
 
 class SampledJudge:
@@ -108,7 +110,7 @@ class SampledJudge:
     def identity(self) -> str:
         return digest(self.name, repr(self.params), f"{self.sampler.policy_version}")
 
-    async def ask(self, messages: Sequence[Message], number: int) -> Reply:
+    async def ask(self, messages: Sequence[Message], number: int) -> JudgeReply:
         prompt = self.chat.render(messages)
         room = self.sampler.max_length - len(prompt)
         if room < 1:
@@ -119,23 +121,25 @@ class SampledJudge:
         completion = await self.sampler.sample(prompt, params)
         text = self.chat.parse(completion.token_ids, prompt).content
         fault = fault_of(completion.finish, "", "length")
-        return Reply(text, len(prompt), len(completion.token_ids), fault=fault)
+        return JudgeReply(text, len(prompt), len(completion.token_ids), fault=fault)
 
     async def close(self) -> None:
         """Leave the sampler open, because the caller owns it."""
 
 
-def fault_of(finish: Any, refused: str, cut: str) -> Kind | None:
+def fault_of(finish: Any, refused: str, cut: str) -> FailureKind | None:
     """Return the fault that a finish reason means. A truncated answer is a fault, because `10` may be cut to `1`."""
     if finish == refused:
         return "refused"
     return "cut" if finish == cut else None
 
 
-def counted(text: str, messages: Sequence[Message], prompt: Any, output: Any, fault: Kind | None) -> Reply:
+def reply_with_usage(
+    text: str, messages: Sequence[Message], prompt: Any, output: Any, fault: FailureKind | None
+) -> JudgeReply:
     """Return the reply with the endpoint's token counts, or with estimates if it reports none."""
     if isinstance(prompt, int) and isinstance(output, int):
-        return Reply(text, prompt, output, fault=fault)
+        return JudgeReply(text, prompt, output, fault=fault)
     characters = sum(len(message.content) for message in messages)
     tokens = characters // CHARS_PER_TOKEN + 1, len(text) // CHARS_PER_TOKEN + 1
-    return Reply(text, *tokens, estimated=True, fault=fault)
+    return JudgeReply(text, *tokens, estimated=True, fault=fault)

@@ -9,23 +9,30 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.adapt import check_known
+from TrainingFactory.rewards.adapt import check_scorable
 from TrainingFactory.rewards.judge.client import JudgeClient
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.judge.prompts import (
     SINGLE,
+    FieldValue,
     JudgePrompt,
-    Shown,
     answer_text,
     new_boundary,
     trajectory_text,
 )
-from TrainingFactory.rewards.judge.verdicts import MAX_CANDIDATES, Pairwise, Ranking, Verdict, Vote, voted
+from TrainingFactory.rewards.judge.verdicts import (
+    MAX_CANDIDATES,
+    PairwiseVerdict,
+    RankingVerdict,
+    Verdict,
+    Vote,
+    aggregate,
+)
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Message, Reward, ToolFailure, Trajectory
 
 T = TypeVar("T")
-KEYED = ""  # the fence boundary in cache keys, so that a random one does not change them
+CACHE_KEY_BOUNDARY = ""  # the fence boundary in cache keys, so that a random one does not change them
 
 
 @dataclass(kw_only=True, eq=False)
@@ -51,7 +58,7 @@ class Judge:
     def failed(self, trajectory: Trajectory) -> bool:
         """Return whether the episode fails without a request: it did not finish, or has neither an answer nor calls
         that the prompt shows. Counts these episodes in `unfinished`."""
-        check_known(trajectory)
+        check_scorable(trajectory)
         shows_calls = self.prompt.kind != SINGLE or "conversation" in self.prompt.fields
         acted = shows_calls and any(turn.message.tool_calls for turn in trajectory.turns)
         empty = trajectory.status != "done" or not (answer_text(trajectory) or acted)
@@ -60,9 +67,9 @@ class Judge:
         return failed
 
     async def _ask(
-        self, values: Mapping[str, Shown], instruction: str, number: int, read: Callable[[str], T]
+        self, values: Mapping[str, FieldValue], instruction: str, number: int, read: Callable[[str], T]
     ) -> T:
-        key = [message.content for message in self.prompt.messages(values, instruction, KEYED)]
+        key = [message.content for message in self.prompt.messages(values, instruction, CACHE_KEY_BOUNDARY)]
 
         def messages() -> list[Message]:  # rendered only if the reply is not cached
             return self.prompt.messages(values, instruction, self._boundary(key, number))
@@ -76,25 +83,25 @@ class Judge:
         return digest("fence", f"{self.fence_seed}", f"{number}", *key)[: len(new_boundary())]
 
     async def _samples(
-        self, values: Mapping[str, Shown], instruction: str, read: Callable[[str], float], repeat: int
+        self, values: Mapping[str, FieldValue], instruction: str, read: Callable[[str], float], repeat: int
     ) -> float:
         first = repeat * self.samples
         numbers = range(first, first + self.samples)
         requests = [self._ask(values, instruction, number, read) for number in numbers]
-        return voted(self.vote, await most_of(requests))
+        return aggregate(self.vote, await gather_majority(requests))
 
     def _rewarded(self, value: float) -> Reward:
         return Reward(value, parts={self.name: value})
 
 
-Ask = Callable[..., Coroutine[Any, Any, float]]  # `ModelJudge.put`
+AskJudge = Callable[..., Coroutine[Any, Any, float]]  # `ModelJudge.put`
 
 
 @runtime_checkable
-class AsksJudge(Protocol):
+class JudgePromptEnvironment(Protocol):
     """Environment that writes the judge's prompts itself."""
 
-    async def ask_judge(self, episode: Episode, ask: Ask) -> Reward: ...
+    async def ask_judge(self, episode: Episode, ask: AskJudge) -> Reward: ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -108,7 +115,7 @@ class ModelJudge(Judge):
         if self.failed(trajectory):
             return self._rewarded(0.0)
         with suppress(ToolFailure):  # the environment is closed
-            if isinstance(environment := episode.environment, AsksJudge):
+            if isinstance(environment := episode.environment, JudgePromptEnvironment):
                 return await environment.ask_judge(episode, self.put)
         return self._rewarded(await self.judge(trajectory))
 
@@ -119,7 +126,7 @@ class ModelJudge(Judge):
             messages, read = [*messages[:-1], last], self.verdict.read
         key = [message.content for message in messages]
         requests = [self.client.ask(key, lambda: messages, number, read) for number in range(self.samples)]
-        return voted(self.vote, await most_of(requests))
+        return aggregate(self.vote, await gather_majority(requests))
 
     async def judge(self, trajectory: Trajectory, repeat: int = 0) -> float:
         """Return the verdict, from 0 to 1. `repeat` separates repeated judgements of a trajectory in the cache."""
@@ -140,7 +147,7 @@ class PairJudge(Judge):
 
     async def ordered(self, first: Trajectory, second: Trajectory, repeat: int = 0) -> float:
         """Return the verdict with the texts in this order only: 1 if the first is better, 0 if the second is."""
-        verdict = Pairwise()
+        verdict = PairwiseVerdict()
         values = self.prompt.values(
             first.task,
             first=trajectory_text(first, self.prompt.reasoning, prompt=False),
@@ -175,12 +182,12 @@ class PairJudge(Judge):
             wins[second].append(result if isinstance(result, BaseException) else 1 - result)
         rewards = [self._share(comparisons) for comparisons in wins]
         if all(isinstance(reward, Exception) for reward in rewards):
-            more_than_half(wins[0])  # raises the first failure
+            require_majority(wins[0])  # raises the first failure
         return rewards
 
     def _share(self, wins: Sequence[float | BaseException]) -> Reward | Exception:
         try:
-            values = more_than_half(wins)
+            values = require_majority(wins)
         except JudgeFailure as failure:
             return failure
         return self._rewarded(sum(values) / len(values))
@@ -204,12 +211,14 @@ class RankingJudge(Judge):
             raise ValueError(f"a judge ranks at most {MAX_CANDIDATES} episodes; the group has {count}")
         if count < 2:
             return [1.0] * count
-        rankings = await most_of([self._ranked(trajectories, number) for number in range(self.samples)])
-        return [voted(self.vote, column) for column in zip(*rankings, strict=True)]
+        rankings = await gather_majority(
+            [self._ranked(trajectories, number) for number in range(self.samples)]
+        )
+        return [aggregate(self.vote, column) for column in zip(*rankings, strict=True)]
 
     async def _ranked(self, trajectories: Sequence[Trajectory], number: int) -> list[float]:
         count = len(trajectories)
-        verdict = Ranking()
+        verdict = RankingVerdict()
         order = [(place + number) % count for place in range(count)]
         texts = [trajectory_text(trajectories[index], self.prompt.reasoning, prompt=False) for index in order]
         values = self.prompt.values(trajectories[0].task, candidates=texts)
@@ -227,11 +236,11 @@ def _several(episodes: Sequence[Episode]) -> list[Trajectory]:
     return [episode.trajectory for episode in episodes]
 
 
-async def most_of(requests: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    return more_than_half(await asyncio.gather(*requests, return_exceptions=True))
+async def gather_majority(requests: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    return require_majority(await asyncio.gather(*requests, return_exceptions=True))
 
 
-def more_than_half(results: Sequence[T | BaseException]) -> list[T]:
+def require_majority(results: Sequence[T | BaseException]) -> list[T]:
     """Return the successes if they are more than half; else raise the first JudgeFailure. Always raise exceptions of
     other types."""
     successes = [result for result in results if not isinstance(result, BaseException)]

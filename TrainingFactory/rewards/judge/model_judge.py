@@ -10,37 +10,44 @@ from typing import Annotated, Any, Literal
 
 from pydantic import JsonValue, validate_call
 
-from TrainingFactory.common.endpoint import BY_HOST
+from TrainingFactory.common.endpoint import KEY_BY_HOST
 from TrainingFactory.common.options import (
     STRICT,
     Count,
+    InvalidOption,
     NotNegative,
     OptionError,
     Positive,
     Text,
-    Wrong,
     ZeroOrMore,
+    from_mapping,
     make_from,
-    nested,
 )
 from TrainingFactory.rewards.judge.client import Budget, JudgeClient
 from TrainingFactory.rewards.judge.endpoints import AnthropicEndpoint, JudgeModel, OpenAIEndpoint
 from TrainingFactory.rewards.judge.judges import ModelJudge, PairJudge, RankingJudge
 from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, RUBRIC, SINGLE, JudgePrompt
-from TrainingFactory.rewards.judge.verdicts import JsonVerdict, Pairwise, Ranking, Score, Vote, YesNo
+from TrainingFactory.rewards.judge.verdicts import (
+    JsonVerdict,
+    PairwiseVerdict,
+    RankingVerdict,
+    ScoreVerdict,
+    Vote,
+    YesNoVerdict,
+)
 from TrainingFactory.tools.cache.cache import ToolCache
 
 Api = Literal["openai", "anthropic"]
 VerdictName = Literal["score", "yes_no", "json", "pairwise", "ranking"]
 APIS: dict[Api, type[OpenAIEndpoint]] = {"openai": OpenAIEndpoint, "anthropic": AnthropicEndpoint}
 FORMS: dict[VerdictName, Callable[..., Any]] = {
-    "score": Score,
-    "yes_no": YesNo,
+    "score": ScoreVerdict,
+    "yes_no": YesNoVerdict,
     "json": JsonVerdict,
-    "pairwise": Pairwise,
-    "ranking": Ranking,
+    "pairwise": PairwiseVerdict,
+    "ranking": RankingVerdict,
 }
-KINDS = {"pairwise": PAIR, "ranking": GROUP}
+PROMPT_FIELDS = {"pairwise": PAIR, "ranking": GROUP}
 
 
 @validate_call(config=STRICT)
@@ -49,7 +56,7 @@ def model_judge(
     model: Text | JudgeModel,
     base_url: str = "",
     api: Api = "openai",
-    api_key_env: str | None = BY_HOST,
+    api_key_env: str | None = KEY_BY_HOST,
     timeout: Positive = 60.0,
     options: Mapping[str, JsonValue] | None = None,
     verdict: VerdictName = "score",
@@ -69,16 +76,16 @@ def model_judge(
     retries: ZeroOrMore = 3,
     pause: NotNegative = 0.5,
     cache: ToolCache | Text | Path | None = None,
-    budget: Annotated[Mapping[str, Any] | Budget | None, nested(Budget, "the judge's budget")] = None,
+    budget: Annotated[Mapping[str, Any] | Budget | None, from_mapping(Budget, "the judge's budget")] = None,
 ) -> ModelJudge | PairJudge | RankingJudge:
     """Return a judge; docs/JUDGES.md describes the options."""
     if opponents is not None and verdict != "pairwise":
-        raise OptionError(Wrong("opponents", f"requires verdict pairwise; verdict is {verdict}"))
+        raise OptionError(InvalidOption("opponents", f"requires verdict pairwise; verdict is {verdict}"))
     try:
         form = make_from(FORMS[verdict], verdict_options or {}, f"the verdict {verdict}")
     except OptionError as error:
         raise error.within("verdict_options") from None
-    prompt = JudgePrompt(template, rubric, KINDS.get(verdict, SINGLE), reference, reasoning)
+    prompt = JudgePrompt(template, rubric, PROMPT_FIELDS.get(verdict, SINGLE), reference, reasoning)
     if isinstance(model, str):
         request: dict[str, Any] = {"api_key_env": api_key_env, "timeout": timeout, "options": options}
         model = _endpoint(APIS[api], base_url, model, **request)

@@ -19,8 +19,8 @@ from pydantic.dataclasses import dataclass
 from TrainingFactory.common.options import STRICT, Text, make_from
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.rules.answers import without_reasoning
-from TrainingFactory.rewards.rules.json_answers import checked_schema, strict_json
-from TrainingFactory.tools.schema import validator_of
+from TrainingFactory.rewards.rules.json_answers import strict_json, validated_schema
+from TrainingFactory.tools.schema import make_validator
 
 Vote = Literal["mean", "majority", "median"]
 MAX_CANDIDATES = len(string.ascii_uppercase)
@@ -28,7 +28,7 @@ NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|[+-]?nan|[+-]?inf(?:inity)
 SCORE = re.compile(rf"({NUMBER})(?: ?/ ?(\d+(?:\.\d+)?))?")
 MARKUP = " \t*_`"  # emphasis and code marks around a verdict
 FENCE = "```"
-LARGE = 1e300  # a larger integer may overflow a float
+MAX_FINITE = 1e300  # a larger integer may overflow a float
 
 
 class Verdict(Protocol):
@@ -40,7 +40,7 @@ class Verdict(Protocol):
 
 
 @dataclass(config=STRICT, frozen=True)
-class Score:
+class ScoreVerdict:
     """Score from `low` to `high`, scaled to 0 to 1."""
 
     low: float = 0.0
@@ -60,7 +60,7 @@ class Score:
     def read(self, text: str) -> float:
         match = SCORE.fullmatch(final_line(text, "score"))
         if match is None:
-            raise without_line(text, "score")
+            raise missing_line(text, "score")
         value, out_of = match.groups()
         if out_of and float(out_of) != self.high:
             raise JudgeFailure(f"the judge's score is out of {out_of}, not {self.high:g}", "out_of_range")
@@ -74,11 +74,11 @@ class Score:
 
 
 @dataclass(config=STRICT, frozen=True)
-class YesNo:
+class YesNoVerdict:
     instruction: ClassVar[str] = "End with one line that is either\nVerdict: yes\nor\nVerdict: no"
 
     def read(self, text: str) -> float:
-        return one_of(text, "verdict", {"yes": 1.0, "no": 0.0})
+        return read_choice(text, "verdict", {"yes": 1.0, "no": 0.0})
 
 
 @dataclass(config=STRICT)
@@ -86,7 +86,7 @@ class JsonVerdict:
     """JSON object of `schema`, whose `key` holds the verdict: a boolean, a number from `low` to `high` (or in the
     schema's own range), or a string that `values` maps to such a number."""
 
-    schema: Annotated[dict[str, Any], AfterValidator(checked_schema)]
+    schema: Annotated[dict[str, Any], AfterValidator(validated_schema)]
     key: Text = "score"
     low: float = 0.0
     high: float = 1.0
@@ -101,11 +101,11 @@ class JsonVerdict:
                 raise ValueError(f"values.{name} is {value:g}; it must be between {low:g} and {high:g}")
 
     @cached_property
-    def scale(self) -> Score:
+    def scale(self) -> ScoreVerdict:
         """Return the range from worst to best: the schema's minimum and maximum, else `low` and `high`."""
         low = self._key_schema.get("minimum", self.low)
         high = self._key_schema.get("maximum", self.high)
-        return make_from(Score, {"low": low, "high": high}, "the range")
+        return make_from(ScoreVerdict, {"low": low, "high": high}, "the range")
 
     @property
     def _key_schema(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class JsonVerdict:
         if not isinstance(value, dict):
             raise unreadable(text, "one JSON object")
         try:
-            fits = validator_of(self.schema).is_valid(value)
+            fits = make_validator(self.schema).is_valid(value)
         except (OverflowError, RecursionError):  # too large or too deep to validate
             fits = False
         if not fits or self.key not in value:
@@ -137,7 +137,7 @@ class JsonVerdict:
             verdict = self.values[verdict]
         if not isinstance(verdict, int | float):
             raise unreadable(text, f"a number under {self.key}")
-        return self.scale.scaled(verdict if abs(verdict) < LARGE else math.inf)
+        return self.scale.scaled(verdict if abs(verdict) < MAX_FINITE else math.inf)
 
     def _verdict_in(self, text: str) -> str:
         """Return the fenced block at the end of the text, or the whole text if there is none. Return "" if the key also
@@ -152,7 +152,7 @@ class JsonVerdict:
 
 
 @dataclass(config=STRICT, frozen=True)
-class Pairwise:
+class PairwiseVerdict:
     """Comparison of two texts: 1 if A is better, 0 if B is, 0.5 for a tie."""
 
     instruction: ClassVar[str] = (
@@ -161,11 +161,11 @@ class Pairwise:
     )
 
     def read(self, text: str) -> float:
-        return one_of(text, "winner", {"a": 1.0, "b": 0.0, "tie": 0.5})
+        return read_choice(text, "winner", {"a": 1.0, "b": 0.0, "tie": 0.5})
 
 
 @dataclass(config=STRICT, frozen=True)
-class Ranking:
+class RankingVerdict:
     """Ranking of a group: from 1 for the best to 0 for the worst, evenly spaced; ties share their mean rank."""
 
     instruction: ClassVar[str] = (
@@ -198,7 +198,7 @@ def final_line(text: str, mark: str) -> str:
         return verdicts[0]
     if len(lines) == 1 and not verdicts:
         return _plain(lines[0])
-    raise without_line(text, mark)
+    raise missing_line(text, mark)
 
 
 def _after(mark: str, line: str) -> str | None:
@@ -213,14 +213,14 @@ def _plain(text: str) -> str:
     return " ".join(text.strip(MARKUP).rstrip(f"{MARKUP}.").lower().split())
 
 
-def one_of(text: str, mark: str, values: Mapping[str, float]) -> float:
+def read_choice(text: str, mark: str, values: Mapping[str, float]) -> float:
     value = values.get(final_line(text, mark))
     if value is None:
-        raise without_line(text, mark)
+        raise missing_line(text, mark)
     return value
 
 
-def without_line(text: str, mark: str) -> JudgeFailure:
+def missing_line(text: str, mark: str) -> JudgeFailure:
     return unreadable(text, f"one line `{mark.capitalize()}: ...` at its end")
 
 
@@ -229,7 +229,7 @@ def unreadable(text: str, expected: str) -> JudgeFailure:
     return JudgeFailure(f"the judge's answer is not {expected}; it ends with {end!r}", "unreadable")
 
 
-def voted(vote: Vote, values: Sequence[float]) -> float:
+def aggregate(vote: Vote, values: Sequence[float]) -> float:
     """Aggregate several samples. `majority` is the most frequent value, or the mean of several such values."""
     if vote == "mean":
         return mean(values)

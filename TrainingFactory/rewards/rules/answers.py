@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from TrainingFactory.common.options import STRICT
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.adapt import check_known
+from TrainingFactory.rewards.adapt import check_scorable
 from TrainingFactory.rewards.rules.numbers import last_number_text
 from TrainingFactory.types import Reward, Task, Trajectory
 
@@ -21,18 +21,18 @@ MAX_BOXES = 50  # boxes that are searched, from the end
 MAX_BOX_CHARS = 2000
 MAX_TAGS = 200  # characters of closing tags after an answer
 OPENING, CLOSING = "<think>", "</think>"
-Extract = Literal["auto", "whole", "marker", "boxed", "tag", "last_line", "last_number"]
+ExtractMode = Literal["auto", "whole", "marker", "boxed", "tag", "last_line", "last_number"]
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class FinalText:
+class FinalTextRule:
     """Base of rules about the final text of an episode."""
 
     rule: ClassVar[str]
 
     def text_of(self, trajectory: Trajectory) -> str | None:
         """Return the final text; None for an episode that did not finish by itself, or without text."""
-        check_known(trajectory)
+        check_scorable(trajectory)
         if trajectory.status != "done" or not trajectory.turns:
             return None
         return without_reasoning(trajectory.answer).strip() or None
@@ -42,12 +42,12 @@ class FinalText:
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class Extraction(FinalText):
+class ExtractionRule(FinalTextRule):
     """Base of rules that extract an answer from the final text; of several marked answers, the last one counts."""
 
     # marker: `Answer:`, `The answer is` or `####`. boxed: \\boxed{}. tag: <answer></answer>. auto: any of these, else
     # the last line.
-    extract: Extract = "auto"
+    extract: ExtractMode = "auto"
 
     def answer_of(self, trajectory: Trajectory) -> str | None:
         """Return the episode's answer according to `extract`, or None."""
@@ -79,7 +79,7 @@ def marked(text: str) -> str | None:
     return _only_one(text, max((pair for pair in candidates if pair is not None), default=None))
 
 
-def references(task: Task, rule: str) -> list[Any]:
+def reference_answers(task: Task, rule: str) -> list[Any]:
     """Return the reference answers of a task, one or several; raise ValueError if it has none."""
     answers = list(task.answer) if isinstance(task.answer, list | tuple) else [task.answer]
     blank = any(answer is None or (isinstance(answer, str) and not answer.strip()) for answer in answers)
@@ -89,15 +89,15 @@ def references(task: Task, rule: str) -> list[Any]:
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class ReferenceRule(Extraction):
+class ReferenceRule(ExtractionRule):
     """Base of rules that compare with the task's reference answers. A task without any cannot be scored."""
 
     # Without a marked answer, both the last line and the whole text are tried, and the better score counts.
     whole_too: ClassVar[bool] = True
 
-    def right_answers(self, episode: Episode) -> list[Any]:
+    def parsed_references(self, episode: Episode) -> list[Any]:
         """Return the references, parsed by `read_reference`; raise ValueError with the task's id if there are none."""
-        answers = references(episode.task, self.rule)
+        answers = reference_answers(episode.task, self.rule)
         try:
             return [self.read_reference(reference) for reference in answers]
         except (ValueError, TypeError) as error:
@@ -107,7 +107,7 @@ class ReferenceRule(Extraction):
         """Return the reference in the form that is compared; raise ValueError if this rule cannot compare with it."""
         return str(reference)
 
-    def answers_of(self, episode: Episode) -> Sequence[str]:
+    def candidate_answers(self, episode: Episode) -> Sequence[str]:
         """Return the candidate answers; none for an episode that did not finish by itself."""
         text = self.text_of(episode.trajectory)
         if text is None:
@@ -124,8 +124,8 @@ class AnswerRule(ReferenceRule):
     quick = True  # comparing two short texts is faster than starting a thread
 
     def __call__(self, episode: Episode) -> Reward:
-        correct = self.right_answers(episode)
-        scores = [self.score(answer, one) for answer in self.answers_of(episode) for one in correct]
+        correct = self.parsed_references(episode)
+        scores = [self.score(answer, one) for answer in self.candidate_answers(episode) for one in correct]
         return self.rewarded(max(scores, default=0.0))
 
     def score(self, answer: str, reference: Any) -> float:

@@ -12,13 +12,13 @@ from pydantic.dataclasses import dataclass
 from TrainingFactory.common.options import STRICT
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.rules.answers import ReferenceRule
-from TrainingFactory.rewards.rules.numbers import plain
-from TrainingFactory.rewards.rules.text import normalised
+from TrainingFactory.rewards.rules.numbers import normalise_symbols
+from TrainingFactory.rewards.rules.text import normalise_text
 from TrainingFactory.types import Reward
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class Choice(ReferenceRule):
+class ChoiceRule(ReferenceRule):
     """Reward the letter of the correct choice, or its text if the task's metadata has `choices`. The reference is a
     letter, or an index that counts from 0."""
 
@@ -27,9 +27,9 @@ class Choice(ReferenceRule):
     letters: Annotated[str, Field(pattern=r"^[A-Z]{2,26}$")] = "ABCDEFGHIJ"
 
     def __call__(self, episode: Episode) -> Reward:
-        correct = self.right_answers(episode)
+        correct = self.parsed_references(episode)
         texts = episode.task.metadata.get("choices") or []
-        chosen = (self._chosen(answer, texts) for answer in self.answers_of(episode))
+        chosen = (self._chosen(answer, texts) for answer in self.candidate_answers(episode))
         return self.rewarded(any(letter in correct for letter in chosen))
 
     def read_reference(self, reference: Any) -> str:
@@ -42,15 +42,17 @@ class Choice(ReferenceRule):
 
     def _chosen(self, answer: str, texts: list[Any]) -> str | None:
         """Return the letter that the answer chooses; None if it chooses none, several, or denies its choice."""
-        answer = " ".join(plain(answer).split()).strip(" .")
-        choices = [normalised(str(text)) for text in texts]
-        if choices.count(normalised(answer)) == 1 and choices.index(normalised(answer)) < len(self.letters):
-            return self.letters[choices.index(normalised(answer))]
+        answer = " ".join(normalise_symbols(answer).split()).strip(" .")
+        choices = [normalise_text(str(text)) for text in texts]
+        if choices.count(normalise_text(answer)) == 1 and choices.index(normalise_text(answer)) < len(
+            self.letters
+        ):
+            return self.letters[choices.index(normalise_text(answer))]
         match = _LETTER.fullmatch(answer)
         letter = match["letter"].upper() if match else ""
         if match is None or letter not in self.letters:
             return None
-        rest = normalised(match["rest"]) if match["rest"] else ""
+        rest = normalise_text(match["rest"]) if match["rest"] else ""
         if rest in choices:  # the letter of one choice with the text of another is no answer
             return letter if rest in choices[self.letters.index(letter) :][:1] else None
         others = self.letters.replace(letter, "")

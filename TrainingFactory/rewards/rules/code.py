@@ -8,20 +8,20 @@ from typing import ClassVar
 from pydantic.dataclasses import dataclass
 
 from TrainingFactory.common.options import STRICT, Text
-from TrainingFactory.common.sql.compare import Ask
+from TrainingFactory.common.sql.compare import RunQuery
 from TrainingFactory.protocols import Environment, Episode
-from TrainingFactory.rewards.rules.answers import Extract, Extraction, references
-from TrainingFactory.rewards.rules.code_asserts import read_asserts
+from TrainingFactory.rewards.rules.answers import ExtractionRule, ExtractMode, reference_answers
+from TrainingFactory.rewards.rules.code_asserts import split_test
 from TrainingFactory.rewards.rules.json_answers import last_fenced
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class ToolRule(Extraction):
+class ToolRule(ExtractionRule):
     """Base of rules that run the final text's last fenced block, or the whole text, with the environment's `tool`."""
 
-    extract: Extract = "whole"
+    extract: ExtractMode = "whole"
     tool: Text = "python"
 
     def check_environment(self, environment: Environment, task: Task) -> None:
@@ -48,7 +48,7 @@ class CodeTests(ToolRule):
     trusting: bool = False
 
     async def __call__(self, episode: Episode) -> Reward:
-        tests = episode.task.metadata.get("tests") or references(episode.task, self.rule)
+        tests = episode.task.metadata.get("tests") or reference_answers(episode.task, self.rule)
         tests = [tests] if isinstance(tests, str) else list(tests)
         code = self.code_of(episode)
         if not code:
@@ -58,23 +58,23 @@ class CodeTests(ToolRule):
 
     async def _passes(self, episode: Episode, code: str, test: str) -> bool:
         try:
-            asserts = read_asserts(test)
+            asserts = split_test(test)
         except ValueError as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
-        ask = through(episode, self.tool, "code")
+        ask = tool_caller(episode, self.tool, "code")
         if asserts is not None:
             expression = "'[' + ', '.join(_found) + ']'"
-            values = await value_after(ask, f"{code}\n\n{asserts.script}", expression, expected=asserts.size)
+            values = await run_and_read(ask, f"{code}\n\n{asserts.script}", expression, expected=asserts.size)
             return values is not None and asserts.hold(values)
         if not self.trusting:
             raise ValueError(
                 f"task {episode.task.id}: the code could fake the test {test.strip()[:60]!r}; rewrite the test in the "
                 "form assert f(2) == 4, use tool_verified with code_cases, or set trusting: true"
             )
-        return await value_after(ask, f"{code}\n\n{test}", "''") is not None
+        return await run_and_read(ask, f"{code}\n\n{test}", "''") is not None
 
 
-def through(episode: Episode, tool: str, argument: str) -> Ask:
+def tool_caller(episode: Episode, tool: str, argument: str) -> RunQuery:
     """Return a function that calls the environment's tool; it raises ToolFailure if the environment lacks the tool."""
 
     async def ask(text: str) -> ToolResult:
@@ -86,7 +86,7 @@ def through(episode: Episode, tool: str, argument: str) -> Ask:
     return ask
 
 
-async def value_after(ask: Ask, code: str, shown: str, expected: int = 0) -> str | None:
+async def run_and_read(ask: RunQuery, code: str, shown: str, expected: int = 0) -> str | None:
     """Return the value of the string expression `shown` after the code has run; None if the code failed. Raise
     ValueError if the tool truncated output that may be correct; `expected` is the length of the correct value."""
     # The digest marks our line among the output of the code, so that exiting early does not pass. It depends only on

@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from textwrap import indent
 from typing import Any
 
-Holds = Callable[[Any], bool]
+Condition = Callable[[Any], bool]
 OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
     ast.In: lambda value, listed: value in listed, ast.NotIn: lambda value, listed: value not in listed,
 }  # fmt: skip
-TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+MIRRORED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.Eq, ast.NotEq: ast.NotEq, ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE,
 }  # fmt: skip
 _COMPARING = ast.Compare | ast.Sub | ast.Match  # an object of the code can override these
 _LEAVING = ast.Return | ast.Yield | ast.YieldFrom | ast.Global | ast.Nonlocal
 # Runs in the sandbox: formats a value as a Python literal. It raises for other objects, which fails the test.
-SHOWING = """
+FORMAT_SCRIPT = """
 def _shown(value):
     if value is None or isinstance(value, bool):
         return repr(value)
@@ -53,11 +53,11 @@ _found = []
 
 
 @dataclass(slots=True, frozen=True)
-class Asserts:
+class SplitTest:
     """A split test."""
 
     script: str  # computes the values and appends their literals to `_found`
-    wanted: Sequence[Holds]  # the condition on each value
+    wanted: Sequence[Condition]  # the condition on each value
     size: int = 0  # upper bound of the expected values' length: characters of the test outside the script
 
     def hold(self, shown: str) -> bool:
@@ -71,7 +71,7 @@ class Asserts:
         return all(map(_holds, self.wanted, values))
 
 
-def read_asserts(test: str) -> Asserts | None:
+def split_test(test: str) -> SplitTest | None:
     """Split a test. Return None if it cannot be split; raise ValueError if it is not Python."""
     try:
         tree = ast.parse(test)
@@ -85,8 +85,8 @@ def read_asserts(test: str) -> Asserts | None:
     if not splitter.conditions:
         return None
     body = "\n".join(statements)
-    script = f"{SHOWING}\ndef _run_here():\n{indent(body, '    ')}\n_run_here()"
-    return Asserts(script, splitter.conditions, max(0, len(test) - len(body)))
+    script = f"{FORMAT_SCRIPT}\ndef _run_here():\n{indent(body, '    ')}\n_run_here()"
+    return SplitTest(script, splitter.conditions, max(0, len(test) - len(body)))
 
 
 class _NotSplittable(Exception):
@@ -132,7 +132,7 @@ class _Splitter:
 
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
         self.statements = statements
-        self.conditions: list[Holds] = []  # on the values, in order
+        self.conditions: list[Condition] = []  # on the values, in order
         bound = Counter(_bound(statements))
         assigned = [pair for pair in map(_assigned, statements) if pair and bound[pair[0]] == 1]
         # Names that the test binds, except to objects of the code: results of their calls could be guessed.
@@ -168,7 +168,7 @@ class _Splitter:
         else:
             yield statement
 
-    def _conditions(self, test: ast.expr) -> Iterator[tuple[ast.expr, Holds]]:
+    def _conditions(self, test: ast.expr) -> Iterator[tuple[ast.expr, Condition]]:
         """Yield the expressions to compute, each with the condition on its value."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
             for operand in test.values:
@@ -201,10 +201,12 @@ class _Splitter:
                 return self._computed(left), expected[0]
         raise _NotSplittable
 
-    def _comparison(self, left: ast.expr, kind: type[ast.cmpop], right: ast.expr) -> tuple[ast.expr, Holds]:
+    def _comparison(
+        self, left: ast.expr, kind: type[ast.cmpop], right: ast.expr
+    ) -> tuple[ast.expr, Condition]:
         expected = self.literal(right)
-        if expected is None and kind in TURNED and (expected := self.literal(left)):
-            left, kind = right, TURNED[kind]
+        if expected is None and kind in MIRRORED and (expected := self.literal(left)):
+            left, kind = right, MIRRORED[kind]
         if expected is None:
             raise _NotSplittable
         compare, value = OPERATORS[kind], expected[0]
@@ -216,7 +218,7 @@ class _Splitter:
         computed = self._call(left) if guessable else self._computed(left)
         return computed, lambda result: compare(result, value)
 
-    def _isclose(self, node: ast.Call) -> tuple[ast.expr, Holds]:
+    def _isclose(self, node: ast.Call) -> tuple[ast.expr, Condition]:
         options = {keyword.arg: self.literal(keyword.value) for keyword in node.keywords}
         if len(node.args) != 2 or not options.keys() <= {"rel_tol", "abs_tol"} or None in options.values():
             raise _NotSplittable
@@ -303,7 +305,7 @@ def _asserts(node: ast.AST) -> bool:
     return isinstance(node, ast.Assert) or name.rpartition(".")[2].startswith("assert")
 
 
-def _holds(condition: Holds, value: Any) -> bool:
+def _holds(condition: Condition, value: Any) -> bool:
     try:
         return bool(condition(value))
     except (TypeError, ValueError, ArithmeticError, RecursionError):

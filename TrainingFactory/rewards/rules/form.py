@@ -10,12 +10,18 @@ from pydantic.dataclasses import dataclass
 
 from TrainingFactory.common.options import STRICT, NotNegative
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.rules.answers import Extract, Extraction, FinalText, marked, references
-from TrainingFactory.rewards.rules.json_answers import NOTHING, read_json
+from TrainingFactory.rewards.rules.answers import (
+    ExtractionRule,
+    ExtractMode,
+    FinalTextRule,
+    marked,
+    reference_answers,
+)
+from TrainingFactory.rewards.rules.json_answers import NO_JSON, read_json
 from TrainingFactory.types import Reward, Trajectory
 
 
-def compiled(pattern: str) -> Any:
+def compile_pattern(pattern: str) -> Any:
     try:
         return regex.compile(pattern, regex.DOTALL)
     except regex.error as error:
@@ -23,7 +29,7 @@ def compiled(pattern: str) -> Any:
 
 
 def _check_pattern(pattern: str) -> str:
-    compiled(pattern)
+    compile_pattern(pattern)
     return pattern
 
 
@@ -41,38 +47,38 @@ def matches(pattern: Any, text: str, full: bool, timeout: float) -> bool:
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class Pattern(Extraction):
+class PatternRule(ExtractionRule):
     """Reward an answer that matches `pattern`, by default the task's answer; `full`: the whole answer must match. A
     search that takes longer than `timeout` seconds leaves the episode unscored."""
 
     rule: ClassVar[str] = "regex"
-    extract: Extract = "whole"
+    extract: ExtractMode = "whole"
     pattern: PatternText | None = None
     full: bool = False
     timeout: Seconds = 1.0
 
     def __call__(self, episode: Episode) -> Reward:
-        patterns = [self.pattern] if self.pattern is not None else references(episode.task, self.rule)
+        patterns = [self.pattern] if self.pattern is not None else reference_answers(episode.task, self.rule)
         answer = self.answer_of(episode.trajectory)
         try:
-            regexes = [compiled(str(pattern)) for pattern in patterns]
+            regexes = [compile_pattern(str(pattern)) for pattern in patterns]
             hit = answer is not None and any(matches(one, answer, self.full, self.timeout) for one in regexes)
         except ValueError as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
         return self.rewarded(hit)
 
 
-Part = Literal["tool_call", "marked_answer", "reasoning", "readable_calls", "json"]
+AnswerPart = Literal["tool_call", "marked_answer", "reasoning", "readable_calls", "json"]
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class Format(FinalText):
+class FormatRule(FinalTextRule):
     """Reward a final text that matches `pattern` as a whole and has all parts in `require`. `partial`: reward the share
     of these conditions that hold."""
 
     rule: ClassVar[str] = "format"
     pattern: PatternText | None = None
-    require: list[Part] | tuple[Part, ...] = ()
+    require: list[AnswerPart] | tuple[AnswerPart, ...] = ()
     partial: bool = False
     timeout: Seconds = 1.0
 
@@ -86,10 +92,10 @@ class Format(FinalText):
             return self.rewarded(0.0)
         checks = [self._has(part, episode.trajectory, text) for part in self.require]
         if self.pattern is not None:
-            checks.append(matches(compiled(self.pattern), text, True, self.timeout))
+            checks.append(matches(compile_pattern(self.pattern), text, True, self.timeout))
         return self.rewarded(sum(checks) / len(checks) if self.partial else all(checks))
 
-    def _has(self, part: Part, trajectory: Trajectory, text: str) -> bool:
+    def _has(self, part: AnswerPart, trajectory: Trajectory, text: str) -> bool:
         *before, last = trajectory.turns
         match part:
             case "tool_call":  # in an earlier turn, because a call in the last one cannot inform the answer
@@ -101,11 +107,11 @@ class Format(FinalText):
             case "reasoning":
                 return bool((last.message.reasoning or "").strip())
             case "json":
-                return read_json(text) is not NOTHING
+                return read_json(text) is not NO_JSON
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class Length(FinalText):
+class LengthRule(FinalTextRule):
     """Reward short answers: 1 up to the length `soft`, then linearly down to 0 at `hard`; 0 without an answer."""
 
     rule: ClassVar[str] = "length"

@@ -14,12 +14,12 @@ from pydantic.dataclasses import dataclass
 
 from TrainingFactory.common.options import STRICT
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.rules.answers import Extract, Extraction
-from TrainingFactory.tools.schema import unknown_reference, validator_of
+from TrainingFactory.rewards.rules.answers import ExtractionRule, ExtractMode
+from TrainingFactory.tools.schema import make_validator, unknown_reference
 from TrainingFactory.types import Reward
 
 MAX_JSON_CHARS = 200_000
-NOTHING: Any = object()  # no JSON value; None is JSON's null
+NO_JSON: Any = object()  # no JSON value; None is JSON's null
 _FENCED = re.compile(r"```[\w+-]*[ \t]*\n(.*?)```", re.S)
 
 
@@ -32,7 +32,7 @@ def last_fenced(text: str) -> str | None:
 def read_json(text: str) -> Any:
     """Parse the text, or else its last fenced block, as JSON; return NOTHING if neither is JSON."""
     value = strict_json(text)
-    return strict_json(last_fenced(text) or "") if value is NOTHING else value
+    return strict_json(last_fenced(text) or "") if value is NO_JSON else value
 
 
 def strict_json(text: str) -> Any:
@@ -42,7 +42,7 @@ def strict_json(text: str) -> Any:
             return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
     except (ValueError, RecursionError):
         pass
-    return NOTHING
+    return NO_JSON
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -74,10 +74,10 @@ def same_json(value: Any, reference: Any) -> bool:
     return type(value) is type(reference) and value == reference
 
 
-def checked_schema(schema: Any) -> dict[str, Any]:
+def validated_schema(schema: Any) -> dict[str, Any]:
     """Return the schema; raise ValueError if it is invalid."""
     try:
-        validator_for(schema, default=type(validator_of({}))).check_schema(schema)
+        validator_for(schema, default=type(make_validator({}))).check_schema(schema)
     except (SchemaError, TypeError, AttributeError) as error:
         message = getattr(error, "message", str(error))
         raise ValueError(f"is not a valid JSON schema ({str(message)[:120]})") from error
@@ -87,22 +87,22 @@ def checked_schema(schema: Any) -> dict[str, Any]:
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class JsonMatch(Extraction):
+class JsonRule(ExtractionRule):
     """Reward a JSON value equal to the task's answer; an answer that is a string is parsed as JSON. `partial`: for
     objects, reward the share of correct keys."""
 
     rule: ClassVar[str] = "json"
-    extract: Extract = "whole"
+    extract: ExtractMode = "whole"
     partial: bool = False
 
     def __call__(self, episode: Episode) -> Reward:
         reference = episode.task.answer
         if isinstance(reference, str):
             reference = read_json(reference)
-        if reference is None or reference is NOTHING:
+        if reference is None or reference is NO_JSON:
             raise ValueError(f"task {episode.task.id}: its answer is not JSON, which the rule json needs")
         answer = read_json(self.answer_of(episode.trajectory) or "")
-        return self.rewarded(0.0 if answer is NOTHING else self._share(answer, reference))
+        return self.rewarded(0.0 if answer is NO_JSON else self._share(answer, reference))
 
     def _share(self, answer: Any, reference: Any) -> float:
         if not (self.partial and reference and isinstance(reference, dict) and isinstance(answer, dict)):
@@ -112,16 +112,16 @@ class JsonMatch(Extraction):
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class SchemaMatch(Extraction):
+class SchemaRule(ExtractionRule):
     """Reward JSON that is valid for `schema`."""
 
     rule: ClassVar[str] = "schema"
-    extract: Extract = "whole"
-    schema: Annotated[dict[str, Any], BeforeValidator(checked_schema)]
+    extract: ExtractMode = "whole"
+    schema: Annotated[dict[str, Any], BeforeValidator(validated_schema)]
 
     def __call__(self, episode: Episode) -> Reward:
         answer = read_json(self.answer_of(episode.trajectory) or "")
         try:
-            return self.rewarded(answer is not NOTHING and validator_of(self.schema).is_valid(answer))
+            return self.rewarded(answer is not NO_JSON and make_validator(self.schema).is_valid(answer))
         except (OverflowError, RecursionError):  # too large or too deep to validate
             return self.rewarded(0.0)

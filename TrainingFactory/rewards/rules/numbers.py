@@ -29,7 +29,7 @@ class Number:
 
 
 @dataclass(slots=True, frozen=True)
-class Figure:
+class NumberSpan:
     """Span of a number in a text; `number` is None for a run that is not a plain number: 10-3, 1.2.3."""
 
     start: int
@@ -37,9 +37,9 @@ class Figure:
     number: Number | None
 
 
-def figures(text: str, decimal_comma: bool = False) -> list[Figure]:
+def number_spans(text: str, decimal_comma: bool = False) -> list[NumberSpan]:
     """Return the spans of all numbers in a text, in order. The text must be normalised by `plain`."""
-    spans: list[Figure] = []
+    spans: list[NumberSpan] = []
     for match in RUN.finditer(text):
         if _PART_OF_WORD.search(text[max(0, match.start() - 16) : match.start()]):
             continue
@@ -53,8 +53,8 @@ def figures(text: str, decimal_comma: bool = False) -> list[Figure]:
 
 def is_number(text: str, decimal_comma: bool = False) -> bool:
     """Return whether the text is one number, possibly with a sign or a known unit; not `12 Angry Men`."""
-    clean = plain(text).strip().removesuffix(".")
-    spans = figures(clean, decimal_comma)
+    clean = normalise_symbols(text).strip().removesuffix(".")
+    spans = number_spans(clean, decimal_comma)
     return len(spans) == 1 and spans[0].number is not None and clean == clean[spans[0].start : spans[0].end]
 
 
@@ -90,7 +90,7 @@ def same_number(
     return abs(bare) >= 1 and close(left, right)
 
 
-def _figure(text: str, start: int, end: int, decimal_comma: bool) -> Figure:
+def _figure(text: str, start: int, end: int, decimal_comma: bool) -> NumberSpan:
     """Parse the run at start:end with the sign, currency, percent, scale and unit next to it."""
     value = _value(text[start:end], decimal_comma)
     window = text[max(0, start - 24) : start]
@@ -109,7 +109,7 @@ def _figure(text: str, start: int, end: int, decimal_comma: bool) -> Figure:
         or (lead["sign"] and _MINUS_IS_A_DASH.search(before + lead["sign"]))
         or ("-" in signs and before.endswith("|") and after.startswith("|"))  # |-5|
     ):
-        return Figure(start, end, None)
+        return NumberSpan(start, end, None)
     value = -value if "-" in signs else value
     money = (lead["money"] or "").strip()
     units, word = UNITS.get(money, ()), None
@@ -125,7 +125,7 @@ def _figure(text: str, start: int, end: int, decimal_comma: bool) -> Figure:
         units, length = units_of(after)
         end += length
         word = None if units else _OTHER_UNIT.match(after)
-    return Figure(start, end, Number(value, percent is not None, units, word[1] if word else ""))
+    return NumberSpan(start, end, Number(value, percent is not None, units, word[1] if word else ""))
 
 
 def _value(run: str, decimal_comma: bool) -> Fraction | None:
@@ -229,11 +229,11 @@ _OTHER_UNIT = re.compile(  # 5 clips, 5 kΩ
 )
 
 
-def plain(text: str) -> str:
+def normalise_symbols(text: str) -> str:
     """Return the text with signs, digits of other scripts, LaTeX and markdown normalised to plain ASCII."""
     text = text[-MAX_CHARS:]
     if not text.isascii():
-        text = lowered(_FRACTION_SIGN.sub(_fraction_sign, text))
+        text = superscripts_to_powers(_FRACTION_SIGN.sub(_fraction_sign, text))
         text = re.sub(r"[^\x00-\x7f]", lambda match: _ascii(match.group()), text)
     if "\\" in text or "{" in text:
         for pattern, replacement in _LATEX:
@@ -247,7 +247,7 @@ def plain(text: str) -> str:
     return re.sub(r"[ \t\f\v]+", " ", text)
 
 
-def lowered(text: str) -> str:
+def superscripts_to_powers(text: str) -> str:
     """Return the text with superscript digits as exponents: 2\u2078 becomes 2^8, not 28."""
     return _RAISED.sub(lambda match: "^" + match.group().translate(_LOWERED), text)
 
@@ -310,12 +310,12 @@ _LATEX = [
 def only_number(text: str, decimal_comma: bool = False) -> Number | None:
     """Return the number that the text states; None if there is none, or several with different values. An equation
     states its right side (48+24 = 72), an approximation its left side (1/3 ≈ 0.33)."""
-    text = plain(text).strip() if len(text) <= MAX_CHARS else ""
+    text = normalise_symbols(text).strip() if len(text) <= MAX_CHARS else ""
     if "≈" in text and "\n" in text:
         return None  # ambiguous: the approximated line is unknown
     stated = next((part for part in text.split("≈") if RUN.search(part)), "")
     equation, _, stated = stated.rpartition("=")
-    numbers = [figure.number for figure in figures(stated, decimal_comma)]
+    numbers = [figure.number for figure in number_spans(stated, decimal_comma)]
     first = numbers[0] if numbers else None
     if first is None or any(number is None or number.value != first.value for number in numbers):
         return None
@@ -327,8 +327,8 @@ def only_number(text: str, decimal_comma: bool = False) -> Number | None:
 def last_number_text(text: str, decimal_comma: bool = False) -> str | None:
     """Return the last number of the text as written, with its sign and unit; None if it is negated (not 7), one of
     several alternatives (5 or 7), or not a plain number (10-3)."""
-    text = plain(text)
-    spans = figures(text, decimal_comma)
+    text = normalise_symbols(text)
+    spans = number_spans(text, decimal_comma)
     if not spans or spans[-1].number is None:
         return None
     start, end = spans[-1].start, spans[-1].end
@@ -349,7 +349,9 @@ def _is_unclear(equation: str, stated: str, decimal_comma: bool) -> bool:
         return True
     sides = f"{line}={stated}".split("=")
     right_sides = [_NEXT.split(right)[0] for left, right in pairwise(sides) if _NAME.search(left)]
-    single = [spans for spans in (figures(side, decimal_comma) for side in right_sides) if len(spans) == 1]
+    single = [
+        spans for spans in (number_spans(side, decimal_comma) for side in right_sides) if len(spans) == 1
+    ]
     return len({figure.number.value for [figure] in single if figure.number}) > 1
 
 

@@ -21,7 +21,7 @@ from TrainingFactory.common.workers import Worker, WorkerTooSlow
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.rules.answers import AnswerRule, ReferenceRule
 from TrainingFactory.rewards.rules.numbers import Number, is_number, only_number, same_number
-from TrainingFactory.rewards.rules.text import holds, normalised
+from TrainingFactory.rewards.rules.text import contains_words, normalise_text
 from TrainingFactory.types import Reward
 
 MAX_FORMULA_CHARS = 300  # longer formulas do not match
@@ -29,7 +29,7 @@ MAX_BYTES = 4 * 2**30  # memory limit of the worker process
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class Numeric(AnswerRule):
+class NumericRule(AnswerRule):
     """Reward an answer that states exactly one number, equal to the reference up to `tolerance` (absolute) or
     `relative` (a share of it), whichever is larger. Default: integers must be equal, others within a relative 1e-6."""
 
@@ -63,7 +63,7 @@ def as_number(reference: Any, decimal_comma: bool = False) -> Number | None:
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class Auto(Numeric):
+class AutoRule(NumericRule):
     """Compare like `numeric` if the reference is a number, else like `normalised`. A reference with leading zeros
     (02139) is not a number: the answer must have them too."""
 
@@ -82,15 +82,15 @@ class Auto(Numeric):
         if not isinstance(reference, str):
             return super().score(answer, reference)
         if _ZEROS_IN_FRONT.fullmatch(reference) and (number := only_number(answer)):
-            return float(number.value == int(reference) and holds(answer, reference))
-        return float(normalised(answer) == normalised(reference))
+            return float(number.value == int(reference) and contains_words(answer, reference))
+        return float(normalise_text(answer) == normalise_text(reference))
 
 
 _ZEROS_IN_FRONT = re.compile(r"0\d{1,99}")
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class Maths(ReferenceRule):
+class MathRule(ReferenceRule):
     """Reward a mathematically equal answer. One that takes over `timeout` seconds to parse or compare scores 0."""
 
     rule: ClassVar[str] = "math"
@@ -113,8 +113,8 @@ class Maths(ReferenceRule):
             await worker.close()
 
     async def __call__(self, episode: Episode) -> Reward:
-        correct = self.right_answers(episode)
-        for answer in self.answers_of(episode):
+        correct = self.parsed_references(episode)
+        for answer in self.candidate_answers(episode):
             for reference in correct:
                 if await self._same(answer, reference):
                     return self.rewarded(1.0)
@@ -127,7 +127,7 @@ class Maths(ReferenceRule):
         number, expected = only_number(answer), only_number(reference)
         if number is not None and expected is not None and is_number(reference):
             return same_number(number, expected)
-        if normalised(answer) == normalised(reference):
+        if normalise_text(answer) == normalise_text(reference):
             return True
         if len(answer) > MAX_FORMULA_CHARS:
             return False

@@ -7,16 +7,33 @@ from typing import Any
 
 from TrainingFactory.common.options import make_named
 from TrainingFactory.protocols import RewardFunction
-from TrainingFactory.rewards.rules.choice import Choice
+from TrainingFactory.rewards.rules.choice import ChoiceRule
 from TrainingFactory.rewards.rules.code import CodeTests
-from TrainingFactory.rewards.rules.form import Format, Length, Pattern
-from TrainingFactory.rewards.rules.json_answers import JsonMatch, SchemaMatch
-from TrainingFactory.rewards.rules.numeric import Auto, Maths, Numeric
+from TrainingFactory.rewards.rules.form import FormatRule, LengthRule, PatternRule
+from TrainingFactory.rewards.rules.json_answers import JsonRule, SchemaRule
+from TrainingFactory.rewards.rules.numeric import AutoRule, MathRule, NumericRule
 from TrainingFactory.rewards.rules.sql import SqlResult
-from TrainingFactory.rewards.rules.text import F1, Contains, Exact, ExactMatch, Normalised
+from TrainingFactory.rewards.rules.text import (
+    ContainsRule,
+    ExactRule,
+    NormalisedRule,
+    SquadExactMatchRule,
+    SquadF1Rule,
+)
 
-_ANSWER_RULES = (Auto, Exact, Normalised, Numeric, Choice, Contains, ExactMatch, F1, Maths, JsonMatch)
-_FORMAT_RULES = (SchemaMatch, Pattern, Format, Length)
+_ANSWER_RULES = (
+    AutoRule,
+    ExactRule,
+    NormalisedRule,
+    NumericRule,
+    ChoiceRule,
+    ContainsRule,
+    SquadExactMatchRule,
+    SquadF1Rule,
+    MathRule,
+    JsonRule,
+)
+_FORMAT_RULES = (SchemaRule, PatternRule, FormatRule, LengthRule)
 _TOOL_RULES = (CodeTests, SqlResult)
 RULES: dict[str, Any] = {kind.rule: kind for kind in (*_ANSWER_RULES, *_FORMAT_RULES, *_TOOL_RULES)}
 

@@ -11,10 +11,10 @@ from pydantic.dataclasses import dataclass
 
 from TrainingFactory.common.options import STRICT, Count, Text
 from TrainingFactory.common.sql.compare import same_result
-from TrainingFactory.common.sql.database import Database
+from TrainingFactory.common.sql.database import SqlDatabase
 from TrainingFactory.protocols import Environment, Episode
-from TrainingFactory.rewards.rules.answers import references
-from TrainingFactory.rewards.rules.code import ToolRule, through
+from TrainingFactory.rewards.rules.answers import reference_answers
+from TrainingFactory.rewards.rules.code import ToolRule, tool_caller
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Task
 
@@ -39,7 +39,7 @@ class SqlExecution(ToolRule):
             super().check_environment(environment, task)
 
     async def __call__(self, episode: Episode) -> Reward:
-        [reference] = references(episode.task, self.rule)[:1]
+        [reference] = reference_answers(episode.task, self.rule)[:1]
         query = self.code_of(episode)
         if not query:
             return self.rewarded(0.0)
@@ -52,7 +52,7 @@ class SqlExecution(ToolRule):
         paths = episode.task.metadata.get("database")
         if paths is None:
             if (source := _source(episode.environment, self.tool)) is None:
-                return await same_result(through(episode, self.tool, "query"), query, reference)
+                return await same_result(tool_caller(episode, self.tool, "query"), query, reference)
             return await self._same_in(source.path, source.timeout, query, reference)
         files = [paths] if isinstance(paths, str | Path) else list(paths)
         if not files:
@@ -60,7 +60,7 @@ class SqlExecution(ToolRule):
         return all([await self._same_in(Path(path), self.timeout, query, reference) for path in files])
 
     async def _same_in(self, path: Path, timeout: float, query: str, reference: str) -> bool:
-        database = await in_thread(Database, path, timeout=timeout, max_rows=self.max_rows, format="exact")
+        database = await in_thread(SqlDatabase, path, timeout=timeout, max_rows=self.max_rows, format="exact")
         try:
             return await same_result(partial(in_thread, database.run), query, reference)
         finally:
@@ -71,8 +71,8 @@ class SqlResult(SqlExecution):
     rule: ClassVar[str] = "sql_result"
 
 
-def _source(environment: Environment, tool: str) -> Database | None:
+def _source(environment: Environment, tool: str) -> SqlDatabase | None:
     """Return the `database` of the environment or of the named tool; None if neither has one."""
     tools = (candidate for candidate in getattr(environment, "tools", ()) if candidate.spec.name == tool)
     databases = (getattr(owner, "database", None) for owner in (environment, *tools))
-    return next((database for database in databases if isinstance(database, Database)), None)
+    return next((database for database in databases if isinstance(database, SqlDatabase)), None)

@@ -11,42 +11,42 @@ from typing import Any, ClassVar
 from pydantic.dataclasses import dataclass
 
 from TrainingFactory.common.options import STRICT
-from TrainingFactory.rewards.rules.answers import AnswerRule, Extract
-from TrainingFactory.rewards.rules.numbers import lowered
+from TrainingFactory.rewards.rules.answers import AnswerRule, ExtractMode
+from TrainingFactory.rewards.rules.numbers import superscripts_to_powers
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class Exact(AnswerRule):
+class ExactRule(AnswerRule):
     """Reward an identical text, apart from surrounding whitespace."""
 
     rule: ClassVar[str] = "exact"
     whole_too: ClassVar[bool] = False
-    extract: Extract = "whole"
+    extract: ExtractMode = "whole"
 
     def score(self, answer: str, reference: Any) -> float:
         return float(answer.strip() == reference.strip())
 
 
-class Normalised(AnswerRule):
+class NormalisedRule(AnswerRule):
     """Reward an equal text, ignoring case, whitespace, quotes, emphasis and surrounding punctuation."""
 
     rule: ClassVar[str] = "normalised"
 
     def score(self, answer: str, reference: Any) -> float:
-        return float(normalised(answer) == normalised(reference))
+        return float(normalise_text(answer) == normalise_text(reference))
 
 
-class Contains(AnswerRule):
+class ContainsRule(AnswerRule):
     """Reward an answer that contains the reference as whole words."""
 
     rule: ClassVar[str] = "contains"
     whole_too: ClassVar[bool] = False
 
     def score(self, answer: str, reference: Any) -> float:
-        return float(holds(answer, reference))
+        return float(contains_words(answer, reference))
 
 
-class ExactMatch(AnswerRule):
+class SquadExactMatchRule(AnswerRule):
     """Reward SQuAD's exact match, which ignores case, punctuation and articles."""
 
     rule: ClassVar[str] = "em"
@@ -55,7 +55,7 @@ class ExactMatch(AnswerRule):
         return float(squad_words(answer) == squad_words(reference))
 
 
-class F1(AnswerRule):
+class SquadF1Rule(AnswerRule):
     """Reward SQuAD's F1, the word overlap of the answer and the reference."""
 
     rule: ClassVar[str] = "f1"
@@ -74,9 +74,9 @@ class F1(AnswerRule):
 _VERDICTS = ("yes", "no", "noanswer")
 
 
-def normalised(text: str) -> str:
+def normalise_text(text: str) -> str:
     """Return the text with case, Unicode forms, whitespace, emphasis and surrounding punctuation normalised."""
-    text = unicodedata.normalize("NFKC", lowered(text)).casefold().translate(_QUOTES)
+    text = unicodedata.normalize("NFKC", superscripts_to_powers(text)).casefold().translate(_QUOTES)
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s?\{([^{}]{0,200})\}", r"\1", text)
     text = " ".join(text.replace("**", "").split())
     inside = text.lstrip(_AROUND)
@@ -90,23 +90,23 @@ _AROUND = " \"'`*_.,;:!?()[]$"
 _POINT = re.compile(r"(?<![.,])[.,]\Z")
 
 
-def holds(answer: str, reference: str) -> bool:
+def contains_words(answer: str, reference: str) -> bool:
     """Return whether the answer contains the reference as whole words, and a number only as a whole number: 7.72, -72,
     1/72, x^72 and 72,000 do not contain 72. A dash between numbers (1939-1945) is not a minus."""
-    target = normalised(reference)
+    target = normalise_text(reference)
     before, after = r"(?<!\w)(?<!\d[.,])", r"(?!\w)(?![.,]\d)"
     if target[:1].isdigit():
         before += r"(?<![.,/^\\])(?<!\d')(?<![\s(\[=:$]-)(?<!\A-)"
     if target[-1:].isdigit():
         after += r"(?!'\d)(?! ?[/^] ?\w)"
         after += r"(?! \d{3}(?!\d))" if re.fullmatch(r"\d{1,3}", target) else ""
-    return re.search(f"{before}{re.escape(target)}{after}", normalised(answer)) is not None
+    return re.search(f"{before}{re.escape(target)}{after}", normalise_text(answer)) is not None
 
 
 def squad_words(text: str) -> list[str]:
     """Return the words as SQuAD compares them: in lower case, without punctuation and articles. Unlike SQuAD, keep the
     articles of a text of nothing else (`The` and `A` differ) and the marks in numbers (1.5 and 15 differ)."""
-    lower = unicodedata.normalize("NFKC", lowered(text)).lower()
+    lower = unicodedata.normalize("NFKC", superscripts_to_powers(text)).lower()
     bare = _IN_NUMBER.sub(_protect, lower).translate(_PUNCTUATION)
     return _ARTICLES.sub(" ", bare).split() or bare.split() or lower.split()
 

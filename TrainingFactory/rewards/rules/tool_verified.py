@@ -15,25 +15,25 @@ from pydantic.dataclasses import dataclass
 
 from TrainingFactory.common.arithmetic import calculate, tokens
 from TrainingFactory.common.options import STRICT, make_named
-from TrainingFactory.common.sql.compare import Ask
+from TrainingFactory.common.sql.compare import RunQuery
 from TrainingFactory.protocols import Episode, RewardFunction
-from TrainingFactory.rewards.rules.answers import references
-from TrainingFactory.rewards.rules.code import CodeTests, ToolRule, through, value_after
+from TrainingFactory.rewards.rules.answers import reference_answers
+from TrainingFactory.rewards.rules.code import CodeTests, ToolRule, run_and_read, tool_caller
 from TrainingFactory.rewards.rules.json_answers import same_json
-from TrainingFactory.rewards.rules.numbers import Number, plain
-from TrainingFactory.rewards.rules.numeric import Numeric
+from TrainingFactory.rewards.rules.numbers import Number, normalise_symbols
+from TrainingFactory.rewards.rules.numeric import NumericRule
 from TrainingFactory.rewards.rules.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.sql import SqlExecution
 from TrainingFactory.types import Reward, Task
 
 
 @dataclass(frozen=True)
-class Case:
+class CodeCase:
     args: list[Any]
     expected: Any
 
 
-CASES = TypeAdapter(Annotated[list[Case], Field(min_length=1)])
+CASES = TypeAdapter(Annotated[list[CodeCase], Field(min_length=1)])
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class CodeCases(ToolRule):
         code = self.code_of(episode)
         if not code:
             return self.rewarded(0.0)
-        ask = through(episode, self.tool, "code")
+        ask = tool_caller(episode, self.tool, "code")
         passed: list[bool] = []
         if not self.partial:  # run the first case alone, so that code that hangs is stopped only once
             first, *cases = cases
@@ -64,11 +64,11 @@ class CodeCases(ToolRule):
         passed += await asyncio.gather(*(self._passes(ask, code, entry, *case) for case in cases))
         return self.rewarded(sum(passed) / len(passed) if self.partial else all(passed))
 
-    async def _passes(self, ask: Ask, code: str, entry: str, args: list[Any], expected: Any) -> bool:
+    async def _passes(self, ask: RunQuery, code: str, entry: str, args: list[Any], expected: Any) -> bool:
         arguments = json.dumps(json.dumps(args))
         call = f"_json.dumps({entry}(*_json.loads({arguments})))"
         size = len(json.dumps(expected))
-        output = await value_after(ask, f"{code}\n\nimport json as _json", call, expected=size)
+        output = await run_and_read(ask, f"{code}\n\nimport json as _json", call, expected=size)
         try:
             return output is not None and same_json(json.loads(output), expected)
         except (ValueError, RecursionError):
@@ -86,7 +86,7 @@ def _cases(task: Task) -> list[tuple[list[Any], Any]]:
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class Calculated(Numeric):
+class CalculatedRule(NumericRule):
     """Reward the value of the task's metadata `expression`, else the task's answer. With `expressions`, the answer may
     be an expression such as (3+5)*4; if the metadata has `numbers`, it may use only these, each at most once."""
 
@@ -100,7 +100,7 @@ class Calculated(Numeric):
             numbers = _numbers(task) if self.expressions else None
         except (ValueError, TypeError, ZeroDivisionError, RecursionError) as error:
             raise ValueError(f"task {task.id}: {error}") from error
-        answers = self.answers_of(episode)
+        answers = self.candidate_answers(episode)
         if numbers is not None:
             answers = [answer for answer in answers if _uses_only(answer, numbers)]
         scores = [self.score(answer, reference) for answer in answers for reference in correct]
@@ -109,7 +109,7 @@ class Calculated(Numeric):
     def _correct(self, task: Task) -> list[Number]:
         if (expression := task.metadata.get("expression")) is not None:
             return [Number(calculate(str(expression)))]
-        return [self.read_reference(reference) for reference in references(task, self.rule)]
+        return [self.read_reference(reference) for reference in reference_answers(task, self.rule)]
 
     def score(self, answer: str, reference: Number) -> float:
         values = _calculated(answer) if self.expressions else {}
@@ -121,7 +121,7 @@ class Calculated(Numeric):
 def _calculated(answer: str) -> dict[str, Fraction]:
     """Return the value of each side of an equation, or of a single expression; empty for other texts."""
     try:
-        return {side: calculate(side) for side in plain(answer).strip(" .").split("=")}
+        return {side: calculate(side) for side in normalise_symbols(answer).strip(" .").split("=")}
     except (ValueError, ZeroDivisionError, RecursionError):
         return {}
 
@@ -140,7 +140,7 @@ def _uses_only(answer: str, numbers: Counter[Fraction]) -> bool:
 
 _DIGIT = re.compile(r"\d")
 
-VERIFIERS: dict[str, Any] = {kind.rule: kind for kind in (SqlExecution, CodeCases, CodeTests, Calculated)}
+VERIFIERS: dict[str, Any] = {kind.rule: kind for kind in (SqlExecution, CodeCases, CodeTests, CalculatedRule)}
 
 
 def make_verifier(verify: str, **options: Any) -> RewardFunction:

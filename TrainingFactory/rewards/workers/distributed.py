@@ -15,21 +15,21 @@ from pydantic import validate_call
 
 from TrainingFactory.common.endpoint import Endpoint
 from TrainingFactory.common.options import STRICT, Count, NotNegative, Positive
-from TrainingFactory.common.user_code import failure
+from TrainingFactory.common.user_code import describe_failure
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.adapt import Adapted, as_reward, one_by_one
+from TrainingFactory.rewards.adapt import AdaptedReward, as_reward, score_independently
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.judge.judges import Judge
 from TrainingFactory.rewards.judge.model_judge import judges_at
-from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess, is_rows_own
+from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess, is_row_error
 from TrainingFactory.tools.limits import CircuitBreaker
-from TrainingFactory.tools.timeouts import OutOfTime, within
+from TrainingFactory.tools.timeouts import OutOfTime, run_within
 from TrainingFactory.types import Reward, Trajectory
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 MAX_REASONS = 100  # distinct reasons in `dropped`
-LOOK_AGAIN = 0.1  # seconds between checks of workers that are down
+RECHECK_SECONDS = 0.1  # seconds between checks of workers that are down
 
 
 class WorkersDown(Exception):
@@ -40,7 +40,7 @@ class WorkersDown(Exception):
 class PoolWorker:
     number: int
     model: Any  # as passed to the pool
-    reward: Adapted | RewardProcess
+    reward: AdaptedReward | RewardProcess
     breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(failures=2, pause=0.5))
     down: bool = False  # a warning was logged
     running: int = 0
@@ -132,7 +132,7 @@ class RewardWorkerPool:
 
     async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
         if not self.grouped:
-            return await one_by_one(self, episodes)
+            return await score_independently(self, episodes)
         try:
             results = await self._scored(lambda worker: worker.reward.group(episodes))
         except Exception as error:
@@ -144,7 +144,7 @@ class RewardWorkerPool:
         return results
 
     def _drop(self, error: Exception, rows: int = 1) -> None:
-        reason = f"judge: {error.kind}" if isinstance(error, JudgeFailure) else failure(error)
+        reason = f"judge: {error.kind}" if isinstance(error, JudgeFailure) else describe_failure(error)
         self.dropped[reason if len(self.dropped) < MAX_REASONS else "other"] += rows
 
     async def close(self) -> None:
@@ -194,7 +194,9 @@ class RewardWorkerPool:
             log.warning("reward %s has recovered", worker.name)
         elif not worker.down and answered is False and worker.breaker.is_open and error is not None:
             worker.down = True
-            log.warning("reward %s is down and is skipped until it recovers: %s", worker.name, failure(error))
+            log.warning(
+                "reward %s is down and is skipped until it recovers: %s", worker.name, describe_failure(error)
+            )
 
     async def _acquire(self, tried: dict[PoolWorker, Exception]) -> tuple[PoolWorker, int]:
         """Return the free worker with the fewest running rows that has not failed on this row yet."""
@@ -203,7 +205,9 @@ class RewardWorkerPool:
             untried = [worker for worker in self.workers if worker not in tried]
             if not untried:
                 last = next(reversed(tried.values()))
-                raise WorkersDown(f"all {len(tried)} reward workers failed; last error: {failure(last)}")
+                raise WorkersDown(
+                    f"all {len(tried)} reward workers failed; last error: {describe_failure(last)}"
+                )
             up = [worker for worker in untried if not worker.breaker.is_open]
             free = [worker for worker in up if worker.running < self.per_worker]
             if free:
@@ -222,7 +226,7 @@ class RewardWorkerPool:
         """Wait until a worker is released, or until it is time to check the workers that are down."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
-        await asyncio.wait({waiter}, timeout=LOOK_AGAIN)
+        await asyncio.wait({waiter}, timeout=RECHECK_SECONDS)
         if not waiter.done():
             self._waiting.remove(waiter)
 
@@ -237,7 +241,7 @@ class RewardWorkerPool:
         # A process enforces the timeout itself, from the time when it is ready.
         limit = None if isinstance(worker.reward, RewardProcess) else self.timeout
         try:
-            return await within(limit, score(worker))
+            return await run_within(limit, score(worker))
         except OutOfTime:
             raise TimeoutError(f"{worker.name} did not answer within {self.timeout:g} s") from None
 
@@ -249,5 +253,5 @@ def _blame(error: Exception) -> tuple[bool | None, bool]:
         # request is up.
         verdicts = {"budget": (None, True), "unavailable": (False, True), "error": (True, True)}
         return verdicts.get(error.kind, (True, False))
-    rows_own = is_rows_own(error)
+    rows_own = is_row_error(error)
     return rows_own, not rows_own

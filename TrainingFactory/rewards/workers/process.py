@@ -9,17 +9,25 @@ from typing import Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from TrainingFactory.common.user_code import failure
+from TrainingFactory.common.user_code import describe_failure
 from TrainingFactory.common.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 from TrainingFactory.data.trajectories import trajectory_from_dict, trajectory_to_dict
 from TrainingFactory.protocols import Environment, Episode
-from TrainingFactory.rewards.adapt import Adapted, BrokeOff, Unscored, alone
-from TrainingFactory.rewards.loading import load_reward, with_whole_path
+from TrainingFactory.rewards.adapt import AdaptedReward, RewardAborted, Unscored, score_single
+from TrainingFactory.rewards.loading import load_reward, with_absolute_path
 from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult, Trajectory
 
 Rows = list[dict[str, Any]]
 # Exceptions caused by the row; any other exception may be the worker's fault.
-ROWS_OWN = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, ToolFailure)
+ROW_ERRORS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    AssertionError,
+    ToolFailure,
+)
 _JSON: TypeAdapter[Any] = TypeAdapter(JsonValue)
 
 
@@ -54,12 +62,12 @@ class RewardProcess:
         target: str,
         timeout: float = 300.0,
         options: Mapping[str, Any] | None = None,
-        like: Adapted | None = None,  # the same reward, if it is already loaded in this process
+        like: AdaptedReward | None = None,  # the same reward, if it is already loaded in this process
         worker: Callable[..., Any] = Worker,  # factory of the worker; its process may be on another machine
     ) -> None:
         self.like = like or load_reward(target, options)
         self.grouped, self.compares = self.like.grouped, self.like.compares
-        self.target, self.timeout = with_whole_path(target), timeout
+        self.target, self.timeout = with_absolute_path(target), timeout
         self._worker = worker(f"{__name__}:start", {"target": self.target, "options": options})
 
     @property
@@ -67,7 +75,7 @@ class RewardProcess:
         return self._worker.alive
 
     async def __call__(self, episode: Episode) -> Reward:
-        return await alone(self, episode)
+        return await score_single(self, episode)
 
     async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
         for episode in episodes:
@@ -116,7 +124,7 @@ def start(settings: dict[str, Any]) -> Callable[[Rows], dict[str, Any]]:
     return lambda rows: runner.run(_score(reward, rows))
 
 
-async def _score(reward: Adapted, rows: Rows) -> dict[str, Any]:
+async def _score(reward: AdaptedReward, rows: Rows) -> dict[str, Any]:
     try:
         results = await reward.group([FinishedEpisode(trajectory_from_dict(row)) for row in rows])
     except Exception as error:  # rewards are user code
@@ -127,12 +135,12 @@ async def _score(reward: Adapted, rows: Rows) -> dict[str, Any]:
     return {"rewards": rows}
 
 
-def is_rows_own(error: Exception) -> bool:
-    return isinstance(error, ROWS_OWN) and not isinstance(error, BrokeOff)
+def is_row_error(error: Exception) -> bool:
+    return isinstance(error, ROW_ERRORS) and not isinstance(error, RewardAborted)
 
 
 def _failure_to_dict(error: Exception) -> dict[str, Any]:
-    return {"error": failure(error), "own": is_rows_own(error)}
+    return {"error": describe_failure(error), "own": is_row_error(error)}
 
 
 def _failure_from_dict(row: dict[str, Any]) -> Exception:

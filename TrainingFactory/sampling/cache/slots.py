@@ -17,13 +17,13 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from TrainingFactory.sampling.cache.view import refuse
+from TrainingFactory.sampling.cache.view import unsupported_model
 
 ATTENTION = "tfactory_slots"
 
 
 @dataclass(slots=True)
-class Layer:
+class LayerCache:
     """Cache of one attention layer. Initialised with zeros, because NaN in unused memory would survive the mask."""
 
     keys: torch.Tensor  # [S+1, C, Hkv, d]; padding tokens are written to the last slot
@@ -40,7 +40,7 @@ class Layer:
 
 
 @dataclass(slots=True)
-class Shape:
+class LayerShape:
     """Shape of one layer's keys and values, as the probe recorded it."""
 
     queries: int  # query heads
@@ -54,11 +54,11 @@ class Shape:
 class SlotCache:
     """Keys and values of S slots for every layer. The capacity grows on demand."""
 
-    def __init__(self, slots: int, capacity: int, shapes: list[Shape]) -> None:
+    def __init__(self, slots: int, capacity: int, shapes: list[LayerShape]) -> None:
         self.slots = slots
         self.capacity = capacity
         self.layers = [
-            Layer(*(torch.zeros(slots + 1, capacity, s.heads, size, dtype=s.dtype, device=s.device)
+            LayerCache(*(torch.zeros(slots + 1, capacity, s.heads, size, dtype=s.dtype, device=s.device)
                     for size in (s.key_size, s.value_size)))
             for s in shapes
         ]  # fmt: skip
@@ -78,7 +78,7 @@ class SlotCache:
 
 
 @dataclass(slots=True)
-class Part:
+class AttentionPart:
     """One part of a forward: P rows of up to T tokens, each with its own slot; a row may be empty."""
 
     slots: torch.Tensor | slice  # [P], or a slice if that avoids a copy
@@ -140,19 +140,19 @@ class StepContext:
     cache: SlotCache | None = None  # None: the probe that records the shapes
     where: torch.Tensor | None = None  # [N] flat cache positions to write
     source: torch.Tensor | None = None  # [N] the computed token for each of them; None: token i for i
-    dense: Part | None = None
+    dense: AttentionPart | None = None
     tokens: int = 0  # tokens of the dense part
-    chunks: Part | None = None
-    shapes: list[Shape] = field(default_factory=list)  # filled by the probe
+    chunks: AttentionPart | None = None
+    shapes: list[LayerShape] = field(default_factory=list)  # filled by the probe
     # With the GPU kernels, instead of the two parts:
-    attend: Callable[[torch.Tensor, Layer, StepContext, float], torch.Tensor] | None = None
+    attend: Callable[[torch.Tensor, LayerCache, StepContext, float], torch.Tensor] | None = None
     positions: torch.Tensor | None = None  # [N]
     rows: Tiles | None = None  # the dense part
     groups: Tiles | None = None  # dense rows with a shared prefix, over the keys of that prefix
     pieces: Tiles | None = None  # the chunks
 
 
-def part_attention(query: torch.Tensor, layer: Layer, part: Part, scale: Any) -> torch.Tensor:
+def part_attention(query: torch.Tensor, layer: LayerCache, part: AttentionPart, scale: Any) -> torch.Tensor:
     """[1, H, n, d] -> [n, H, dv]"""
     q = query[0].transpose(0, 1).unflatten(1, (layer.keys.shape[2], -1))  # [n, Hkv, G, d]
     k, v = part.seen(layer.keys), part.seen(layer.values)
@@ -164,7 +164,8 @@ def part_attention(query: torch.Tensor, layer: Layer, part: Part, scale: Any) ->
 
 
 def trunk_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: Layer, part: Part, scale: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: LayerCache, part: AttentionPart,
+    scale: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Attend to the rows' shared prefix once and to the rest per row; merge both by their log-sum-exps. CPU only."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -192,7 +193,7 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Write keys and values to the cache and attend, as transformers' attention function; return [1, N, H, dv]."""
     if tfactory_step is None:
-        raise refuse(_kind(module), "it does not pass keyword arguments to its attention function")
+        raise unsupported_model(_kind(module), "it does not pass keyword arguments to its attention function")
     step = tfactory_step
     if step.cache is None:
         return _probe(module, query, key, value, attention_mask, step, kwargs), None
@@ -228,13 +229,13 @@ def _probe(
     }
     for name, reason in reasons.items():
         if kwargs.get(name) is not None:
-            raise refuse(kind, reason)
+            raise unsupported_model(kind, reason)
     if attention_mask is not None:
-        raise refuse(kind, "it builds its own attention mask")
+        raise unsupported_model(kind, "it builds its own attention mask")
     if getattr(module, "layer_idx", None) != len(step.shapes):
-        raise refuse(kind, "its attention layers are not numbered consecutively")
+        raise unsupported_model(kind, "its attention layers are not numbered consecutively")
     sizes = query.shape[1], key.shape[1], key.shape[-1], value.shape[-1]
-    step.shapes.append(Shape(*sizes, key.dtype, key.device))
+    step.shapes.append(LayerShape(*sizes, key.dtype, key.device))
     # Zeros of the right shape, because the probe ignores the values.
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 

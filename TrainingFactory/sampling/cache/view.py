@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 ALTERNATIVES = "Sample this model with vLLM or with transformers' own `generate` instead."
 
 
-def refuse(model_type: str, reason: str) -> ValueError:
+def unsupported_model(model_type: str, reason: str) -> ValueError:
     return ValueError(f"the native engine cannot sample a {model_type!r} model: {reason}. {ALTERNATIVES}")
 
 
@@ -30,11 +30,13 @@ def causal_model(model: Any) -> PreTrainedModel:
         raise ValueError(f"the native engine samples transformers and PEFT models, but got a {kind}")
     if model.active_peft_config.is_prompt_learning:
         name = model.active_peft_config.peft_type
-        raise refuse(model.config.model_type, f"{name} adapters add virtual tokens outside its layers")
+        raise unsupported_model(
+            model.config.model_type, f"{name} adapters add virtual tokens outside its layers"
+        )
     return unwrap()
 
 
-class OneCallNorm(nn.Module):
+class FusedRMSNorm(nn.Module):
     """RMSNorm of Llama, Qwen and others in one call instead of six, for speed on a CPU."""
 
     weight: torch.Tensor
@@ -45,7 +47,7 @@ class OneCallNorm(nn.Module):
 
 
 @torch.no_grad()
-def fuses(module: nn.Module) -> bool:
+def can_fuse_norm(module: nn.Module) -> bool:
     """Return whether the module is an unmodified RMSNorm whose output on test inputs equals that of `OneCallNorm`."""
     weight, kind = module._parameters.get("weight"), type(module)
     if not hasattr(module, "variance_epsilon") or weight is None or weight.dim() != 1:
@@ -85,7 +87,7 @@ def shared_view(
     def view(module: nn.Module) -> nn.Module:
         if id(module) in modules:
             return modules[id(module)]
-        kind = (fused and fused(module)) or (OneCallNorm if fuses(module) else module.__class__)
+        kind = (fused and fused(module)) or (FusedRMSNorm if can_fuse_norm(module) else module.__class__)
         twin = modules[id(module)] = kind.__new__(kind)
         # The dict of parameters is shared, so that parameters replaced by the learner are replaced here too. The
         # dict of buffers is not: a forward may replace rotary tables, and here they are inference tensors.
@@ -106,7 +108,7 @@ def shared_view(
     return twin
 
 
-def join(layers: Sequence[Any]) -> torch.Tensor | None:
+def join_weights(layers: Sequence[Any]) -> torch.Tensor | None:
     """Make the weights of plain layers contiguous in memory, and return them as one tensor; None for other layers."""
     if any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers):
         return None
@@ -128,15 +130,19 @@ def check_model(model: PreTrainedModel) -> None:
     config = model.config
     kind = config.model_type
     if config.is_encoder_decoder:
-        raise refuse(kind, "it is an encoder-decoder")
+        raise unsupported_model(kind, "it is an encoder-decoder")
     if not model._can_set_attn_implementation():
-        raise refuse(kind, "its attention does not go through transformers' attention interface")
+        raise unsupported_model(kind, "its attention does not go through transformers' attention interface")
     if "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
-        raise refuse(kind, "its forward has no `logits_to_keep`, so it is not a causal language model")
+        raise unsupported_model(
+            kind, "its forward has no `logits_to_keep`, so it is not a causal language model"
+        )
     text = config.get_text_config()
     layers = getattr(text, "layer_types", None) or []
     if unsupported := sorted({str(layer) for layer in layers} - {"full_attention"}):
-        raise refuse(kind, f"it has {' and '.join(unsupported)} layers, and only full attention is supported")
+        raise unsupported_model(
+            kind, f"it has {' and '.join(unsupported)} layers, and only full attention is supported"
+        )
 
 
 def routes_tokens(model: PreTrainedModel) -> bool:

@@ -9,8 +9,8 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
-from TrainingFactory.sampling.cache.slots import Shape, StepContext
-from TrainingFactory.sampling.cache.view import join
+from TrainingFactory.sampling.cache.slots import LayerShape, StepContext
+from TrainingFactory.sampling.cache.view import join_weights
 from TrainingFactory.sampling.gpu import kernels
 
 MODELS = {"llama", "mistral", "qwen2", "qwen3"}
@@ -32,7 +32,7 @@ class FusedLayer(nn.Module):
         normed, _ = kernels.norm(states, self.input_layernorm)
         q, k, v = _products(normed, attention.q_proj, attention.k_proj, attention.v_proj)
         norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        kernels.rotate(q, k, v, kwargs["position_embeddings"], layer, step.where, norms)
+        kernels.norm_rotate_and_cache(q, k, v, kwargs["position_embeddings"], layer, step.where, norms)
         mixed = step.attend(q.unflatten(1, (-1, layer.keys.shape[3])), layer, step, attention.scaling)
         (mixed,) = _products(mixed.flatten(1), attention.o_proj)
         normed, states = kernels.norm(mixed, self.post_attention_layernorm, states)
@@ -68,8 +68,8 @@ def _products(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = No
     projections of their adapters. The output of a single layer can be added in place to `onto`."""
     projections = [_opened(layer) for layer in layers]
     downs = [projection.down for projection in projections if projection.down is not None]
-    weight = join([projection.layer for projection in projections])
-    down_weight = join(downs) if downs else None
+    weight = join_weights([projection.layer for projection in projections])
+    down_weight = join_weights(downs) if downs else None
     if weight is None or (downs and down_weight is None):
         outputs = [layer(states) for layer in layers]
         return outputs if onto is None else [onto.add_(outputs[0])]
@@ -83,21 +83,21 @@ def _products(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = No
     return outputs
 
 
-class WideHead(nn.Linear):
+class Float32Head(nn.Linear):
     """Output layer that returns the logits of 16-bit states in float32, like the learner's."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return torch.mm(input[0], self.weight.t(), out_dtype=torch.float32)[None]
 
 
-def widen(head: Any) -> None:
+def use_float32_logits(head: Any) -> None:
     """Make a plain output layer with 16-bit weights on a GPU return float32 logits."""
     plain = type(head) is nn.Linear and head.bias is None
     if plain and head.weight.is_cuda and head.weight.dtype != torch.float32:
-        head.__class__ = WideHead
+        head.__class__ = Float32Head
 
 
-def fused_kind(module: nn.Module) -> type[nn.Module] | None:
+def fused_class(module: nn.Module) -> type[nn.Module] | None:
     """Return the class that replaces the module's, if it is a decoder layer without hooks or wrapped forwards."""
     if not type(module).__name__.endswith("DecoderLayer"):
         return None
@@ -109,7 +109,7 @@ def fused_kind(module: nn.Module) -> type[nn.Module] | None:
     return FusedLayer if silu and not changed else None
 
 
-def can_attend(shapes: list[Shape]) -> bool:
+def can_attend(shapes: list[LayerShape]) -> bool:
     """Return whether the attention kernel supports these layers."""
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     sizes = all(shape.key_size == shape.value_size in (16, 32, 64, 128, 256) for shape in shapes)

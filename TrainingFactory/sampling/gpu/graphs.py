@@ -48,7 +48,7 @@ class DecodeGraphs:
     def check(self, model: torch.nn.Module, cache: list[torch.Tensor]) -> None:
         """Drop the graphs, which contain addresses, if weights moved, adapters were switched or the cache grew."""
         tensors = (*model.parameters(), *cache)
-        addresses = (tuple(tensor.data_ptr() for tensor in tensors), adapter_state(model))
+        addresses = (tuple(tensor.data_ptr() for tensor in tensors), active_adapters(model))
         if addresses != self._addresses:
             self._graphs.clear()
             self._pool = None  # the memory pool is released with the last graph that uses it
@@ -68,7 +68,7 @@ class DecodeGraphs:
 
     def _record(self, key: Hashable, arrays: list[np.ndarray], step: Step) -> Any:
         started, inputs = time.perf_counter(), packed(arrays).to(self.device)
-        tensors = unpacked(inputs, arrays)
+        tensors = unpack_arrays(inputs, arrays)
         try:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -96,7 +96,7 @@ def packed(arrays: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([array.view(np.int64) for array in arrays]))
 
 
-def unpacked(packed: torch.Tensor, arrays: list[np.ndarray]) -> list[torch.Tensor]:
+def unpack_arrays(packed: torch.Tensor, arrays: list[np.ndarray]) -> list[torch.Tensor]:
     kinds = {np.dtype(np.int64): torch.int64, np.dtype(np.float64): torch.float64}
     parts = packed.split([len(array) for array in arrays])
     return [part.view(kinds[array.dtype]) for part, array in zip(parts, arrays, strict=True)]
@@ -106,10 +106,10 @@ def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tens
     """Copy arrays to the device in one transfer, because small copies to a GPU cost the same as large ones."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    return unpacked(packed(arrays).to(device), arrays)
+    return unpack_arrays(packed(arrays).to(device), arrays)
 
 
-def adapter_state(model: torch.nn.Module) -> Hashable:
+def active_adapters(model: torch.nn.Module) -> Hashable:
     """Return which adapters are active. PEFT switches them by attributes, which addresses do not show."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 

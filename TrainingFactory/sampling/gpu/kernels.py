@@ -13,7 +13,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from TrainingFactory.sampling.cache.slots import Layer, StepContext, Tiles
+from TrainingFactory.sampling.cache.slots import LayerCache, StepContext, Tiles
 
 LOG2E = 1.4426950408889634
 CHUNK = 2048  # tokens of the vocabulary that one program sums
@@ -233,8 +233,8 @@ def gate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def rotate(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], layer: Layer,
+def norm_rotate_and_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], layer: LayerCache,
     where: torch.Tensor, norms: tuple[Any, Any],
 ) -> None:  # fmt: skip
     """Norm and rotate q [N, H * D] in place, and write k, normed and rotated, and v to the cache. All may be columns of
@@ -248,7 +248,7 @@ def rotate(
     )  # fmt: skip
 
 
-def attend(q: torch.Tensor, layer: Layer, step: StepContext, scale: float) -> torch.Tensor:
+def attend(q: torch.Tensor, layer: LayerCache, step: StepContext, scale: float) -> torch.Tensor:
     """[N, H, D] -> [N, H, D]"""
     out = q.new_empty(q.shape)
     dense = step.tokens
@@ -275,7 +275,7 @@ def attend(q: torch.Tensor, layer: Layer, step: StepContext, scale: float) -> to
 
 
 def _tiles(
-    q: torch.Tensor, layer: Layer, step: StepContext, tiles: Tiles, scale: float, out: torch.Tensor,
+    q: torch.Tensor, layer: LayerCache, step: StepContext, tiles: Tiles, scale: float, out: torch.Tensor,
     sums: torch.Tensor | None = None, part: int = 0, splits: int = 1,
 ) -> None:  # fmt: skip
     _, capacity, heads, size = layer.keys.shape
@@ -291,7 +291,9 @@ def _tiles(
     )  # fmt: skip
 
 
-def choose(logits: torch.Tensor, uniform: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
+def sample_tokens(
+    logits: torch.Tensor, uniform: torch.Tensor, temperature: torch.Tensor | None
+) -> torch.Tensor:
     """Return the same as `picking.pick` without filters, in one pass over the logits [M, V]."""
     rows, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK)

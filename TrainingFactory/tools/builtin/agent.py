@@ -9,12 +9,17 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 from pydantic import validate_call
 
 from TrainingFactory.common.endpoint import Endpoint, ModelError
-from TrainingFactory.common.options import STRICT, Count, Positive, Text, nested
+from TrainingFactory.common.options import STRICT, Count, Positive, Text, from_mapping
 from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.tools.adapt import as_tool
-from TrainingFactory.tools.builtin.model import PROMPT, OneTool, failed, opening
+from TrainingFactory.tools.builtin.model import (
+    PROMPT_SCHEMA,
+    SingleToolSession,
+    failed_result,
+    opening_messages,
+)
 from TrainingFactory.tools.executor import DEFAULT_OPTIONS, AsyncToolExecutor
-from TrainingFactory.tools.fingerprint import call_name, definition, digest
+from TrainingFactory.tools.fingerprint import call_fingerprint, digest, object_fingerprint
 from TrainingFactory.tools.making import make_tool
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.runtime import ToolRuntime
@@ -38,7 +43,7 @@ class AgentTool:
         self,
         name: Text,
         description: str,
-        model: Annotated[ChatModel | Mapping[str, Any], nested(Endpoint, "an agent's model")],
+        model: Annotated[ChatModel | Mapping[str, Any], from_mapping(Endpoint, "an agent's model")],
         tools: Sequence[Any] = (),
         *,
         system_prompt: str = "",
@@ -56,9 +61,9 @@ class AgentTool:
         self._runtime = ToolRuntime()  # one for all calls, so that they share the limits of the tools
         self._calls = count()
         self.system_prompt, self.max_turns, self.tool_timeout = system_prompt, max_turns, tool_timeout
-        self.spec = ToolSpec(name, description, PROMPT)
+        self.spec = ToolSpec(name, description, PROMPT_SCHEMA)
         tool_versions = [_version(tool) for tool in self.tools]
-        version = digest(definition(model), system_prompt, f"{max_turns}", *tool_versions)
+        version = digest(object_fingerprint(model), system_prompt, f"{max_turns}", *tool_versions)
         # Neither pure nor idempotent: a retry would repeat the side effects of the agent's tools.
         self.options = ToolOptions(timeout=timeout, concurrency=concurrency, rate=rate, version=version)
 
@@ -67,18 +72,18 @@ class AgentTool:
             if isinstance(tool, ToolSource):
                 await tool.open()
 
-    def session(self) -> OneTool:
-        return OneTool(self)
+    def session(self) -> SingleToolSession:
+        return SingleToolSession(self)
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         executor = AsyncToolExecutor(self.tools, self.tool_timeout)
         executor.attach(self._runtime, next(self._calls))
         try:
-            return await self._converse(executor, opening(self.system_prompt, arguments["prompt"]))
+            return await self._converse(executor, opening_messages(self.system_prompt, arguments["prompt"]))
         except ModelError as error:
-            return failed(self.spec.name, error)
+            return failed_result(self.spec.name, error)
         except ToolFailure as error:  # the agent's tools failed, not those of the episode
-            return failed(self.spec.name, ModelError(str(error), temporary=True))
+            return failed_result(self.spec.name, ModelError(str(error), temporary=True))
         finally:
             await executor.close()
 
@@ -108,5 +113,5 @@ class AgentTool:
 def _version(tool: Any) -> str:
     """Return the fingerprint of one of the agent's tools or tool sources."""
     if not hasattr(tool, "spec"):  # a source of several tools
-        return definition(tool)
-    return call_name(tool, getattr(tool, "options", DEFAULT_OPTIONS), {}) or ""
+        return object_fingerprint(tool)
+    return call_fingerprint(tool, getattr(tool, "options", DEFAULT_OPTIONS), {}) or ""

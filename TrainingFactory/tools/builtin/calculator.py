@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from TrainingFactory.common.arithmetic import calculated
+from TrainingFactory.common.arithmetic import format_result
 from TrainingFactory.tools.decorator import tool
 
 
@@ -10,4 +10,4 @@ from TrainingFactory.tools.decorator import tool
 async def calculator(expression: str) -> str:
     """Calculate + - * / and ( )."""
     # Async without await: a thread would cost more than the arithmetic.
-    return calculated(expression)
+    return format_result(expression)

@@ -7,14 +7,14 @@ from typing import Any
 
 from pydantic import validate_call
 
-from TrainingFactory.common.endpoint import BY_HOST, Endpoint, ModelError
+from TrainingFactory.common.endpoint import KEY_BY_HOST, Endpoint, ModelError
 from TrainingFactory.common.options import STRICT, Count, Positive, Text, ZeroOrMore
 from TrainingFactory.protocols import Tool
-from TrainingFactory.tools.fingerprint import definition, digest
+from TrainingFactory.tools.fingerprint import digest, object_fingerprint
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.types import Message, ToolResult, ToolSpec
 
-PROMPT = {
+PROMPT_SCHEMA = {
     "type": "object",
     "properties": {"prompt": {"type": "string", "description": "everything it needs to know"}},
     "required": ["prompt"],
@@ -33,7 +33,7 @@ class ModelTool:
         model: str,
         *,
         system_prompt: str = "",
-        api_key_env: str | None = BY_HOST,
+        api_key_env: str | None = KEY_BY_HOST,
         timeout: Positive = 60.0,
         options: Mapping[str, Any] | None = None,
         retries: ZeroOrMore = 2,
@@ -42,7 +42,7 @@ class ModelTool:
     ) -> None:
         self.endpoint = Endpoint(base_url, model, api_key_env=api_key_env, timeout=timeout, options=options)
         self.system_prompt = system_prompt
-        self.spec = ToolSpec(name, description, PROMPT)
+        self.spec = ToolSpec(name, description, PROMPT_SCHEMA)
         self.options = ToolOptions(
             timeout=timeout + 5.0,  # so that the endpoint's own time-out comes first: its error says more
             idempotent=True,  # a repeated request does no harm
@@ -50,27 +50,29 @@ class ModelTool:
             concurrency=concurrency,
             rate=rate,
             server=self.endpoint.host,  # tools at one endpoint share a circuit breaker
-            version=digest(definition(self.endpoint), system_prompt),
+            version=digest(object_fingerprint(self.endpoint), system_prompt),
         )
 
     async def open(self) -> None:
         """Do nothing: the first request connects."""
 
-    def session(self) -> OneTool:
-        return OneTool(self)
+    def session(self) -> SingleToolSession:
+        return SingleToolSession(self)
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         try:
-            answer = await self.endpoint.complete(opening(self.system_prompt, arguments["prompt"]), ())
+            answer = await self.endpoint.complete(
+                opening_messages(self.system_prompt, arguments["prompt"]), ()
+            )
         except ModelError as error:
-            return failed(self.spec.name, error)
+            return failed_result(self.spec.name, error)
         return ToolResult(answer.content)
 
     async def close(self) -> None:
         await self.endpoint.close()
 
 
-class OneTool:
+class SingleToolSession:
     """The session of a single tool without state."""
 
     def __init__(self, tool: Tool) -> None:
@@ -80,11 +82,11 @@ class OneTool:
         """Do nothing: the session holds no resources."""
 
 
-def opening(system_prompt: str, prompt: str) -> list[Message]:
+def opening_messages(system_prompt: str, prompt: str) -> list[Message]:
     """Return the first messages: the system prompt unless it is empty, then the user's prompt."""
     system = [Message("system", system_prompt)] if system_prompt else []
     return [*system, Message("user", prompt)]
 
 
-def failed(name: str, error: ModelError) -> ToolResult:
+def failed_result(name: str, error: ModelError) -> ToolResult:
     return ToolResult(f"{name}: {error}", ok=False, error="unavailable" if error.temporary else "exception")

@@ -50,7 +50,7 @@ class SearchTool:
     ) -> None:
         self.top_k, self.max_chars = top_k, max_chars
         fields = (text_field, title_field, id_field)
-        self.index = ready_index(Path(path), fields, Path(index_dir) if index_dir else _cache_folder(), name)
+        self.index = ensure_index(Path(path), fields, Path(index_dir) if index_dir else _cache_folder(), name)
         with contextlib.closing(_open_index(self.index)) as connection:
             self.documents: int = connection.execute("SELECT count(*) FROM documents").fetchone()[0]
             state = connection.execute("SELECT state FROM about").fetchone()[0]
@@ -74,7 +74,7 @@ class SearchTool:
 
     def find(self, query: str, top_k: int) -> list[tuple[str, str, str, float]]:
         """Return (id, title, text, BM25 score) of the best matches, best first; ties in the order of the data."""
-        terms = list(dict.fromkeys(words(query)))[:MAX_TERMS]
+        terms = list(dict.fromkeys(split_terms(query)))[:MAX_TERMS]
         if not terms:
             return []
         # Quoted, so that no term is read as FTS syntax.
@@ -89,7 +89,7 @@ class SearchTool:
             return rows.fetchall()
 
 
-def words(text: str) -> list[str]:
+def split_terms(text: str) -> list[str]:
     """Split a text into search terms, in lower case and NFKC form. Combining marks, such as the vowel signs of Indian
     scripts, are removed because they would split words."""
     text = unicodedata.normalize("NFKC", text).lower()
@@ -102,7 +102,7 @@ def words(text: str) -> list[str]:
     return terms
 
 
-def ready_index(path: Path, fields: tuple[str, str, str], folder: Path, name: str) -> Path:
+def ensure_index(path: Path, fields: tuple[str, str, str], folder: Path, name: str) -> Path:
     """Return the index of the data; build it if it is missing or the data has changed. It is written to a temporary
     file and renamed, so that concurrent builds cannot corrupt it."""
     path = path.resolve()
@@ -136,7 +136,7 @@ def _build(target: Path, state: str, documents: Iterator[tuple[str, str, str]]) 
         connection.execute("CREATE VIRTUAL TABLE terms USING fts5(words, content='', tokenize='unicode61')")
         for count, (name, title, text) in enumerate(documents, 1):
             connection.execute("INSERT INTO documents VALUES (?, ?, ?, ?)", (count, name, title, text))
-            spaced = " ".join(words(f"{title}\n{text}"))
+            spaced = " ".join(split_terms(f"{title}\n{text}"))
             connection.execute("INSERT INTO terms(rowid, words) VALUES (?, ?)", (count, spaced))
         connection.execute("INSERT INTO terms(terms) VALUES ('optimize')")
         connection.execute("CREATE TABLE about(state TEXT)")

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import validate_call
 
 from TrainingFactory.common.options import STRICT, Count, Positive, Text, ZeroOrMore
-from TrainingFactory.common.sql.database import Database, Format
+from TrainingFactory.common.sql.database import Format, SqlDatabase
 from TrainingFactory.protocols import Tool
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.options import ToolOptions
@@ -43,7 +43,7 @@ class SqlTool:
     ) -> None:
         self.path = Path(path).resolve()
         self.database = partial(
-            Database, self.path, write=write, timeout=timeout, max_rows=max_rows, format=format
+            SqlDatabase, self.path, write=write, timeout=timeout, max_rows=max_rows, format=format
         )
         try:
             tables = self.database().tables(schema_chars)

@@ -17,10 +17,10 @@ from pydantic import validate_call
 
 from TrainingFactory.common.options import STRICT, Count, Positive, ZeroOrMore
 from TrainingFactory.common.texts import describe
-from TrainingFactory.tools.cache.stores import Store, store_at
+from TrainingFactory.tools.cache.stores import Store, open_store
 from TrainingFactory.tools.calls import PendingCall, ToolState
 from TrainingFactory.tools.executor import AsyncToolExecutor
-from TrainingFactory.tools.fingerprint import call_name, digest
+from TrainingFactory.tools.fingerprint import call_fingerprint, digest
 from TrainingFactory.tools.making import tools_without_options
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.threads import in_thread
@@ -50,7 +50,7 @@ class ToolCache:
         memory_bytes: ZeroOrMore = 64 << 20,
     ) -> None:
         self._ttl, self._max_entry = ttl, min(max_bytes, MAX_ENTRY_BYTES)
-        self._store = store_at(target, ttl, max_bytes)
+        self._store = open_store(target, ttl, max_bytes)
         self._memory = _Memory(memory_bytes)
         self._flights: dict[str, asyncio.Future[ToolResult | str]] = {}
         self._writer = _Writer(self._store, self._failed)
@@ -70,9 +70,9 @@ class ToolCache:
         [result] = await self.executor.batch_execute([call])
         return result
 
-    def episode(self, scope: str) -> EpisodeHistory:
+    def episode(self, scope: str) -> EpisodeToolCache:
         """Open the cache for one episode."""
-        return EpisodeHistory(self, scope)
+        return EpisodeToolCache(self, scope)
 
     async def through(
         self, key: str, run: Callable[[], Awaitable[ToolResult]], deadline: float
@@ -164,7 +164,7 @@ class ToolCache:
         self._store_paused_until = time.monotonic() + REST_SECONDS
 
 
-class EpisodeHistory:
+class EpisodeToolCache:
     """The cache of one episode. Pure calls are cached by fingerprint, stateful calls by all earlier calls as well."""
 
     def __init__(self, cache: ToolCache, scope: str) -> None:
@@ -175,7 +175,7 @@ class EpisodeHistory:
 
     async def obtain(self, call: PendingCall) -> ToolResult:
         deadline = time.monotonic() + call.seconds
-        name = call_name(call.tool, call.options, call.arguments)
+        name = call_fingerprint(call.tool, call.options, call.arguments)
         if not call.options.pure and call.state is not None and call.state.stateful:
             return await self._obtain_stateful(call, call.state, name, deadline)
 

@@ -19,7 +19,7 @@ APPLICATION_ID = 0x7F_70_01_C4  # in the file header; identifies our files
 FORMAT = 1
 BUSY_SECONDS = 5.0  # a writer's wait for other processes; readers never wait for writers
 EVICTION_TARGET = 0.9  # fraction of `max_bytes` that eviction leaves, so that not every write evicts
-IN_REDIS = re.compile(r"rediss?://|unix://")
+REDIS_URL = re.compile(r"rediss?://|unix://")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
     key TEXT PRIMARY KEY, value TEXT NOT NULL, size INTEGER NOT NULL, made REAL NOT NULL, used REAL NOT NULL);
@@ -209,9 +209,9 @@ class NoStore:
 Store = SQLiteStore | RedisStore | NoStore
 
 
-def store_at(target: str | Path | None, ttl: float | None, max_bytes: int) -> Store:
+def open_store(target: str | Path | None, ttl: float | None, max_bytes: int) -> Store:
     """Return the store for a file path or a Redis address; None: results stay in memory."""
     if target is None:
         return NoStore()
-    redis = IN_REDIS.match(str(target))
+    redis = REDIS_URL.match(str(target))
     return RedisStore(str(target), ttl) if redis else SQLiteStore(Path(target), ttl, max_bytes)

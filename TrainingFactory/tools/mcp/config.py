@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.common.options import OptionError, make_from
-from TrainingFactory.tools.mcp.server_config import OneTool, ServerConfig, server_config
+from TrainingFactory.tools.mcp.server_config import ServerConfig, ToolOverride, server_config
 
 _STRING = r'("(?:[^"\\]|\\.)*")'
 _COMMENT = re.compile(rf"{_STRING}|//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -62,7 +62,7 @@ def parse_config(data: Any, origin: str, folder: Path) -> list[ServerConfig]:
     return list(servers.values())
 
 
-def _entries(data: Any, origin: str) -> Iterator[tuple[str, Any, OneTool | None]]:
+def _entries(data: Any, origin: str) -> Iterator[tuple[str, Any, ToolOverride | None]]:
     """Yield (name, entry, tool) for every enabled server; `tool` is None unless the entry describes a single tool."""
     if isinstance(data, list):
         for item in data:
@@ -87,10 +87,10 @@ def _entries(data: Any, origin: str) -> Iterator[tuple[str, Any, OneTool | None]
             yield name, entry, None
 
 
-def _single_tool(data: dict[str, Any], origin: str) -> tuple[str, Any, OneTool]:
+def _single_tool(data: dict[str, Any], origin: str) -> tuple[str, Any, ToolOverride]:
     """Read `{"name", "description", "parameters", "mcp_server"}`, which overrides the description of one tool."""
     try:
-        tool: OneTool = make_from(OneTool, data, "a tool")
+        tool: ToolOverride = make_from(ToolOverride, data, "a tool")
     except OptionError as error:
         raise ValueError(f"{origin}: tool {data.get('name')!r}: {error}") from None
     entry = tool.mcp_server
@@ -104,7 +104,7 @@ def _single_tool(data: dict[str, Any], origin: str) -> tuple[str, Any, OneTool]:
     return tool.name, entry, tool
 
 
-def _add_tool(servers: dict[str, ServerConfig], server: ServerConfig, tool: OneTool) -> None:
+def _add_tool(servers: dict[str, ServerConfig], server: ServerConfig, tool: ToolOverride) -> None:
     """Add a tool to its server if that is already listed; otherwise add the server under the tool's name."""
     parameters = tool.parameters
     if parameters and not parameters.keys() & {"type", "properties"}:  # only the properties of a schema

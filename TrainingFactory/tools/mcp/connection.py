@@ -19,12 +19,12 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CallToolRequest, CallToolRequestParams
 from pydantic import TypeAdapter, ValidationError
 
-from TrainingFactory.common.texts import clean
+from TrainingFactory.common.texts import escape_control
 from TrainingFactory.tools.mcp.content import tool_result
 from TrainingFactory.tools.mcp.offers import OfferedTool
 from TrainingFactory.tools.mcp.server_config import ServerConfig, ServerDown
-from TrainingFactory.tools.mcp.stdio import MAX_MESSAGE_BYTES, TOO_LONG, Noise, stdio_transport
-from TrainingFactory.tools.schema import check_schema, validator_of
+from TrainingFactory.tools.mcp.stdio import MAX_MESSAGE_BYTES, TOO_LONG, ServerOutput, stdio_transport
+from TrainingFactory.tools.schema import check_schema, make_validator
 from TrainingFactory.types import ToolResult, ToolSpec
 
 CLOSE_SECONDS = 8.0  # longer than the stdio transport needs to kill a server that does not exit
@@ -54,7 +54,7 @@ class Connection:
         self._on_tools = on_tools
         self._outputs: dict[str, Validator] = {}  # of structured results, by tool
         self._client: Client | None = None
-        self._noise = Noise()
+        self._noise = ServerOutput()
         self._reason = ""  # why the connection ended
         self._has_session = False
         self._messages = 0  # received so far
@@ -187,7 +187,7 @@ class Connection:
             with contextlib.suppress(ValueError):  # ignore an invalid output schema
                 if tool.output is not None:
                     check_schema(ToolSpec(tool.name, parameters=tool.output))
-                    self._outputs[tool.name] = validator_of(tool.output)
+                    self._outputs[tool.name] = make_validator(tool.output)
         self._on_tools(tools)
 
     # calls
@@ -274,7 +274,7 @@ class Connection:
         """Return an error to raise or log that says what happened and why."""
         reason = f": {self._reason}" if self._reason else ""
         text = f"server {self.config.name!r} ({self.config.target}) {what}{reason}{self._noise.story()}"
-        return ServerDown(clean(self.config.hide(text)), sent)
+        return ServerDown(escape_control(self.config.hide(text)), sent)
 
     async def close(self) -> None:
         """Close the connection and wait until it has ended, and with it the server's process if we started it."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from TrainingFactory.common.texts import without
+from TrainingFactory.common.texts import redact
 from TrainingFactory.types import ToolResult
 
 
@@ -21,11 +21,11 @@ def tool_result(
     # Most servers repeat structured content as text, for clients that support only text.
     if structured is not None and not texts:
         texts = [json.dumps(structured, ensure_ascii=False)]
-    content = without("\n".join(text for text in texts if text), secrets)
+    content = redact("\n".join(text for text in texts if text), secrets)
     failed = bool(answer.get("isError")) or (
         error_text is not None and error_text.search(content) is not None
     )
-    attachments = without(attachments, secrets)
+    attachments = redact(attachments, secrets)
     return ToolResult(content, ok=not failed, error="exception" if failed else None, attachments=attachments)
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from TrainingFactory.common.options import did_you_mean, nearest
-from TrainingFactory.common.texts import clean
-from TrainingFactory.tools.mcp.server_config import OneTool, ServerConfig
+from TrainingFactory.common.texts import escape_control
+from TrainingFactory.tools.mcp.server_config import ServerConfig, ToolOverride
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import check_schema, without_titles
 from TrainingFactory.types import ToolSpec
@@ -46,7 +46,9 @@ def make_offers(config: ServerConfig, offered: Sequence[OfferedTool]) -> list[Of
     """Return the tools of one server that the config selects; raise ValueError if one is unusable for models."""
     by_name = {tool.name: tool for tool in offered}
     for name in sorted(name for name, count in Counter(tool.name for tool in offered).items() if count > 1):
-        log.warning("%s offers several tools called %r; using the last one", config.where, clean(name))
+        log.warning(
+            "%s offers several tools called %r; using the last one", config.where, escape_control(name)
+        )
     texts = config.texts or {}
     settings = config.settings
     lists = (texts, settings.tools, settings.pure, settings.stateful, settings.idempotent)
@@ -58,7 +60,7 @@ def make_offers(config: ServerConfig, offered: Sequence[OfferedTool]) -> list[Of
     return [_offer(config, by_name[name], texts.get(name)) for name in selected]
 
 
-def _offer(config: ServerConfig, tool: OfferedTool, override: OneTool | None) -> Offer:
+def _offer(config: ServerConfig, tool: OfferedTool, override: ToolOverride | None) -> Offer:
     settings = config.settings
     prefix = settings.prefix
     if isinstance(prefix, bool):

@@ -24,10 +24,10 @@ from TrainingFactory.common.options import (
     Positive,
     Text,
     ZeroOrMore,
+    from_mapping,
     make_from,
-    nested,
 )
-from TrainingFactory.common.texts import SECRET_VARIABLES, secrets_in, without
+from TrainingFactory.common.texts import SECRET_VARIABLES, redact, secrets_in
 
 Transport = Literal["stdio", "http", "sse"]
 TransportName = Literal["stdio", "http", "streamable-http", "streamable_http", "streamableHttp", "sse"]
@@ -77,7 +77,7 @@ class ServerSettings:
 
 
 @checked_dataclass(config=STRICT, kw_only=True, frozen=True)
-class OneTool:
+class ToolOverride:
     """An entry for one tool of a server, whose description and parameters replace those that the server sends."""
 
     name: Text
@@ -110,7 +110,9 @@ class ServerConfig:
     url: str = field(default="", repr=False)
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     settings: ServerSettings = field(default_factory=ServerSettings)
-    texts: dict[str, OneTool] | None = field(default=None, repr=False)  # the only tools to offer, by name
+    texts: dict[str, ToolOverride] | None = field(
+        default=None, repr=False
+    )  # the only tools to offer, by name
     filled: dict[str, str] = field(default_factory=dict, repr=False)  # values of the variables in the entry
 
     @property
@@ -133,7 +135,7 @@ class ServerConfig:
         values = {*self.filled.values(), *self.env.values(), *self.headers.values(), *self.secrets}
         values |= {parts.password or "", parts.query}
         long_values = [value for value in values if len(value) >= MIN_HIDDEN_CHARS]
-        return without(text, sorted(long_values, key=len, reverse=True))
+        return redact(text, sorted(long_values, key=len, reverse=True))
 
     @property
     def secrets(self) -> list[str]:
@@ -161,7 +163,7 @@ class _Entry:
     url: str = ""
     headers: dict[str, _Value] = Field(default_factory=dict)
     type: TransportName | None = None
-    tfactory: Annotated[ServerSettings, nested(ServerSettings, "a server")] = Field(
+    tfactory: Annotated[ServerSettings, from_mapping(ServerSettings, "a server")] = Field(
         default_factory=ServerSettings
     )
 

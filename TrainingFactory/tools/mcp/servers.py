@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from TrainingFactory.common.texts import clean
+from TrainingFactory.common.texts import escape_control
 from TrainingFactory.tools.mcp.offers import OfferedTool
 from TrainingFactory.tools.mcp.server_config import ServerConfig, ServerDown
 from TrainingFactory.types import ToolFailure, ToolResult
@@ -27,7 +27,7 @@ PATIENCE = 5.0  # seconds that calls wait for a reconnection, which is enough fo
 STARTS_AT_ONCE = max(4, 2 * (os.cpu_count() or 1))
 
 
-def pause(failures: int) -> float:
+def backoff_seconds(failures: int) -> float:
     """Return the seconds to wait after `failures` consecutive failures, with jitter to spread reconnections."""
     if failures == 0:
         return 0.0
@@ -63,7 +63,7 @@ class Server:
         self.offered = self.offered or tools
         removed = {tool.name for tool in self.offered} - {tool.name for tool in tools}
         if removed != self._removed:
-            names = clean(", ".join(sorted(removed))) or "none"
+            names = escape_control(", ".join(sorted(removed))) or "none"
             text = "server %r changed its tools; this run keeps the tool list of its start (removed: %s)"
             log.warning(text, self.config.name, names)
         self._removed = removed
@@ -81,7 +81,7 @@ class Server:
         return ToolResult(f"{summary}. It may come back later.", ok=False, error="unavailable")
 
 
-class Line:
+class SharedConnection:
     """One shared connection, with a task that reconnects it. Calls wait for `settled`: until the first attempt to
     connect has ended, and after a loss until the reconnection, for at most `PATIENCE` seconds."""
 
@@ -102,7 +102,7 @@ class Line:
         failures, was_up = 0, False
         try:
             while True:
-                await asyncio.sleep(pause(failures))
+                await asyncio.sleep(backoff_seconds(failures))
                 try:
                     self.connection = await self.server.connect()
                 except ServerDown as error:
@@ -139,7 +139,7 @@ class SharedServer(Server):
 
     def __init__(self, config: ServerConfig) -> None:
         super().__init__(config)
-        self._lines = [Line(self) for _ in range(config.settings.instances)]
+        self._lines = [SharedConnection(self) for _ in range(config.settings.instances)]
 
     async def open(self) -> None:
         """Wait for all connections; raise ServerDown if one fails."""
@@ -247,7 +247,7 @@ class EpisodeServer(Server):
             self._slots.release()
 
 
-class Binding:
+class EpisodeConnection:
     """The private connection of one episode to one server, acquired at the first call."""
 
     def __init__(self, server: EpisodeServer) -> None:

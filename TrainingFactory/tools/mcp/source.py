@@ -12,7 +12,7 @@ from TrainingFactory.tools.making import make_tool
 from TrainingFactory.tools.mcp.config import parse_config, read_config
 from TrainingFactory.tools.mcp.offers import Offer, make_offers
 from TrainingFactory.tools.mcp.server_config import ServerConfig, ServerDown
-from TrainingFactory.tools.mcp.servers import Binding, EpisodeServer, SharedServer
+from TrainingFactory.tools.mcp.servers import EpisodeConnection, EpisodeServer, SharedServer
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.types import ToolResult, ToolSpec
 
@@ -126,19 +126,19 @@ class MCPSession:
 
     def __init__(self, source: MCPTools) -> None:
         self._source = source
-        self._bindings: dict[str, Binding] = {}
+        self._bindings: dict[str, EpisodeConnection] = {}
         self._sessions = [tool_source.session() for tool_source in source._sources()]
         self.named = [tool for tool in source.named.values() if not isinstance(tool, ToolSource)]
         self.named += [tool for session in self._sessions for tool in session.tools]
         self.tools = [*(MCPTool(offer, self) for offer in source.offers if offer.server), *self.named]
 
-    def connections(self, name: str) -> SharedServer | Binding:
+    def connections(self, name: str) -> SharedServer | EpisodeConnection:
         """Return the object that sends this episode's calls to the server."""
         if name not in self._bindings:
             server = self._source.here()[name]
             if isinstance(server, SharedServer):
                 return server
-            self._bindings[name] = Binding(server)
+            self._bindings[name] = EpisodeConnection(server)
         return self._bindings[name]
 
     async def close(self) -> None:

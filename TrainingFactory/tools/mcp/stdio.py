@@ -71,7 +71,7 @@ def _environment(config: ServerConfig) -> dict[str, str]:
 
 async def _read(process: Process, from_server: Any) -> None:
     assert process.stdout is not None
-    lines = Lines()
+    lines = LineSplitter()
     closed = False
     try:
         async for data in process.stdout:
@@ -142,7 +142,7 @@ def _signal(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-class Lines:
+class LineSplitter:
     """Splits bytes into lines. Of a line that is too long, keeps only the two ends, which hold the id of the call."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class Lines:
             self._parts = [line[:_END_BYTES], line[-_END_BYTES:]]
 
 
-class Noise:
+class ServerOutput:
     """The end of a server's stderr, and the number of lines on its stdout that are not messages."""
 
     def __init__(self) -> None:

@@ -63,13 +63,13 @@ class Isolation:
     missing: tuple[str, ...] = ()  # layers that this machine lacks, with the reason
 
     @property
-    def open_ways(self) -> str:
+    def unenforced(self) -> str:
         """Return the required restrictions that are not enforced: "files", "network", both, or an empty text."""
         return " and ".join(name for name in ("files", "network") if getattr(self, name) is None)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProcessLimits:
     """Limits of one interpreter process."""
 
     memory_mb: int
@@ -108,7 +108,7 @@ class PythonTool:
         self._idle: weakref.WeakKeyDictionary[PythonSession, int] = weakref.WeakKeyDictionary()  # bytes used
         self.allow_unsafe = allow_unsafe
         readable = _package_folders(name, packages)
-        self.limits = Limits(memory_mb, disk_mb, cpu_seconds, max_output_chars, threads, readable)
+        self.limits = ProcessLimits(memory_mb, disk_mb, cpu_seconds, max_output_chars, threads, readable)
         self.spec = ToolSpec(name, description or DESCRIPTION.format(timeout=timeout), PARAMETERS)
         # The default runs no more processes than the machine can serve in time.
         processes = concurrency or max(4, 2 * (os.cpu_count() or 1))
@@ -121,10 +121,10 @@ class PythonTool:
             concurrency=processes,
             version=version,
         )
-        self.isolation = isolation_here(self.limits)
-        if not allow_unsafe and self.isolation.open_ways:
+        self.isolation = probe_isolation(self.limits)
+        if not allow_unsafe and self.isolation.unenforced:
             raise ValueError(
-                f"tool {name}: this machine cannot isolate code from {self.isolation.open_ways} "
+                f"tool {name}: this machine cannot isolate code from {self.isolation.unenforced} "
                 f"({'; '.join(self.isolation.missing)}). Use Linux 5.13 or later on x86_64 or aarch64 with Landlock "
                 "enabled, or set allow_unsafe=True if model-written code may access everything on this machine"
             )
@@ -188,7 +188,7 @@ class PythonSession:
             raise WorkerDied("was closed")
         self._process = process = _Process(self.source.limits)
         isolation = await process.isolation()
-        if not self.source.allow_unsafe and isolation.open_ways:
+        if not self.source.allow_unsafe and isolation.unenforced:
             process.kill()
             raise WorkerDied("has lost its isolation: " + "; ".join(isolation.missing))
         return process
@@ -230,7 +230,7 @@ class PythonSession:
 class _Process(Worker):
     """A sandboxed interpreter process and its working folder. Not restartable."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ProcessLimits) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tf-python-", ignore_cleanup_errors=True)
         folder = self._folder.name
         # Built from scratch, so that it holds no secrets. The fixed hash seed makes sets print in the same order.
@@ -273,7 +273,7 @@ class _Process(Worker):
 
 
 @functools.cache
-def isolation_here(limits: Limits) -> Isolation:
+def probe_isolation(limits: ProcessLimits) -> Isolation:
     """Start a process with these limits and return the isolation that this machine enforces."""
 
     async def probe() -> Isolation:
