@@ -35,9 +35,7 @@ def open_regular(path: Path, mode: str = "rb") -> IO[Any]:
     symbolic link to a target outside the folder."""
     target = path.resolve() if path.is_symlink() else path
     if target != path and not target.is_relative_to(path.parent.resolve()):
-        raise ValueError(
-            f"{path} is a link to a file outside its folder. Replace it with a copy of the file."
-        )
+        raise ValueError(f"{path} is a link to a file outside its folder. Replace it with a copy.")
     opener = lambda name, flags: os.open(name, flags | CAREFUL, 0o644)  # noqa: E731
     file = open(target, mode, opener=opener)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -214,17 +214,17 @@ def _single(columns: Mapping[str, Any], form: Form, name: str, bad: bool = False
     """Return the conversation of a row, and the column of its calls. `bad`: negative example, allow invalid calls."""
     if (column := next((key for key in WHOLE if key in columns), None)) is not None:
         messages = checked(conversation_in(columns, column, bad), column)
-        return Conversation(name, messages, tools_in(columns), bad=_numbers(messages, bad)), column
+        return Conversation(name, messages, tools_in(columns), bad=_all_indices(messages, bad)), column
     if "prompt" not in columns or "completion" not in columns:
         raise ValueError(_missing(columns, form))
     prompt = prompt_in(columns)
     answer = text_or_messages(columns, "completion", "assistant", bad)
     messages = _joined(prompt, answer, "completion")
-    tools = tools_in(columns)
-    return Conversation(name, messages, tools, context=len(prompt), bad=_numbers(messages, bad)), "completion"
+    tools, indices = tools_in(columns), _all_indices(messages, bad)
+    return Conversation(name, messages, tools, context=len(prompt), bad=indices), "completion"
 
 
-def _numbers(messages: list[Message], bad: bool) -> frozenset[int]:
+def _all_indices(messages: list[Message], bad: bool) -> frozenset[int]:
     return frozenset(range(len(messages) if bad else 0))
 
 
@@ -254,7 +254,7 @@ def _pair(columns: Mapping[str, Any], name: str, fits: Fits | None) -> list[Conv
         Conversation(name, messages, tools, context=context, reward=Reward(reward))
         for messages, reward in zip(sides, (margin, 0.0), strict=True)
     )
-    rejected.bad = _numbers(rejected.messages, True)
+    rejected.bad = _all_indices(rejected.messages, True)
     check_calls(chosen, "chosen", fits)
     return [chosen, rejected]
 
