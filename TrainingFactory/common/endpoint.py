@@ -78,9 +78,7 @@ class Endpoint:
             SECRET_VARIABLES.add(api_key_env)
         for key, _ in secrets_in(self.options):
             name = ".".join(map(str, key))
-            raise ValueError(
-                f"options.{name} would appear in logs; put the key into a variable and name it in api_key_env"
-            )
+            raise ValueError(f"options.{name} would appear in logs; name the key's variable in api_key_env")
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message:
         body: dict[str, Any] = {"model": self.model, "messages": [_wire(message) for message in messages]}

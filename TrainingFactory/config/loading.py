@@ -20,7 +20,6 @@ Key = tuple[str | int, ...]
 MAX_DEPTH = 50
 MAX_VALUES = 100_000  # with aliases expanded: a few lines of nested aliases can expand to billions of values
 
-
 # libyaml parses six times as fast. `Composer` comes first to replace libyaml's composer, which has no limits.
 BASES = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
 MAX_DIGITS = 100

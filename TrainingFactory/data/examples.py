@@ -218,17 +218,19 @@ def _single(columns: Mapping[str, Any], form: Form, name: str, bad: bool = False
     """Return the conversation of a row, and the column of its calls. `bad`: negative example, allow invalid calls."""
     if (column := next((key for key in CONVERSATION_COLUMNS if key in columns), None)) is not None:
         messages = check_roles(read_conversation(columns, column, bad), column)
-        return Conversation(name, messages, read_tools(columns), bad=_numbers(messages, bad)), column
+        return Conversation(name, messages, read_tools(columns), bad=_all_indices(messages, bad)), column
     if "prompt" not in columns or "completion" not in columns:
         raise ValueError(_missing(columns, form))
     prompt = read_prompt(columns)
     answer = text_or_messages(columns, "completion", "assistant", bad)
     messages = _joined(prompt, answer, "completion")
     tools = read_tools(columns)
-    return Conversation(name, messages, tools, context=len(prompt), bad=_numbers(messages, bad)), "completion"
+    return Conversation(
+        name, messages, tools, context=len(prompt), bad=_all_indices(messages, bad)
+    ), "completion"
 
 
-def _numbers(messages: list[Message], bad: bool) -> frozenset[int]:
+def _all_indices(messages: list[Message], bad: bool) -> frozenset[int]:
     return frozenset(range(len(messages) if bad else 0))
 
 
@@ -258,7 +260,7 @@ def _pair(columns: Mapping[str, Any], name: str, fits: CallChecker | None) -> li
         Conversation(name, messages, tools, context=context, reward=Reward(reward))
         for messages, reward in zip(sides, (margin, 0.0), strict=True)
     )
-    rejected.bad = _numbers(rejected.messages, True)
+    rejected.bad = _all_indices(rejected.messages, True)
     check_calls(chosen, "chosen", fits)
     return [chosen, rejected]
 

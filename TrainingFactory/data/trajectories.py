@@ -38,8 +38,8 @@ def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], appe
             try:
                 file.write(_line(trajectory))
             except TypeError as error:
-                task = f"task {trajectory.task.id}: answer and metadata"
-                raise ValueError(f"{task} must be JSON values to be saved ({error})") from error
+                task = trajectory.task.id
+                raise ValueError(f"task {task}: answer and metadata must be JSON values ({error})") from error
 
 
 def _line(trajectory: Trajectory) -> str:

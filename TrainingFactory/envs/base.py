@@ -49,9 +49,7 @@ class ToolEnvironment:
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
         """Generate `count` tasks of a split ("train" or "heldout"). The same seed must give the same tasks."""
-        raise ValueError(
-            f"{cls.__name__} generates no tasks; implement its `tasks` method or set data.tasks to a file"
-        )
+        raise ValueError(f"{cls.__name__} generates no tasks; implement `tasks` or set data.tasks to a file")
 
     async def reset(self) -> list[Message]:
         system = [Message("system", self.system_prompt)] if self.system_prompt else []
@@ -76,7 +74,7 @@ class ToolEnvironment:
         if self.task.answer is None:
             name = type(self).__name__
             raise ValueError(
-                f"task {self.task.id} has no answer to compare with; implement {name}.reward or set a reward"
+                f"task {self.task.id} has no answer; implement {name}.reward or set another reward"
             )
         answer = str(self.task.answer)
         short = answer.rpartition("####")[2]  # GSM8K answers have the solution before it

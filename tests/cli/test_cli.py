@@ -17,7 +17,7 @@ from tests.kits.cli import ENVIRONMENT, ROOT, Run, python
 from tests.kits.forks import FORKED, Command
 from TrainingFactory import __version__
 from TrainingFactory.cli.app import App, app
-from TrainingFactory.cli.show import clean
+from TrainingFactory.cli.show import escape_control
 from TrainingFactory.data.trajectories import load_trajectories
 
 
@@ -71,8 +71,8 @@ def test_foreign_text_is_neither_markup_nor_a_terminal_command(tfactory: Run) ->
 
 
 def test_clean() -> None:
-    assert clean("a\n\tb é 語") == "a\n\tb é 語"
-    assert clean("\x1b]0;x\x07\r\x9b\u202e\ud800") == "\\x1b]0;x\\x07\\r\\x9b\\u202e\\ud800"
+    assert escape_control("a\n\tb é 語") == "a\n\tb é 語"
+    assert escape_control("\x1b]0;x\x07\r\x9b\u202e\ud800") == "\\x1b]0;x\\x07\\r\\x9b\\u202e\\ud800"
 
 
 def test_logs_are_cleaned_too() -> None:

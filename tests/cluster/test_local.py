@@ -132,11 +132,11 @@ def test_an_engine_ends_with_the_program_however_that_ends(tmp_path: Path) -> No
     code = f"""
 import asyncio, os, signal
 from pathlib import Path
-from TrainingFactory.cluster.local import LocalPlaces
+from TrainingFactory.cluster.local import LocalEngineLauncher
 from TrainingFactory.types import EngineSpec
 async def main():
     spec = EngineSpec("vllm", "m", 64, pushed=False)
-    place = await LocalPlaces(spec, {FAKE!r}, folder=Path({str(tmp_path)!r})).make(0)
+    place = await LocalEngineLauncher(spec, {FAKE!r}, folder=Path({str(tmp_path)!r})).make(0)
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """

@@ -96,7 +96,9 @@ class Learner:
         tasks: Any = [Task(f"t{number}", "?") for number in range(size)]
         script_: Any = self.script
         given = (tasks, self.order, script_, script_, algorithm or Teaching(), RewardClock(None), self.ledger)
-        self.source = AsyncSource(*given, max_staleness=bound, by_arrival=by_arrival, total=total, group_size=2)
+        self.source = AsyncSource(
+            *given, max_staleness=bound, by_arrival=by_arrival, total=total, group_size=2
+        )
 
     async def step(self, updating: int = 3) -> StepGroups:
         """Take a step and learn from it, for so many turns of the event loop."""

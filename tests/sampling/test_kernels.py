@@ -12,7 +12,7 @@ import pytest
 ROWS = """
 import torch
 from TrainingFactory.sampling.gpu import kernels
-from TrainingFactory.sampling.cache.slots import Layer, StepContext, Tiles
+from TrainingFactory.sampling.cache.slots import LayerCache, StepContext, Tiles
 
 torch.manual_seed(0)
 rows, heads, shared, size, capacity = 4, 4, 2, 16, 64
@@ -20,7 +20,7 @@ places = torch.tensor([3, 17, 40, 63])
 keys, values = torch.randn(2, rows, capacity, shared, size)
 q = torch.randn(rows, heads, size)
 step = StepContext(tokens=rows, positions=places, rows=Tiles(1, rows))
-got = kernels.attend(q, Layer(keys, values), step, size**-0.5)
+got = kernels.attend(q, LayerCache(keys, values), step, size**-0.5)
 for row, place in enumerate(places.tolist()):
     k, v = (part[row, : place + 1].repeat_interleave(heads // shared, 1).transpose(0, 1) for part in (keys, values))
     weights = ((k @ q[row, :, :, None])[..., 0] * size**-0.5).softmax(-1)
@@ -36,7 +36,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from tests.kits.engine import grouped_prompts, play, worst
-from TrainingFactory.sampling import NativeEngine, kernels
+from TrainingFactory.sampling import NativeEngine
+from TrainingFactory.sampling.gpu import kernels
 from TrainingFactory.types import Weights
 
 shape = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

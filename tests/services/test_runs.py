@@ -392,6 +392,8 @@ def test_a_run_from_python_goes_on_in_python(whole: Path, tmp_path: Path) -> Non
 
 
 def test_the_interval_of_a_share() -> None:
-    assert wilson_interval(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)  # Wilson's score interval, by hand
+    assert wilson_interval(50, 100) == pytest.approx(
+        (0.4038, 0.5962), abs=1e-4
+    )  # Wilson's score interval, by hand
     assert wilson_interval(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
     assert wilson_interval(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)

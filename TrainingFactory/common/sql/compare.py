@@ -42,9 +42,7 @@ async def same_result(ask: RunQuery, query: str, right: str) -> bool:
     if expected is None:
         raise ValueError(UNREADABLE_ROWS)
     if expected.more:
-        raise ValueError(
-            "the reference query returns more than the tool shows; raise the tool's max_rows or narrow the query"
-        )
+        raise ValueError("the reference query returns more than the tool shows; raise max_rows or narrow it")
     result = await ask(query)
     actual = parse_result_rows(result.content) if result.ok else None
     if actual is None or actual.more:
