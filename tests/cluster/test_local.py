@@ -116,7 +116,7 @@ def test_the_watcher_hears_of_a_start_that_made_no_segments(monkeypatch: pytest.
             await asyncio.sleep(0)  # what was asked is answered first
 
     monkeypatch.setattr(local_child, "make_engine", lambda spec: Engine())
-    monkeypatch.setattr(local_child, "segments", lambda group: set())
+    monkeypatch.setattr(local_child, "segment_inodes", lambda group: set())
     lines, asks, answers, answer, told, tell = *os.pipe(), *os.pipe(), *os.pipe()
     asked = json.dumps(dataclasses.asdict(SPEC)), json.dumps(["0", "start", []]), ""
     os.write(asks, "\n".join(asked).encode())

@@ -21,8 +21,8 @@ def scored(clock: RewardClock, count: int) -> None:
 
 
 def test_rewards_that_are_waited_for_are_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(waiting, "FIRST", 0.02)
-    monkeypatch.setattr(waiting, "AGAIN", 0.02)
+    monkeypatch.setattr(waiting, "FIRST_REPORT_SECONDS", 0.02)
+    monkeypatch.setattr(waiting, "REPORT_EVERY_SECONDS", 0.02)
     said: list[str] = []
 
     async def slow(episode: object) -> Reward:
@@ -50,7 +50,7 @@ def test_groups_count_their_members_and_quick_ones_are_not_told(monkeypatch: pyt
     clock, waits = RewardClock(whole, said.append), False  # type: ignore[arg-type]
     asyncio.run(clock.group([episode(), episode()]))  # type: ignore[arg-type]
     assert not said
-    monkeypatch.setattr(waiting, "FIRST", 0.02)
+    monkeypatch.setattr(waiting, "FIRST_REPORT_SECONDS", 0.02)
     waits = True
     asyncio.run(clock.group([episode(), episode()]))  # type: ignore[arg-type]
     assert "2 rewards" in said[0]

@@ -31,7 +31,7 @@ def sampled(played: list[Any]) -> list[Any]:
 def test_what_is_launched_ahead_is_what_would_have_been_sampled(
     guesses: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "LOOK_AFTER", 2)
+    monkeypatch.setattr(native, "MAX_STEPS_AHEAD", 2)
     model = tiny()
     plain = NativeEngine(model, slots=5, max_length=256, guesses=0)
     ahead = NativeEngine(model, slots=5, max_length=256, guesses=guesses)

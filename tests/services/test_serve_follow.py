@@ -43,8 +43,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def registry(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRegistry:
-    monkeypatch.setattr(follow, "EVERY", 0.01)
-    monkeypatch.setattr(follow, "AGAIN", 0.05)
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(follow, "RETRY_SECONDS", 0.05)
     registry = ModelRegistry(runs=tmp_path)
     for folder in models:
         registry.register("agent", folder)
@@ -155,7 +155,7 @@ def test_a_version_that_cannot_be_loaded_changes_nothing(
         told("agent:2 is damaged")
         weights.write_bytes(whole)
         with monkeypatch.context() as broken:
-            broken.setattr(follow, "load_served", lambda *_: 1 // 0)
+            broken.setattr(follow, "load_served_model", lambda *_: 1 // 0)
             told("agent:2 cannot be loaded: integer division")
             path = registry.path.rename(registry.path.with_suffix(".away"))
             told("there is no registered model 'agent@champion'")

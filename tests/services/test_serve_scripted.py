@@ -150,7 +150,7 @@ def test_a_failing_model_fails_one_request_only() -> None:
 
 
 def test_a_server_that_stops_tells_those_who_still_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listen, "GRACE", 0)
+    monkeypatch.setattr(listen, "SHUTDOWN_SECONDS", 0)
     scripted = script("ok")
     with ThreadPoolExecutor(2) as pool, httpx.Client(timeout=HANG, trust_env=False) as other:
         with live(scripted.server()) as client:

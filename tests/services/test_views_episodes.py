@@ -145,8 +145,8 @@ def test_only_what_is_new_is_read(run: RunFolder) -> None:
 
 def test_a_large_file_is_read_over_several_requests(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexing, "BLOCK", 1000)
-    monkeypatch.setattr(indexing, "BUILT", 4000)
-    monkeypatch.setattr(indexing, "SEARCHED", 3000)
+    monkeypatch.setattr(indexing, "MAX_INDEXED_BYTES", 4000)
+    monkeypatch.setattr(indexing, "MAX_SEARCHED_BYTES", 3000)
     index = EpisodeIndex(run)
     page = index.page(Query())
     assert page.partial and 0 < page.indexed < page.size and page.total < 40

@@ -115,7 +115,7 @@ def test_of_many_audits_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest
     lines = [json.dumps({"judge": f"j{n}"}) + "\n" for n in range(9)]
     (tmp_path / AUDITS).write_text("".join(lines))
     for most, shown in ((1000, 9), (len(lines[0]) * 3, 3), (len(lines[0]) * 3 - 1, 2), (1, 0)):
-        monkeypatch.setattr(registry_views, "MOST", most)
+        monkeypatch.setattr(registry_views, "MAX_AUDIT_BYTES", most)
         found = audits(tmp_path)
         assert [each["judge"] for each in found.audits] == [f"j{n}" for n in range(9 - shown, 9)]
         assert found.left_out == len(lines[0]) * (9 - shown)

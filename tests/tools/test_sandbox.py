@@ -247,7 +247,7 @@ def test_packages_only_where_they_are_asked_for():
 
 def test_a_machine_that_cannot_isolate_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     weak = Isolation(None, "seccomp", "seccomp", "seccomp", "x", "x", ("landlock: this kernel has none",))
-    monkeypatch.setattr(python_tool, "isolation_here", lambda limits: weak)
+    monkeypatch.setattr(python_tool, "probe_isolation", lambda limits: weak)
     with pytest.raises(ValueError, match=r"code from files \(landlock.*allow_unsafe=True"):
         PythonTool()
     assert PythonTool(allow_unsafe=True).isolation.files is None
