@@ -105,7 +105,7 @@ def test_rows_are_read_again_only_where_something_changed(
     )
     read: list[int] = []
     monkeypatch.setattr(
-        "TrainingFactory.apps.views.runs.read_on",
+        "TrainingFactory.apps.views.runs.read_new_lines",
         lambda *given: (part := files.read_new_lines(*given), read.append(part.place.offset - part.start))[0],
     )
     assert all(a is b for a, b in zip(runs.rows(), first, strict=True)) and not read
