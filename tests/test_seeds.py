@@ -220,7 +220,7 @@ def rewards_steps(space: dict[str, Any]) -> None:
     assert calculate_process_reward([vars(steps[1])], {"clear_reasoning": 2.0}).steps == [2.0]
     with pytest.raises(ValueError, match="step 0 has no tool_call_correct"):
         calculate_process_reward([object()])
-    with pytest.raises(ValueError, match="is of a Trajectory, as a rollout returns it"):
+    with pytest.raises(ValueError, match="pass a Trajectory from a rollout"):
         calculate_process_reward(1)  # pyright: ignore[reportArgumentType]
 
 

@@ -89,7 +89,7 @@ def test_any_tool_can_be_called(tfactory: Run) -> None:
         status, out, err = tfactory("tools", "call", *arguments)
         assert (status, out) == (0, f"{expected}\n"), err
     status, _, err = tfactory("tools", "call", "nosuch")
-    assert status == 2 and "there is no tool 'nosuch'" in err and "--config" in err
+    assert status == 2 and "'nosuch'" in err and "--config" in err
     status, _, err = tfactory("tools", "call", "nosuch", "--config", "run.yaml")
     assert status == 1 and "calculator" in err and "where" in err
     assert not Path("runs").exists()

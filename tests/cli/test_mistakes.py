@@ -74,7 +74,7 @@ def files(tfactory: Run) -> None:
         (["runs", "show", "nothing"], "there is no run 'nothing'"),
         (["runs", "resume", "nothing"], "there is no run 'nothing'"),
         (["runs", "compare", "nothing"], "two runs"),
-        (["tools", "list", "--config", "mcp.json"], "mcp.json: cannot be read"),
+        (["tools", "list", "--config", "mcp.json"], "mcp.json: cannot read"),
         (["tools", "list", "--config", "mcp.json"], "line 1 column 2"),
         *((["new", "env", name], "cannot name a Python file") for name in ("a b", "1a", "class", "../a", "")),
     ],

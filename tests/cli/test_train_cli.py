@@ -183,4 +183,4 @@ def test_a_reward_model_is_not_sent_to_be_evaluated(tfactory: Run) -> None:
     assert status == 0, err
     assert "reward.type=learned reward.model=runs/rm" in told and "tfactory eval" not in told
     assert "note: training.group_size: reward_model samples no groups" in told
-    assert "note: sampling.max_tokens, sampling.deterministic: reward_model samples nothing" in told
+    assert "note: sampling.max_tokens, sampling.deterministic: reward_model samples only" in told

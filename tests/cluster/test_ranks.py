@@ -182,10 +182,10 @@ MISTAKES = [
     (
         {"WORLD_SIZE": "2", "RANK": "0"},
         ["compute.learners=3"],
-        "it is 3, the launcher has started 2 processes: set it to 2, or leave it out",
+        "is 3, but the launcher started 2 processes: set it to 2, or leave it out",
     ),
     ({"ACCELERATE_USE_DEEPSPEED": "true"}, [], "DeepSpeed is not supported .*ACCELERATE_USE_DEEPSPEED"),
-    ({}, ["compute.learners=2", "model.device=cuda:1"], "it is cuda:1, and each of 2 learners"),
+    ({}, ["compute.learners=2", "model.device=cuda:1"], "is cuda:1, but each of 2 learners"),
     ({}, ["compute.learners=2", "training.optimizer=adamw_8bit"], "adamw_8bit"),
 ]
 

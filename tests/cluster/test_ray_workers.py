@@ -220,7 +220,7 @@ def test_an_executor_that_dies_is_told_to_the_model_and_replaced(code: Path) -> 
     lost, fresh, last = asyncio.run(played())
     assert not lost.ok and lost.error == "unavailable"
     assert lost.content.startswith(
-        "python gave no answer: its process on the cluster died; what this episode had"
+        "python gave no answer: its process on the cluster died; this episode's state"
     )
     assert fresh.ok and fresh.content.startswith("[a fresh process: the last one died;")
     assert fresh.content.endswith("]\n4") and last.content == "6"
@@ -229,7 +229,7 @@ def test_an_executor_that_dies_is_told_to_the_model_and_replaced(code: Path) -> 
 def test_what_cannot_go_there_is_refused(code: Path, tmp_path: Path) -> None:
     servers = tmp_path / "servers.json"
     servers.write_text('{"mcpServers": {"files": {"command": "files"}}}')
-    with pytest.raises(ValueError, match=r"tools.0.remote: servers run where .*servers.json says"):
+    with pytest.raises(ValueError, match=r"tools.0.remote: .*servers.json decides"):
         make_tools(config(tools=[{"name": "files", "config": str(servers), "remote": True}]))
 
     # It is there when the run starts, and not on the other machine.

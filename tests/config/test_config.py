@@ -305,9 +305,9 @@ def test_what_a_run_does_not_use_is_said() -> None:
         lora_r=4,
     )
     wanted = [
-        "grpo.kl, grpo.refill: these are options of grpo, and this run trains by dpo",
+        "grpo.kl, grpo.refill: options of grpo, but this run trains with dpo",
         "training.group_size: dpo samples no groups of episodes",
-        "sampling.max_tokens: dpo samples nothing without an environment and training.eval_every",
+        "sampling.max_tokens: dpo samples only with an environment and training.eval_every",
         "data.heldout, data.heldout_count: nothing is evaluated without training.eval_every",
         "lora.r: there is no adapter without lora.enabled=true",
     ]
@@ -378,7 +378,7 @@ def test_tools_on_a_cluster_need_one() -> None:
         "environment": {"num_workers": 4},
         "tools": [{"name": "calculator"}, {"name": "x.py", "remote": True}],
     }
-    text = "tools.1.remote: tools run in the run's own process without compute.backend=ray"
+    text = "tools.1.remote: without compute.backend=ray tools run in the run's process"
     assert unused_options(TrainingConfig(**asked)) == [text]
     assert unused_options(TrainingConfig(**asked, compute={"backend": "ray"})) == []
 

@@ -200,7 +200,7 @@ def test_training_again_replaces_the_model_and_keeps_the_runs(tool: RLTrainingTo
     assert Path("model/adapter_config.json").exists() and not Path("model/model.safetensors").exists()
     assert Path(first["run"]).exists() and first["run"] != second["run"]
     again = tool.run(call | {"model_name": "model", "output_dir": "next", "lora_r": 8})
-    assert "lora.r: model.adapter is loaded in the form" in again["message"]
+    assert "lora.r: model.adapter keeps" in again["message"]
     assert "use_lora is false" in tool.run(call | {"model_name": "model", "use_lora": False})["message"]
 
 

@@ -228,7 +228,7 @@ def test_a_judge_is_asked_in_the_words_of_the_environment(judge_key: None) -> No
     assert "Score: NUMBER" in user["content"] and "says" not in user["content"]
     assert "Score: NUMBER" not in server.asked[1]["messages"][1]["content"]  # it reads replies itself
     [task] = load_tasks([ROW])
-    with pytest.raises(ValueError, match="Judged writes prompts for a judge, and the reward has none"):
+    with pytest.raises(ValueError, match="Judged writes prompts for a judge, but the reward has none"):
         asyncio.run(check_tools(as_environment_factory(Judged), task, CHAT))
 
 
@@ -374,7 +374,7 @@ def test_options_and_images_have_their_errors(tmp_path: Path) -> None:
             type("Mine", (Env,), {"_compute_score_with_rules": _rules}), {"config_path": "mcp.pydata"}
         )
     own = type("Mine", (Env,), {"_compute_score_with_rules": _rules})({})
-    with pytest.raises(ValueError, match="hand them to the object itself"):
+    with pytest.raises(ValueError, match="pass them to the object itself"):
         GRPOTrainer(
             environment=own, tasks=[Task("a", "?")], config=TrainingConfig(environment={"options": {"a": 1}})
         )

@@ -217,7 +217,7 @@ def test_tool_files_name_servers_and_tools_of_ours(tmp_path: Path) -> None:
     config, _ = translated(tmp_path / "main.sh", text)
     assert [entry["name"] for entry in config["tools"]] == ["one", "code_interpreter"]
     made = make_tools(load_config(tmp_path / "made.yaml"))
-    assert [type(each).__name__ for each in made] == ["PythonTool", "Chosen"]
+    assert [type(each).__name__ for each in made] == ["PythonTool", "SelectedTools"]
 
 
 def test_the_example_is_imported_and_trains(tfactory: Run, monkeypatch: pytest.MonkeyPatch) -> None:

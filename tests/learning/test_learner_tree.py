@@ -122,8 +122,8 @@ def test_fused_layers_give_what_the_layers_give(family: str, make: Any, linear: 
             states = tree_states(model, packed)
             (states * torch.linspace(-1, 1, 32)).sum().backward()
         results.append([states, *(each.grad for each in model.parameters() if each.grad is not None)])
-    pieces = ["norm", "rotate", "rotate", "add_norm", "gate"]
-    assert calls == (pieces if linear is OtherLinear else ["before", "after"]) * 2
+    pieces = ["rms_norm", "rotate", "rotate", "add_norm", "gate"]
+    assert calls == (pieces if linear is OtherLinear else ["attention_inputs", "layer_output"]) * 2
     for wanted, found in zip(*results, strict=True):
         assert (found - wanted).norm() < 1e-5 * wanted.norm()
     assert "forward" not in model.model.layers[0].__dict__

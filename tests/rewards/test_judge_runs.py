@@ -71,7 +71,7 @@ def test_the_command_says_why_it_stops_and_how_to_go_on(tfactory: Callable[..., 
         assert status == 2 and "Traceback" not in text
         [told] = [line for line in text.splitlines() if line.startswith("error: Stopped because no episode")]
         assert "none of 4 episodes could be scored" in told and "reward.max_unscored is 0.5" in told
-        assert "I would rather not." in told and told.endswith("go on with: tfactory runs resume judged")
+        assert "I would rather not." in told and told.endswith("run: tfactory runs resume judged")
         answers["now"] = lambda prompt, number: "Score: 5"
         status, text = tfactory("runs", "resume", "judged")
         assert status == 2 and "Traceback" not in text

@@ -311,7 +311,7 @@ def test_texts_that_lead_to_the_mistake(file: Path):
     with pytest.raises(ConfigError, match="reward_fuction: unknown key; did you mean reward_function"):
         GRPOTrainer(environment=Parity, reward_fuction=lambda episode: 1.0)
     for wrong in (3, [find_callable(f"{file}:raises")]):
-        with pytest.raises(ValueError, match=r"reward_function is .*it takes one callable.*Combined\(\{name"):
+        with pytest.raises(ValueError, match=r"reward_function is .*give one callable.*Combined\(\{name"):
             GRPOTrainer(environment=Parity, reward_function=wrong)  # type: ignore[arg-type]
 
 

@@ -297,7 +297,7 @@ def test_a_run_with_a_ranking_judge(tmp_path: Path):
     assert (first["episodes/unscored"], second["episodes/unscored"]) == (4, 0)
     assert first["reward/rank"] == second["reward/rank"] == pytest.approx(0.5)
     assert first["judge/requests"] == 3 and first["grad_norm"] > 0
-    assert any("evaluation goes by the parts own" in text for text in watcher.said)
+    assert any("evaluation uses the parts own" in text for text in watcher.said)
     assert second["eval/reward/own"] >= 0 and "eval/reward/rank" not in second
     kept = list(load_trajectories(tmp_path / "run" / "trajectories.jsonl"))
     lost = [each for each in kept if each.reward is None]

@@ -166,7 +166,7 @@ def test_rewards_go_to_processes_where_that_is_asked_for(file: Path):
         return make_reward(TrainingConfig(reward=section, optimization=many))
 
     rule = {"type": "rule_based", "options": {"rule": "contains"}}
-    assert [each.model.like.name for each in made(rule).workers] == ["Contains"] * 2
+    assert [each.model.like.name for each in made(rule).workers] == ["ContainsRule"] * 2
     verifier = {"type": "tool_verified", "options": {"verify": "calculated"}}
     assert [each.model.like.name for each in made(verifier).workers] == ["Calculated"] * 2
     here, there = scored(rule, None, group_size=2), scored(rule, many, group_size=2)
@@ -261,7 +261,7 @@ def test_what_stays_in_this_process_is_said():
         verified = {"type": "tool_verified", "options": {"verify": verify}}
         assert len(said(verified, distributed_reward=True)) == count
     assert said("environment", reward_workers=2) == [
-        "optimization.reward_workers: it is for optimization.distributed_reward=true"
+        "optimization.reward_workers: only used with optimization.distributed_reward=true"
     ]
     made = GRPOTrainer(environment=Parity, reward_function=seven, distributed_reward=True)
     assert any("name it: reward.type=function" in line for line in made.notices)

@@ -68,7 +68,7 @@ class PlainKernels:
             )
         return out
 
-    choose = staticmethod(pick)
+    sample_tokens = staticmethod(pick)
 
 
 def with_plain_kernels(model: Any, slots: int) -> NativeEngine:

@@ -287,7 +287,7 @@ def test_norms_are_one_call_where_that_gives_the_same() -> None:
     view = shared_view(model, "eager")
     ids = torch.arange(12)[None]
     kinds = {type(module).__name__ for module in view.modules()}
-    assert "OneCallNorm" in kinds and "Qwen3RMSNorm" not in kinds
+    assert "FusedRMSNorm" in kinds and "Qwen3RMSNorm" not in kinds
     with torch.no_grad():
         torch.testing.assert_close(view(ids).logits, model.eval()(ids).logits, rtol=1e-5, atol=1e-5)
     assert not any(isinstance(module, FusedRMSNorm) for module in model.modules())

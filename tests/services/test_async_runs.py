@@ -255,7 +255,7 @@ def test_what_does_not_go_together_is_refused_or_told(tmp_path: Path) -> None:
         run(config, "a")
     options = {"async_rollout": True, "async_order": "arrival"}
     assert unused_options(TrainingConfig(training={"algorithm": "sft"}, optimization=options)) == [
-        "optimization.async_rollout, optimization.async_order: sft samples nothing that it trains on"
+        "optimization.async_rollout, optimization.async_order: sft does not train on sampled episodes"
     ]
     [told] = unused_options(TrainingConfig(optimization={"max_staleness": 3}))
     assert told == "optimization.max_staleness: they are for optimization.async_rollout=true"

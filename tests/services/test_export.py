@@ -99,7 +99,7 @@ def test_mistakes(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     for name, out, options, text in [
-        (checkpoint, "full", {}, "is there already"),
+        (checkpoint, "full", {}, "already exists"),
         (checkpoint, "out", {"merge": True}, "nothing to merge"),
         (str(tmp_path / "nothing"), "out", {}, "there is no such run or model"),
     ]:

@@ -82,7 +82,7 @@ def test_a_run_keeps_what_its_ids_were_found_to_be(project: Path, install: Insta
 
     assert started(model="tiny", environment_id="env_search_v1") == [
         "model.name tiny is builtin:tiny",
-        "environment.environment_id env_search_v1 is search, which comes with TrainingFactory",
+        "environment.environment_id env_search_v1 is search, a built-in environment",
     ]
     learns = {"training": {"algorithm": "sft"}, "dataset_id": "ds_tool_calling_v1"}
     assert started(**learns) == [
@@ -245,7 +245,7 @@ def test_machines_are_released_however_a_run_ends(install: Install, ending: str)
             trainer.train()
     assert released == ["alloc-1"]
     assert any("allocation alloc-1 has 8 GPUs" in text for text in watcher.said)
-    assert any("compute.num_gpus=8, and this machine shows no GPU" in text for text in watcher.said)
+    assert any("compute.num_gpus=8, but this machine has no visible GPU" in text for text in watcher.said)
 
 
 def test_machines_that_are_handed_in(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_all_gpus_are_divided_unless_the_config_does(given: dict[str, Any], want
         ),
         (
             {"num_gpus": 2, "backend": "ray", "gpus_per_sampler": 2},
-            r"a sampler takes 2 GPUs and a learner one. Raise compute.num_gpus",
+            r"a sampler needs 2 GPUs and a learner one. Raise compute.num_gpus",
         ),
     ],
 )

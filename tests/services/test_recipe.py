@@ -62,7 +62,7 @@ def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run, monkeypatch:
     recipe.prepare(Quiet())
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "append", full)
-        with pytest.raises(OSError, match=r"^No space left; .* go on with: tfactory runs resume made/sft$"):
+        with pytest.raises(OSError, match=r"^No space left.*run: tfactory runs resume made/sft$"):
             recipe.train("sft", Quiet())
         with pytest.raises(
             OSError, match=r"^made/recipe.json could not .*\(No space left.*same command again$"

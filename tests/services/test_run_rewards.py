@@ -100,7 +100,7 @@ def test_what_compares_does_not_measure(tfactory: Run) -> None:
     assert tfactory("train", "small.yaml", "--name", "a", *by("best", "max_steps=1"))[0] == 0
     found, err = evaluated(tfactory, "a")
     assert found["success"] == 1.0 and found["scored_by"] == "the environment's own reward"
-    assert "evaluation goes by the environment's own reward" in err
+    assert "evaluation uses the environment's own reward" in err
 
 
 def test_a_reward_that_was_an_object_cannot_be_restored(tfactory: Run, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_tasks_without_answers_are_told_before_anything_is_loaded(tfactory: Run,
         "train", "small.yaml", "--name", "a", "data.tasks=tasks.csv", "model=no/such", *options
     )
     said = " ".join(err.split())
-    assert status == 2 and "none of the 1 tasks has an answer" in said and "(they have gold, prompt)" in said
+    assert status == 2 and "none of the 1 tasks has an answer" in said and "gold, prompt" in said
     assert not Path("runs/a").exists()
 
 

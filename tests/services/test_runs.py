@@ -202,7 +202,7 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
         ),
         (
             {"grpo": {"advantage": "reinforce_plus_plus", "scale_rewards": True}},
-            r"grpo\.scale_rewards is true; .*false",
+            r"grpo\.scale_rewards is true, .*false",
         ),
     ],
 )
@@ -254,7 +254,7 @@ def test_a_run_goes_on_with_the_reward_model_it_started_with(tmp_path: Path) -> 
     assert scores is not None and scores.model == str(model.path / "checkpoints" / "step-000001")
     shutil.rmtree(model.path / "checkpoints" / "step-000001")
     with pytest.raises(
-        ValueError, match=r"started with the reward model in .*step-000001, which is not there"
+        ValueError, match=r"started with the reward model in .*step-000001, which does not exist"
     ):
         Training(run.config, run=run, objects=UserObjects(environment=Parity), watcher=Quiet())
 

@@ -22,6 +22,7 @@ from TrainingFactory.promotion.model_registry import ModelRegistry
 from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.trainers import loop_setup as build
+from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.training.forecasts import CheckpointSpace, StopForecast
 from TrainingFactory.training.interrupts import Interrupts
@@ -209,9 +210,7 @@ def test_a_kill_while_optimizer_state_is_removed(
     assert (old / TRAINING_STATE_FILES[0]).is_file() and not modified_files(old)
     shutil.rmtree(newest)
     assert (
-        build.Training(run.config, run=run, objects=UserObjects(environment=Parity), watcher=Quiet())
-        .train()
-        .steps
+        Training(run.config, run=run, objects=UserObjects(environment=Parity), watcher=Quiet()).train().steps
         == 4
     )
     assert_same_run(whole, run.path)

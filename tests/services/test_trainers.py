@@ -162,17 +162,17 @@ def test_what_the_run_does_not_use_is_said() -> None:
     def said(trainer: Callable[..., Any], **options: Any) -> list[str]:
         return trainer(**options).notices
 
-    assert any("grpo.kl: these are options of grpo" in text for text in said(DPOTrainer, grpo={"kl": 0.1}))
+    assert any("grpo.kl: options of grpo" in text for text in said(DPOTrainer, grpo={"kl": 0.1}))
     (text,) = said(SFTTrainer, dataset=ROWS["sft"], group_size=4)
     assert text == "training.group_size: sft samples no groups of episodes"
     (text,) = said(SFTTrainer, dataset=ROWS["sft"], max_tokens=9, sampling={"slots": 3})
-    assert text.startswith("sampling.max_tokens, sampling.slots: sft samples nothing")
+    assert text.startswith("sampling.max_tokens, sampling.slots: sft samples only")
     assert said(SFTTrainer, dataset=ROWS["sft"], environment=Parity, max_tokens=9, eval_every=1) == []
     assert said(GRPOTrainer, environment=Parity, max_tokens=9, group_size=4) == []
     (text,) = said(DPOTrainer, dataset=ROWS["dpo"], heldout=ROWS["dpo"][:1])
     assert text == "heldout: nothing is evaluated without training.eval_every"
     (text,) = said(GRPOTrainer, environment=Parity, adapter="x", lora={"enabled": True, "r": 4})
-    assert text == "lora.r: model.adapter is loaded in the form that it was made in"
+    assert text.startswith("lora.r: model.adapter keeps")
 
 
 @pytest.mark.parametrize("how", ["objects", "file"])
@@ -222,7 +222,7 @@ def test_train_takes_a_config_and_the_model_can_be_saved(tmp_path: Path) -> None
     trainer = SFTTrainer(model="builtin:tiny", dataset=ROWS["sft"], **two_steps(tmp_path))
     with pytest.raises(ValueError, match=r"call train\(\) first"):
         trainer.save_model()
-    with pytest.raises(ValueError, match=r"training.algorithm is grpo, and SFTTrainer trains by sft"):
+    with pytest.raises(ValueError, match=r"training.algorithm is grpo, but SFTTrainer trains with sft"):
         trainer.train(TrainingConfig(algorithm="grpo"))
     report = trainer.train(TrainingConfig(max_steps=1, data={"count": 3}, sft={"turns": "last"}))
     assert report.steps == 1 and trainer.config.training.batch_size == 2
@@ -246,12 +246,12 @@ def test_train_takes_a_config_and_the_model_can_be_saved(tmp_path: Path) -> None
         (
             SFTTrainer,
             {"training": {"algorithm": "grpo"}},
-            "training.algorithm is grpo, and SFTTrainer trains by",
+            "training.algorithm is grpo, but SFTTrainer trains with",
         ),
-        (SFTTrainer, {"algorithm": "dpo"}, "training.algorithm is dpo, and SFTTrainer trains by sft"),
+        (SFTTrainer, {"algorithm": "dpo"}, "training.algorithm is dpo, but SFTTrainer trains with sft"),
         (SFTTrainer, {"training": 4}, "training"),
         (GRPOTrainer, {"environment": "search", "heldout": ROWS["sft"]}, "end before the model's turn"),
-        (DPOTrainer, {"dataset": ROWS["dpo"], "heldout": [{"text": "x"}]}, "row 0 of the dataset has not"),
+        (DPOTrainer, {"dataset": ROWS["dpo"], "heldout": [{"text": "x"}]}, "row 0 of the dataset lacks"),
         (GRPOTrainer, {"betta": 0.2}, "betta"),
         (PPOTrainer, {"beta": 0.2}, "beta"),  # of another algorithm
         (DPOTrainer, {"beta": -1.0}, "dpo.beta"),

@@ -142,7 +142,7 @@ def test_what_makes_no_difference_is_said() -> None:
     )  # fmt: skip
     for text in (
         "processing_class: tokenizer",
-        "model.max_length bounds",
+        "model.max_length limits",
         "every step",
         "dataloader_num_workers: ",
     ):
@@ -165,7 +165,7 @@ def test_what_makes_no_difference_is_said() -> None:
         ({"num_generations": 4, "group_size": 4}, "training.group_size, which is also set"),
         ({"max_completion_length": 4, "max_tokens": 4}, "max_tokens is given twice"),
         ({"num_generations": 4, "args": {"num_generations": 8}}, "given twice, by itself and in args"),
-        ({"tasks": TASKS}, "tasks is given twice, by itself and by a name of TRL's"),
+        ({"tasks": TASKS}, "tasks is given twice, by itself and by its name in TRL"),
         ({"reward_funcs": "some/reward-model"}, "reward_funcs has 'some/reward-model'.*learned"),
         ({"reward_funcs": [right, short], "reward_weights": [1.0]}, "1 numbers and reward_funcs 2"),
         ({"reward_weights": [1.0]}, "goes with reward_funcs"),

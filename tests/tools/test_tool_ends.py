@@ -79,7 +79,7 @@ def test_what_a_run_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match=r"\./hollow"):
         hollow = TrainingConfig(**config.model_dump() | {"model": "./hollow"})
         Training(hollow, name="c", watcher=Quiet()).train()
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         Training(config, name="fine", watcher=Quiet())
     with pytest.raises(ValueError, match="did you mean calculator"):
         wrong = TrainingConfig(**config.model_dump() | {"tools": ["process", "calculato"]})

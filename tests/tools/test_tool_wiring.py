@@ -93,7 +93,8 @@ def test_a_name_is_a_tool_a_server_or_a_label() -> None:
     assert choose_names("right", two, "", "") == {"left"}
     assert choose_names("any label", {"a": "left", "b": "left"}, "", "") == {"a", "b"}
     with pytest.raises(
-        ValueError, match=r"tools.0.name is 'c', and x.json has neither.*: left, right;.*: a, b, left"
+        ValueError,
+        match=r"tools.0.name is 'c', but x.json has no tool or server.*: left, right;.*: a, b, left",
     ):
         choose_names("c", two, "tools.0", "x.json")
 
@@ -151,7 +152,7 @@ def test_environments_are_given_tools_and_a_prompt() -> None:
     assert equipped(OnlyTask, environment={"system_prompt": "x"})(task).system_prompt == "x"
     for environment, given, says in (
         (OnlyTask, {"tools": ["calculator"]}, "OnlyTask takes no tools: its __init__"),
-        (NoToolEnvironment, {"tools": ["calculator"]}, "is none"),
+        (NoToolEnvironment, {"tools": ["calculator"]}, "NoToolEnvironment does not"),
         (NoToolEnvironment, {"environment": {"system_prompt": "x"}}, "system_prompt can be given to a class"),
     ):
         with pytest.raises(ValueError, match=says):

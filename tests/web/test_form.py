@@ -77,7 +77,7 @@ def test_options_override_the_text_and_secrets_stay_out() -> None:
     )
     config = form.read_draft(draft)
     assert (config.training.max_steps, config.tools[0].name) == (7, "sql")
-    with pytest.raises(ConfigError, match="holds a secret"):
+    with pytest.raises(ConfigError, match="contains a secret"):
         form.read_draft(Draft(options={"reward.options": {"api_key": "sk-abcdefghijkl"}}))
     assert check(Draft(yaml="lora: {r: 4}")).notices == [
         "lora.r: there is no adapter without lora.enabled=true"

@@ -13,14 +13,14 @@ from transformers import AttentionInterface
 
 from TrainingFactory.data.packing import Pack
 from TrainingFactory.learning.tree.flex import block_mask, flex
-from TrainingFactory.learning.tree.parts import AttentionPart, attend, plan_parts
+from TrainingFactory.learning.tree.parts import TreePart, attend, plan_parts
 
 ATTENTION = "tfactory_tree"
 # Arguments that some models pass to their attention function and that would change its result.
 UNSUPPORTED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
 
 
-def plan_tree(pack: Pack, device: torch.device) -> list[AttentionPart] | Any:
+def plan_tree(pack: Pack, device: torch.device) -> list[TreePart] | Any:
     """Return the `tfactory_tree` argument that the model passes to its attention: parts, or a block mask on a GPU."""
     return block_mask(pack, device) if device.type == "cuda" else plan_parts(pack.nodes, device)
 
@@ -33,7 +33,7 @@ def tree_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     *,
-    tfactory_tree: list[AttentionPart] | Any,
+    tfactory_tree: list[TreePart] | Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return the attention outputs [1, N, H, dv]. Attention dropout is not applied."""

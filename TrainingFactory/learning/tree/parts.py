@@ -45,7 +45,7 @@ class PaddedRows:
 
 
 @dataclass(slots=True)
-class AttentionPart:
+class TreePart:
     queries: PaddedRows
     keys: PaddedRows
     own: bool  # nodes against themselves: causal
@@ -61,7 +61,7 @@ class AttentionPart:
         return self._masks[groups, dtype]
 
 
-def plan_parts(nodes: list[TreeNode], device: torch.device) -> list[AttentionPart]:
+def plan_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
     """Return the parts: first the nodes against themselves, then level by level the descendants against their nodes."""
     descendants = descendant_tokens(nodes)
     levels: list[list[int]] = [[] for _ in range(1 + max(node.level for node in nodes))]
@@ -72,14 +72,14 @@ def plan_parts(nodes: list[TreeNode], device: torch.device) -> list[AttentionPar
         side, _ = _side([_own(nodes[number]) for number in numbers], device)
         length = max(nodes[number].length for number in numbers)
         later = torch.full((length, length), -torch.inf).triu(1)[None, None].to(device)
-        parts.append(AttentionPart(side, side, True, later if length > 1 else None))
+        parts.append(TreePart(side, side, True, later if length > 1 else None))
     for numbers in levels:
         parents = [number for number in numbers if len(descendants[number])]
         if parents:
             queries, _ = _side([descendants[number] for number in parents], device)
             keys, real = _side([_own(nodes[number]) for number in parents], device)
             hidden = torch.where(torch.from_numpy(real), 0.0, -torch.inf)[:, None, None].to(device)
-            parts.append(AttentionPart(queries, keys, False, None if keys.places is None else hidden))
+            parts.append(TreePart(queries, keys, False, None if keys.places is None else hidden))
     return parts
 
 
@@ -129,7 +129,7 @@ def _side(rows: list[range], device: torch.device) -> tuple[PaddedRows, np.ndarr
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: list[AttentionPart], scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: list[TreePart], scale: float
 ) -> torch.Tensor:
     """[N, H, d], [N, K, d], [N, K, dv] -> [N, H, dv]"""
     size = value.shape[-1]
@@ -152,7 +152,7 @@ def _unfold(folded: torch.Tensor, groups: int) -> torch.Tensor:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: list[AttentionPart], scale: float
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: list[TreePart], scale: float
     ) -> torch.Tensor:
         flash, groups = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, q.shape[2]
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)  # [N, K, G, d]
