@@ -11,10 +11,11 @@ SERVERS := .servers
 HELLO := 0.2.9 1.0.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo test test-slow lint format stubs bench clean
+.PHONY: help setup servers demo check test test-slow lint format stubs bench clean
 
 help:
 	@echo "make demo    watch an agent learn to use tools (a few minutes)"
+	@echo "make check   linters and the quick tests"
 	@echo "make test    run the tests"
 	@echo "make test-slow  run those that take minutes"
 	@echo "make lint    ruff and pyright"
@@ -121,6 +122,10 @@ test: $(STAMP)
 		$(MAKE) -s servers >$(SERVERS)/install.log 2>&1 & \
 		$(SUITE) -m "not slow and not servers"; first=$$?; wait; cat $(SERVERS)/install.log; \
 		$(SUITE) -m "not slow and servers" && exit $$first; fi
+
+# The quick half, while you work: linters, and tests that need no server and train no model.
+check: lint
+	@$(SUITE) -m "not slow and not servers and not training"
 
 test-slow: $(STAMP) servers
 	@PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m slow

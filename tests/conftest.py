@@ -27,17 +27,25 @@ SERVERS = re.compile(r"""\.servers["/]|kits\.(scale|gyms|browser)\b|\bNODE\b|kit
 OF_SERVERS = {"scale", "vllm_place"}  # fixtures
 
 
+# What a test module names that trains or samples with a model; `make check` leaves its tests out.
+TRAINING = re.compile(
+    r"\.train\(|\btrain\(|tfactory\(|Training\(|NativeEngine|load_model"
+    r"|kits\.(run|warm|serve|page|proxy|engine|ahead|forked|learner)\b"
+)
+
+
 @functools.cache
-def names_servers(module: Path) -> bool:
-    """Return whether a test module names what `make servers` installs."""
-    return SERVERS.search(module.read_text(encoding="utf-8")) is not None
+def module_text(module: Path) -> str:
+    return module.read_text(encoding="utf-8")
 
 
 def pytest_itemcollected(item: Any) -> None:
-    """Marks tests that need servers, and keeps tests that share what is made for their module in one process of the
-    suite, so that it is made once."""
-    if names_servers(item.path) or OF_SERVERS & set(item.fixturenames):
+    """Mark tests that need servers or train a model. Keep tests with a module-scoped fixture in one process of the suite,
+    so that the fixture is made once."""
+    if SERVERS.search(module_text(item.path)) or OF_SERVERS & set(item.fixturenames):
         item.add_marker(pytest.mark.servers)
+    if TRAINING.search(module_text(item.path)):
+        item.add_marker(pytest.mark.training)
     if item.get_closest_marker("xdist_group") is None and any(
         made[-1].scope == "module" for made in item._fixtureinfo.name2fixturedefs.values()
     ):
