@@ -40,8 +40,8 @@ def module_text(module: Path) -> str:
 
 
 def pytest_itemcollected(item: Any) -> None:
-    """Mark tests that need servers or train a model. Keep tests with a module-scoped fixture in one process of the suite,
-    so that the fixture is made once."""
+    """Mark tests that need servers or train a model. Keep tests with a module-scoped fixture in one process of the
+    suite, so that the fixture is made once."""
     if SERVERS.search(module_text(item.path)) or OF_SERVERS & set(item.fixturenames):
         item.add_marker(pytest.mark.servers)
     if TRAINING.search(module_text(item.path)):
