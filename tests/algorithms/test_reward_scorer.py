@@ -285,7 +285,7 @@ def test_a_run_trains_a_reward_model_and_another_uses_it(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("section", "wrong"),
     [({"type": "learned"}, "reward.model: is missing; reward.type=learned needs a reward model"),
-     ({"type": "learned", "model": "nowhere"}, "reward.model: must be what a run.*no such run or model: 'nowhere'"),
+     ({"type": "learned", "model": "nowhere"}, "reward.model: must be a reward model.*no such run or model: 'nowhere'"),
      ({"type": "learned", "model": "."}, "no config.json"),
      ({"model": "nowhere"}, "reward.model: is for reward.type=learned")],
 )  # fmt: skip

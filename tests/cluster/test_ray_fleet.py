@@ -87,7 +87,7 @@ def test_what_cannot_be_is_told_in_seconds(ray_head: str, tmp_path: Path, tfacto
             ray_session._join(ray_session.require_ray(), address, {})
     with pytest.raises(ConfigError, match=r"sampling\.deterministic: needs the native engine"):
         train(small(tmp_path, sampling=EXACT, compute=RAY), "wrong")
-    with pytest.raises(ConfigError, match=r"compute\.samplers: it is 2, and without compute.backend=ray"):
+    with pytest.raises(ConfigError, match=r"compute\.samplers: is 2, .*compute.backend=ray"):
         train(small(tmp_path, compute={"samplers": 2}), "wrong")
     assert not list(tmp_path.glob("wrong*")) and status() == []
     code, out, err = tfactory("cluster", "status")

@@ -222,7 +222,7 @@ def test_an_executor_that_dies_is_told_to_the_model_and_replaced(code: Path) -> 
     assert lost.content.startswith(
         "python gave no answer: its process on the cluster died; this episode's state"
     )
-    assert fresh.ok and fresh.content.startswith("[a fresh process: the last one died;")
+    assert fresh.ok and fresh.content.startswith("[new process: the previous one died;")
     assert fresh.content.endswith("]\n4") and last.content == "6"
 
 
@@ -245,7 +245,7 @@ def test_what_cannot_go_there_is_refused(code: Path, tmp_path: Path) -> None:
 
     with pytest.raises(
         ValueError,
-        match=r"there is no file own_code.py .*their files must have the same path on every machine",
+        match=r"there is no file own_code.py .*the same path on every machine",
     ):
         asyncio.run(open_and_close())
 

@@ -383,9 +383,7 @@ def test_options_and_images_have_their_errors(tmp_path: Path) -> None:
     path = tmp_path / "plain.py"
     path.write_text("from TrainingFactory.envs import ToolEnvironment\nclass Plain(ToolEnvironment): ...\n")
     config = TrainingConfig(environment={"environment_id": str(path), "options": {"a": 1}})
-    with pytest.raises(
-        ValueError, match=r"environment.options are a, which is for environments that are written for"
-    ):
+    with pytest.raises(ValueError, match=r"environment.options \(a\) are only for"):
         make_environment(config)
 
 

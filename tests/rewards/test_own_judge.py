@@ -83,7 +83,7 @@ def test_one_that_cannot_be_loaded_is_an_error_before_the_first_step(judge: str,
         (section(model="builtin:tiny") | {"model": "m"}, "reward.model: is for a judge at an endpoint"),
         (
             section(model="builtin:tiny") | {"options": {"base_url": "http://127.0.0.1:1/v1"}},
-            "reward.options.base_url: is for a judge at an endpoint, and reward.judge starts one",
+            "reward.options.base_url: is for a judge at an endpoint, but reward.judge starts one",
         ),
         (
             section(model="builtin:tiny") | {"options": {"options": {"stop": "x"}}},

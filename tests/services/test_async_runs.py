@@ -258,7 +258,7 @@ def test_what_does_not_go_together_is_refused_or_told(tmp_path: Path) -> None:
         "optimization.async_rollout, optimization.async_order: sft does not train on sampled episodes"
     ]
     [told] = unused_options(TrainingConfig(optimization={"max_staleness": 3}))
-    assert told == "optimization.max_staleness: they are for optimization.async_rollout=true"
+    assert told == "optimization.max_staleness: only used with optimization.async_rollout=true"
     assert notices(TrainingConfig(optimization=options)) == [] and KINDS["grpo"].samples
 
 

@@ -158,7 +158,7 @@ def test_a_changed_or_missing_byte_is_found_and_mended(registry: ModelRegistry) 
 def test_a_model_that_is_swept_away_while_it_is_looked_at_is_stored_again(
     registry: ModelRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, changed = registry.folder(registry.register("agent", "sft")), store.changed
+    folder, changed = registry.folder(registry.register("agent", "sft")), store.modified_files
 
     def swept(path: Path, but: Collection[str] = ()) -> list[str]:
         found = changed(path, but)

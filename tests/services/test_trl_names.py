@@ -161,7 +161,7 @@ def test_what_makes_no_difference_is_said() -> None:
         ({"args": {"scale_rewards": "batch"}}, "only group, True"),
         ({"args": {"num_train_epochs": 0.5}}, "training.num_epochs: must be a valid integer"),
         ({"args": {"warmup_ratio": 0.1}}, "write warmup_steps"),
-        ({"per_device_train_batch_size": 4}, "4 completions.*no whole tasks of 8 .*training.batch_size"),
+        ({"per_device_train_batch_size": 4}, "4 completions.*multiple of 8 .*training.batch_size"),
         ({"num_generations": 4, "group_size": 4}, "training.group_size, which is also set"),
         ({"max_completion_length": 4, "max_tokens": 4}, "max_tokens is given twice"),
         ({"num_generations": 4, "args": {"num_generations": 8}}, "given twice, by itself and in args"),

@@ -153,7 +153,7 @@ def test_environments_are_given_tools_and_a_prompt() -> None:
     for environment, given, says in (
         (OnlyTask, {"tools": ["calculator"]}, "OnlyTask takes no tools: its __init__"),
         (NoToolEnvironment, {"tools": ["calculator"]}, "NoToolEnvironment does not"),
-        (NoToolEnvironment, {"environment": {"system_prompt": "x"}}, "system_prompt can be given to a class"),
+        (NoToolEnvironment, {"environment": {"system_prompt": "x"}}, "system_prompt needs a class"),
     ):
         with pytest.raises(ValueError, match=says):
             equipped(environment, **given)
