@@ -18,7 +18,7 @@ from TrainingFactory.training.dataset import argument_problem
 
 @dataclass(slots=True)
 class DatasetFit:
-    """Which dataset forms the first rows fit, and the first reason for each form that they do not fit."""
+    """The dataset forms that the first rows fit, and the first reason for each form that they do not fit."""
 
     rows: int
     more: bool

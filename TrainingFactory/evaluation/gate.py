@@ -43,7 +43,7 @@ class Guard(Section):
 
 
 class Gate(Section):
-    """What a challenger must prove against the champion."""
+    """Conditions that a challenger must meet against the champion."""
 
     entry: Text | None = None
     """Suite entry whose success rate decides; null: the first."""
