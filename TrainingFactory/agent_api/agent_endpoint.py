@@ -30,13 +30,8 @@ from TrainingFactory.protocols import Sampler, SamplingSession
 from TrainingFactory.rollout.episode import EpisodeSettings
 from TrainingFactory.tools.threads import in_thread
 
-RENDERED_AGAIN = (
-    "rewritten",
-    "arguments",
-    "tools",
-    "cut",
-    "template",
-)  # reasons to render a history from scratch
+# Reasons to render a history from scratch.
+RENDERED_AGAIN = ("rewritten", "arguments", "tools", "cut", "template")
 SETTINGS = {"temperature", "top_p", "top_k", "min_p", "seed"}  # request parameters that the config overrides
 REFUSED = ("max_turns", "context_length_exceeded")
 COUNTS = ("turns", "rows", *RENDERED_AGAIN, "aborted", "malformed", "refused", "ignored", "unknown_key")

@@ -33,9 +33,8 @@ class SampledChoice:
 
 
 OnPartial = Callable[[Message], None]  # called with the part of an unfinished turn that can be streamed
-ChoiceSampler = Callable[
-    [int, OnPartial | None], Coroutine[Any, Any, SampledChoice]
-]  # samples the choice with this index
+# Samples the choice with this index.
+ChoiceSampler = Callable[[int, OnPartial | None], Coroutine[Any, Any, SampledChoice]]
 
 
 async def sample_choice(

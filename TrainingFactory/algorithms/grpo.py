@@ -114,9 +114,8 @@ class GRPO(BaseAlgorithm):
         episodes = []
         for trajectory, penalty in zip(group, penalties, strict=True):
             if trajectory.reward is not None:
-                parts = trajectory.reward.parts | {
-                    OVERLONG_PENALTY: 0.0 - penalty
-                }  # `0.0 -` avoids printing -0.0
+                # `0.0 -` avoids printing -0.0.
+                parts = trajectory.reward.parts | {OVERLONG_PENALTY: 0.0 - penalty}
                 trajectory = replace(trajectory, reward=replace(trajectory.reward, parts=parts))
             episodes.append(trajectory)
         return episodes

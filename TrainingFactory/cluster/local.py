@@ -25,9 +25,8 @@ from TrainingFactory.types import EngineSpec
 CLOSE_SECONDS = 20.0  # grace period for an engine to close before it is killed
 LOG_TAIL_LINES = 15  # lines of an engine's log that an error quotes
 CAUSE = re.compile(r"\b\w*(?:Error|Exception): .+")
-VLLM_WRAPPER = re.compile(
-    "Engine core initialization failed|WorkerProc initialization failed"
-)  # vLLM's wrappers of a cause
+# vLLM's wrappers of a cause.
+VLLM_WRAPPER = re.compile("Engine core initialization failed|WorkerProc initialization failed")
 
 
 class LocalEngineLauncher:

@@ -29,9 +29,8 @@ from TrainingFactory.types import Weights
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 FIRST = asyncio.FIRST_COMPLETED
-CALL_INTERVAL_TIMEOUT = timedelta(
-    days=60
-)  # timeout between two calls, which may contain any amount of sampling
+# Timeout between two calls, which may contain any amount of sampling.
+CALL_INTERVAL_TIMEOUT = timedelta(days=60)
 CALL_TIMEOUT = timedelta(hours=2)  # timeout within a call
 GRACE = 10.0  # seconds to wait for an error to show up on all ranks, or for a lost rank to be detected
 CLOSE_SECONDS = 10.0

@@ -18,18 +18,10 @@ from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Task
 
 WEIGHTS = (".safetensors", ".bin", ".gguf")
-OUTPUT_OPTIONS = (
-    "family",
-    "tools_format",
-    "dtype",
-    "max_length",
-    "thinking",
-    "quantization",
-)  # they change outputs
-SPEED_OPTIONS = {
-    "slots",
-    "deterministic",
-}  # sampling options that change only the speed or the shapes of the engine
+# Options that change the outputs.
+OUTPUT_OPTIONS = ("family", "tools_format", "dtype", "max_length", "thinking", "quantization")
+# Sampling options that change only the speed or the shapes of the engine.
+SPEED_OPTIONS = {"slots", "deterministic"}
 
 
 def identity(

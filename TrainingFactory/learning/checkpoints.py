@@ -57,9 +57,8 @@ def checkpoint_bytes(learner: Learner) -> tuple[int, int]:
     state = 0
     for optimizer in learner.optimizers:
         weights = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
-        state += weights * (
-            4 + OPTIMIZER_STATE_BYTES[type(optimizer).__name__]
-        )  # 4: the float32 master weight
+        # 4: the float32 master weight.
+        state += weights * (4 + OPTIMIZER_STATE_BYTES[type(optimizer).__name__])
     return model, state
 
 

@@ -69,9 +69,8 @@ class TextEncoder:
         longest_first = sorted(self.control_texts, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._cached = lru_cache(maxsize=4096)(self._encode)
-        self.may_form_control_token = lru_cache(maxsize=512)(
-            self._can_join
-        )  # mostly for names of tools and arguments
+        # Mostly for names of tools and arguments.
+        self.may_form_control_token = lru_cache(maxsize=512)(self._can_join)
         self._joined = "\0".join(["", *self.control_texts, ""])
         self._words = {_word(text) for text in self.control_texts} - {""}
         self._longest = max(map(len, self.control_texts), default=0)

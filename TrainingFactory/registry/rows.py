@@ -21,9 +21,8 @@ from TrainingFactory.registry.lineage import RUN_KEYS, LineageNode, chain
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 VERSION_NAME = re.compile(rf"(?P<model>{NAME.pattern})(:(?P<number>\d+)|@(?P<alias>{NAME.pattern}))?")
 DIGEST = re.compile(r"[0-9a-f]{64}")
-RESERVED_ALIASES = re.compile(
-    r"step-\d+|best|last|latest|\d+"
-)  # names of checkpoints and versions, invalid as aliases
+# Names of checkpoints and versions, invalid as aliases.
+RESERVED_ALIASES = re.compile(r"step-\d+|best|last|latest|\d+")
 
 
 @dataclass(slots=True, frozen=True)

@@ -34,10 +34,8 @@ from TrainingFactory.runs.folder import RunFolder, is_run, list_runs
 ADAPTER = "adapter_config.json"
 CHECKPOINT_NAME = re.compile(r"(?P<run>.+)@(?P<which>step-\d+|best|last)")
 MODEL_KEY = "model"  # key of environment.json: the model that the run was started from
-INHERITED = (
-    "family",
-    "thinking",
-)  # options inherited from the run that trained the model, unless the config sets them
+# Options inherited from the run that trained the model, unless the config sets them.
+INHERITED = ("family", "thinking")
 
 
 class TrainedBy(Protocol):

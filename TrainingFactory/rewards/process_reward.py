@@ -34,10 +34,8 @@ from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Message, Reward, ToolCall, ToolResult, Trajectory, Turn
 
 StepRule = Callable[[Trajectory, int], float | bool]
-STEP_ATTRIBUTES = {
-    "correct_tool": "tool_call_correct",
-    "clear_reasoning": "reasoning_clear",
-}  # rule -> step attribute
+# Rule -> attribute of a step.
+STEP_ATTRIBUTES = {"correct_tool": "tool_call_correct", "clear_reasoning": "reasoning_clear"}
 STEP_REWARDS = {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2}
 MAX_EXPERT_TURNS = 100
 CAP_TOLERANCE = 1e-9

@@ -361,9 +361,8 @@ class TrainingReport:
 
 
 def is_run(path: Path) -> bool:
-    return all(
-        os.path.isfile(path / name) for name in (CONFIG, ENVIRONMENT)
-    )  # False without permission, no error
+    # `isfile` returns False without permission, and raises no error.
+    return all(os.path.isfile(path / name) for name in (CONFIG, ENVIRONMENT))
 
 
 def list_runs(runs: str | Path = "runs") -> list[RunFolder]:

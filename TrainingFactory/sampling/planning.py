@@ -26,9 +26,8 @@ class StepPlan:
     guesses: np.ndarray | None = None  # [D, most] further tokens: the rest of a reply, or draft tokens
     guessed: np.ndarray = field(default_factory=lambda: EMPTY)  # [D] how many of them to feed
     span: int = 0  # tokens that every row feeds, so that shapes recur; 0: as many as each row has
-    slots: np.ndarray = field(
-        default_factory=lambda: EMPTY
-    )  # [P] slots that feed a chunk, in ascending order
+    # [P] slots that feed a chunk, in ascending order.
+    slots: np.ndarray = field(default_factory=lambda: EMPTY)
     counts: np.ndarray = field(default_factory=lambda: EMPTY)  # [P] tokens of each chunk
     twice: bool = False  # the launch may feed a sampled token at once and sample a second one
 

@@ -38,9 +38,8 @@ class PendingCall:
     timeout: float  # seconds for one attempt
     seconds: float  # for all attempts and the pauses between them
     max_output_chars: int
-    make: Callable[
-        [PendingCall, float], Awaitable[CallOutcome]
-    ]  # executes the call before a `time.monotonic` deadline
+    # Executes the call before a `time.monotonic` deadline.
+    make: Callable[[PendingCall, float], Awaitable[CallOutcome]]
     episode: Hashable = None  # key of the episode, for the metrics
 
     @property

@@ -222,9 +222,8 @@ def _key(name: str, value: Any) -> tuple[str | None, Any]:
         key, known = VALUES[name]
         return (key, known[value]) if value in [*known] else (None, value)
     if name in COUNTS and isinstance(value, int | float) and float(value).is_integer():
-        return COUNTS[name], int(value) + (
-            name == "max_tool_calling_iterations"
-        )  # plus the turn that answers
+        # One more: the turn that answers.
+        return COUNTS[name], int(value) + (name == "max_tool_calling_iterations")
     if name == "chat_template_kwargs":
         thinking = value.get("enable_thinking") if isinstance(value, Mapping) and len(value) == 1 else None
         return ("model.thinking", thinking) if isinstance(thinking, bool) else (None, value)

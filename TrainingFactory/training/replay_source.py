@@ -35,10 +35,8 @@ class RecordedSource:
         started = time.perf_counter()
         groups = await in_thread(self._groups_of, step)
         seconds = time.perf_counter() - started
-        metrics, problem = (
-            sampled_metrics(groups, seconds, None),
-            unscored_problem(groups, self._max_unscored),
-        )
+        metrics = sampled_metrics(groups, seconds, None)
+        problem = unscored_problem(groups, self._max_unscored)
         return StepGroups(step, groups, seconds, metrics, problem, sampled=True)
 
     async def close(self) -> None: ...

@@ -12,10 +12,8 @@ from TrainingFactory.rewards.adapt import as_group_reward
 from TrainingFactory.rollout.scoring import score, scoring_error
 from TrainingFactory.types import Reward
 
-FIRST_REPORT_SECONDS, REPORT_EVERY_SECONDS = (
-    10.0,
-    30.0,
-)  # seconds until the first message, and between further ones
+FIRST_REPORT_SECONDS = 10.0  # until the first message
+REPORT_EVERY_SECONDS = 30.0  # between further ones
 
 
 class RewardClock:

@@ -50,11 +50,8 @@ COMMON_OPTIONS = set(
     "sampling.max_tokens lora.enabled lora.r logging.checkpoint_every registry.name grpo.advantage grpo.credit grpo.kl "
     "ppo.critic_warmup dpo.beta kto.beta sft.turns".split()
 )
-SIMPLE_REWARDS = (
-    "environment",
-    "rule_based",
-    "tool_verified",
-)  # rewards that can be checked from their options alone
+# Rewards that can be checked from their options alone.
+SIMPLE_REWARDS = ("environment", "rule_based", "tool_verified")
 FOLDER = Path(__file__).resolve().parents[2] / "configs"  # exists if the package is a checkout
 
 

@@ -14,11 +14,8 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.runs.diagnosis import Diagnosis
 
 MemoryEstimator = Callable[[TrainingConfig], dict[str, float]]  # returns the bytes of a config by part
-OPTIMIZER_BYTES = {
-    "adamw": 8,
-    "adamw_8bit": 2,
-    "muon": 8,
-}  # maximum bytes of optimizer state per trained weight
+# Maximum bytes of optimizer state per trained weight.
+OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2, "muon": 8}
 # part -> options that reduce it, the least intrusive first
 REDUCING_OPTIONS = {
     "activations": ["training.gradient_checkpointing", "training.token_budget"],

@@ -34,13 +34,8 @@ STEP_PARTS = {
     "checkpoints": ("checkpoint",),
 }
 WAITING_PARTS = {"tools": "tool", "reward": "reward"}  # part -> field of Episodes with its seconds
-LEARNER_COSTS = (
-    "update",
-    "write",
-    "load",
-    "record",
-    "checkpoint",
-)  # costs that do not occur in an evaluation
+# Costs that do not occur in an evaluation.
+LEARNER_COSTS = ("update", "write", "load", "record", "checkpoint")
 REMEDIES: dict[str, Any] = {
     "training.gradient_checkpointing": True, "training.token_budget": 4096, "lora.enabled": True
 }  # fmt: skip

@@ -14,9 +14,8 @@ from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
 from TrainingFactory.types import Message, ToolCall
 
 SenseRef = tuple[str, int]  # a word and its sense number
-PendingWords = dict[
-    tuple[str, SenseRef], SenseRef
-]  # (part, shared ancestor) -> word that waits for a partner
+# (part, shared ancestor) -> word that waits for a partner.
+PendingWords = dict[tuple[str, SenseRef], SenseRef]
 PER_KIND, PER_ANSWER = 2500, 40  # maximum questions of a kind, and with the same answer within a kind
 # Question about a word with several senses; by kind, the relation in it and the tools that lead to the answer.
 TAKE = 'Take the noun "{}" in the sense "{}". It is a {} What is that a kind of? Answer with one word.'

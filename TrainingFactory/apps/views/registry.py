@@ -15,10 +15,8 @@ from TrainingFactory.evaluation.records import all_records
 from TrainingFactory.registry.catalogue import Catalogue
 from TrainingFactory.registry.rows import Version
 
-MAX_SHOWN_FLIPS, MAX_AUDIT_BYTES = (
-    20,
-    16 << 20,
-)  # maximum flipped tasks shown with both episodes; maximum bytes of audits
+MAX_SHOWN_FLIPS = 20  # maximum flipped tasks shown with both episodes
+MAX_AUDIT_BYTES = 16 << 20
 VERSION_FIELDS = ("model", "number", "created", "who", "description", "digest", "tags")
 
 

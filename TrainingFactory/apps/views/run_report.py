@@ -29,14 +29,8 @@ CURVES: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 SHARES = {"accuracy", "tool_success"}  # drawn from 0 to 1
-AMOUNTS = {
-    "clip_fraction",
-    "entropy",
-    "grad_norm",
-    "length",
-    "length_max",
-    *CURVES["Seconds by phase"],
-}  # from 0 on
+# Drawn from 0 on.
+AMOUNTS = {"clip_fraction", "entropy", "grad_norm", "length", "length_max", *CURVES["Seconds by phase"]}
 Rows = Sequence[dict[str, Any]]
 
 

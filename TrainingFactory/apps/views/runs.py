@@ -31,30 +31,16 @@ from TrainingFactory.runs import folder as kept
 from TrainingFactory.runs.folder import CONFIG, ENVIRONMENT, FINDINGS, METRICS, STATUS, RunFolder, is_run
 from TrainingFactory.tools.recording import SPECS_FILE
 
-SPARK_POINTS, LOCK_STATES = (
-    60,
-    ("running", "killed"),
-)  # points of a sparkline; states that only the lock distinguishes
+SPARK_POINTS = 60  # of a sparkline
+LOCK_STATES = ("running", "killed")  # states that only the lock distinguishes
 PART = 8 << 20  # maximum bytes of metrics in a response
 LOG, LOG_PART = "run.log", 256 << 10  # a run's output, if it was redirected; maximum bytes in a response
 LISTED_METRICS = (
-    "step",
-    "reward",
-    "loss",
-    "tokens_per_second",
-    "eval/success",
-    "eval/success_low",
-    "eval/success_high",
-)
+    "step", "reward", "loss", "tokens_per_second", "eval/success", "eval/success_low", "eval/success_high",
+)  # fmt: skip
 NUMBERS = (int, float)
-WATCHED_FILES = (
-    METRICS,
-    STATUS,
-    CONFIG,
-    ENVIRONMENT,
-    FINDINGS,
-    kept.EVALUATIONS,
-)  # files that a row is computed from
+# Files that a row is computed from.
+WATCHED_FILES = (METRICS, STATUS, CONFIG, ENVIRONMENT, FINDINGS, kept.EVALUATIONS)
 BASE_MODEL = "the base model"
 COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "serve", "runs episodes")
 

@@ -110,9 +110,8 @@ class ServerConfig:
     url: str = field(default="", repr=False)
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     settings: ServerSettings = field(default_factory=ServerSettings)
-    texts: dict[str, ToolOverride] | None = field(
-        default=None, repr=False
-    )  # the only tools to offer, by name
+    # The only tools to offer, by name.
+    texts: dict[str, ToolOverride] | None = field(default=None, repr=False)
     filled: dict[str, str] = field(default_factory=dict, repr=False)  # values of the variables in the entry
 
     @property
