@@ -76,7 +76,7 @@ def find_environment(name: str, say: Say = lambda _: None) -> Any:
 
 
 def check_name(name: str) -> None:
-    """Raise the error of `environment_named` for an unknown name, without importing a known one."""
+    """Raise the error of `find_environment` for an unknown name, without importing a known one."""
     known, file = catalog.names("environment").keys(), Path(split_name(name)[0]).expanduser()
     if not (file.is_file() if is_file_name(name) else known & {name, f"{name.partition('/')[0]}/"}):
         find_environment(name)

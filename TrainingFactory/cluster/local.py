@@ -30,7 +30,7 @@ VLLM_WRAPPER = re.compile("Engine core initialization failed|WorkerProc initiali
 
 
 class LocalEngineLauncher:
-    """Starts `LocalPlace`s. `environment` holds further environment variables for the child processes. `folder` keeps
+    """Starts `LocalEngine`s. `environment` holds further environment variables for the child processes. `folder` keeps
     their logs; None: logs are deleted on close. `say` reports progress to the user; engines are called `what`."""
 
     def __init__(

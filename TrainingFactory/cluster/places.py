@@ -18,7 +18,7 @@ class EngineHandle(Protocol):
         ...
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the `Engine`. Raise PlaceLost if the engine can no longer be used, and ValueError if only
+        """Call a method of the `Engine`. Raise EngineLost if the engine can no longer be used, and ValueError if only
         this call is invalid. Cancelling the awaiting task cancels the call."""
         ...
 

@@ -30,7 +30,7 @@ Turn = tuple[Any, ...] | None  # arguments of `Engine.sample`; None cancels it
 
 
 class RayEngineLauncher:
-    """Starts `RayPlace`s, each in one bundle of a placement group for `count` of them. gpus=None: 1 for vLLM if the
+    """Starts `RayEngine`s, each in one bundle of a placement group for `count` of them. gpus=None: 1 for vLLM if the
     cluster has any. Machines without the folder `spec.model` receive its config if weights are pushed; otherwise the
     path must exist on every machine. `folder` keeps the engines' logs; machines without it use a temporary folder."""
 
@@ -201,7 +201,7 @@ class RayEngine:
 
 
 class EngineActor:
-    """Runs an engine in a Ray actor; vLLM in a `LocalPlace` in it, whose watcher ends vLLM's processes after a kill."""
+    """Runs an engine in a Ray actor; vLLM in a `LocalEngine`, whose watcher ends vLLM's processes after a kill."""
 
     def __init__(self) -> None:
         self._call: Callable[..., Any]

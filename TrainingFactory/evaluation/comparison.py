@@ -46,13 +46,6 @@ class ComparedModel:
         self.found.append(earlier)
         self.wanted.append(None if earlier else evaluation)
 
-    def play(self) -> None:
-        """Run the scheduled evaluations."""
-        for evaluation in self.wanted:
-            if evaluation is not None:
-                evaluation.run()
-        self.take()
-
     def take(self) -> None:
         """Add the records of scheduled evaluations that have run."""
         for index, evaluation in enumerate(self.wanted):

@@ -60,8 +60,8 @@ def check_name(name: str, what: str = "model") -> None:
 
 
 def find_version(db: sqlite3.Connection, written: re.Match[str]) -> Version | None:
-    """Return the version that a match of WRITTEN names; None if there is no such model. Raise ValueError if the model
-    has no such version or alias."""
+    """Return the version that a match of VERSION_NAME names; None if there is no such model. Raise ValueError if the
+    model has no such version or alias."""
     model, number, alias = written["model"], written["number"], written["alias"]
     row = db.execute("SELECT newest FROM models WHERE name = ?", (model,)).fetchone()
     if row is None:

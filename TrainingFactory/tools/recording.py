@@ -98,7 +98,7 @@ class Recorder:
     def compare(
         self, position: CallPosition, call: ToolCall, recorded: ToolResult, rerun: ToolResult | ToolFailure
     ) -> None:
-        """Raise NotRecorded if a method of the environment, which a replay runs again, returned another result."""
+        """Raise ReplayMismatch if a method of the environment, which a replay runs again, returned another result."""
         fields = [
             (result.ok, result.error, result.content, result.attachments)
             if isinstance(result, ToolResult)

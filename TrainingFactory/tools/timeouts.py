@@ -89,7 +89,7 @@ async def run_within(
 
 
 def run_inline(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits, without a task: no time-out could stop it. Behaves like `within` otherwise."""
+    """Run a coroutine that never waits, without a task: no time-out could stop it. Otherwise like `run_within`."""
     try:
         contextvars.copy_context().run(coroutine.send, None)
     except StopIteration as stop:

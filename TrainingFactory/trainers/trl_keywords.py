@@ -1,5 +1,5 @@
 """TRL's names on our trainers: each is translated into our option, or rejected with what to write instead. Options that
-a program does not set keep our defaults, except those in `MEANT`."""
+a program does not set keep our defaults, except those in `ALWAYS_READ`."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def _key(name: str, value: Any) -> tuple[str | None, Any]:
 
 
 def _changed(args: Any) -> dict[str, Any]:
-    """Return the attributes of a `GRPOConfig` or the like that differ from the class's defaults, or are in `MEANT`."""
+    """Return the attributes of a `GRPOConfig` or the like that differ from its defaults, or are in `ALWAYS_READ`."""
     if args is None or isinstance(args, Mapping):
         return {name: value for name, value in (args or {}).items() if value is not None}
     if not is_dataclass(args):

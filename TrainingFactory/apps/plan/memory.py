@@ -201,7 +201,7 @@ def saving_options(config: TrainingConfig, device: str) -> dict[str, Any]:
 def find_fitting(
     config: TrainingConfig, available: float, device: str, estimate_other: MemoryEstimator
 ) -> str:
-    """Return the smallest combination of `savings` that fits, with its memory; empty if none fits."""
+    """Return the smallest combination of `saving_options` that fits, with its memory; empty if none fits."""
     options = saving_options(config, device)
     for count in range(1, len(options) + 1):
         for keys in itertools.combinations(options, count):

@@ -33,7 +33,7 @@ STEP_PARTS = {
     "evaluations": ("evaluation",),
     "checkpoints": ("checkpoint",),
 }
-WAITING_PARTS = {"tools": "tool", "reward": "reward"}  # part -> field of Episodes with its seconds
+WAITING_PARTS = {"tools": "tool", "reward": "reward"}  # part -> field of Workload with its seconds
 # Costs that do not occur in an evaluation.
 LEARNER_COSTS = ("update", "write", "load", "record", "checkpoint")
 REMEDIES: dict[str, Any] = {

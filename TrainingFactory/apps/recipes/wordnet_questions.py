@@ -64,7 +64,7 @@ async def prepare_wordnet(folder: str | Path, plain: bool = False) -> PreparedRo
 
 
 class Dialogue:
-    """Answers a question by calling the tools; raises Unasked unless there is one unambiguous answer."""
+    """Answers a question by calling the tools; raises NoQuestion unless there is one unambiguous answer."""
 
     def __init__(self, net: WordNet, kind: str, prompt: str, *words: str) -> None:
         self.kind, self.prompt, self.id = kind, prompt, "-".join((kind, *words))

@@ -70,7 +70,7 @@ class Chart:
 
 
 def thinned(points: Points) -> Points:
-    """Return the finite points; average neighbours if there are more than `MOST_POINTS`."""
+    """Return the finite points; average neighbours if there are more than `MAX_POINTS`."""
     points = [point for point in points if math.isfinite(point[1])]
     if len(points) <= MAX_POINTS:
         return points

@@ -87,7 +87,7 @@ class Follower:
     )
 
     def watch(self, ended: threading.Event) -> None:
-        """Poll every `EVERY` seconds until `ended` is set."""
+        """Poll every `POLL_SECONDS` seconds until `ended` is set."""
         while not ended.wait(POLL_SECONDS):
             try:
                 self.look()

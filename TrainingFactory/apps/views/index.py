@@ -134,7 +134,7 @@ class EpisodeIndex:
             return file.read(row["length"])
 
     def _grow(self) -> tuple[int, FileChunk]:
-        """Index new lines, up to `BUILT` bytes; return the bytes read and the last chunk."""
+        """Index new lines, up to `MAX_INDEXED_BYTES`; return the bytes read and the last chunk."""
         read = 0
         while True:
             part = read_new_lines(self.path, self._place, BLOCK)

@@ -106,8 +106,8 @@ def _recorded(name: str, records: list[StoredRecord], catalogue: Catalogue) -> l
 
 
 def audits(runs: Path) -> shapes.AuditList:
-    """Return the audits by `tfactory judge audit`, the oldest first; the last `MOST` bytes of a longer file. An invalid
-    line gives an entry with its problem."""
+    """Return the audits by `tfactory judge audit`, the oldest first; the last `MAX_AUDIT_BYTES` of a longer file.
+    An invalid line gives an entry with its problem."""
     entries, (lines, left_out) = [], read_last_lines(runs / AUDITS, MAX_AUDIT_BYTES)
     for line in lines:
         try:

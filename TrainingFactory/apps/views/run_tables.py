@@ -75,7 +75,7 @@ def shown_metrics(metrics: Rows) -> dict[str, str]:
 
 
 def labelled_metrics(metrics: Rows) -> Iterator[tuple[str, str, str]]:
-    """Yield (label, metric, format) of all metrics to show, those of PLAIN first."""
+    """Yield (label, metric, format) of all metrics to show, those of HEADLINE_METRICS first."""
     formats = shown_metrics(metrics)
     for name, keys in HEADLINE_METRICS.items():
         if (key := next((key for key in keys if key in formats), None)) is not None:

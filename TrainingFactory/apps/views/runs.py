@@ -192,7 +192,7 @@ def _newest_evaluation(
 
 
 def _thinned(values: Sequence[float]) -> list[float]:
-    """Return at most SPARK values: the first, the last, and means of equal parts between them."""
+    """Return at most SPARK_POINTS values: the first, the last, and means of equal parts between them."""
     if len(values) <= SPARK_POINTS:
         return list(values)
     ends = [1 + n * (len(values) - 2) // (SPARK_POINTS - 2) for n in range(SPARK_POINTS - 1)]

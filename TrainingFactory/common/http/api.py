@@ -52,7 +52,7 @@ class Api:
         self._pages: list[str] = []
         self.app.add_exception_handler(HTTPException, partial(not_found_response, pages=self._pages))
         self._key, self._local = key, local
-        AppStatus.disable_automatic_graceful_drain()  # streams may finish within `GRACE` after Ctrl-C
+        AppStatus.disable_automatic_graceful_drain()  # streams may finish within `SHUTDOWN_SECONDS` after Ctrl-C
 
     def get(self, path: str, answer: Callable[[], dict[str, Any]], keyed: bool = True) -> None:
         async def handler(request: Request) -> Response:
@@ -88,7 +88,7 @@ class Api:
             """Convert every exception into a JSON response."""
             try:
                 return await handler(request)
-            except asyncio.CancelledError:  # only when `GRACE` has passed after Ctrl-C
+            except asyncio.CancelledError:  # only when `SHUTDOWN_SECONDS` have passed after Ctrl-C
                 error: BaseException = _stopping()
             except Exception as caught:
                 error = caught
@@ -111,8 +111,8 @@ class Api:
 
 
 class EventStreamResponse(EventSourceResponse):
-    """Response of server-sent events. A stream that outlasts `GRACE` after Ctrl-C ends with an error. The generator of
-    the texts is always closed, even if the client disconnects."""
+    """Response of server-sent events. A stream that outlasts `SHUTDOWN_SECONDS` after Ctrl-C ends with an error. The
+    generator of the texts is always closed, even if the client disconnects."""
 
     def __init__(self, texts: AsyncGenerator[str, None]) -> None:
         super().__init__(texts, ping=0, sep="\n")

@@ -69,7 +69,7 @@ class _Connection(H11Protocol):
 
 
 def make_server(app: Any) -> uvicorn.Server:
-    """Create a server that runs until Ctrl-C and then lets running requests finish for `GRACE` seconds."""
+    """Create a server that runs until Ctrl-C and then lets running requests finish for `SHUTDOWN_SECONDS`."""
     config = uvicorn.Config(
         app,
         http=_Connection,

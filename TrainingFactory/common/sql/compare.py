@@ -17,7 +17,7 @@ UNREADABLE_ROWS = (
     'the tool did not return the rows of the reference query as complete JSON, {"rows": [[1, "a"], ...]}: use SqlTool, '
     "return this format from your tool, or set `database` in the task's metadata to the SQLite file"
 )
-# Runs one query and returns its rows as `Database` does in JSON.
+# Runs one query and returns its rows as `SqlDatabase` does in JSON.
 RunQuery = Callable[[str], Awaitable[ToolResult]]
 
 

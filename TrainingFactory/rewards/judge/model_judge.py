@@ -96,7 +96,7 @@ def model_judge(
         retries=retries,
         pause=pause,
         cache=cache,  # creates a file, so it comes after all other checks
-        budget=budget or Budget(),  # type: ignore[arg-type]  # `nested` has converted a mapping
+        budget=budget or Budget(),  # type: ignore[arg-type]  # `from_mapping` has converted a mapping
     )
     shared: dict[str, Any] = {"client": client, "prompt": prompt, "samples": samples, "vote": vote}
     shared |= {"name": name, "judge_unfinished": judge_unfinished, "fence_seed": fence_seed}

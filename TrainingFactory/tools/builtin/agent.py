@@ -53,7 +53,7 @@ class AgentTool:
         concurrency: Count | None = None,
         rate: Positive | None = None,
     ) -> None:
-        assert not isinstance(model, Mapping), "`nested` has converted options to an Endpoint"
+        assert not isinstance(model, Mapping), "`from_mapping` has converted options to an Endpoint"
         self.model = model
         self.tools: list[Tool | ToolSource] = [
             make_tool(entry) if isinstance(entry, str | Mapping) else as_tool(entry) for entry in tools

@@ -25,8 +25,8 @@ _PARAMETERS = {
 
 
 class SqlTool:
-    """Runs one SQL statement per call on the SQLite file `path`; see `Database`. With `write`, every episode works on
-    a private copy. The default description lists tables and columns, in at most `schema_chars` characters."""
+    """Runs one SQL statement per call on the SQLite file `path`; see `SqlDatabase`. With `write`, every episode works
+    on a private copy. The default description lists tables and columns, in at most `schema_chars` characters."""
 
     @validate_call(config=STRICT)
     def __init__(
