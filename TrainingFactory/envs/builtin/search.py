@@ -24,6 +24,8 @@ MAX_FACTS = 3  # per tool reply
 
 
 class SearchEnvironment(ToolEnvironment):
+    """Questions that take two searches, the second about what the first one found."""
+
     system_prompt = "Search, then answer with one word."
 
     @classmethod

@@ -1,0 +1,1 @@
+"""Programs that generate pages of the documentation site and check its links."""
