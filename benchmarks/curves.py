@@ -51,7 +51,7 @@ class Curve:
 
 
 EXPERIMENTS = {
-    "sft": Experiment("SFT", ["training.max_steps=300"], training="loss"),
+    "sft": Experiment("SFT", [], training="loss"),
     "rft": Experiment("RFT", [START, "training.max_steps=20"]),
     "grpo": Experiment("GRPO", [START, "training.max_steps=30"]),
     "ppo": Experiment("PPO", [START, "training.max_steps=20"]),
@@ -172,14 +172,17 @@ def read_curves() -> dict[str, Curve]:
 
 
 def write_curves(curves: dict[str, Curve]) -> None:
-    rows = [f" {json.dumps(name)}: {json.dumps(asdict(curve))}" for name, curve in curves.items()]
+    ordered = {name: asdict(curves[name]) for name in EXPERIMENTS if name in curves}
+    rows = [f" {json.dumps(name)}: {json.dumps(curve)}" for name, curve in ordered.items()]
     RESULTS.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=EXPERIMENTS, help="algorithms; all without it")
-    parser.add_argument("--draw", action="store_true", help="draw the recorded figures again, without training")
+    parser.add_argument(
+        "--draw", action="store_true", help="draw the recorded figures again, without training"
+    )
     options = parser.parse_args()
     curves = read_curves() if RESULTS.is_file() else {}
     if not options.draw:

@@ -6,7 +6,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-LOADED = {("script", "src"), ("img", "src"), ("link", "href"), ("source", "srcset"), ("iframe", "src"), ("video", "src")}
+LOADED = {
+    ("script", "src"),
+    ("img", "src"),
+    ("link", "href"),
+    ("source", "srcset"),
+    ("iframe", "src"),
+    ("video", "src"),
+}
 
 
 class PageLinks(HTMLParser):

@@ -143,7 +143,9 @@ def test_the_curves_are_drawn_from_the_recorded_figures() -> None:
     assert list(recorded) == list(curves.EXPERIMENTS)
     for name, curve in recorded.items():
         picture = (curves.PICTURES / f"{name}.svg").read_text(encoding="utf-8")
-        assert picture == curves.draw(curves.EXPERIMENTS[name], curve), f"python -m benchmarks.curves --draw: {name}"
+        assert picture == curves.draw(curves.EXPERIMENTS[name], curve), (
+            f"python -m benchmarks.curves --draw: {name}"
+        )
         config, *overrides = [word for word in curve.command.split() if "=" in word or "/" in word]
         load_config(ROOT / config, overrides)
         assert curve.heldout[-1][1] > curve.heldout[0][1]
