@@ -62,7 +62,7 @@ def kind_text(kind: Mapping[str, Any]) -> str:
         return ", ".join(map(code, kind.get("enum", [kind.get("const")])))
     if kind.get("type") == "null":
         return "`null`"
-    name = TYPES.get(kind.get("type", ""), kind.get("type", "any"))
+    name = TYPES.get(kind.get("type", ""), str(kind.get("type", "any")))
     limits = [text.format(kind[key]) for key, text in LIMITS.items() if key in kind]
     return " ".join([name, *limits])
 
