@@ -60,6 +60,14 @@ def warm() -> Path:
     return WARM
 
 
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of `brief` that nothing has disturbed."""
+    from tests.kits.run import brief, train
+
+    return train(brief(tmp_path_factory.mktemp("runs")), "whole").run
+
+
 @pytest.fixture
 def judge_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key for judges in the environment, and no proxy between them and the loopback."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.evaluation.test_compare import PARITY
 from tests.kits.cli import Run
 from tests.kits.registry import made_run
-from tests.services.test_compare import PARITY
 from TrainingFactory.apps.reports.comparison_page import comparison_page
 from TrainingFactory.evaluation.gate import Guard, check_guard
 from TrainingFactory.evaluation.records import make_record, read_records, tasks_digest

@@ -18,7 +18,7 @@ from tests.kits.mcp import children, wait_until
 from TrainingFactory.common.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 
 ROOT = Path(__file__).resolve().parents[2]
-FUNCTIONS = "tests.workers.functions"
+FUNCTIONS = "tests.common.worker_functions"
 SECONDS = 60  # only a hang takes so long
 
 

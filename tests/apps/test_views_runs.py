@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.apps.test_views_registry import evaluated
 from tests.kits.cli import ROOT, Run
 from tests.kits.registry import made_run
-from tests.services.test_views_registry import evaluated
 from TrainingFactory.apps.views import files
 from TrainingFactory.apps.views.files import FilePosition, read_json, read_new_lines
 from TrainingFactory.apps.views.index import EpisodeIndex, Query

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.evaluation.test_evaluation_records import played, record_of
 from tests.kits.cli import Run
-from tests.services.test_evaluation_records import played, record_of
 from TrainingFactory.apps.reports.comparison_page import comparison_page
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.evaluation.comparison import ComparedModel, StoredRecord, compare

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.apps.test_judge_audit import PAIRS, ROWS, audited, fair, gold_file, single
 from tests.kits.cli import Run
 from tests.kits.judge import KEY, judging
-from tests.services.test_judge_audit import PAIRS, ROWS, audited, fair, gold_file, single
 from TrainingFactory.apps.judge_audit.gold import load_gold
 from TrainingFactory.apps.judge_audit.metrics import partial_correlation
 from TrainingFactory.apps.judge_audit.report import Audit, verdict_of

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.evaluation.test_compare import PARITY, outcomes
 from tests.kits.cli import Run
-from tests.services.test_compare import PARITY, outcomes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.evaluation.records import read_records
 from TrainingFactory.evaluation.requests import EvaluationRequest, request_model

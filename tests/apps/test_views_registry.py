@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.evaluation.test_evaluation_records import played, record_of
 from tests.kits.cli import Run
 from tests.kits.registry import made_run
-from tests.services.test_evaluation_records import played, record_of
 from TrainingFactory.apps.judge_audit.report import AUDITS, Audit, save_audit
 from TrainingFactory.apps.views import registry as registry_views
 from TrainingFactory.apps.views.registry import audits, comparison_view, list_models, version_view
