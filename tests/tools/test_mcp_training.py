@@ -25,6 +25,7 @@ from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Episode
 from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.tools.mcp import servers
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.types import Message, Step, Task, ToolCall, Trajectory
@@ -103,6 +104,7 @@ class Asking(ToolEnvironment):
 
 def test_it_survives_the_death_of_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_turn_is_cut(monkeypatch)
+    monkeypatch.setattr(servers, "PATIENCE", 300.0)  # a busy machine starts a server slowly
     pid_file, hold, held = (tmp_path / name for name in ("pid", "hold", "held"))
 
     class Holding(Quiet):
