@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,6 +52,16 @@ def pytest_itemcollected(item: Any) -> None:
         made[-1].scope == "module" for made in item._fixtureinfo.name2fixturedefs.values()
     ):
         item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
+    """Run a test that is an `async def` in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.kits.proxy import TALK, TASK, line, play
-from tests.kits.serve import until
+from tests.kits.waiting import wait_until
 from TrainingFactory.agent_api.agent_program import AgentProgram
 from TrainingFactory.types import Reward
 
@@ -84,7 +84,7 @@ def test_a_program_that_runs_too_long_ends_with_all_that_it_started(tmp_path: Pa
     [trajectory], _, _ = play(tmp_path, code, episode_timeout=3.0)
     assert trajectory.status == "error" and "longer than 3 s" in str(trajectory.error)
     assert len(trajectory.turns) == 2 and trajectory.reward is None
-    until(lambda: not any(map(running, (tmp_path / "pids").read_text().split())))
+    wait_until(lambda: not any(map(running, (tmp_path / "pids").read_text().split())))
 
 
 KILLER = """
@@ -105,7 +105,7 @@ open("survived", "w").close()
 """
 
 
-def test_a_program_that_kills_what_the_run_started_ends_all_the_same_and_finds_no_secret(
+async def test_a_program_that_kills_what_the_run_started_ends_all_the_same_and_finds_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_SECRET", "hunter2hunter2")
@@ -113,16 +113,12 @@ def test_a_program_that_kills_what_the_run_started_ends_all_the_same_and_finds_n
     (tmp_path / "others").write_text(" ".join(others))
     (tmp_path / "agent.py").write_text(KILLER)
     program = AgentProgram(shlex.join([sys.executable, "-S", "agent.py"]), {"cwd": str(tmp_path)})
-
-    async def cancel_once_ready() -> None:
-        playing = asyncio.ensure_future(program(TASK).play(None))  # type: ignore[arg-type]
-        while not (tmp_path / "ready").exists():
-            await asyncio.sleep(0.02)
-        playing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
-
-    asyncio.run(cancel_once_ready())
+    playing = asyncio.ensure_future(program(TASK).play(None))  # type: ignore[arg-type]
+    while not (tmp_path / "ready").exists():
+        await asyncio.sleep(0.02)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
     survived, environments = (tmp_path / "survived").exists(), tmp_path / "environments"
     found_secret = environments.exists() and "hunter2" in environments.read_text()
     assert (survived, found_secret) == (False, False)
@@ -139,10 +135,10 @@ def test_a_program_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("import os, sys\nprint(os.environ['TFACTORY_TASK'])\n" + IN_GROUP)
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env) as run:
-        until(lambda: (tmp_path / "pids").exists() or run.poll() is not None)
+        wait_until(lambda: (tmp_path / "pids").exists() or run.poll() is not None)
         assert run.poll() is None
         run.kill()
-    until(lambda: not any(map(running, (tmp_path / "pids").read_text().split())))
+    wait_until(lambda: not any(map(running, (tmp_path / "pids").read_text().split())))
 
 
 def running(pid: str) -> bool:

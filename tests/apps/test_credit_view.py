@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from tests.kits.algorithm import ALGORITHMS, groups_of
-from tests.kits.pages import HOSTILE, SHOWN, parsed, words
+from tests.kits.html_report import HOSTILE, SHOWN, parsed, words
 from tests.kits.tokenizers import qwen3
 from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.grpo import GRPO

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.kits.pages import HOSTILE, SHOWN, parsed, words
+from tests.kits.html_report import HOSTILE, SHOWN, parsed, words
 from TrainingFactory.apps.demo.report import DemoReport, Stats, Trial
 from TrainingFactory.apps.reports.charts import running_mean
 from TrainingFactory.config import TrainingConfig

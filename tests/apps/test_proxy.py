@@ -15,7 +15,8 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.proxy import PROGRAM, REWARD, TALK, Talker, begin, ended, line, play, proxied
 from tests.kits.run import Quiet
-from tests.kits.serve import CHAT, WEATHER, events, joined, tiny_chat, until
+from tests.kits.serve import CHAT, WEATHER, events, joined, tiny_chat
+from tests.kits.waiting import wait_until
 from TrainingFactory.agent_api.conversations import Conversations
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.cli import show
@@ -163,7 +164,7 @@ def test_streams_calls_and_choices_become_rows_of_the_file(tmp_path: Path) -> No
         assert [choice["message"]["content"] for choice in answer["choices"]] == ["Rain."] * 2
         assert answer["choices"][0]["logprobs"]["content"][0]["logprob"] == -0.25
         assert mine.post(REWARD, json={"reward": 0.5, "parts": {"speed": 2.0}}).json() == {"reward": 0.5}
-        until(lambda: client.post(CHAT, json=body, headers=dict(mine.headers)).status_code == 401)
+        wait_until(lambda: client.post(CHAT, json=body, headers=dict(mine.headers)).status_code == 401)
         health = client.get("/health").json()
     assert {"extended": 2, "turns": 3, "rows": 2, "ignored": 1}.items() <= health.items()
     [trajectory] = ended(tmp_path / "out.jsonl")
@@ -224,8 +225,8 @@ def test_a_client_that_hangs_up_is_counted_and_its_turn_is_thrown_away(tmp_path:
         with mine.stream("POST", CHAT, json=body | {"stream": True}) as answer:
             lines = answer.iter_lines()  # who drops it hangs up
             next(lines)
-            until(lambda: sampler.waiting == 1)
-        until(lambda: sampler.waiting == 0)
+            wait_until(lambda: sampler.waiting == 1)
+        wait_until(lambda: sampler.waiting == 0)
         sampler.gate.set()
         assert mine.post(CHAT, json=body).status_code == 200
         mine.post(REWARD, json={"reward": 1})

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.kits.cli import Run
-from tests.kits.pages import HOSTILE, SHOWN, parsed, words
+from tests.kits.html_report import HOSTILE, SHOWN, parsed, words
 from tests.kits.run import small, train
 from TrainingFactory.apps.reports.charts import Chart, Curve, thinned
 from TrainingFactory.apps.views.run_report import charts, run_page

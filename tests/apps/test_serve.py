@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from tests.kits.engine import plain_logprobs
-from tests.kits.serve import CHAT, HANG, events, joined, live, post, raw, tiny_chat, until, user
+from tests.kits.serve import CHAT, events, joined, live, post, raw, tiny_chat, user
+from tests.kits.waiting import HANG, wait_until
 from TrainingFactory.agent_api.response_text import TurnReader
 from TrainingFactory.apps.serving.server import ChatServer, make_server
 from TrainingFactory.config import load_config
@@ -129,7 +130,7 @@ def test_sixteen_at_once_are_sampled_together_and_stay_themselves(
     with ThreadPoolExecutor(16) as pool:
         answers = [pool.submit(post, tiny, body) for body in bodies]
         try:
-            until(lambda: tiny.get("/health").json().items() >= {"running": 8, "waiting": 8}.items())
+            wait_until(lambda: tiny.get("/health").json().items() >= {"running": 8, "waiting": 8}.items())
         finally:
             go_on.set()
         together = [answer.result(HANG)["choices"][0]["message"] for answer in answers]
@@ -154,9 +155,9 @@ def test_a_client_that_hangs_up_frees_the_engine(
         lines = answer.iter_lines()  # who drops it hangs up
         next(lines)
         assert begun.wait(HANG)
-    until(lambda: tiny.get("/health").json()["running"] == 0)
+    wait_until(lambda: tiny.get("/health").json()["running"] == 0)
     go_on.set()
-    until(lambda: engine.sessions == 0)
+    wait_until(lambda: engine.sessions == 0)
     post(tiny, user(max_tokens=2))
     assert engine.stats.forwards - before <= 5  # of the 550 that were asked for
 

@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.kits.serve import CHAT, HANG, events, joined, live, post, until, user
+from tests.kits.serve import CHAT, events, joined, live, post, user
+from tests.kits.waiting import HANG, wait_until
 from TrainingFactory.apps.serving import follow
 from TrainingFactory.apps.serving.follow import follow_alias, needed_bytes
 from TrainingFactory.apps.serving.served import load_served_model, serving_config
@@ -86,7 +87,7 @@ def test_a_stream_ends_on_the_weights_that_it_began_with(registry: ModelRegistry
             lines = answer.iter_lines()
             first = next(lines)
             registry.set_alias("agent:2", "champion")
-            until(lambda: health(client)["version"] == "agent:2")
+            wait_until(lambda: health(client)["version"] == "agent:2")
             assert health(client)["finishing"] == ["agent:1"]
             after = post(client, BODY)  # is answered while the other one waits
             go_on.set()
@@ -99,10 +100,10 @@ def test_a_stream_ends_on_the_weights_that_it_began_with(registry: ModelRegistry
         assert after["system_fingerprint"] == "agent:2" and text_of(after) != text_of(before)
         assert joined(events(client, BODY))["content"] == text_of(after)
         assert client.get("/v1/models").json()["data"][0]["version"] == "agent:2"
-        until(lambda: gc.collect() >= 0 and old() is None)  # nothing holds it any more
+        wait_until(lambda: gc.collect() >= 0 and old() is None)  # nothing holds it any more
         assert health(client)["finishing"] == []
         registry.rollback("agent", "champion")
-        until(lambda: health(client)["version"] == "agent:1")
+        wait_until(lambda: health(client)["version"] == "agent:1")
         assert text_of(post(client, BODY)) == text_of(before)
 
 
@@ -120,14 +121,14 @@ def test_without_memory_for_both_the_old_one_goes_on(
         assert weights + cache <= needed <= 1.5 * weights + cache  # a head that is stored twice
         monkeypatch.setattr(follow, "free_bytes", lambda device: needed - 3 * 2**20)
         registry.set_alias("agent:2", "champion")
-        until(lambda: bool(said))
+        wait_until(lambda: bool(said))
         problem = health(client)["problem"]
         assert problem.startswith("agent:2 cannot be loaded: it needs ") and "cpu has" in problem
         assert "3 MiB more" in problem and problem.endswith("agent:1 keeps serving")
         assert said == [f"agent@champion: {problem}"]
         assert post(client, BODY)["system_fingerprint"] == "agent:1"
         monkeypatch.setattr(follow, "free_bytes", lambda device: needed)
-        until(lambda: health(client)["problem"] is None)
+        wait_until(lambda: health(client)["problem"] is None)
         assert health(client)["version"] == "agent:2" and "agent@champion is now agent:2" in said[-1]
 
 
@@ -138,7 +139,7 @@ def test_a_version_that_cannot_be_loaded_changes_nothing(
     with served(registry, said=said) as (_, client):
 
         def told(problem: str) -> None:
-            until(lambda: bool(said) and problem in said[-1])
+            wait_until(lambda: bool(said) and problem in said[-1])
             assert said[-1] == f"agent@champion: {health(client)['problem']}"
             assert said[-1].endswith("agent:1 keeps serving")
             assert post(client, user(max_tokens=2))["system_fingerprint"] == "agent:1"
@@ -160,7 +161,7 @@ def test_a_version_that_cannot_be_loaded_changes_nothing(
             path = registry.path.rename(registry.path.with_suffix(".away"))
             told("there is no registered model 'agent@champion'")
         path.rename(registry.path)
-        until(lambda: health(client)["version"] == "agent:2")
+        wait_until(lambda: health(client)["version"] == "agent:2")
         assert post(client, user(max_tokens=2))["system_fingerprint"] == "agent:2"
 
 
@@ -173,11 +174,11 @@ def test_the_command_follows(
     monkeypatch.setattr(listen, "bind", lambda *_: bound)
 
     def move() -> None:
-        until(lambda: bool(runners))
+        wait_until(lambda: bool(runners))
         try:
             with httpx.Client(base_url=listen.address_of(bound), timeout=HANG, trust_env=False) as client:
                 registry.set_alias("agent:2", "champion")
-                until(lambda: health(client)["version"] == "agent:2")
+                wait_until(lambda: health(client)["version"] == "agent:2")
         finally:
             runners[0].should_exit = True
 

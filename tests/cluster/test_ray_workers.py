@@ -114,6 +114,7 @@ def test_a_function_is_asked_as_in_a_process_of_this_machine(code: Path) -> None
     asyncio.run(asked())
 
 
+@pytest.mark.slow  # the next test compares rewards from actors, too
 def test_rewards_are_those_of_this_process(code: Path) -> None:
     rows = [finished(text, answer=4) for text in ("4", "five", "", "44")]
     reward = {"type": "function", "options": {"function": "own_code.py:score", "processes": 2}}

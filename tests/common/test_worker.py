@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.kits.mcp import children, wait_until
+from tests.kits.mcp import children
+from tests.kits.waiting import wait_until
 from TrainingFactory.common.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,14 +78,11 @@ def test_a_call_without_an_answer(message: str, error: type[Exception], says: st
         ("no.such.module:f", "ModuleNotFoundError"),
     ],
 )
-def test_a_function_that_cannot_be_loaded(target: str, says: str):
-    async def start() -> None:
-        worker = Worker(target, {})
-        with pytest.raises(WorkerError, match=says):
-            await worker.ask(1, SECONDS)
-        assert not worker.alive
-
-    asyncio.run(start())
+async def test_a_function_that_cannot_be_loaded(target: str, says: str):
+    worker = Worker(target, {})
+    with pytest.raises(WorkerError, match=says):
+        await worker.ask(1, SECONDS)
+    assert not worker.alive
 
 
 @pytest.mark.parametrize("way", ["cancel", "kill", "close"])

@@ -25,8 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.kits.waiting import HANG
+
 PROGRAM = Path(__file__).resolve().parents[2] / ".servers" / "chromium" / "browser"
-HANG = 120.0  # seconds after which something never comes
 FLAGS = [
     "--headless", "--remote-debugging-pipe", "--no-sandbox", "--no-zygote", "--disable-gpu",
     "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions", "--disable-background-networking",

@@ -29,10 +29,14 @@ def without_guesses(kind: str) -> tuple[Any, NativeEngine, list[Any]]:
 
 
 # Those of one kind share a process of the suite, and with it what is sampled without guesses.
+LIES = [(0.0, False), (0.4, False), (1.0, False), (0.2, True)]
+CASES = [("gqa_tied", *lies) for lies in LIES] + [(kind, 0.4, False) for kind in KINDS if kind != "gqa_tied"]
+
+
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.xdist_group(f"guesses-{kind}")) for kind in KINDS]
+    ("kind", "lies", "few_shapes"),
+    [pytest.param(*case, marks=pytest.mark.xdist_group(f"guesses-{case[0]}")) for case in CASES],
 )
-@pytest.mark.parametrize(("lies", "few_shapes"), [(0.0, False), (0.4, False), (1.0, False), (0.2, True)])
 def test_guesses_do_not_change_what_is_sampled(kind: str, lies: float, few_shapes: bool) -> None:
     """`few_shapes` is how rows are fed where CUDA graphs are used."""
     model, plain, expected = without_guesses(kind)

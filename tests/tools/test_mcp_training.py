@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.kits.mcp import ROOT, SERVERS, wait_until
+from tests.kits.mcp import ROOT, SERVERS
 from tests.kits.run import Quiet
 from tests.kits.tools import no_turn_is_cut
+from tests.kits.waiting import wait_until
 from tests.kits.warm import Homes
 from tests.servers.homes_server import HOMES
 from TrainingFactory.config import TrainingConfig

@@ -111,7 +111,7 @@ class Interrupting(Quiet):
             signal.pthread_kill(main, signal.SIGINT)
 
 
-@pytest.mark.parametrize("order", ["number", "arrival"])
+@pytest.mark.parametrize("order", [pytest.param("number", marks=pytest.mark.slow), "arrival"])
 def test_a_run_is_interrupted_and_goes_on_with_what_was_under_way(tmp_path: Path, order: str) -> None:
     first = run(ahead(tmp_path, 2, order), "a", Interrupting())
     assert first.state == "interrupted"
@@ -215,7 +215,7 @@ def test_a_run_without_samplers_saves_and_says_how_to_go_on(
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_the_sampler_has_weights_of_its_own(lora: bool) -> None:
+async def test_the_sampler_has_weights_of_its_own(lora: bool) -> None:
     """The learner's change nothing until the update; what is not trained is the same tensor."""
     loaded = load_model("builtin:tiny")
     make_trainable(TrainingConfig(lora={"enabled": lora, "r": 4}), loaded)
@@ -227,24 +227,21 @@ def test_the_sampler_has_weights_of_its_own(lora: bool) -> None:
     async def logprobs(each: NativeEngine) -> list[float]:
         return (await each.sample([5, 6, 7], params)).logprobs
 
-    async def everything() -> None:
-        before = await logprobs(engine)
-        with torch.no_grad():
-            for weight in loaded.model.parameters():
-                if weight.requires_grad:
-                    weight.add_(0.05 * torch.ones_like(weight).cumsum(-1) / weight.shape[-1])
-        assert await logprobs(engine) == pytest.approx(before, abs=1e-5)
-        pointers = [weight.data_ptr() for weight in copied.parameters()]
-        await engine.update(Weights(1))
-        await alone.update(Weights(1))
-        after = await logprobs(engine)
-        assert after != pytest.approx(before, abs=1e-2) and engine.policy_version == 1
-        assert after == pytest.approx(await logprobs(alone), abs=1e-5)
-        assert [weight.data_ptr() for weight in copied.parameters()] == pointers
-        await engine.close()
-        await alone.close()
-
-    asyncio.run(everything())
+    before = await logprobs(engine)
+    with torch.no_grad():
+        for weight in loaded.model.parameters():
+            if weight.requires_grad:
+                weight.add_(0.05 * torch.ones_like(weight).cumsum(-1) / weight.shape[-1])
+    assert await logprobs(engine) == pytest.approx(before, abs=1e-5)
+    pointers = [weight.data_ptr() for weight in copied.parameters()]
+    await engine.update(Weights(1))
+    await alone.update(Weights(1))
+    after = await logprobs(engine)
+    assert after != pytest.approx(before, abs=1e-2) and engine.policy_version == 1
+    assert after == pytest.approx(await logprobs(alone), abs=1e-5)
+    assert [weight.data_ptr() for weight in copied.parameters()] == pointers
+    await engine.close()
+    await alone.close()
     for own, trained in zip(copied.parameters(), loaded.model.parameters(), strict=True):
         assert (own is trained) == (not trained.requires_grad)
 

@@ -19,23 +19,19 @@ def numbers(batch: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(("bound", "ahead"), [(1, 1), (2, 2), (4, 4)])
-def test_the_gate_admits_the_groups_of_as_many_steps_as_the_bound(bound: int, ahead: int) -> None:
+async def test_the_gate_admits_the_groups_of_as_many_steps_as_the_bound(bound: int, ahead: int) -> None:
     """Of 5 tasks in batches of 2, an epoch has steps of 2, 2 and 1; every task is taken once an epoch."""
-
-    async def everything() -> None:
-        learner = Learner(bound)
-        for step in range(6):
-            batch = await learner.step()
-            assert numbers(batch) == [2 * step, 2 * step + 1][: 1 if step % 3 == 2 else 2]
-            begun = {int(name.partition("/")[0]) for name in learner.script.begun}
-            assert begun == set(range(min(step + ahead, 5) + 1))
-            assert batch.metrics["staleness/max"] <= bound and batch.metrics["groups/stale"] == 0
-            assert not learner.source._stale
-        tasks = [name.partition("/")[2] for name in learner.script.begun]
-        assert tasks == 2 * [f"t{number}" for number in range(5)]
-        assert wrong_in_ledger(learner.rows) == [] and learner.script.running == 0
-
-    asyncio.run(everything())
+    learner = Learner(bound)
+    for step in range(6):
+        batch = await learner.step()
+        assert numbers(batch) == [2 * step, 2 * step + 1][: 1 if step % 3 == 2 else 2]
+        begun = {int(name.partition("/")[0]) for name in learner.script.begun}
+        assert begun == set(range(min(step + ahead, 5) + 1))
+        assert batch.metrics["staleness/max"] <= bound and batch.metrics["groups/stale"] == 0
+        assert not learner.source._stale
+    tasks = [name.partition("/")[2] for name in learner.script.begun]
+    assert tasks == 2 * [f"t{number}" for number in range(5)]
+    assert wrong_in_ledger(learner.rows) == [] and learner.script.running == 0
 
 
 def test_a_slow_group_is_waited_for_by_number_and_overtaken_by_arrival() -> None:
@@ -55,50 +51,42 @@ def test_a_slow_group_is_waited_for_by_number_and_overtaken_by_arrival() -> None
     assert by_arrival == [1, 2] and waited["groups/waiting"] + waited["groups/in_flight"] == 2
 
 
-def test_a_group_that_is_too_old_is_given_up_and_sampled_again() -> None:
+async def test_a_group_that_is_too_old_is_given_up_and_sampled_again() -> None:
     """Group 0 begins at version 0 and ends at version 2, when one version behind is allowed."""
-
-    async def everything() -> None:
-        slow = asyncio.Event()
-        learner = Learner(1, script=Scripted({"t0": slow}), by_arrival=True)
-        assert numbers(await learner.step()) == [1, 2]
-        assert numbers(await learner.step()) == [3, 4]
-        slow.set()
-        await asyncio.sleep(0.01)
-        stale, batches = 0.0, []
-        for _ in range(4):
-            batches.append(await learner.step())
-            stale += batches[-1].metrics["groups/stale"]
-            assert batches[-1].metrics["staleness/max"] <= 1
-        assert stale == 1 and batches[0].metrics["length/stale"] == 4
-        assert "0/t0@1" in learner.script.begun
-        [again] = [group for batch in batches for group in batch.groups if group.number == 0]
-        trained = next(batch for batch in batches if again in batch.groups)
-        assert again.attempt == 1 and again.trajectories[0].group == f"{trained.step}/t0@1#0"
-        # Calls stand in the recording under the step and the name that the group was sampled by.
-        assert batches[0].given_up == {(0, "t0")} and trained.recorded is not None
-        assert (0, "t0@1") in trained.recorded
-        assert wrong_in_ledger(learner.rows) == []
-
-    asyncio.run(everything())
+    slow = asyncio.Event()
+    learner = Learner(1, script=Scripted({"t0": slow}), by_arrival=True)
+    assert numbers(await learner.step()) == [1, 2]
+    assert numbers(await learner.step()) == [3, 4]
+    slow.set()
+    await asyncio.sleep(0.01)
+    stale, batches = 0.0, []
+    for _ in range(4):
+        batches.append(await learner.step())
+        stale += batches[-1].metrics["groups/stale"]
+        assert batches[-1].metrics["staleness/max"] <= 1
+    assert stale == 1 and batches[0].metrics["length/stale"] == 4
+    assert "0/t0@1" in learner.script.begun
+    [again] = [group for batch in batches for group in batch.groups if group.number == 0]
+    trained = next(batch for batch in batches if again in batch.groups)
+    assert again.attempt == 1 and again.trajectories[0].group == f"{trained.step}/t0@1#0"
+    # Calls stand in the recording under the step and the name that the group was sampled by.
+    assert batches[0].given_up == {(0, "t0")} and trained.recorded is not None
+    assert (0, "t0@1") in trained.recorded
+    assert wrong_in_ledger(learner.rows) == []
 
 
-def test_refill_takes_further_tasks_of_the_epoch() -> None:
+async def test_refill_takes_further_tasks_of_the_epoch() -> None:
     """Of 5 tasks, t1 and t3 teach nothing; the second step has taken t2 and t3 before the first one refills."""
-
-    async def everything() -> list[Any]:
-        slow = {"t3": asyncio.Event()}
-        algorithm = Teaching({"t1", "t3"}, refill=1)
-        learner = Learner(1, total=3, algorithm=algorithm, script=Scripted(slow))
-        batches = [await learner.step()]
-        slow["t3"].set()
-        batches += [await learner.step(), await learner.step()]
-        assert [batch.metrics["groups/refilled"] for batch in batches] == [1, 0, 1]
-        assert [batch.metrics["groups/dropped"] for batch in batches] == [1, 1, 1]
-        assert wrong_in_ledger(learner.rows) == []
-        return [row["groups"] for row in learner.rows]
-
-    assert asyncio.run(everything()) == [
+    slow = {"t3": asyncio.Event()}
+    algorithm = Teaching({"t1", "t3"}, refill=1)
+    learner = Learner(1, total=3, algorithm=algorithm, script=Scripted(slow))
+    batches = [await learner.step()]
+    slow["t3"].set()
+    batches += [await learner.step(), await learner.step()]
+    assert [batch.metrics["groups/refilled"] for batch in batches] == [1, 0, 1]
+    assert [batch.metrics["groups/dropped"] for batch in batches] == [1, 1, 1]
+    assert wrong_in_ledger(learner.rows) == []
+    assert [row["groups"] for row in learner.rows] == [
         [[0, 0, 0], [1, 0, 1], [1, 1, 4]],
         [[2, 0, 2], [3, 0, 3]],  # the epoch has no more
         [[4, 0, 5], [5, 0, 6], [5, 1, 7]],
@@ -138,22 +126,19 @@ def test_whatever_happens_every_task_is_trained_once(seed: int) -> None:
         ]
 
 
-def test_what_fails_in_any_group_ends_the_step_and_nothing_goes_on() -> None:
-    async def everything() -> None:
-        lost = SamplersLost("none is left")
-        learner = Learner(2, script=Scripted({"t0": asyncio.Event()}, {"t3": lost}))
-        with pytest.raises(SamplersLost, match="none is left"):
-            await learner.step()
-        assert learner.script.running == 1  # t0, which nobody ends
-        await learner.source.close()
-        assert learner.script.running == 0 and len(asyncio.all_tasks()) == 1
-        cancelled = asyncio.create_task(Learner(1, script=Scripted({"t0": asyncio.Event()})).step())
-        await asyncio.sleep(0.01)
-        cancelled.cancel()
-        await asyncio.gather(cancelled, return_exceptions=True)
-        assert cancelled.cancelled()
-
-    asyncio.run(everything())
+async def test_what_fails_in_any_group_ends_the_step_and_nothing_goes_on() -> None:
+    lost = SamplersLost("none is left")
+    learner = Learner(2, script=Scripted({"t0": asyncio.Event()}, {"t3": lost}))
+    with pytest.raises(SamplersLost, match="none is left"):
+        await learner.step()
+    assert learner.script.running == 1  # t0, which nobody ends
+    await learner.source.close()
+    assert learner.script.running == 0 and len(asyncio.all_tasks()) == 1
+    cancelled = asyncio.create_task(Learner(1, script=Scripted({"t0": asyncio.Event()})).step())
+    await asyncio.sleep(0.01)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    assert cancelled.cancelled()
 
 
 def test_states_of_earlier_versions_and_of_another_batch_size() -> None:

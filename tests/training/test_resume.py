@@ -125,7 +125,9 @@ def test_files_and_options_that_were_changed(whole: Path, tmp_path: Path) -> Non
         go_on(run.path)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "truncated and old"])
+@pytest.mark.parametrize(
+    "damage", [pytest.param("truncated", marks=pytest.mark.slow), "flipped", "missing", "truncated and old"]
+)
 def test_a_damaged_checkpoint_is_left_for_the_one_before(whole: Path, tmp_path: Path, damage: str) -> None:
     run, watcher = RunFolder(shutil.copytree(whole, tmp_path / "a")), Quiet()
     [first, last] = run.checkpoints()
