@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -111,18 +112,23 @@ def test_both_runs_change_the_weights(folder: Path) -> None:
     assert 0 < (warm[name] - final[name]).abs().max() < 0.1  # GRPO's steps are small ones
 
 
-def test_the_same_seed_gives_the_same_runs_and_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.slow  # that runs of one seed are the same: tests/training
+def test_the_same_seed_gives_the_same_runs(tmp_path: Path) -> None:
     def play(name: str) -> Path:
         demo = Demo("calculator", 1, tmp_path / name, LESSONS, OVERRIDES)
         demo.warm_start(Quiet())
         demo.train(Quiet())
         return tmp_path / name
 
-    first, again = play("a"), play("b")
-    assert_same_run(first, again)
-    assert (first / "heldout.jsonl").exists()
-    Demo("search", 1, first)
-    assert [run.name for run in list_runs(tmp_path)] == ["b-warm-start", "b"]
+    assert_same_run(play("a"), play("b"))
+
+
+def test_an_earlier_demo_is_replaced(folder: Path, tmp_path: Path) -> None:
+    for name in (WARM, "out"):
+        shutil.copytree(folder / name, tmp_path / name)
+        shutil.copytree(folder / name, tmp_path / name.replace("out", "other"))
+    Demo("search", 1, tmp_path / "out")
+    assert [run.name for run in list_runs(tmp_path)] == ["other-warm-start", "other"]
 
 
 @pytest.mark.parametrize(

@@ -220,9 +220,7 @@ def test_an_executor_that_dies_is_told_to_the_model_and_replaced(code: Path) -> 
 
     lost, fresh, last = asyncio.run(played())
     assert not lost.ok and lost.error == "unavailable"
-    assert lost.content.startswith(
-        "python gave no answer: its process on the cluster died; this episode's state"
-    )
+    assert lost.content.startswith("python gave no answer") and "died" in lost.content
     assert fresh.ok and fresh.content.startswith("[new process: the previous one died;")
     assert fresh.content.endswith("]\n4") and last.content == "6"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,8 @@ def test_a_run_is_evaluated_by_its_own_reward(tfactory: Run, monkeypatch: pytest
     found, _ = evaluated(tfactory, "a")
     assert found["success"] == 0.0 and found["reward/odd"] >= 0
     assert found["scored_by"] == "reward.type=function (rewards.py:never)"
-    for other in ("reward.type=environment", "reward=environment", "reward_function=environment"):
-        found, _ = evaluated(tfactory, "a", other)
-        assert found["success"] == 1.0 and found["scored_by"] == "the environment's own reward"
+    found, _ = evaluated(tfactory, "a", "reward=environment")
+    assert found["success"] == 1.0 and found["scored_by"] == "the environment's own reward"
     out = tfactory("eval", "a", "--tasks", "2")[1]
     assert "scored by" in out and "rewards.py:never" in out
     Path("elsewhere").mkdir()
@@ -112,7 +112,8 @@ def test_a_reward_that_was_an_object_cannot_be_restored(tfactory: Run, tmp_path:
 
 
 def test_an_evaluation_without_a_figure_is_a_failure(tfactory: Run) -> None:
-    status, _, err = tfactory("eval", "builtin:tiny", "--env", "mine.py", "--tasks", "2", *by("broken"))
+    model = ("eval", "builtin:tiny", "--env", "mine.py", "--tasks", "2", "sampling.max_tokens=6")
+    status, _, err = tfactory(*model, *by("broken"))
     assert status == 1 and "no episode could be scored" in err and "machine is away" in err
 
 
@@ -213,11 +214,11 @@ def test_the_parts_and_what_was_asked_are_shown(tfactory: Run) -> None:
             "judged": {"type": "model_judge", "model": "m", "options": options},
             "low": {"type": "function", "options": {"function": "rewards.py:never"}},
         }
-        for name in ("a", "b"):
-            given = [f"reward.parts={json.dumps(parts)}", "max_steps=2", "training.eval_every=2"]
-            status, _, err = tfactory("train", "small.yaml", "--name", name, *given)
-            assert status == 0, err
-        asked = len(judge.asked) // 2
+        given = [f"reward.parts={json.dumps(parts)}", "max_steps=2", "training.eval_every=2"]
+        status, _, err = tfactory("train", "small.yaml", "--name", "a", *given)
+        assert status == 0, err
+        asked = len(judge.asked)
+    shutil.copytree("runs/a", "runs/b")
     metrics = RunFolder(Path("runs/a")).metrics()
     assert [row.get("judge/requests") for row in metrics] == [None, 4, 4]
     assert [row.get("eval/judge/requests") for row in metrics] == [4, None, 4] and asked == 16

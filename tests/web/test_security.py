@@ -286,7 +286,7 @@ def test_one_run_breaks_nothing_else(tmp_path: Path) -> None:
     )
     (runs / "folder" / METRICS).unlink()
     (runs / "folder" / METRICS).mkdir()
-    (runs / "deep" / "config.yaml").write_text("a: " + "[" * 40_000)
+    (runs / "deep" / "config.yaml").write_text("a: " + "[" * 500)
     with serving(runs) as page:
         rows = {row["name"]: row for row in page.get("/api/runs")["runs"]}
         assert {name: row["state"] for name, row in rows.items() if row["problem"]} == {
