@@ -65,8 +65,9 @@ def pytest_itemcollected(item: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
-    """Run a test that is an `async def` in an event loop of its own."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+    """Run a test that is an `async def` in an event loop of its own. One with async fixtures is marked `anyio`, whose
+    plugin runs both in one loop."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj) or pyfuncitem.get_closest_marker("anyio") is not None:
         return None
     names = pyfuncitem._fixtureinfo.argnames
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
