@@ -15,7 +15,6 @@ import pytest
 
 from tests.kits.serve import (
     CHAT,
-    HANG,
     WEATHER,
     events,
     joined,
@@ -24,9 +23,9 @@ from tests.kits.serve import (
     raw,
     script,
     tiny_chat,
-    until,
     user,
 )
+from tests.kits.waiting import HANG, wait_until
 from TrainingFactory.apps.serving.served import serving_config
 from TrainingFactory.common.http import api, listen
 from TrainingFactory.resolve.model_names import find_model
@@ -185,7 +184,7 @@ def test_a_request_that_is_being_read_counts_as_waiting() -> None:
     with live(server) as client, ThreadPoolExecutor(1) as pool:
         try:
             first = pool.submit(post, client, user())
-            until(lambda: client.get("/health").json()["running"] == 1)
+            wait_until(lambda: client.get("/health").json()["running"] == 1)
             assert client.post(CHAT, json=user()).status_code == 429
         finally:
             go_on.set()

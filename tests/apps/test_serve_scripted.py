@@ -16,7 +16,6 @@ from tests.kits.forks import FORKED, Command
 from tests.kits.serve import (
     CALL,
     CHAT,
-    HANG,
     WEATHER,
     Script,
     events,
@@ -25,9 +24,9 @@ from tests.kits.serve import (
     post,
     raw,
     script,
-    until,
     user,
 )
+from tests.kits.waiting import HANG, wait_until
 from TrainingFactory.agent_api.requests import parse_request
 from TrainingFactory.common.http import listen
 from TrainingFactory.models.tiny import tiny_tokenizer
@@ -115,9 +114,9 @@ def test_hanging_up_gives_the_slot_to_the_next(stream: bool) -> None:
             head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             body = request.read()
             connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-            until(lambda: scripted.waiting == 1)
+            wait_until(lambda: scripted.waiting == 1)
         assert post(client, user("now"))["choices"][0]["message"]["content"] == "ok"
-        until(lambda: scripted.waiting == 0 and server.pending == 0)
+        wait_until(lambda: scripted.waiting == 0 and server.pending == 0)
     assert scripted.opened == scripted.closed == 2
 
 
@@ -125,7 +124,7 @@ def test_a_full_queue_is_told() -> None:
     scripted = script("ok")
     with live(scripted.server(slots=1, queue=1)) as client, ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(post, client, user("wait")) for _ in range(2)]
-        until(lambda: client.get("/health").json()["waiting"] == 1)
+        wait_until(lambda: client.get("/health").json()["waiting"] == 1)
         for stream in (False, True):
             answer = client.post(CHAT, json=user(stream=stream))
             assert answer.status_code == 429 and answer.json()["error"]["code"] == "queue_full"
@@ -158,7 +157,7 @@ def test_a_server_that_stops_tells_those_who_still_wait(monkeypatch: pytest.Monk
             both = [
                 pool.submit(other.post, url, json=user("wait", stream=stream)) for stream in (False, True)
             ]
-            until(lambda: scripted.waiting == 2)
+            wait_until(lambda: scripted.waiting == 2)
         plain, stream = (future.result(HANG) for future in both)
     assert plain.status_code == 503 and plain.json()["error"]["code"] == "server_stopping"
     assert json.loads(stream.text.split("data: ")[-1])["error"]["code"] == "server_stopping"
