@@ -125,8 +125,11 @@ def test_the_same_seed_gives_the_same_runs(tmp_path: Path) -> None:
 
 def test_an_earlier_demo_is_replaced(folder: Path, tmp_path: Path) -> None:
     for name in (WARM, "out"):
-        shutil.copytree(folder / name, tmp_path / name)
         shutil.copytree(folder / name, tmp_path / name.replace("out", "other"))
+        config = shutil.copytree(folder / name, tmp_path / name) / "config.yaml"
+        config.write_text(
+            config.read_text().replace(str(folder), str(tmp_path))
+        )  # where a demo looks for its own
     Demo("search", 1, tmp_path / "out")
     assert {run.name for run in list_runs(tmp_path)} == {"other-warm-start", "other"}
 
