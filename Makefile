@@ -11,7 +11,7 @@ SERVERS := .servers
 HELLO := 0.2.9 1.0.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo check test test-slow lint format stubs docs bench clean
+.PHONY: help setup servers demo check quick test test-slow lint format stubs docs bench clean
 
 help:
 	@echo "make demo    watch an agent learn to use tools (a few minutes)"
@@ -130,8 +130,11 @@ test: $(STAMP)
 		$(SUITE) -m "not slow and not servers"; first=$$?; wait; cat $(SERVERS)/install.log; \
 		$(SUITE) -m "not slow and servers" && exit $$first; fi
 
-# The quick half, while you work: linters, and tests that need no server and train no model.
-check: lint
+# The quick half, while you work: linters, and beside them the tests that need no server and train no model.
+check: $(LINTERS)
+	@$(MAKE) -s -j2 -O lint quick
+
+quick: $(STAMP)
 	@$(SUITE) -m "not slow and not servers and not training"
 
 test-slow: $(STAMP) servers

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +41,15 @@ def module_text(module: Path) -> str:
     return module.read_text(encoding="utf-8")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a module all of whose tests `-m` leaves out: `make check` starts in seconds."""
+    if not collection_path.name.startswith("test_"):
+        return None
+    patterns = {"not servers": SERVERS, "not training": TRAINING}
+    left_out = [pattern for part, pattern in patterns.items() if part in config.option.markexpr]
+    return any(pattern.search(module_text(collection_path)) for pattern in left_out) or None
+
+
 def pytest_itemcollected(item: Any) -> None:
     """Mark tests that need servers or train a model. Keep tests with a module-scoped fixture in one process of the
     suite, so that the fixture is made once."""
@@ -52,12 +63,31 @@ def pytest_itemcollected(item: Any) -> None:
         item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
+    """Run a test that is an `async def` in an event loop of its own. One with async fixtures is marked `anyio`, whose
+    plugin runs both in one loop."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj) or pyfuncitem.get_closest_marker("anyio") is not None:
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
+
+
 @pytest.fixture(scope="session")
 def warm() -> Path:
     """A tiny model that does a task with a tool now and then; see `tests/kits/warm.py`."""
     from tests.kits.warm import WARM  # torch takes seconds, and most tests do without
 
     return WARM
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of `brief` that nothing has disturbed."""
+    from tests.kits.run import brief, train
+
+    return train(brief(tmp_path_factory.mktemp("runs")), "whole").run
 
 
 @pytest.fixture

@@ -323,3 +323,10 @@ def test_every_config_key_is_described_and_tested() -> None:
     tests = (path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
     words = {word for path in tests for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
     assert not [key for key in keys if key.split(".")[-1] not in words]
+
+
+def test_every_kit_is_listed() -> None:
+    listed = re.findall(r"^\| `(\w+\.py)`", (ROOT / "tests/kits/README.md").read_text(encoding="utf-8"), re.M)
+    assert sorted([*listed, "__init__.py"]) == sorted(
+        path.name for path in (ROOT / "tests/kits").glob("*.py")
+    )

@@ -34,85 +34,70 @@ class Meeting:
         self.here -= 1
 
 
-def test_the_calls_of_a_turn_are_under_way_together() -> None:
-    async def run() -> tuple[list[str], int]:
-        meeting = Meeting(8)
+async def test_the_calls_of_a_turn_are_under_way_together() -> None:
+    meeting = Meeting(8)
 
-        @tool
-        async def fetch(page: int) -> str:
-            """Fetch a page."""
-            await meeting.meet()
-            return f"page {page}"
+    @tool
+    async def fetch(page: int) -> str:
+        """Fetch a page."""
+        await meeting.meet()
+        return f"page {page}"
 
-        calls = [ToolCall("fetch", {"page": number}) for number in range(8)]
-        found = await AsyncToolExecutor([fetch]).batch_execute(calls)
-        return [result.content for result in found], meeting.most
-
-    contents, most = asyncio.run(run())
-    assert contents == [f"page {number}" for number in range(8)] and most == 8
+    calls = [ToolCall("fetch", {"page": number}) for number in range(8)]
+    found = await AsyncToolExecutor([fetch]).batch_execute(calls)
+    assert [result.content for result in found] == [f"page {number}" for number in range(8)]
+    assert meeting.most == 8
 
 
-def test_workers_bound_the_episodes_at_once() -> None:
+async def test_workers_bound_the_episodes_at_once() -> None:
     """Twelve episodes, four at once: as many as there are workers, never more."""
+    meeting = Meeting(4)
 
-    async def run() -> tuple[list[Trajectory], Meeting]:
-        meeting = Meeting(4)
+    class Slow(ToolEnvironment):
+        async def reset(self) -> list[Message]:
+            await meeting.meet()
+            return await super().reset()
 
-        class Slow(ToolEnvironment):
-            async def reset(self) -> list[Message]:
-                await meeting.meet()
-                return await super().reset()
-
-        engine = AsyncRolloutEngine(
-            num_workers=4, model="builtin:tiny", environment=Slow, sampling={"max_tokens": 2}
-        )
-        found = await engine.rollout_batch([f"prompt {number}" for number in range(12)])
-        await engine.close()
-        return found, meeting
-
-    found, meeting = asyncio.run(run())
+    engine = AsyncRolloutEngine(
+        num_workers=4, model="builtin:tiny", environment=Slow, sampling={"max_tokens": 2}
+    )
+    found = await engine.rollout_batch([f"prompt {number}" for number in range(12)])
+    await engine.close()
     assert [each.task.prompt for each in found] == [f"prompt {number}" for number in range(12)]
     assert meeting.all == 12 and meeting.most == 4
 
 
-def test_a_call_that_was_made_is_not_made_again() -> None:
+async def test_a_call_that_was_made_is_not_made_again() -> None:
     """Ten calls of two kinds, at the same time and after each other: two are made."""
+    made: list[int] = []
 
-    async def run() -> tuple[list[str], list[int]]:
-        made: list[int] = []
+    @tool(pure=True)
+    async def fetch(page: int) -> str:
+        """Fetch a page."""
+        made.append(page)
+        await asyncio.sleep(0)
+        return f"page {page}"
 
-        @tool(pure=True)
-        async def fetch(page: int) -> str:
-            """Fetch a page."""
-            made.append(page)
-            await asyncio.sleep(0)
-            return f"page {page}"
-
-        cache = ToolCache(tools=[fetch])
-        calls = [ToolCall("fetch", {"page": number % 2}) for number in range(5)]
-        together = await asyncio.gather(*map(cache.execute_with_cache, calls))
-        later = [await cache.execute_with_cache(call) for call in calls]
-        cache.close()
-        return [result.content for result in (*together, *later)], made
-
-    contents, made = asyncio.run(run())
-    assert contents == [f"page {number % 2}" for number in (*range(5), *range(5))]
+    cache = ToolCache(tools=[fetch])
+    calls = [ToolCall("fetch", {"page": number % 2}) for number in range(5)]
+    together = await asyncio.gather(*map(cache.execute_with_cache, calls))
+    later = [await cache.execute_with_cache(call) for call in calls]
+    cache.close()
+    assert [result.content for result in (*together, *later)] == [
+        f"page {number % 2}" for number in (*range(5), *range(5))
+    ]
     assert sorted(made) == [0, 1]
 
 
-def test_rewards_are_computed_together() -> None:
-    async def run() -> tuple[list[Any], Meeting]:
-        meeting = Meeting(8)
+async def test_rewards_are_computed_together() -> None:
+    meeting = Meeting(8)
 
-        async def score(episode: Any) -> float:
-            await meeting.meet()
-            return float(episode.task.id)
+    async def score(episode: Any) -> float:
+        await meeting.meet()
+        return float(episode.task.id)
 
-        pool = DistributedRewardModel(model=score, num_workers=4)
-        found = await pool.compute_rewards([Trajectory(Task(str(n), "?"), group="") for n in range(8)])
-        return found, meeting
-
-    found, meeting = asyncio.run(run())
+    pool = DistributedRewardModel(model=score, num_workers=4)
+    found = await pool.compute_rewards([Trajectory(Task(str(n), "?"), group="") for n in range(8)])
     assert [reward.outcome for reward in found] == [float(n) for n in range(8)] and meeting.most == 8
 
 

@@ -210,19 +210,17 @@ def test_episodes_that_end_together_are_scored_together() -> None:
     assert scorer.batches[1:] == [[2, 3, 4], [2], [3], [4]]
 
 
-def test_who_comes_while_others_are_scored_is_next() -> None:
-    async def late() -> list[Any]:
-        reward = LearnedReward(scorer, patience=0.0)
-        first = asyncio.create_task(reward(episode(0)))
-        while not scorer.batches:
-            await asyncio.sleep(0)
-        given_up = asyncio.create_task(reward(episode(9)))
-        await asyncio.sleep(0)
-        given_up.cancel()
-        return [await first, *await asyncio.gather(reward(episode(1)), reward(episode(2)))]
-
+async def test_who_comes_while_others_are_scored_is_next() -> None:
     scorer = Lengths()
-    assert [each.outcome for each in asyncio.run(late())] == [0.0, 1.0, 2.0]
+    reward = LearnedReward(scorer, patience=0.0)
+    first = asyncio.create_task(reward(episode(0)))
+    while not scorer.batches:
+        await asyncio.sleep(0)
+    given_up = asyncio.create_task(reward(episode(9)))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    rewards = [await first, *await asyncio.gather(reward(episode(1)), reward(episode(2)))]
+    assert [each.outcome for each in rewards] == [0.0, 1.0, 2.0]
     assert sorted(member for batch in scorer.batches for member in batch) == [0, 1, 2]
 
 

@@ -71,19 +71,19 @@ def failing(error: Exception, place: Any, method: str) -> Callable[..., Any]:
             "update",
             "too little memory: CUDA out of memory. Tried to allocate 2.00 GiB",
         ),
-        (
-            MEMORY,
-            NativeEngine,
-            "_step",
-            "generate",
-            "Process 7 has 40.00 GiB memory in use. To save memory",
+        pytest.param(
+            *(MEMORY, NativeEngine, "_step", "generate", "Process 7 has 40.00 GiB memory in use"),
+            marks=pytest.mark.slow,
         ),
-        (
-            LOST,
-            Learner,
-            "update",
-            "update",
-            "the device failed: CUDA error: unspecified launch failure. ",
+        pytest.param(
+            *(
+                LOST,
+                Learner,
+                "update",
+                "update",
+                "the device failed: CUDA error: unspecified launch failure.",
+            ),
+            marks=pytest.mark.slow,
         ),
         (
             LOST,

@@ -112,7 +112,7 @@ def test_mistakes_in_a_users_file(tfactory: Run, code: str, expected: str) -> No
 @pytest.mark.parametrize("screen", ["print", "show.console(stderr=False).print"])
 def test_a_reader_that_has_seen_enough(tmp_path: Path, screen: str) -> None:
     code = f"from TrainingFactory.cli import app, show; print = {screen}; "
-    code += "app.app.command(lambda: [print('word ' * 50_000) for _ in range(9)] and 0, name='long'); "
+    code += "app.app.command(lambda: [print('word ' * 9_000) for _ in range(9)] and 0, name='long'); "
     run = python(tmp_path, "-c", code + "app.main(['long'])")
     assert run.stdout is not None and run.stderr is not None
     with run:

@@ -284,44 +284,37 @@ def test_cancelling_reaches_the_place_and_a_wrong_call_is_told() -> None:
     run(test())
 
 
-def test_a_place_that_does_not_take_weights_is_lost() -> None:
+async def test_a_place_that_does_not_take_weights_is_lost() -> None:
     """A process that stands still answers nothing: the others must not wait for it for ever."""
+    fakes, said = Fakes(), list[str]()
 
-    async def everything() -> None:
-        fakes, said = Fakes(), list[str]()
+    def stuck(place: Fake) -> None:
+        place.stuck = not fakes.made  # the first that is made
 
-        def stuck(place: Fake) -> None:
-            place.stuck = not fakes.made  # the first that is made
-
-        fakes.each = stuck
-        fleet = Fleet(fakes, 2, 64, said.append, patience=0.05)
-        await fleet.update(Weights(1, "x", canary=CANARY))
-        assert fleet.policy_version == 1 and "within 0.05 s" in said[0]
-        assert (await fleet.sample([1], SamplingParams(seed=5))).token_ids == [5]
-        await fleet.close()
-
-    asyncio.run(everything())
+    fakes.each = stuck
+    fleet = Fleet(fakes, 2, 64, said.append, patience=0.05)
+    await fleet.update(Weights(1, "x", canary=CANARY))
+    assert fleet.policy_version == 1 and "within 0.05 s" in said[0]
+    assert (await fleet.sample([1], SamplingParams(seed=5))).token_ids == [5]
+    await fleet.close()
 
 
-def test_the_start_of_one_that_fails_ends_the_others() -> None:
-    async def everything() -> None:
-        ended: list[int] = []
+async def test_the_start_of_one_that_fails_ends_the_others() -> None:
+    ended: list[int] = []
 
-        class Slow(Fakes):
-            async def make(self, number: int) -> Fake:
-                if number:
-                    raise ValueError("no room")
-                try:
-                    await asyncio.sleep(60)
-                finally:
-                    ended.append(number)
-                raise AssertionError
+    class Slow(Fakes):
+        async def make(self, number: int) -> Fake:
+            if number:
+                raise ValueError("no room")
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(number)
+            raise AssertionError
 
-        with pytest.raises(ValueError, match="no room"):
-            await Fleet(Slow(), 2, 64).start()
-        assert ended == [0]
-
-    asyncio.run(everything())
+    with pytest.raises(ValueError, match="no room"):
+        await Fleet(Slow(), 2, 64).start()
+    assert ended == [0]
 
 
 def test_a_fleet_that_closes_as_its_last_sampler_is_lost_lets_nobody_wait() -> None:

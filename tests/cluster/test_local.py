@@ -46,33 +46,30 @@ def all_goes(log: Path) -> None:
         time.sleep(0.05)
 
 
-def test_calls_side_by_side(tmp_path: Path) -> None:
-    async def everything() -> None:
-        said: list[str] = []
-        places = LocalEngineLauncher(SPEC, FAKE, say=said.append, folder=tmp_path)
-        place = await places.make(3)
-        assert said[0].startswith("sampler 3, process ") and place.about["versions"]["vllm"] == "0"
-        params = SamplingParams(stop_ids=(1,))
-        waiting = [asyncio.create_task(place.call("sample", [9], params)) for _ in range(3)]
-        assert await place.call("sample", [1, 2], params) == Completion([2], [-0.1], "length")
-        with pytest.raises(ValueError, match=r"^token id 10 is not in the model's vocabulary of 10$"):
-            await place.call("sample", [10], params)
-        for task in waiting[:2]:
-            task.cancel()
-        await asyncio.wait(waiting[:2])
-        assert (await place.call("sample", [6], params)).token_ids == [2]  # two were given up there too
-        assert not waiting[2].done()
-        await places.close()
-        with pytest.raises(EngineLost, match="is closed"):
-            await waiting[2]
-        with pytest.raises(EngineLost, match="is closed"):
-            await place.call("sample", [1], params)
-
-    asyncio.run(everything())
+async def test_calls_side_by_side(tmp_path: Path) -> None:
+    said: list[str] = []
+    places = LocalEngineLauncher(SPEC, FAKE, say=said.append, folder=tmp_path)
+    place = await places.make(3)
+    assert said[0].startswith("sampler 3, process ") and place.about["versions"]["vllm"] == "0"
+    params = SamplingParams(stop_ids=(1,))
+    waiting = [asyncio.create_task(place.call("sample", [9], params)) for _ in range(3)]
+    assert await place.call("sample", [1, 2], params) == Completion([2], [-0.1], "length")
+    with pytest.raises(ValueError, match=r"^token id 10 is not in the model's vocabulary of 10$"):
+        await place.call("sample", [10], params)
+    for task in waiting[:2]:
+        task.cancel()
+    await asyncio.wait(waiting[:2])
+    assert (await place.call("sample", [6], params)).token_ids == [2]  # two were given up there too
+    assert not waiting[2].done()
+    await places.close()
+    with pytest.raises(EngineLost, match="is closed"):
+        await waiting[2]
+    with pytest.raises(EngineLost, match="is closed"):
+        await place.call("sample", [1], params)
     all_goes(tmp_path / "sampler-3.log")
 
 
-def test_whoever_dies_is_lost_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_whoever_dies_is_lost_and_leaves_nothing(tmp_path: Path) -> None:
     async def lost(place: LocalEngine, token: int, words: str) -> None:
         waiting = asyncio.create_task(place.call("sample", [9], SamplingParams()))
         await asyncio.sleep(0)
@@ -87,21 +84,18 @@ def test_whoever_dies_is_lost_and_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(EngineLost):
             await waiting
 
-    async def everything() -> None:
-        earlier = "RuntimeError: of an earlier engine\n"
-        (tmp_path / "sampler-0.log").write_text(earlier)
-        places = LocalEngineLauncher(SPEC, FAKE, folder=tmp_path)
-        made = await asyncio.gather(*map(places.make, range(3)))
-        causes = [
-            (-1, r"has exited \(log: .*sampler-0.log\)$"),
-            (7, r"engine core has died.*\(log: .*sampler-1.log\)"),
-            (8, "ended a request by itself: abort"),
-        ]
-        await asyncio.gather(*(lost(place, *cause) for place, cause in zip(made, causes, strict=True)))
-        await places.close()
-        assert (tmp_path / "sampler-0.log").read_text().startswith(earlier)
-
-    asyncio.run(everything())
+    earlier = "RuntimeError: of an earlier engine\n"
+    (tmp_path / "sampler-0.log").write_text(earlier)
+    places = LocalEngineLauncher(SPEC, FAKE, folder=tmp_path)
+    made = await asyncio.gather(*map(places.make, range(3)))
+    causes = [
+        (-1, r"has exited \(log: .*sampler-0.log\)$"),
+        (7, r"engine core has died.*\(log: .*sampler-1.log\)"),
+        (8, "ended a request by itself: abort"),
+    ]
+    await asyncio.gather(*(lost(place, *cause) for place, cause in zip(made, causes, strict=True)))
+    await places.close()
+    assert (tmp_path / "sampler-0.log").read_text().startswith(earlier)
     for number in range(3):
         all_goes(tmp_path / f"sampler-{number}.log")
 

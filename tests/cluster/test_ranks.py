@@ -55,31 +55,28 @@ class Pair:
         return self.answers.get(timeout=30)
 
 
-def test_a_cancelled_call_ends_before_the_next_one_begins() -> None:
-    async def test() -> list[list[str]]:
-        pair, evaluated, seen = Pair(), asyncio.Event(), []
-        made = ShardedPolicy(pair, lambda error: None, "")  # pyright: ignore[reportArgumentType]
+async def test_a_cancelled_call_ends_before_the_next_one_begins() -> None:
+    pair, evaluated, seen = Pair(), asyncio.Event(), []
+    made = ShardedPolicy(pair, lambda error: None, "")  # pyright: ignore[reportArgumentType]
 
-        async def saved() -> None: ...
+    async def saved() -> None: ...
 
-        evaluation = asyncio.create_task(made.call("evaluate", (), evaluated.wait))
-        while not pair.calls:
-            await asyncio.sleep(0.01)
-        evaluation.cancel()
-        saving = asyncio.create_task(made.call("save", (), saved))
-        await asyncio.sleep(0.05)
-        seen.append(list(pair.calls))
-        evaluated.set()
-        pair.answers.put("")  # of the evaluation
-        while len(pair.calls) < 2:
-            await asyncio.sleep(0.01)
-        pair.answers.put("")  # of the checkpoint
-        await saving
-        pair.ended = True
-        pair.answers.put("")
-        return [*seen, pair.calls]
-
-    assert asyncio.run(test()) == [["evaluate"], ["evaluate", "save"]]
+    evaluation = asyncio.create_task(made.call("evaluate", (), evaluated.wait))
+    while not pair.calls:
+        await asyncio.sleep(0.01)
+    evaluation.cancel()
+    saving = asyncio.create_task(made.call("save", (), saved))
+    await asyncio.sleep(0.05)
+    seen.append(list(pair.calls))
+    evaluated.set()
+    pair.answers.put("")  # of the evaluation
+    while len(pair.calls) < 2:
+        await asyncio.sleep(0.01)
+    pair.answers.put("")  # of the checkpoint
+    await saving
+    pair.ended = True
+    pair.answers.put("")
+    assert [*seen, pair.calls] == [["evaluate"], ["evaluate", "save"]]
 
 
 class Strikes(Quiet):
@@ -117,11 +114,10 @@ def lost(run: RunFolder, interrupts: bool) -> None:
     assert run.state == "failed" and not learners()
 
 
-def assert_goes_on(run: RunFolder) -> None:
+def assert_goes_on(run: RunFolder, whole: Path) -> None:
     """To the metrics of one process that was left alone; to the bit those of several: `benchmarks.rank_kills`."""
     assert go_on(run.path).state == "finished" and not learners()
-    train(brief(run.path.parent), "whole")
-    found, wanted = (rows(run.path.with_name(name) / "metrics.jsonl") for name in (run.name, "whole"))
+    found, wanted = (rows(folder / "metrics.jsonl") for folder in (run.path, whole))
     for key in ("step", "loss", "grad_norm", "entropy", "reward", "trained_tokens"):
         assert [row[key] for row in found] == pytest.approx(
             [row[key] for row in wanted], rel=1e-3, abs=1e-5
@@ -144,18 +140,20 @@ class Forked:
 
 
 @FORKED
-def test_a_learner_is_killed_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learner_is_killed_and_the_run_goes_on(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The one that is killed is started as always; who goes on with what it did is not what this is about."""
     lost(run := RunFolder(tmp_path / "broken"), interrupts=False)
     monkeypatch.setattr(ranks, "Worker", Forked)
-    assert_goes_on(run)
+    assert_goes_on(run, whole)
 
 
 @pytest.mark.slow
-def test_a_learner_is_killed_after_ctrl_c(tmp_path: Path) -> None:
+def test_a_learner_is_killed_after_ctrl_c(whole: Path, tmp_path: Path) -> None:
     lost(run := RunFolder(tmp_path / "broken"), interrupts=True)
     lost(run, interrupts=True)
-    assert_goes_on(run)
+    assert_goes_on(run, whole)
 
 
 def launched(folder: Path, *arguments: str, count: int = 2) -> subprocess.Popen[str]:

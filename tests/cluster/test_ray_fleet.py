@@ -116,6 +116,7 @@ def test_a_machine_of_another_version_is_named(ray_head: str, monkeypatch: pytes
         asyncio.run(RaySession(ray_head).open())
 
 
+@pytest.mark.slow  # in a process of this machine: test_local.py
 def test_a_model_that_cannot_be_loaded(ray_head: str, tmp_path: Path) -> None:
     async def test() -> None:
         spec = EngineSpec("native", str(tmp_path), 64)

@@ -114,6 +114,7 @@ def test_a_function_is_asked_as_in_a_process_of_this_machine(code: Path) -> None
     asyncio.run(asked())
 
 
+@pytest.mark.slow  # the next test compares rewards from actors, too
 def test_rewards_are_those_of_this_process(code: Path) -> None:
     rows = [finished(text, answer=4) for text in ("4", "five", "", "44")]
     reward = {"type": "function", "options": {"function": "own_code.py:score", "processes": 2}}
@@ -219,9 +220,7 @@ def test_an_executor_that_dies_is_told_to_the_model_and_replaced(code: Path) -> 
 
     lost, fresh, last = asyncio.run(played())
     assert not lost.ok and lost.error == "unavailable"
-    assert lost.content.startswith(
-        "python gave no answer: its process on the cluster died; this episode's state"
-    )
+    assert lost.content.startswith("python gave no answer") and "died" in lost.content
     assert fresh.ok and fresh.content.startswith("[new process: the previous one died;")
     assert fresh.content.endswith("]\n4") and last.content == "6"
 

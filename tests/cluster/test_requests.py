@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -25,7 +24,7 @@ from TrainingFactory.config import TrainingConfig
         ({"CPU": 8.0}, "vllm", 2, [0, 0, 0]),
     ],
 )
-def test_the_early_check_counts_the_gpus_that_will_be_requested(
+async def test_the_early_check_counts_the_gpus_that_will_be_requested(
     cluster_has: dict[str, float],
     engine: str,
     learners: int,
@@ -47,12 +46,8 @@ def test_the_early_check_counts_the_gpus_that_will_be_requested(
     monkeypatch.setattr(ray_session, "require_ray", lambda: ray)
     compute = {"backend": "ray", "samplers": 2, "learners": learners}
     config = TrainingConfig(compute=compute, sampling={"engine": engine})
-
-    async def join() -> None:
-        async with AsyncExitStack() as held:
-            await fleet.join_cluster(config, held)
-
-    asyncio.run(join())
+    async with AsyncExitStack() as held:
+        await fleet.join_cluster(config, held)
     assert [bundle["GPU"] for bundle in checked] == gpus
 
 

@@ -71,13 +71,13 @@ def test_right_queries_of_all_kinds_find_something():
     assert {task.metadata["kind"] for task in train} == set(QUESTIONS)
     assert {task.metadata["domain"] for task in train} == set(DOMAINS)
     assert max(Counter(str(task.prompt) for task in train).values()) < 40
-    for task in train[:150]:
+    for task in train[:75]:
         found = rows(task, task.answer)
         assert found and found not in ([(0,)], [(None,)]), task
 
 
 def test_no_hidden_database_has_the_result_that_is_shown():
-    for task in some_tasks(60):
+    for task in some_tasks(30):
         hidden = hidden_variants(task)
         assert len(set(hidden)) == 2 and 0 not in hidden
         for variant in hidden:
@@ -89,7 +89,7 @@ def test_no_hidden_database_has_the_result_that_is_shown():
 
 def test_a_slip_in_the_query_shows_on_some_database():
     slips = Counter()
-    for task in some_tasks(300):
+    for task in some_tasks(120):
         for slip, other in (("DISTINCT ", ""), (">=", ">"), ("> (", ">= (")):
             if slip in task.answer:
                 query = task.answer.replace(slip, other)
@@ -98,12 +98,12 @@ def test_a_slip_in_the_query_shows_on_some_database():
                     Counter(rows(task, query, variant)) != Counter(rows(task, task.answer, variant))
                     for variant in (0, *hidden_variants(task))
                 ), query
-    assert min(slips.values()) > 10 and len(slips) == 3
+    assert min(slips.values()) > 3 and len(slips) == 3
 
 
 def test_a_copied_number_pays_nothing_and_a_zero_for_nothing_does_no_harm():
-    numbers = [task for task in some_tasks(60) if task.metadata["kind"] in ("count", "sum", "aggregate")]
-    assert len(numbers) > 10
+    numbers = [task for task in some_tasks(30) if task.metadata["kind"] in ("count", "sum", "aggregate")]
+    assert len(numbers) > 5
     for task in numbers:
         [[value]] = rows(task, task.answer)
         assert worth(task, f"SELECT {value}") == (0.0, 1.0)

@@ -91,7 +91,7 @@ def test_a_scorer_that_pays_for_junk_is_replaced(caplog: pytest.LogCaptureFixtur
     reasoning_gym.environment.cache_clear()
     with caplog.at_level(logging.WARNING):
         [task] = named("game_of_life_halting").tasks("train", 0, 1)
-    assert "gives 1.00 of 1 to random words; answers are compared exactly" in caplog.text
+    assert "1.00 of 1" in caplog.text and "compared exactly" in caplog.text
     assert outcome("game_of_life_halting", task, "whatever") == 0
     assert outcome("game_of_life_halting", task, str(task.answer)) == 1
     assert named("coin_flip").exact and not named("chain_sum").exact

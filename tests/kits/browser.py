@@ -25,8 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.kits.waiting import HANG
+
 PROGRAM = Path(__file__).resolve().parents[2] / ".servers" / "chromium" / "browser"
-HANG = 120.0  # seconds after which something never comes
 FLAGS = [
     "--headless", "--remote-debugging-pipe", "--no-sandbox", "--no-zygote", "--disable-gpu",
     "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions", "--disable-background-networking",
@@ -153,11 +154,13 @@ class Tab:
             self.errors.append(" ".join(str(each.get("value", each)) for each in params["args"]))
 
     def look(self, width: int = 1400, height: int = 900, dark: bool = False) -> None:
-        """Set the size of the window, and the colours that the system asks for."""
+        """Set the size of the window, and the colours that the system asks for. Nothing moves: an animation that is
+        drawn by the processor keeps a core busy."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.send("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.send("Emulation.setEmulatedMedia", features=[scheme])
+        motion = {"name": "prefers-reduced-motion", "value": "reduce"}
+        self.send("Emulation.setEmulatedMedia", features=[scheme, motion])
 
     def goto(self, url: str) -> None:
         self._loaded.clear()

@@ -6,6 +6,7 @@ import asyncio
 import random
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     DeepseekV3Config,
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from TrainingFactory.sampling import NativeEngine
+from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.types import Completion, SamplingParams
 
 VOCABULARY = 97
@@ -128,3 +130,35 @@ def play(engine: NativeEngine, prompts: list[list[int]], pause: float = 0.0, **p
         return await asyncio.gather(*runs)
 
     return asyncio.run(everything())
+
+
+class Informed(DraftTable):
+    """Knows what will be sampled, and lies about it now and then: right, wrong and half-right guesses of all
+    lengths, stop tokens among them, guesses that go on behind a stop. A share of `silent` forwards gets no guess."""
+
+    def __init__(self, truth: list[Any], lies: float, silent: float = 0.0) -> None:
+        super().__init__()
+        self.rng = random.Random(1)
+        self.lies = lies
+        self.silent = silent
+        self.follows = {}
+        for turns in truth:
+            for prompt, completion in turns:
+                whole = prompt + completion.token_ids
+                for at in range(len(prompt), len(whole)):
+                    self.follows[tuple(whole[at - CONTEXT : at])] = whole[at:]
+
+    def guess(self, context: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens, lengths = np.zeros((len(context), most), np.int64), np.zeros(len(context), np.int64)
+        if self.rng.random() < self.silent:
+            return tokens, lengths
+        for row, key in enumerate(context.tolist()):
+            right = self.follows.get(tuple(key), [])[:most]
+            made = [self._lie() if self.rng.random() < self.lies else token for token in right]
+            made += [self._lie() for _ in range(self.rng.randrange(most - len(made) + 1))]
+            tokens[row, : len(made)] = made
+            lengths[row] = len(made)
+        return tokens, lengths
+
+    def _lie(self) -> int:
+        return self.rng.choice((*STOPS, self.rng.randrange(VOCABULARY)))

@@ -24,7 +24,7 @@ PRELOADED = [
     "TrainingFactory.learning.checkpoints",
     "TrainingFactory.sampling",
     "TrainingFactory.models.loading",
-    "TrainingFactory.services.serving",
+    "TrainingFactory.apps.serving.server",
     "peft",
 ]
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import inspect
 import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.kits.waiting import wait_until
 from TrainingFactory.tools.mcp.source import MCPTool, MCPTools
 from TrainingFactory.types import ToolResult
 
@@ -78,24 +76,6 @@ def lives(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    """A guard against hangs, not a measurement."""
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "it did not happen"
-        time.sleep(0.02)
-
-
-async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    """The same on the running loop; the condition may be a coroutine function."""
-    async with asyncio.timeout(seconds):
-        while True:
-            found = condition()
-            if await found if inspect.isawaitable(found) else found:
-                return
-            await asyncio.sleep(0.02)
 
 
 def free_port() -> int:

@@ -9,18 +9,17 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tests.kits.cli import ROOT
+from tests.kits.waiting import HANG
 from TrainingFactory.common.http import listen
 from TrainingFactory.web.site import Page
 
-HANG = 120.0  # seconds
 TOKEN = "a-token-of-the-tests"
 
 
@@ -104,11 +103,3 @@ def command(
     finally:
         process.kill()
         process.wait()
-
-
-def until(holds: Callable[[], object]) -> None:
-    """Wait for something that comes."""
-    end = time.monotonic() + HANG
-    while not holds():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)

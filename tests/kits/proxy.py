@@ -15,7 +15,8 @@ from typing import Any
 
 import httpx
 
-from tests.kits.serve import HANG, Said, Script, ScriptSession
+from tests.kits.serve import Said, Script, ScriptSession
+from tests.kits.waiting import HANG
 from TrainingFactory.agent_api.agent_program import AgentProgram, ProgramRollouts
 from TrainingFactory.apps.proxy.proxy import Proxy
 from TrainingFactory.common.http import listen

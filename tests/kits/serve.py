@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -13,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from tests.kits.waiting import HANG
 from TrainingFactory.apps.serving.served import ServedModel
 from TrainingFactory.apps.serving.server import ChatServer
 from TrainingFactory.common.http import listen
@@ -20,7 +20,6 @@ from TrainingFactory.models import TemplateChatFormat, chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.types import Completion, Message, SamplingParams, ToolCall
 
-HANG = 60  # seconds after which a test has hung
 Said = Message | str | list[int] | Exception
 
 
@@ -154,13 +153,6 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
         whole["logprobs"] += (choice["logprobs"] or {"content": []})["content"]
         whole["finish_reason"] = choice["finish_reason"]
     return whole
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + HANG
-    while not holds():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.01)
 
 
 def script(said: Said) -> Script:

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from tests.kits.judge import Said, finished, judge_at, judging, scored_by
-from tests.kits.mcp import children, wait_until
+from tests.kits.mcp import children
+from tests.kits.waiting import wait_until
 from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.rewards.workers.distributed import RewardWorkerPool
 from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess, WorkerFailure

@@ -11,8 +11,8 @@ from TrainingFactory.rewards.rules.rule_based import make_rule
 from TrainingFactory.rewards.rules.text import squad_words
 from TrainingFactory.rewards.rules.tool_verified import make_verifier
 
-MANY = 2_000
-LONG = 50_000  # characters
+MANY = 1_000
+LONG = 30_000  # characters
 HOSTILE = {
     "digits": "7" * MANY,
     "leading zeros": "0" * MANY + "7",

@@ -129,30 +129,27 @@ def test_a_pattern_that_never_ends_holds_up_nobody(file: Path):
         assert reward.metrics["pool/dropped"] == 1 and all(worker.failed == 0 for worker in reward.workers)
 
 
-def test_a_call_that_nobody_waits_for_ends_its_process(file: Path):
+async def test_a_call_that_nobody_waits_for_ends_its_process(file: Path):
     process = RewardProcess(f"{file}:slow", timeout=600)
 
     def call(*texts: str) -> asyncio.Future[list[Any]]:
         episodes = [FinishedEpisode(finished(text)) for text in texts]
         return asyncio.ensure_future(asyncio.wait_for(process.group(episodes), 60))
 
-    async def play() -> None:
-        assert await call("aa", "ab") == [Reward(1.0), Reward(0.0)]
-        given_up = call("a" * 60 + "b")
-        await asyncio.sleep(0.1)
-        given_up.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await given_up
-        assert not process.alive and await call("aa") == [Reward(1.0)]  # in another process
-        under_way = call("a" * 60 + "b")
-        await asyncio.sleep(0.1)
-        await process.close()
-        with pytest.raises(ConnectionError, match="was killed"):
-            await under_way
-        with pytest.raises(ConnectionError, match="was closed"):
-            await call("aa")
-
-    asyncio.run(play())
+    assert await call("aa", "ab") == [Reward(1.0), Reward(0.0)]
+    given_up = call("a" * 60 + "b")
+    await asyncio.sleep(0.1)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    assert not process.alive and await call("aa") == [Reward(1.0)]  # in another process
+    under_way = call("a" * 60 + "b")
+    await asyncio.sleep(0.1)
+    await process.close()
+    with pytest.raises(ConnectionError, match="was killed"):
+        await under_way
+    with pytest.raises(ConnectionError, match="was closed"):
+        await call("aa")
     assert not process.alive
 
 

@@ -118,7 +118,7 @@ def test_bad_calls_are_answered_and_the_episode_goes_on():
     ]
 
 
-def test_an_environment_that_ignores_its_cancelling_cannot_change_the_trajectory(
+async def test_an_environment_that_ignores_its_cancelling_cannot_change_the_trajectory(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("TrainingFactory.tools.timeouts.GRACE_SECONDS", 0.05)
@@ -135,19 +135,16 @@ def test_an_environment_that_ignores_its_cancelling_cannot_change_the_trajectory
             came_back.set()
             return await super().step(message)
 
-    async def main() -> None:
-        sampler = FakeSampler(say_echo_then_ok)
-        engine = RolloutEngine(Stubborn, FakeChat(), PARAMS, episode_timeout=0.2)
-        [[played]] = await engine.rollout_batch(tasks("a"), sampler)
-        assert played.status == "error" and len(played.turns) == 1
-        await came_back.wait()
-        await asyncio.sleep(0.05)
-        assert len(played.turns) == 1 and played.turns[0].replies == [] and len(sampler.requests) == 1
-
-    asyncio.run(main())
+    sampler = FakeSampler(say_echo_then_ok)
+    engine = RolloutEngine(Stubborn, FakeChat(), PARAMS, episode_timeout=0.2)
+    [[played]] = await engine.rollout_batch(tasks("a"), sampler)
+    assert played.status == "error" and len(played.turns) == 1
+    await came_back.wait()
+    await asyncio.sleep(0.05)
+    assert len(played.turns) == 1 and played.turns[0].replies == [] and len(sampler.requests) == 1
 
 
-def test_cancelling_a_batch_closes_everything():
+async def test_cancelling_a_batch_closes_everything():
     started = 0
 
     class Waits(Echo):
@@ -161,22 +158,19 @@ def test_cancelling_a_batch_closes_everything():
             await asyncio.sleep(0.02)  # closing takes a moment too
             await super().close()
 
-    async def main() -> None:
-        Echo.closed.clear()
-        sampler = FakeSampler(say_echo_then_ok)
-        engine = RolloutEngine(Waits, FakeChat(), PARAMS, max_concurrency=3)
-        batch = asyncio.create_task(engine.rollout_batch(tasks("a", "b", "c", "d"), sampler))
-        while started < 3:
-            await asyncio.sleep(0.01)
-        batch.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await batch
-        await asyncio.sleep(0)
-        assert Echo.closed == {"a": 1, "b": 1, "c": 1}  # d was never let in
-        assert [session.closed for session in sampler.sessions] == [1] * 4
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(main())
+    Echo.closed.clear()
+    sampler = FakeSampler(say_echo_then_ok)
+    engine = RolloutEngine(Waits, FakeChat(), PARAMS, max_concurrency=3)
+    batch = asyncio.create_task(engine.rollout_batch(tasks("a", "b", "c", "d"), sampler))
+    while started < 3:
+        await asyncio.sleep(0.01)
+    batch.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await batch
+    await asyncio.sleep(0)
+    assert Echo.closed == {"a": 1, "b": 1, "c": 1}  # d was never let in
+    assert [session.closed for session in sampler.sessions] == [1] * 4
+    assert len(asyncio.all_tasks()) == 1
 
 
 def test_a_failing_sampler_is_our_own_fault_and_is_raised():

@@ -171,23 +171,19 @@ def test_replies_that_are_no_valid_text():
     assert {reply.content for t in played for turn in t.turns for reply in turn.replies} == {"a?b"}
 
 
-def test_cancelling_frees_the_engine():
+async def test_cancelling_frees_the_engine():
     sampler = NativeEngine(tiny().model, slots=2, max_length=1024)
     no_stops = chat_format(tiny().tokenizer)
-
-    async def main() -> None:
-        engine = RolloutEngine(SearchEnvironment, no_stops, SamplingParams(max_tokens=700))
-        tasks = list(SearchEnvironment.tasks("train", 0, 4))
-        batch = asyncio.create_task(engine.rollout_batch(tasks, sampler))
-        await asyncio.sleep(0.2)
-        batch.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await batch
-        short = RolloutEngine(SearchEnvironment, no_stops, SamplingParams(max_tokens=4))
-        [[played], *_] = await asyncio.wait_for(short.rollout_batch(tasks, sampler), 60)
-        assert played.status == "truncated" and len(played.turns[0].completion.token_ids) == 4
-
-    asyncio.run(main())
+    engine = RolloutEngine(SearchEnvironment, no_stops, SamplingParams(max_tokens=700))
+    tasks = list(SearchEnvironment.tasks("train", 0, 4))
+    batch = asyncio.create_task(engine.rollout_batch(tasks, sampler))
+    await asyncio.sleep(0.2)
+    batch.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await batch
+    short = RolloutEngine(SearchEnvironment, no_stops, SamplingParams(max_tokens=4))
+    [[played], *_] = await asyncio.wait_for(short.rollout_batch(tasks, sampler), 60)
+    assert played.status == "truncated" and len(played.turns[0].completion.token_ids) == 4
 
 
 @pytest.mark.parametrize("environment", BUILT_IN)

@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.kits.engine import KINDS, STOPS, VOCABULARY, grouped_prompts, play, tiny, worst
+from tests.kits.engine import KINDS, Informed, grouped_prompts, play, tiny, worst
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
+from TrainingFactory.sampling.drafts import DraftTable
 from TrainingFactory.types import Weights
 
 PROMPTS = grouped_prompts(3, 3)
-
-
-class Informed(DraftTable):
-    """Knows what will be sampled, and lies about it now and then: right, wrong and half-right guesses of all
-    lengths, stop tokens among them, guesses that go on behind a stop."""
-
-    def __init__(self, truth: list[Any], lies: float) -> None:
-        super().__init__()
-        self.rng, self.lies = random.Random(1), lies
-        self.follows = {}
-        for turns in truth:
-            for prompt, completion in turns:
-                whole = prompt + completion.token_ids
-                for at in range(len(prompt), len(whole)):
-                    self.follows[tuple(whole[at - CONTEXT : at])] = whole[at:]
-
-    def guess(self, context: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-        tokens, lengths = np.zeros((len(context), most), np.int64), np.zeros(len(context), np.int64)
-        for row, key in enumerate(context.tolist()):
-            right = self.follows.get(tuple(key), [])[:most]
-            made = [self._lie() if self.rng.random() < self.lies else token for token in right]
-            made += [self._lie() for _ in range(self.rng.randrange(most - len(made) + 1))]
-            tokens[row, : len(made)] = made
-            lengths[row] = len(made)
-        return tokens, lengths
-
-    def _lie(self) -> int:
-        return self.rng.choice((*STOPS, self.rng.randrange(VOCABULARY)))
 
 
 def tokens_of(played: list[Any]) -> list[list[list[int]]]:
@@ -58,10 +29,14 @@ def without_guesses(kind: str) -> tuple[Any, NativeEngine, list[Any]]:
 
 
 # Those of one kind share a process of the suite, and with it what is sampled without guesses.
+LIES = [(0.0, False), (0.4, False), (1.0, False), (0.2, True)]
+CASES = [("gqa_tied", *lies) for lies in LIES] + [(kind, 0.4, False) for kind in KINDS if kind != "gqa_tied"]
+
+
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.xdist_group(f"guesses-{kind}")) for kind in KINDS]
+    ("kind", "lies", "few_shapes"),
+    [pytest.param(*case, marks=pytest.mark.xdist_group(f"guesses-{case[0]}")) for case in CASES],
 )
-@pytest.mark.parametrize(("lies", "few_shapes"), [(0.0, False), (0.4, False), (1.0, False), (0.2, True)])
 def test_guesses_do_not_change_what_is_sampled(kind: str, lies: float, few_shapes: bool) -> None:
     """`few_shapes` is how rows are fed where CUDA graphs are used."""
     model, plain, expected = without_guesses(kind)

@@ -37,7 +37,7 @@ def bits(runs: list[Turns]) -> list:
     return [[(c.token_ids, c.logprobs) for _, c in turns] for turns in runs]
 
 
-@pytest.mark.parametrize("slots", [5, 16])
+@pytest.mark.parametrize("slots", [5, pytest.param(16, marks=pytest.mark.slow)])
 def test_deterministic_mode_ignores_timing(slots: int) -> None:
     model = tiny("mha")
     prompts = grouped_prompts(3, 3, system=40, question=9)
@@ -91,42 +91,34 @@ def test_deterministic_prefixes_are_pure() -> None:
         assert torch.equal(ours.keys[2, :56], computed.keys[0, :56]), "a copied prefix leads to the same tail"
 
 
-def test_a_forgotten_session_frees_its_turn() -> None:
+async def test_a_forgotten_session_frees_its_turn() -> None:
     engine = NativeEngine(tiny(), slots=1, max_length=64, deterministic=True)
-
-    async def everything() -> None:
-        forgotten = engine.session()
-        await forgotten.sample([5, 6], SamplingParams(max_tokens=2))
-        waiting = asyncio.create_task(engine.sample([5, 6], SamplingParams(max_tokens=2)))
-        await asyncio.sleep(0.02)
-        assert not waiting.done()
-        del forgotten
-        await asyncio.wait_for(waiting, 10)
-
-    asyncio.run(everything())
+    forgotten = engine.session()
+    await forgotten.sample([5, 6], SamplingParams(max_tokens=2))
+    waiting = asyncio.create_task(engine.sample([5, 6], SamplingParams(max_tokens=2)))
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    del forgotten
+    await asyncio.wait_for(waiting, 10)
 
 
-def test_cancelling_one_leaves_the_others() -> None:
+async def test_cancelling_one_leaves_the_others() -> None:
     model = tiny()
     engine = NativeEngine(model, slots=3, max_length=256)
     prompts = [words(random.Random(i), 20) for i in range(6)]
-
-    async def everything() -> list:
-        params = SamplingParams(max_tokens=100)
-        sessions = [engine.session() for _ in prompts]
-        tasks = [asyncio.create_task(s.sample(p, params)) for s, p in zip(sessions, prompts, strict=True)]
-        await asyncio.sleep(0.02)
-        for i in (0, 2, 5):  # two that run, one that waits for a slot
-            tasks[i].cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        gone = [i for i, result in enumerate(results) if isinstance(result, asyncio.CancelledError)]
-        assert gone == [0, 2, 5]
-        again = await sessions[0].sample(prompts[0], SamplingParams(max_tokens=5))
-        done = [(p, c) for p, c in zip(prompts, results, strict=True) if isinstance(c, Completion)]
-        assert all(len(c.token_ids) == 100 for _, c in done)
-        return [*done, (prompts[0], again)]
-
-    assert worst(model, asyncio.run(everything())) < 1e-4
+    params = SamplingParams(max_tokens=100)
+    sessions = [engine.session() for _ in prompts]
+    tasks = [asyncio.create_task(s.sample(p, params)) for s, p in zip(sessions, prompts, strict=True)]
+    await asyncio.sleep(0.02)
+    for i in (0, 2, 5):  # two that run, one that waits for a slot
+        tasks[i].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    gone = [i for i, result in enumerate(results) if isinstance(result, asyncio.CancelledError)]
+    assert gone == [0, 2, 5]
+    again = await sessions[0].sample(prompts[0], SamplingParams(max_tokens=5))
+    done = [(p, c) for p, c in zip(prompts, results, strict=True) if isinstance(c, Completion)]
+    assert all(len(c.token_ids) == 100 for _, c in done)
+    assert worst(model, [*done, (prompts[0], again)]) < 1e-4
     assert not engine._table.running.any()
 
 

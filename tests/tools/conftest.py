@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.mcp import Started, children, wait_until
+from tests.kits.mcp import Started, children
+from tests.kits.waiting import wait_until
 from TrainingFactory.tools import ToolCache
 
 

@@ -56,7 +56,7 @@ def test_limits_never_let_in_too_many_and_lose_no_place(limit: int, visits: list
     assert most <= limit and inside == 0
 
 
-def test_a_rate_spaces_calls_and_who_gives_up_uses_no_slot(monkeypatch: pytest.MonkeyPatch):
+async def test_a_rate_spaces_calls_and_who_gives_up_uses_no_slot(monkeypatch: pytest.MonkeyPatch):
     now, wait = 0.0, asyncio.sleep
 
     async def sleep(seconds: float) -> None:
@@ -66,25 +66,19 @@ def test_a_rate_spaces_calls_and_who_gives_up_uses_no_slot(monkeypatch: pytest.M
 
     monkeypatch.setattr(limits_module, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(limits_module, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
+    limits = CallLimits(None, 10.0)
 
-    async def main() -> None:
-        limits = CallLimits(None, 10.0)
+    async def visit() -> float:
+        async with limits.place():
+            return now
 
-        async def visit() -> float:
-            async with limits.place():
-                return now
-
-        waiting = [asyncio.create_task(visit()) for _ in range(1000)]
-        await wait(0)
-        for task in waiting[1:]:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        starts = [waiting[0].result()] + [await visit() for _ in range(4)]
-        assert starts == pytest.approx(
-            [0.0, 0.1, 0.2, 0.3, 0.4]
-        )  # the slots of those who left would take 100 s
-
-    asyncio.run(main())
+    waiting = [asyncio.create_task(visit()) for _ in range(1000)]
+    await wait(0)
+    for task in waiting[1:]:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    starts = [waiting[0].result()] + [await visit() for _ in range(4)]
+    assert starts == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])  # the slots of those who left would take 100 s
 
 
 def test_a_breaker():

@@ -15,6 +15,7 @@ import pytest
 
 from tests.kits import mcp as kit
 from tests.kits.mcp import Started, call
+from tests.kits.waiting import until
 from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.tools import AsyncToolExecutor, MCPTools
 from TrainingFactory.tools.mcp.offers import OfferedTool, make_offers
@@ -77,15 +78,15 @@ async def test_cancelling_reaches_the_server(shared: MCPTools, tmp_path: Path) -
 
     before = await cancelled()
     task = asyncio.ensure_future(call(shared, "sleep", seconds=600, started=str(begun)))
-    await kit.until(begun.exists)
+    await until(begun.exists)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await kit.until(lambda: reached(before + 1))
+    await until(lambda: reached(before + 1))
     executor = AsyncToolExecutor([shared], timeout=0.5)
     (late,) = await executor.batch_execute([ToolCall("sleep", {"seconds": 600})])
     assert late.error == "timeout"
-    await kit.until(lambda: reached(before + 2))
+    await until(lambda: reached(before + 2))
 
 
 async def test_images_are_kept_and_shown_as_text(shared: MCPTools) -> None:
@@ -216,7 +217,7 @@ async def test_every_episode_has_a_process_of_its_own(started: Started) -> None:
         ]
         assert [said for said, _ in outcomes] == [f"{text},{text}" for text in "abcdef"] * 2
         assert len({pid for _, pid in outcomes}) == 12
-        await kit.until(lambda: len(started()) == 2)  # those that are kept ready
+        await until(lambda: len(started()) == 2)  # those that are kept ready
 
 
 async def say(tools: MCPTools, timeout: float, runtime: ToolRuntime) -> ToolResult:

@@ -17,6 +17,7 @@ import pytest
 
 from tests.kits import mcp as kit
 from tests.kits.mcp import Started, call
+from tests.kits.waiting import until, wait_until
 from TrainingFactory.tools import AsyncToolExecutor, MCPTools
 from TrainingFactory.tools.mcp import connection as mcp_connection
 from TrainingFactory.tools.mcp import servers as mcp_servers
@@ -52,7 +53,7 @@ async def test_a_server_killed_from_outside_is_noticed_without_a_call(started: S
     async with kit.tiny() as tools:
         old = await kit.pid_of(tools)
         os.kill(old, signal.SIGKILL)
-        await kit.until(lambda: started() - {old})
+        await until(lambda: started() - {old})
         assert await kit.pid_of(tools) != old
 
 
@@ -80,7 +81,7 @@ async def test_a_server_that_stays_away_answers_unavailable_until_it_is_back(
             down = await call(tools, "echo", text="b")
             assert down.error == "unavailable" and f"127.0.0.1:{port}" in down.content
             with kit.running(kit.start_plain("streamable-http", port)):
-                await kit.until(answers)
+                await until(answers)
 
 
 @pytest.mark.usefixtures("patient")
@@ -106,7 +107,7 @@ async def test_a_hung_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
             back.append(await call(tools, "count"))
             return back[-1].ok
 
-        await kit.until(answers)
+        await until(answers)
         assert back[-1].content.split()[1] != str(old)
 
 
@@ -144,7 +145,7 @@ async def test_a_list_that_changes(caplog: pytest.LogCaptureFixture) -> None:
     async with kit.plain() as tools:
         before = tools.specs
         assert (await call(tools, "forget")).content == "forgotten"
-        await kit.until(lambda: "changed its tools" in caplog.text)
+        await until(lambda: "changed its tools" in caplog.text)
         result = await call(tools, "echo", text="x")
         assert result.error == "exception" and "no longer offers echo" in result.content
         assert (await call(tools, "count")).ok and tools.specs == before
@@ -190,7 +191,7 @@ async def test_episodes_that_cannot_get_a_process_go_on_without(tmp_path: Path, 
         assert (await asyncio.wait_for(second.tools[0].run({"text": "y"}), 60)).content == "y"
         marker.touch()  # from now on it cannot start
         await second.close()
-        await kit.until(fails)
+        await until(fails)
         marker.unlink()
         assert (await call(tools, "say", text="z")).content == "z"
 
@@ -207,7 +208,7 @@ async def test_nothing_leaks_when_connections_come_and_go() -> None:
             assert (await call(tools, "count")).ok
         for _ in range(5):
             await call(own, "say", text="x")
-    await kit.until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
+    await until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
 
 
 @pytest.mark.parametrize("isolation", ["shared", "process"])
@@ -274,7 +275,7 @@ async def test_what_a_server_has_started_ends_with_it(monkeypatch: pytest.Monkey
         pids = [int(pid) for pid in (await call(tools, "say", text="children")).content.split()]
         started = [psutil.Process(pid) for pid in pids]  # not by number alone, which may soon be another's
         assert len(started) == 2 and all(map(kit.lives, started))
-    await kit.until(lambda: not any(map(kit.lives, started)))
+    await until(lambda: not any(map(kit.lives, started)))
 
 
 def test_a_forgotten_close_leaves_nothing_and_does_not_hang() -> None:
@@ -293,4 +294,4 @@ def test_a_forgotten_close_leaves_nothing_and_does_not_hang() -> None:
     assert done.returncode == 0 and done.stderr == ""
     pids = [int(pid) for pid in done.stdout.split()[1:]]
     assert len(pids) >= 2
-    kit.wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))

@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.kits.mcp import ROOT, SERVERS, wait_until
+from tests.kits.mcp import ROOT, SERVERS
 from tests.kits.run import Quiet
 from tests.kits.tools import no_turn_is_cut
+from tests.kits.waiting import wait_until
 from tests.kits.warm import Homes
 from tests.servers.homes_server import HOMES
 from TrainingFactory.config import TrainingConfig
@@ -25,6 +26,7 @@ from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Episode
 from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.tools.mcp import servers
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.types import Message, Step, Task, ToolCall, Trajectory
@@ -103,6 +105,7 @@ class Asking(ToolEnvironment):
 
 def test_it_survives_the_death_of_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_turn_is_cut(monkeypatch)
+    monkeypatch.setattr(servers, "PATIENCE", 300.0)  # a busy machine starts a server slowly
     pid_file, hold, held = (tmp_path / name for name in ("pid", "hold", "held"))
 
     class Holding(Quiet):

@@ -143,23 +143,19 @@ def test_one_size_is_not_served_for_another(cache: ToolCache):
     assert len(lookup.calls) == 2 and result.cached
 
 
-def test_equal_calls_at_the_same_time_run_once(cache: ToolCache):
+async def test_equal_calls_at_the_same_time_run_once(cache: ToolCache):
     lookup, runtime = Lookup(), ToolRuntime(cache=cache)
-
-    async def main() -> list[ToolResult]:
-        executors = [AsyncToolExecutor([lookup]) for _ in range(20)]
-        for number, executor in enumerate(executors):
-            executor.attach(runtime, str(number))
-        batches = await asyncio.gather(*(each.batch_execute([call(q=1)]) for each in executors))
-        return [result for [result] in batches]
-
-    results = asyncio.run(main())
+    executors = [AsyncToolExecutor([lookup]) for _ in range(20)]
+    for number, executor in enumerate(executors):
+        executor.attach(runtime, str(number))
+    batches = await asyncio.gather(*(each.batch_execute([call(q=1)]) for each in executors))
+    results = [result for [result] in batches]
     assert len(lookup.calls) == 1 and {result.content for result in results} == {'about {"q": 1}'}
     assert sum(result.cached for result in results) == 19
     assert runtime.snapshot()["tools/lookup/cache_hits"] == 19
 
 
-def test_who_is_cancelled_or_fails_takes_nobody_along(cache: ToolCache):
+async def test_who_is_cancelled_or_fails_takes_nobody_along(cache: ToolCache):
     started, answers = [], iter([None, ToolFailure("gone"), ToolResult("down", ok=False, error="failed")])
 
     class Slow(Lookup):
@@ -179,36 +175,32 @@ def test_who_is_cancelled_or_fails_takes_nobody_along(cache: ToolCache):
         executor.attach(ToolRuntime(cache=cache), "")
         return (await executor.batch_execute([call()]))[0]
 
-    async def main() -> list[Any]:
-        leader = asyncio.create_task(episode())
-        followers = [asyncio.create_task(episode()) for _ in range(4)]
-        while not started:
-            await asyncio.sleep(0)
-        followers[0].cancel()
-        leader.cancel()
-        return await asyncio.gather(leader, *followers, return_exceptions=True)
-
-    leader, cancelled, failed, own_failure, fine = asyncio.run(main())
+    leader = asyncio.create_task(episode())
+    followers = [asyncio.create_task(episode()) for _ in range(4)]
+    while not started:
+        await asyncio.sleep(0)
+    followers[0].cancel()
+    leader.cancel()
+    leader, cancelled, failed, own_failure, fine = await asyncio.gather(
+        leader, *followers, return_exceptions=True
+    )
     assert isinstance(leader, asyncio.CancelledError) and isinstance(cancelled, asyncio.CancelledError)
     assert isinstance(failed, ToolFailure)  # the one that took over
     assert own_failure.content == "down" and fine.content == "fine"  # and these ran by themselves
     assert len(started) == 4
 
 
-def test_after_a_cancelled_caller_the_others_still_run_once(cache: ToolCache):
+async def test_after_a_cancelled_caller_the_others_still_run_once(cache: ToolCache):
     lookup = Lookup()
-
-    async def main() -> list[ToolResult]:
-        executors = [AsyncToolExecutor([lookup]) for _ in range(5)]
-        for executor in executors:
-            executor.attach(ToolRuntime(cache=cache), "")
-        leader, *others = (asyncio.create_task(each.batch_execute([call()])) for each in executors)
-        while not lookup.calls:
-            await asyncio.sleep(0)
-        leader.cancel()
-        return [result for [result] in await asyncio.gather(*others)]
-
-    assert [result.cached for result in asyncio.run(main())] == [False, True, True, True]
+    executors = [AsyncToolExecutor([lookup]) for _ in range(5)]
+    for executor in executors:
+        executor.attach(ToolRuntime(cache=cache), "")
+    leader, *others = (asyncio.create_task(each.batch_execute([call()])) for each in executors)
+    while not lookup.calls:
+        await asyncio.sleep(0)
+    leader.cancel()
+    results = [result for [result] in await asyncio.gather(*others)]
+    assert [result.cached for result in results] == [False, True, True, True]
     assert len(lookup.calls) == 2
 
 

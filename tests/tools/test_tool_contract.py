@@ -122,31 +122,28 @@ def test_a_limit_holds_over_all_episodes_and_batches():
 
 
 @pytest.mark.parametrize("has_an_end", [False, True])
-def test_waiting_at_a_limit_is_no_time_out_but_has_an_end(has_an_end: bool):
-    async def main() -> ToolResult:
-        inside, release = asyncio.Event(), asyncio.Event()
+async def test_waiting_at_a_limit_is_no_time_out_but_has_an_end(has_an_end: bool):
+    inside, release = asyncio.Event(), asyncio.Event()
 
-        async def slow() -> str:
-            inside.set()
-            await release.wait()
-            return "done"
+    async def slow() -> str:
+        inside.set()
+        await release.wait()
+        return "done"
 
-        runtime = ToolRuntime(deadline=0.2 if has_an_end else 240)
-        holder, waiter = (
-            attached([tool(concurrency=1, timeout=timeout)(slow)], runtime) for timeout in (600, 0.1)
-        )
-        held = asyncio.create_task(holder.batch_execute([ToolCall("slow")]))
-        await inside.wait()
-        waiting = asyncio.create_task(waiter.batch_execute([ToolCall("slow")]))
-        if has_an_end:
-            await waiting
-        else:
-            await asyncio.sleep(0.2)  # longer than its time-out
-        release.set()
-        assert (await held)[0].content == "done"
-        return (await waiting)[0]
-
-    result = asyncio.run(main())
+    runtime = ToolRuntime(deadline=0.2 if has_an_end else 240)
+    holder, waiter = (
+        attached([tool(concurrency=1, timeout=timeout)(slow)], runtime) for timeout in (600, 0.1)
+    )
+    held = asyncio.create_task(holder.batch_execute([ToolCall("slow")]))
+    await inside.wait()
+    waiting = asyncio.create_task(waiter.batch_execute([ToolCall("slow")]))
+    if has_an_end:
+        await waiting
+    else:
+        await asyncio.sleep(0.2)  # longer than its time-out
+    release.set()
+    assert (await held)[0].content == "done"
+    result = (await waiting)[0]
     if has_an_end:
         assert result.error == "unavailable" and "in use by others" in result.content
     else:
@@ -218,7 +215,7 @@ def test_pauses_leave_the_seeded_random_numbers_alone():
     assert random.getstate() == before
 
 
-def test_a_server_that_is_down_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch):
+async def test_a_server_that_is_down_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch):
     now = 0.0
     monkeypatch.setattr(runtime_module, "CircuitBreaker", lambda: CircuitBreaker(clock=lambda: now))
     down = ToolResult("gone", ok=False, error="unavailable")
@@ -227,19 +224,14 @@ def test_a_server_that_is_down_is_left_alone_for_a_while(monkeypatch: pytest.Mon
     other = Scripted(["fine"], "other", server="bank")
     runtime = ToolRuntime()
     executor = attached([first, second, other], runtime)
-
-    async def main() -> None:
-        nonlocal now
-        for _ in range(3):
-            await executor.batch_execute([ToolCall("first")])
-        turned_away, elsewhere = await executor.batch_execute([ToolCall("second"), ToolCall("other")])
-        assert turned_away.error == "unavailable" and "not available at the moment" in turned_away.content
-        assert second.calls == 0 and elsewhere.ok
-        now = 2.0  # the pause is over
-        for _ in range(2):
-            assert (await executor.batch_execute([ToolCall("second")]))[0].ok
-
-    asyncio.run(main())
+    for _ in range(3):
+        await executor.batch_execute([ToolCall("first")])
+    turned_away, elsewhere = await executor.batch_execute([ToolCall("second"), ToolCall("other")])
+    assert turned_away.error == "unavailable" and "not available at the moment" in turned_away.content
+    assert second.calls == 0 and elsewhere.ok
+    now = 2.0  # the pause is over
+    for _ in range(2):
+        assert (await executor.batch_execute([ToolCall("second")]))[0].ok
     assert runtime.snapshot()["tools/unavailable"] == 3
 
 
@@ -247,19 +239,15 @@ def test_a_server_that_is_down_is_left_alone_for_a_while(monkeypatch: pytest.Mon
     "answer",
     [ToolResult("no such shop", ok=False, error="failed"), ValueError("no shop"), NoSuchCity("no shop")],
 )
-def test_a_server_that_answers_with_errors_is_not_down(answer: Any):
+async def test_a_server_that_answers_with_errors_is_not_down(answer: Any):
     scripted = Scripted([answer], server="shop")
     executor = attached([scripted], ToolRuntime())
-
-    async def main() -> None:
-        for _ in range(10):  # one after another: those that fail together count as one
-            await executor.batch_execute([ToolCall("scripted")])
-
-    asyncio.run(main())
+    for _ in range(10):  # one after another: those that fail together count as one
+        await executor.batch_execute([ToolCall("scripted")])
     assert scripted.calls == 10
 
 
-def test_tool_failure_and_cancelling_leave_nothing_behind():
+async def test_tool_failure_and_cancelling_leave_nothing_behind():
     let_in = 0
 
     @tool(concurrency=1)
@@ -272,23 +260,19 @@ def test_tool_failure_and_cancelling_leave_nothing_behind():
         return "fine"
 
     runtime = ToolRuntime(deadline=5)
-
-    async def main() -> None:
-        with pytest.raises(ToolFailure, match="sandbox"):
-            await attached([gone], runtime).batch_execute([ToolCall("gone", {"fails": True})] * 2)
-        hanging = [ToolCall("gone", {"fails": False, "hangs": True})] * 3
-        batch = asyncio.create_task(attached([gone], runtime).batch_execute(hanging))
-        async with asyncio.timeout(30):
-            while let_in < 3:
-                await asyncio.sleep(0)
-        batch.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await batch
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        [result] = await attached([gone], runtime).batch_execute([ToolCall("gone", {"fails": False})])
-        assert result.content == "fine"  # the only place is free again
-
-    asyncio.run(main())
+    with pytest.raises(ToolFailure, match="sandbox"):
+        await attached([gone], runtime).batch_execute([ToolCall("gone", {"fails": True})] * 2)
+    hanging = [ToolCall("gone", {"fails": False, "hangs": True})] * 3
+    batch = asyncio.create_task(attached([gone], runtime).batch_execute(hanging))
+    async with asyncio.timeout(30):
+        while let_in < 3:
+            await asyncio.sleep(0)
+    batch.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await batch
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    [result] = await attached([gone], runtime).batch_execute([ToolCall("gone", {"fails": False})])
+    assert result.content == "fine"  # the only place is free again
 
 
 def test_a_tool_may_call_other_tools_of_its_group():

@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.kits.mcp import children, own, until, wait_until
+from tests.kits.mcp import children, own
+from tests.kits.waiting import until, wait_until
 from TrainingFactory.tools import AsyncToolExecutor, MCPTools, tool
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult

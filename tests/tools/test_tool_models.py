@@ -252,30 +252,27 @@ def test_an_agent_on_a_model_of_this_process():
     assert ask(AgentTool("helper", "", Mine(), [calculator])).content == "done: 4"
 
 
-def test_cancelling_an_episode_cancels_its_agent(server: Judge):
-    async def episode() -> None:
-        reached, stopped = asyncio.Event(), asyncio.Event()
+async def test_cancelling_an_episode_cancels_its_agent(server: Judge):
+    reached, stopped = asyncio.Event(), asyncio.Event()
 
-        @tool
-        async def hang() -> str:
-            reached.set()
-            try:
-                await asyncio.sleep(1000)
-            finally:
-                stopped.set()
-            return ""
+    @tool
+    async def hang() -> str:
+        reached.set()
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            stopped.set()
+        return ""
 
-        server.say = lambda prompt, number: called(("hang", "{}"))
-        executor = AsyncToolExecutor([agent(server, [hang])])
-        task = asyncio.create_task(executor.batch_execute([ToolCall("helper", {"prompt": "x"})]))
-        await asyncio.wait_for(reached.wait(), 60)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await executor.close()
-        assert stopped.is_set()
-
-    asyncio.run(episode())
+    server.say = lambda prompt, number: called(("hang", "{}"))
+    executor = AsyncToolExecutor([agent(server, [hang])])
+    task = asyncio.create_task(executor.batch_execute([ToolCall("helper", {"prompt": "x"})]))
+    await asyncio.wait_for(reached.wait(), 60)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await executor.close()
+    assert stopped.is_set()
 
 
 def test_the_spec_of_both(server: Judge):

@@ -12,11 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kits.mcp import children, lives, wait_until
+from tests.kits.mcp import children, lives
 from tests.kits.python import make, run, texts
+from tests.kits.waiting import wait_until
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.sandbox.python_tool import START_SECONDS
-from TrainingFactory.types import ToolCall, ToolResult
+from TrainingFactory.types import ToolCall
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -196,33 +197,26 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     wait_until(lambda: not children() - processes and open_files() <= files and not any(tmp_path.iterdir()))
 
 
-def test_an_episode_that_is_over_starts_no_process():
-    async def ended() -> ToolResult:
-        session = make().session()
-        await session.close()
-        return await session.run({"code": "1"})
-
-    result = asyncio.run(ended())
+async def test_an_episode_that_is_over_starts_no_process():
+    session = make().session()
+    await session.close()
+    result = await session.run({"code": "1"})
     assert result.error == "unavailable" and "was closed" in result.content
 
 
-def test_the_memory_of_idle_episodes_is_bounded():
+async def test_the_memory_of_idle_episodes_is_bounded():
     sessions = [tool.session() for tool in [make(idle_memory_mb=250)] for _ in range(4)]
-
-    async def play() -> list[str]:
-        for size, session in zip((60, 110, 80, 5), sessions, strict=True):
-            await session.run({"code": f"kept = b'x' * ({size} * 2**20)"})
-        said = [(await session.run({"code": "len(kept) // 2**20"})).content for session in sessions]
-        for session in sessions:
-            await session.close()
-        return said
-
-    first, largest, third, last = asyncio.run(play())
+    for size, session in zip((60, 110, 80, 5), sessions, strict=True):
+        await session.run({"code": f"kept = b'x' * ({size} * 2**20)"})
+    said = [(await session.run({"code": "len(kept) // 2**20"})).content for session in sessions]
+    for session in sessions:
+        await session.close()
+    first, largest, third, last = said
     assert (first, third, last) == ("60", "80", "5")
     assert "over 250 MiB" in largest and "NameError" in largest
 
 
-def test_sixteen_episodes_at_once():
+async def test_sixteen_episodes_at_once():
     tool = make()
     codes = ("x = {}\nopen('f', 'w').write(str(x))", "import time\ntime.sleep(0.01)", "x, open('f').read()")
 
@@ -233,10 +227,9 @@ def test_sixteen_episodes_at_once():
         await executor.close()
         return results[-1].content
 
-    async def all_of_them() -> list[str]:
-        return await asyncio.gather(*map(episode, range(16)))
-
-    assert asyncio.run(all_of_them()) == [f"({number}, '{number}')" for number in range(16)]
+    assert await asyncio.gather(*map(episode, range(16))) == [
+        f"({number}, '{number}')" for number in range(16)
+    ]
 
 
 PARENT = """

@@ -130,7 +130,7 @@ def test_every_writing_episode_has_a_copy(shop: Path):
     assert reading.options.pure and not reading.options.ordered
 
 
-def test_episodes_at_once_do_not_meet(shop: Path):
+async def test_episodes_at_once_do_not_meet(shop: Path):
     tool = SqlTool(shop, write=True)
 
     async def episode(number: int) -> str:
@@ -140,10 +140,7 @@ def test_episodes_at_once_do_not_meet(shop: Path):
         await executor.close()
         return results[-1].content.splitlines()[1]
 
-    async def all_of_them() -> list[str]:
-        return await asyncio.gather(*map(episode, range(8)))
-
-    assert asyncio.run(all_of_them()) == [str(number) for number in range(8)]
+    assert await asyncio.gather(*map(episode, range(8))) == [str(number) for number in range(8)]
 
 
 def test_statements_without_end_and_values_without_measure(shop: Path):

@@ -46,7 +46,7 @@ def test_unknown_and_malformed_calls():
         [search, calculator], ToolCall("calculater", {}), ToolCall("", error="no JSON in the call")
     )
     assert unknown.error == "unknown" and not unknown.ok
-    assert unknown.content == "There is no tool named 'calculater'. The tools are: calculator, search."
+    assert "'calculater'" in unknown.content and "calculator, search" in unknown.content
     assert malformed == ToolResult("no JSON in the call", ok=False, error="malformed")
     assert "no tools here" in execute([], ToolCall("x" * 1000))[0].content
     assert len(execute([search], ToolCall("x" * 100_000))[0].content) < 200
@@ -139,7 +139,7 @@ def test_a_call_out_of_time():
     assert results[2].content == "6"
 
 
-def test_an_async_tool_that_ignores_its_cancelling_is_left_behind(monkeypatch: pytest.MonkeyPatch):
+async def test_an_async_tool_that_ignores_its_cancelling_is_left_behind(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("TrainingFactory.tools.timeouts.GRACE_SECONDS", 0.05)
     go_on = True
 
@@ -152,13 +152,9 @@ def test_an_async_tool_that_ignores_its_cancelling_is_left_behind(monkeypatch: p
                 continue
         return ""
 
-    async def main() -> list[ToolResult]:
-        nonlocal go_on
-        results = await AsyncToolExecutor([stubborn]).batch_execute([ToolCall("stubborn")])
-        go_on = False
-        return results
-
-    assert asyncio.run(main())[0].error == "timeout"
+    results = await AsyncToolExecutor([stubborn]).batch_execute([ToolCall("stubborn")])
+    go_on = False
+    assert results[0].error == "timeout"
 
 
 def test_hung_tools_hold_up_neither_other_tools_nor_the_exit():
@@ -248,7 +244,7 @@ def test_only_functions_without_await_are_said_never_to_wait():
     assert not any(never_waits(function.__code__) for function in others)
 
 
-def test_a_tool_that_never_waits_needs_no_task_and_fails_as_others_do():
+async def test_a_tool_that_never_waits_needs_no_task_and_fails_as_others_do():
     """What it sets in its context stays its own, and whatever it raises is a result."""
     inside: ContextVar[str] = ContextVar("inside", default="")
     seen: list[Any] = []
@@ -263,15 +259,12 @@ def test_a_tool_that_never_waits_needs_no_task_and_fails_as_others_do():
             raise SystemExit
         return what
 
-    async def main() -> list[ToolResult]:
-        executor = AsyncToolExecutor([act])
-        found = []
-        for what in ("cancel", "exit", "fine"):
-            found += await executor.batch_execute([ToolCall("act", {"what": what})])
-        assert [*seen] == [(asyncio.current_task(), "")] * 3
-        return found
-
-    cancelled, ended, fine = asyncio.run(main())
+    executor = AsyncToolExecutor([act])
+    found = []
+    for what in ("cancel", "exit", "fine"):
+        found += await executor.batch_execute([ToolCall("act", {"what": what})])
+    assert [*seen] == [(asyncio.current_task(), "")] * 3
+    cancelled, ended, fine = found
     assert not cancelled.ok and "it cancelled itself" in cancelled.content
     assert not ended.ok and "tried to end the program" in ended.content
     assert fine.ok and fine.content == "fine"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.apps.test_views_registry import evaluated
 from tests.kits.browser import Browser, Tab
 from tests.kits.page import Served
 from tests.kits.registry import made_run, model_folder
-from tests.services.test_views_registry import evaluated
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder, Status

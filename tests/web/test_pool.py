@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kits.page import serving, until
+from tests.kits.page import serving
 from tests.kits.registry import made_run, model_folder
+from tests.kits.waiting import wait_until
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.registry.catalogue import Catalogue
 from TrainingFactory.web import pool, worker
@@ -22,26 +23,23 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("pretended")
-def test_a_job_tells_and_ends() -> None:
-    async def run() -> None:
-        made, heard = Pool(), []
-        try:
-            assert await made.ask("check", "count", {"count": 3}, heard.append) == {"sum": 3}
-            assert heard == [{"number": 0}, {"number": 1}, {"number": 2}]
-            events = [each async for each in made.events("check", "count", {"count": 1})]
-            assert events == [
-                {"event": "told", "data": '{"number": 0}'},
-                {"event": "done", "data": '{"sum": 1}'},
-            ]
-            with pytest.raises(ApiError, match="no such model"):
-                await made.ask("check", "wrong", {})
-            with pytest.raises(ApiError, match="ended with status 3"):
-                await made.ask("check", "die", {})
-            assert await made.ask("check", "count", {"count": 0}) == {"sum": 0}  # in another one
-        finally:
-            await made.close()
-
-    asyncio.run(run())
+async def test_a_job_tells_and_ends() -> None:
+    made, heard = Pool(), []
+    try:
+        assert await made.ask("check", "count", {"count": 3}, heard.append) == {"sum": 3}
+        assert heard == [{"number": 0}, {"number": 1}, {"number": 2}]
+        events = [each async for each in made.events("check", "count", {"count": 1})]
+        assert events == [
+            {"event": "told", "data": '{"number": 0}'},
+            {"event": "done", "data": '{"sum": 1}'},
+        ]
+        with pytest.raises(ApiError, match="no such model"):
+            await made.ask("check", "wrong", {})
+        with pytest.raises(ApiError, match="ended with status 3"):
+            await made.ask("check", "die", {})
+        assert await made.ask("check", "count", {"count": 0}) == {"sum": 0}  # in another one
+    finally:
+        await made.close()
     assert not [each for each in psutil.Process().children() if "child.py" in " ".join(each.cmdline())]
 
 
@@ -98,7 +96,7 @@ def test_a_job_whose_page_is_gone_ends(tmp_path: Path) -> None:
         worker = page.page.pool._workers["check"]
         assert worker.alive
         events.close()
-        until(lambda: not worker.alive)
+        wait_until(lambda: not worker.alive)
 
 
 def test_a_mistake_in_a_job_is_told_in_its_words() -> None:

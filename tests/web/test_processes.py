@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.kits.cli import ROOT, Run
-from tests.kits.page import Served, command, serving, until
+from tests.kits.page import Served, command, serving
 from tests.kits.registry import made_run
+from tests.kits.waiting import wait_until
 from TrainingFactory.runs import stopping
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.web import processes
@@ -39,21 +40,21 @@ def test_a_run_is_started_stopped_and_resumed(page: Served, tmp_path: Path) -> N
     assert started["name"] == "mine" and "tfactory train" in started["command"]
     run = RunFolder(tmp_path / "runs" / "mine")
     assert run.config.training.max_steps == 400 and run.config.logging.output_dir == str(tmp_path / "runs")
-    until(lambda: row(page, "mine")["step"])
+    wait_until(lambda: row(page, "mine")["step"])
     assert page.send("/api/runs/mine/resume").status_code == 409
     assert page.send("/api/train", yaml=YAML, name="mine").status_code == 409
     stopped = page.post("/api/runs/mine/stop")
     assert stopped["command"].startswith("tfactory runs stop ")
-    until(lambda: row(page, "mine")["state"] == "interrupted")
+    wait_until(lambda: row(page, "mine")["state"] == "interrupted")
     assert page.send("/api/runs/mine/stop").status_code == 409
     assert (
         "step 1/400 \x1b[31m<b>" in page.get("/api/runs/mine/log")["text"]
     )  # text, for the page to show as text
     before = run.status.step
     assert page.post("/api/runs/mine/resume")["state"] == "running"
-    until(lambda: run.status.step > before)
+    wait_until(lambda: run.status.step > before)
     page.post("/api/runs/mine/stop")
-    until(lambda: run.state == "interrupted")
+    wait_until(lambda: run.state == "interrupted")
     assert not list((tmp_path / "runs").glob(".*.part"))
 
 
@@ -64,7 +65,7 @@ def test_two_pages_that_do_the_same(page: Served, tmp_path: Path) -> None:
         stopped = [threads.submit(page.send, "/api/runs/mine/stop") for _ in range(3)]
         assert {each.result().status_code for each in stopped} <= {200, 409}
     run = RunFolder(tmp_path / "runs" / "mine")
-    until(lambda: run.state == "interrupted")
+    wait_until(lambda: run.state == "interrupted")
     # Asked for the second time, a run would end at once, without a checkpoint.
     assert page.get("/api/runs/mine/log")["text"].count("asked to stop") == 1
 
@@ -82,7 +83,7 @@ def test_what_cannot_start_says_why(page: Served, tmp_path: Path) -> None:
 def test_killing_a_run_never_breaks_the_page(page: Served, tmp_path: Path) -> None:
     page.post("/api/train", yaml=YAML, name="mine")
     os.kill(stopping.stop(RunFolder(tmp_path / "runs" / "mine")), signal.SIGKILL)
-    until(lambda: row(page, "mine")["state"] in ("killed", "interrupted"))
+    wait_until(lambda: row(page, "mine")["state"] in ("killed", "interrupted"))
     assert page.get("/api/runs/mine")["row"]["name"] == "mine"
     assert page.send("/api/runs/mine/stop").status_code == 409
 
@@ -117,10 +118,10 @@ main(sys.argv[1:])
         assert process.wait(60) == 0
     run = RunFolder(runs / name)
     before = run.status.step
-    until(lambda: run.status.step > before + 1)
+    wait_until(lambda: run.status.step > before + 1)
     assert run.state == "running"
     assert tfactory("runs", "stop", name, "--runs", str(runs))[0] == 0
-    until(lambda: run.state == "interrupted")
+    wait_until(lambda: run.state == "interrupted")
 
 
 def test_what_nobody_runs_is_not_stopped(page: Served, tmp_path: Path) -> None:
@@ -142,11 +143,11 @@ def test_a_real_run_is_started_stopped_with_a_checkpoint_and_finished(tmp_path: 
     with command(tmp_path) as (page, _):
         page.post("/api/train", yaml=config, name="mine")
         run = RunFolder(tmp_path / "runs" / "mine")
-        until(lambda: row(page, "mine")["step"])
+        wait_until(lambda: row(page, "mine")["step"])
         page.post("/api/runs/mine/stop")
-        until(lambda: row(page, "mine")["state"] == "interrupted")
+        wait_until(lambda: row(page, "mine")["state"] == "interrupted")
         assert [path.name for path in run.checkpoints()] == [f"step-{run.status.step:06d}"]
         assert "run: tfactory runs resume mine" in page.get("/api/runs/mine/log")["text"]
         page.post("/api/runs/mine/resume")
-        until(lambda: row(page, "mine")["state"] == "finished")
+        wait_until(lambda: row(page, "mine")["state"] == "finished")
         assert page.get("/api/runs/mine/metrics")["steps"] == [*range(1, 13)]
