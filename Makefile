@@ -141,6 +141,7 @@ format: $(LINTERS)
 
 stubs: $(STAMP)
 	@$(RUN) -m tests.kits.keyword_types
+	@$(RUN) -m tests.kits.public_api
 
 bench: $(STAMP)
 	@$(RUN) -m benchmarks.sampling

@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     from TrainingFactory.config import TrainingConfig, load_config
     from TrainingFactory.envs import ToolEnvironment
     from TrainingFactory.tools import MCPTools, tool
+    from TrainingFactory.trainers.inputs import (
+        DatasetLike,
+        EnvironmentLike,
+        ModelLike,
+        TasksLike,
+        ToolLike,
+        ToolsLike,
+    )
     from TrainingFactory.trainers.trainers import (
         DPOTrainer,
         GRPOTrainer,
@@ -26,14 +34,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
-    "DPOTrainer", "GRPOTrainer", "KTOTrainer", "MCPTools", "PPOTrainer", "RFTTrainer", "Reward", "RewardModelTrainer",
-    "SFTTrainer", "Task", "ToolEnvironment", "TrainingConfig", "load_config", "tool",
+    "DPOTrainer", "DatasetLike", "EnvironmentLike", "GRPOTrainer", "KTOTrainer", "MCPTools", "ModelLike", "PPOTrainer",
+    "RFTTrainer", "Reward", "RewardModelTrainer", "SFTTrainer", "Task", "TasksLike", "ToolEnvironment", "ToolLike",
+    "ToolsLike", "TrainingConfig", "load_config", "tool",
 ]  # fmt: skip
 
 _HOMES = {
     "config": ["TrainingConfig", "load_config"],
     "envs": ["ToolEnvironment"],
     "tools": ["MCPTools", "tool"],
+    "trainers.inputs": ["DatasetLike", "EnvironmentLike", "ModelLike", "TasksLike", "ToolLike", "ToolsLike"],
     "trainers.trainers": [
         "DPOTrainer",
         "GRPOTrainer",
