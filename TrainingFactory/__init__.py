@@ -6,6 +6,8 @@ layers.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +57,10 @@ _HOMES = {
     ],
     "types": ["Reward", "Task"],
 }
+
+
+if "ipykernel" in sys.modules:  # progress bars of other packages would warn in notebooks without ipywidgets
+    warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,8 @@ from itertools import pairwise
 
 from markupsafe import Markup, escape
 
+from TrainingFactory.common.texts import escape_control
+
 WIDTH, HEIGHT = 640, 240
 TOP, RIGHT, BOTTOM, LEFT = 14, 12, 44, 68  # margins in pixels; the last two hold the axis labels
 COLOURS = ("#3d85c6", "#c27a22", "#2e9c57", "#a65fc0")  # contrast of 3:1 or more on white and on black
@@ -69,7 +71,7 @@ class Chart:
         """Return the chart as an SVG element: grid, axis labels, then one group for each curve."""
         size = f'viewBox="0 0 {WIDTH} {HEIGHT}" style="width:100%;max-width:{WIDTH}px;height:auto"'
         curves = "".join(self._curve(line, number) for number, line in enumerate(self.lines))
-        opening = f'<svg {size} role="img" aria-label="{escape(self.title)} by step">'
+        opening = f'<svg {size} role="img" aria-label="{escape(escape_control(self.title))} by step">'
         return Markup(f"{opening}{self._axes()}{curves}</svg>")
 
     def _axes(self) -> str:
@@ -86,7 +88,7 @@ class Chart:
         parts.append(f'<text x="{centre}" y="{bottom}" text-anchor="middle">step</text>')
         parts.append(
             f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">'
-            f"{escape(shortened(self.title))}</text>"
+            f"{escape(shortened(escape_control(self.title)))}</text>"
         )
         return f'<g fill="currentColor" font-size="14" font-family="sans-serif">{"".join(parts)}</g>'
 

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 IN_WHEEL = PACKAGE / "starters"  # written by setup.py
 FOLDERS = {"config": "configs", "example": "examples", "notebook": "notebooks"}
 MAX_SUMMARY = 90  # characters of a line in the list
-# Other files that a starter reads, relative to the root.
+# Other files and folders that a starter reads, relative to the root.
 COMPANIONS = {
     "configs/qwen3_grpo.yaml": (
         "tools/search.json",
@@ -25,6 +25,8 @@ COMPANIONS = {
     ),
     "examples/search_server.py": ("examples/search_r1/corpus.jsonl",),
     "examples/search_r1": ("examples/search_server.py",),
+    "notebooks/own_tools_and_reward.ipynb": ("examples/own_agent/model",),
+    "notebooks/episodes_and_credit.ipynb": ("examples/own_agent/model",),
 }
 
 
@@ -84,6 +86,13 @@ def _starter(kind: str, path: Path, root: Path) -> Starter:
     return Starter(kind, path.stem, where, _summary(files[0]), tuple(relative))
 
 
+def _files(path: Path) -> list[Path]:
+    """Return the file itself, or all files of a folder."""
+    if path.is_file():
+        return [path]
+    return [file for file in sorted(path.rglob("*")) if file.is_file() and "__pycache__" not in file.parts]
+
+
 def _summary(path: Path) -> str:
     """Return the first sentence of a file's opening comment, docstring or heading."""
     text = path.read_text(encoding="utf-8")
@@ -122,7 +131,11 @@ def copy_starter(starter: Starter, out: Path | None = None) -> list[Path]:
         path = [*changed, *existing.values()][0]
         other = ", or choose another file with --out" if starter.kind == "config" else ""
         raise ValueError(f"{path} exists already and is not overwritten. Rename or delete it{other}")
-    targets |= {PurePosixPath(name): Path(name) for name in COMPANIONS.get(str(starter.path), ())}
+    for name in COMPANIONS.get(str(starter.path), ()):
+        targets |= {
+            PurePosixPath(file.relative_to(root).as_posix()): file.relative_to(root)
+            for file in _files(root / name)
+        }
     written = {file: path for file, path in targets.items() if not path.exists()}
     for file, target in written.items():
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -73,11 +73,13 @@ def _text(value: object) -> str:
     return str(value) if isinstance(value, Markup) else str(escape(escape_control(str(value))))
 
 
-def run_html(title: str, facts: Sequence[tuple[str, object]], rows: Rows) -> str:
-    """Return a run as HTML: its facts as a table, and its most telling metrics as charts by step."""
+def run_html(title: str, facts: Sequence[tuple[str, object]], rows: Rows, notes: Sequence[str] = ()) -> str:
+    """Return a run as HTML: its facts as a table, notes, and its most telling metrics as charts by step."""
     charts = "".join(f"<div>{chart.svg()}{_legend(chart)}</div>" for chart in run_charts(rows))
     grid = f'<div style="{GRID}">{charts}</div>' if charts else ""
-    return f"<div><strong>{_text(title)}</strong>{table_html(facts)}{grid}</div>"
+    table = table_html(facts) if facts else ""
+    lines = "".join(f'<div style="overflow-wrap:anywhere">{_text(note)}</div>' for note in notes)
+    return f"<div><strong>{_text(title)}</strong>{table}{lines}{grid}</div>"
 
 
 def run_charts(rows: Rows) -> list[Chart]:
@@ -145,11 +147,11 @@ class NotebookWatcher:
         self._draw()
 
     def html(self) -> str:
-        notes = [("", note) for note in self._notes]
-        return run_html(self._progress or "starting", notes, self._rows)
+        return run_html(self._progress or self._phase or "starting", [], self._rows, self._notes)
 
     def _draw(self) -> None:
-        from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
+        from IPython.core.display import HTML  # pyright: ignore[reportMissingImports]
+        from IPython.core.display_functions import display  # pyright: ignore[reportMissingImports]
 
         self._drawn = time.monotonic()
         if self._handle is None:

@@ -138,7 +138,8 @@ def _in_lines(output: dict[str, Any]) -> dict[str, Any]:
 def program(path: Path) -> str:
     """Return the code of a notebook as a Python file."""
     cells = ["".join(cell["source"]) for cell in code_cells(read(path))]
-    return "\n\n".join(cells) + "\n"
+    # The last line of a cell is displayed, not unused.
+    return "\n\n".join(["# pyright: strict, reportUnusedExpression=false", *cells]) + "\n"
 
 
 def extract(folder: Path) -> None:

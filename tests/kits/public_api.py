@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import MISSING
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -54,11 +55,19 @@ def default(value: Any) -> str:
 
 def fields(cls: type) -> Iterator[str]:
     """Yield the annotated attributes of a class, with those of its base classes in this package."""
+    known = getattr(cls, "__dataclass_fields__", {})
     for base in reversed(cls.__mro__):
         if base.__module__.startswith("TrainingFactory"):
             for name, hint in inspect.get_annotations(base).items():
                 if name[0] != "_":
-                    yield f"    {name}: {hint if isinstance(hint, str) else getattr(hint, '__name__', hint)}"
+                    text = hint if isinstance(hint, str) else getattr(hint, "__name__", str(hint))
+                    yield f"    {name}: {text}{field_default(known.get(name))}"
+
+
+def field_default(field: Any) -> str:
+    if field is None or (field.default is MISSING and field.default_factory is MISSING):
+        return ""
+    return default(field.default)
 
 
 def members(cls: type) -> Iterator[str]:
@@ -79,17 +88,21 @@ def members(cls: type) -> Iterator[str]:
             yield f"    {is_async}{name}{signature(value, skip_self=True)}"
 
 
+def constructor(cls: type) -> Any:
+    """Return the `__init__` that is written in this package; None if it is generated or inherited from elsewhere."""
+    if issubclass(cls, BaseModel) or hasattr(cls, "__dataclass_fields__"):
+        return None
+    homes = [base for base in cls.__mro__ if "__init__" in vars(base)]
+    return vars(homes[0])["__init__"] if homes[0].__module__.startswith("TrainingFactory") else None
+
+
 def entry(name: str, value: Any) -> Iterator[str]:
     if inspect.isclass(value):
-        constructor = (
-            value.__init__ if "__init__" in vars(value) and not issubclass(value, BaseModel) else None
-        )
-        generated = constructor is None or constructor.__qualname__.startswith("__create_fn__")
-        plain = generated or hasattr(value, "__dataclass_fields__")
-        yield f"class {name}" + ("" if plain else signature(constructor, skip_self=True))
-        yield from fields(value) if plain else ()
+        init = constructor(value)
+        yield f"class {name}" + ("" if init is None else signature(init, skip_self=True))
+        yield from fields(value) if init is None else ()
         yield from members(value)
-    elif callable(value) and inspect.isfunction(value):
+    elif inspect.isfunction(value):
         yield f"def {name}{signature(value)}"
     else:
         yield name
@@ -102,8 +115,9 @@ def listing() -> str:
         lines.append(f"## {module.__name__}")
         for name in names_of(module):
             value = getattr(module, name)
-            home = homes.setdefault(id(value), module.__name__)
-            lines += entry(name, value) if home == module.__name__ else [f"{name}  (see {home})"]
+            full_name = f"{module.__name__}.{name}"
+            home = homes.setdefault(id(value), full_name)
+            lines += entry(name, value) if home == full_name else [f"{name}  (see {home})"]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from markupsafe import escape
@@ -65,13 +65,13 @@ class DemoReport:
     """Results of both runs; `folders`, `configs` and `seconds` are (warm start, GRPO)."""
 
     folders: tuple[str, str]
-    configs: tuple[dict[str, Any], dict[str, Any]]
+    configs: tuple[dict[str, Any], dict[str, Any]] = field(repr=False)
     seconds: tuple[float, float]
-    versions: dict[str, str]
+    versions: dict[str, str] = field(repr=False)
     before: Stats
     after: Stats
-    curve: list[float]  # share of right answers by step
-    trial: Trial
+    curve: list[float] = field(repr=False)  # share of right answers by step
+    trial: Trial = field(repr=False)
 
     @classmethod
     def read(cls, warm: RunFolder, trained: RunFolder) -> DemoReport:

@@ -7,7 +7,7 @@ Path("credit.html").write_text(credit.page("my episodes"), encoding="utf-8")
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal
@@ -130,7 +130,7 @@ class Credit:
     """Groups of one training step, those with the largest absolute values first."""
 
     measure: Measure
-    groups: list[GroupCredit]
+    groups: list[GroupCredit] = field(repr=False)
     notes: list[str]
     largest: float  # largest absolute value: the strongest colour
 
