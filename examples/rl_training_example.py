@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import TrainingFactory.integrations.hello_agents.shim  # noqa: F401  # pyright: ignore  # makes `hello_agents` ours
 
@@ -25,7 +25,7 @@ def problems() -> list[dict[str, str]]:
 
 
 def main(model: str = "builtin:tiny", dataset: str = "sums") -> None:
-    rl_tool: Any = RLTrainingTool(language="en")
+    rl_tool = cast(Any, RLTrainingTool)(language="en")
     rl_tool.register_dataset("sums", problems())
     small = {"max_steps": 2, "max_new_tokens": 16, "num_generations": 4} if model == "builtin:tiny" else {}
     train = {"action": "train", "dataset": dataset, "num_epochs": 1, "batch_size": 2, "max_samples": 8}

@@ -90,7 +90,7 @@ class Chart:
             f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">'
             f"{escape(shortened(escape_control(self.title)))}</text>"
         )
-        return f'<g fill="currentColor" font-size="14" font-family="sans-serif">{"".join(parts)}</g>'
+        return f'<g fill="currentColor" font-size="17" font-family="sans-serif">{"".join(parts)}</g>'
 
     def _curve(self, line: Curve, number: int) -> str:
         place = number % len(COLOURS)

@@ -38,11 +38,9 @@ CHARTS = (
 )
 MAX_CHARTS = 3
 TABLE = "border-collapse:collapse;margin:.3em 0;max-width:100%"
-CELL = (
-    "text-align:left;vertical-align:top;padding:.15em .8em .15em 0;overflow-wrap:anywhere;white-space:normal"
-)
+CELL = "text-align:left;vertical-align:top;padding:.15em .8em .15em 0;overflow-wrap:break-word;white-space:normal"
 GRID = (
-    "display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,260px),1fr));gap:.8em;max-width:960px"
+    "display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:.8em;max-width:960px"
 )
 
 
@@ -66,7 +64,8 @@ def table_html(rows: Sequence[Sequence[object]], heads: Sequence[str] = ()) -> M
     for name, *cells in rows:
         values = "".join(f'<td style="{CELL}">{_text(cell)}</td>' for cell in cells)
         body += f'<tr><th scope="row" style="{CELL}">{_text(name)}</th>{values}</tr>'
-    return Markup(f'<table style="{TABLE}">{f"<tr>{head}</tr>" if head else ""}{body}</table>')
+    rows_html = f"<tr>{head}</tr>{body}" if head else body
+    return Markup(f'<div style="overflow-x:auto"><table style="{TABLE}">{rows_html}</table></div>')
 
 
 def _text(value: object) -> str:

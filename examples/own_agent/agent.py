@@ -50,7 +50,8 @@ class Agent:
         async for chunk in chunks:
             for choice in chunk.choices:
                 content += choice.delta.content or ""
-                for piece in choice.delta.tool_calls or []:
+                pieces: list[Any] = choice.delta.tool_calls or []
+                for piece in pieces:
                     call = calls.setdefault(
                         piece.index,
                         {"id": "", "type": "function", "function": {"name": "", "arguments": ""}},
