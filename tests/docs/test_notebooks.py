@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.kits.docs import ROOT
-from tests.kits.notebooks import NOTEBOOKS, code_cells, execute, read
+from tests.kits.notebooks import NOTEBOOKS, code_cells, execute, notebook_kernel, read
 
 pytest.importorskip("ipykernel", reason="needs a notebook kernel: pip install ipykernel")
 pytest.importorskip("jupyter_client", reason="needs a notebook kernel: pip install ipykernel")
@@ -50,13 +50,16 @@ def test_every_notebook_has_a_quick_form() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_it_runs_in_full(path: Path, tmp_path: Path) -> None:
-    check_outputs(path.stem, execute(path, tmp_path))
+    with notebook_kernel(tmp_path) as started:
+        check_outputs(path.stem, execute(path, started))
 
 
 @pytest.mark.training
-@pytest.mark.parametrize("name", ["demo", "own_tools_and_reward", "episodes_and_credit"])
-def test_it_runs(name: str, tmp_path: Path) -> None:
-    check_outputs(name, execute(NOTEBOOKS / f"{name}.ipynb", tmp_path, QUICK[name]))
+def test_they_run(tmp_path: Path) -> None:
+    """All in one kernel, because importing torch takes longer than the quick forms."""
+    with notebook_kernel(tmp_path) as started:
+        for name, parameters in QUICK.items():
+            check_outputs(name, execute(NOTEBOOKS / f"{name}.ipynb", started, parameters))
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)

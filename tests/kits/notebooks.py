@@ -98,21 +98,23 @@ def is_parameters(cell: Mapping[str, Any]) -> bool:
     return PARAMETERS in cell["metadata"].get("tags", ())
 
 
-def execute(path: Path, folder: Path, parameters: str | None = None) -> list[list[dict[str, Any]]]:
-    """Run a notebook from `folder`/notebooks, beside the examples; return the outputs of each code cell. `parameters`
-    replaces the cell with that tag."""
-    (folder / "notebooks").mkdir(exist_ok=True)
-    if not (folder / "examples").exists():
-        (folder / "examples").symlink_to(ROOT / "examples")
+@contextmanager
+def notebook_kernel(folder: Path) -> Iterator[Kernel]:
+    """Start a kernel in `folder`/notebooks, beside the examples."""
+    (folder / "notebooks").mkdir()
+    (folder / "examples").symlink_to(ROOT / "examples")
     with kernel(folder / "notebooks") as started:
-        return [
-            started.outputs(
-                started.start(
-                    parameters if parameters is not None and is_parameters(cell) else "".join(cell["source"])
-                )
-            )
-            for cell in code_cells(read(path))
-        ]
+        yield started
+
+
+def execute(path: Path, started: Kernel, parameters: str | None = None) -> list[list[dict[str, Any]]]:
+    """Run a notebook; return the outputs of each code cell. `parameters` replaces the cell with that tag."""
+    outputs = []
+    for cell in code_cells(read(path)):
+        replaced = parameters is not None and is_parameters(cell)
+        code = parameters if replaced else "".join(cell["source"])
+        outputs.append(started.outputs(started.start(str(code))))
+    return outputs
 
 
 def store(path: Path, outputs: list[list[dict[str, Any]]], folder: Path) -> None:
@@ -158,6 +160,6 @@ if __name__ == "__main__":
         for notebook_path in sorted(NOTEBOOKS.glob("*.ipynb")):
             if wanted and notebook_path.stem not in wanted:
                 continue
-            with tempfile.TemporaryDirectory() as scratch:
-                store(notebook_path, execute(notebook_path, Path(scratch)), Path(scratch))
+            with tempfile.TemporaryDirectory() as scratch, notebook_kernel(Path(scratch)) as fresh:
+                store(notebook_path, execute(notebook_path, fresh), Path(scratch))
             print(f"ran {notebook_path.relative_to(ROOT)}", flush=True)
