@@ -11,7 +11,7 @@ SERVERS := .servers
 HELLO := 0.2.9 1.0.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo check quick test test-slow lint format stubs docs bench clean
+.PHONY: help setup servers demo check quick test test-slow lint format stubs notebooks docs bench clean
 
 help:
 	@echo "make demo    watch an agent learn to use tools (a few minutes)"
@@ -20,7 +20,8 @@ help:
 	@echo "make test-slow  run those that take minutes"
 	@echo "make lint    ruff and pyright"
 	@echo "make format  let ruff rewrite what it can"
-	@echo "make stubs   generate the types of the trainers' keywords from the config's schema"
+	@echo "make stubs   generate the types of the trainers' keywords, and the list of public names"
+	@echo "make notebooks  run the notebooks and store their outputs (minutes)"
 	@echo "make docs    build the documentation site into build/docs and check its links"
 	@echo "make bench   measure sampling and tools"
 	@echo "make servers only install the servers and packages of others that tests use, into $(SERVERS)"
@@ -143,6 +144,7 @@ test-slow: $(STAMP) servers
 lint: $(LINTERS)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
+	@$(RUN) -m tests.kits.notebooks extract build/notebooks
 	@$(RUN) -m pyright --pythonpath $(RUN)
 
 format: $(LINTERS)
@@ -151,6 +153,10 @@ format: $(LINTERS)
 
 stubs: $(STAMP)
 	@$(RUN) -m tests.kits.keyword_types
+	@$(RUN) -m tests.kits.public_api
+
+notebooks: $(STAMP)
+	@$(RUN) -m tests.kits.notebooks
 
 # The theme announces its successor in a notice of ten lines; the variable turns it off.
 docs: $(STAMP) $(SERVERS)/docs.installed

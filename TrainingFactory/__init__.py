@@ -6,6 +6,8 @@ layers.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,14 @@ if TYPE_CHECKING:
     from TrainingFactory.config import TrainingConfig, load_config
     from TrainingFactory.envs import ToolEnvironment
     from TrainingFactory.tools import MCPTools, tool
+    from TrainingFactory.trainers.inputs import (
+        DatasetLike,
+        EnvironmentLike,
+        ModelLike,
+        TasksLike,
+        ToolLike,
+        ToolsLike,
+    )
     from TrainingFactory.trainers.trainers import (
         DPOTrainer,
         GRPOTrainer,
@@ -26,14 +36,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
-    "DPOTrainer", "GRPOTrainer", "KTOTrainer", "MCPTools", "PPOTrainer", "RFTTrainer", "Reward", "RewardModelTrainer",
-    "SFTTrainer", "Task", "ToolEnvironment", "TrainingConfig", "load_config", "tool",
+    "DPOTrainer", "DatasetLike", "EnvironmentLike", "GRPOTrainer", "KTOTrainer", "MCPTools", "ModelLike", "PPOTrainer",
+    "RFTTrainer", "Reward", "RewardModelTrainer", "SFTTrainer", "Task", "TasksLike", "ToolEnvironment", "ToolLike",
+    "ToolsLike", "TrainingConfig", "load_config", "tool",
 ]  # fmt: skip
 
 _HOMES = {
     "config": ["TrainingConfig", "load_config"],
     "envs": ["ToolEnvironment"],
     "tools": ["MCPTools", "tool"],
+    "trainers.inputs": ["DatasetLike", "EnvironmentLike", "ModelLike", "TasksLike", "ToolLike", "ToolsLike"],
     "trainers.trainers": [
         "DPOTrainer",
         "GRPOTrainer",
@@ -45,6 +57,10 @@ _HOMES = {
     ],
     "types": ["Reward", "Task"],
 }
+
+
+if "ipykernel" in sys.modules:  # progress bars of other packages would warn in notebooks without ipywidgets
+    warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 def __getattr__(name: str) -> Any:

@@ -183,7 +183,7 @@ class Campaign:
         self.gap = 0.0  # the largest
         shape = {"max_steps": STEPS, "batch_size": GROUPS, "group_size": MEMBERS}
         config = {
-            "model": {"name": str(HERE / "tests" / "fixtures" / "warm"), "dtype": "float32"},
+            "model": {"name": str(HERE / "examples" / "own_agent" / "model"), "dtype": "float32"},
             "training": {"algorithm": "grpo", "learning_rate": 6e-4, **shape},
             "environment": {"environment_id": "homes.py:Homes", "max_turns": 3},
             "reward": {"type": "function", "options": {"function": "scoring.py:score"}},

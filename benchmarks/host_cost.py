@@ -6,8 +6,8 @@ they get their credit and are written to disk. So all that is left is the host's
 what follows a turn in tokens, asyncio, recording.
 
 The dialogues are written once, by a script that goes through the same code, in the chat format of the model in
-tests/fixtures/warm; the numbers in them differ from episode to episode, so that hardly a text is there twice but the
-prompt of a group. Log-probs are made up.
+examples/own_agent/model; the numbers in them differ from episode to episode, so that hardly a text is there twice but
+the prompt of a group. Log-probs are made up.
 
 `ms_per_turn` is CPU time of the whole process, all threads, over turns: the best of `--rounds`, because a machine that
 does something else as well shows more, never less. `parts` says where it goes: each part is done again alone, over the
@@ -59,7 +59,7 @@ from TrainingFactory.types import (
 )
 
 GROUPS, MEMBERS, TURNS, LIMIT = 64, 16, 4, 0.25
-WARM = Path(__file__).parents[1] / "tests" / "fixtures" / "warm"
+WARM = Path(__file__).parents[1] / "examples" / "own_agent" / "model"
 CONFIG: dict[str, Any] = {
     "model": {"name": str(WARM)},
     "training": {"algorithm": "grpo"},

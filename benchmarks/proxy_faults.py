@@ -84,7 +84,7 @@ def campaign(
         agent = shlex.join([sys.executable, str(HERE / "benchmarks" / "proxy_faults_agent.py")])
         names = [MARK, *(["PYTHONPATH"] if "PYTHONPATH" in os.environ else [])]
         config = TrainingConfig(
-            model={"name": str(HERE / "tests" / "fixtures" / "warm")},
+            model={"name": str(HERE / "examples" / "own_agent" / "model")},
             environment={
                 "command": agent, "options": {"env": names, "processes": processes}, "episode_timeout": timeout,
             },

@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parents[1]
 STEPS, GRACE, LONGEST = 4, 40.0, 600.0
 CHILD, TITLE = "common/workers/child.py", "TrainingFactory.cli"
 CONFIG = {
-    "model": {"name": str(HERE / "tests" / "fixtures" / "warm"), "dtype": "float32"},
+    "model": {"name": str(HERE / "examples" / "own_agent" / "model"), "dtype": "float32"},
     "training": {"algorithm": "grpo", "learning_rate": 6e-4, "max_steps": STEPS, "batch_size": 4, "group_size": 4},
     "environment": {"environment_id": "homes.py:Homes", "max_turns": 3},
     "data": {"count": 100}, "sampling": {"max_tokens": 24, "deterministic": True},

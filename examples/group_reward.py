@@ -5,21 +5,23 @@
 Trains the built-in model for two steps; from random weights there is little to compare, it only shows the wiring.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rewards import Combined
 from TrainingFactory.services import GRPOTrainer
+from TrainingFactory.types import Trajectory
 
 
-def shorter(trajectories):
-    """The share of its siblings than which an episode sampled fewer tokens."""
-    sizes = [sum(len(turn.completion.token_ids) for turn in each.turns) for each in trajectories]
+def shorter(trajectories: Sequence[Trajectory]) -> list[float]:
+    """Return for each episode the share of its siblings that sampled more tokens."""
+    sizes = [sum(len(turn.completion.token_ids) for turn in episode.turns) for episode in trajectories]
     return [sum(size < other for other in sizes) / max(len(sizes) - 1, 1) for size in sizes]
 
 
-def main():
+def main() -> None:
     reward = Combined({"right": (1.0, "environment"), "shorter": (0.2, shorter)})
     with TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
@@ -33,8 +35,8 @@ def main():
             logging={"output_dir": folder},
         )
         report = trainer.train()
-        for each in load_trajectories(Path(report.run) / "trajectories.jsonl"):
-            print(each.group, each.member, each.reward.parts if each.reward else each.error)
+        for episode in load_trajectories(Path(report.run) / "trajectories.jsonl"):
+            print(episode.group, episode.member, episode.reward.parts if episode.reward else episode.error)
 
 
 if __name__ == "__main__":

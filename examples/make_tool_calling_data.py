@@ -77,7 +77,7 @@ def calls(*made: tuple[str, dict[str, str], str]) -> list[dict[str, Any]]:
 
 
 def conversations() -> list[list[dict[str, Any]]]:
-    found = []
+    found: list[list[dict[str, Any]]] = []
     pairs = list(zip(CITIES.items(), STOCK.items(), PEOPLE, FACTS, strict=True))
     for number, ((city, degrees), (article, count), person, (question, answer)) in enumerate(pairs):
         (other, warmth), _, friend, _ = pairs[(number + 3) % len(pairs)]

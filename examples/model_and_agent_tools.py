@@ -10,6 +10,7 @@ import json
 import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.custom_tools import AgentTool, ModelTool, calculator
@@ -20,9 +21,9 @@ class StandIn(BaseHTTPRequestHandler):
     """Speaks just enough of /chat/completions: translates one word, and has sums done by the calculator."""
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         last = body["messages"][-1]
-        message = {"role": "assistant", "content": "BONJOUR"}
+        message: dict[str, Any] = {"role": "assistant", "content": "BONJOUR"}
         if last["role"] == "tool":
             message["content"] = f"The total is {last['content']}."
         elif "tools" in body:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any, cast
 
-import TrainingFactory.integrations.hello_agents.shim  # noqa: F401  # `hello_agents` below is ours
+import TrainingFactory.integrations.hello_agents.shim  # noqa: F401  # pyright: ignore  # makes `hello_agents` ours
 
-from hello_agents.tools import RLTrainingTool  # isort: skip
+from hello_agents.tools import RLTrainingTool  # isort: skip  # pyright: ignore
 
 
 def problems() -> list[dict[str, str]]:
@@ -24,18 +25,20 @@ def problems() -> list[dict[str, str]]:
 
 
 def main(model: str = "builtin:tiny", dataset: str = "sums") -> None:
-    rl_tool = RLTrainingTool(language="en")
+    rl_tool = cast(Any, RLTrainingTool)(language="en")
     rl_tool.register_dataset("sums", problems())
     small = {"max_steps": 2, "max_new_tokens": 16, "num_generations": 4} if model == "builtin:tiny" else {}
     train = {"action": "train", "dataset": dataset, "num_epochs": 1, "batch_size": 2, "max_samples": 8}
 
     print("Step 1: SFT")
     keys = {key: value for key, value in small.items() if key == "max_steps"}
-    sft = rl_tool.run(train | keys | {"algorithm": "sft", "model_name": model, "output_dir": "./output/sft"})
+    sft: str = rl_tool.run(
+        train | keys | {"algorithm": "sft", "model_name": model, "output_dir": "./output/sft"}
+    )
     print(sft)
 
     print("Step 2: GRPO from the model of step 1")
-    grpo = rl_tool.run(
+    grpo: str = rl_tool.run(
         train | small | {"algorithm": "grpo", "model_name": "./output/sft", "output_dir": "./output/grpo"}
     )
     print(grpo)

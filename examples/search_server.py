@@ -1,6 +1,7 @@
 """An MCP server to try things with: `web_search` over the texts of a folder, where a real one would ask the web.
 
-Started as `python examples/search_server.py [FOLDER]`; without a folder it has the documentation of this repository.
+Started as `python examples/search_server.py [FOLDER]`; without a folder it searches the documentation of this
+repository, or the corpus of examples/search_r1 where there is none.
 """
 
 import sys
@@ -10,8 +11,10 @@ from mcp.server.mcpserver import MCPServer
 
 from TrainingFactory.tools.custom_tools import SearchTool
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-search = SearchTool(sys.argv[1] if len(sys.argv) > 1 else DOCS)
+HERE = Path(__file__).resolve().parent
+DOCS = HERE.parent / "docs"
+DEFAULT = DOCS if (DOCS / "TOOLS.md").is_file() else HERE / "search_r1" / "corpus.jsonl"
+search = SearchTool(sys.argv[1] if len(sys.argv) > 1 else DEFAULT)
 server = MCPServer("search")
 
 

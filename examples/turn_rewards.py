@@ -16,24 +16,24 @@ from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.rewards import ProcessReward
 from TrainingFactory.rollout.scripted import play
-from TrainingFactory.types import Message
+from TrainingFactory.types import Message, Task, Trajectory
 
 TITLE = "Four ways to answer"
 
 
-def scripts(task):
-    """Both lookups and the answer; a guess after one; a guess at once; the same lookup twice."""
+def scripts(task: Task) -> list[list[Message]]:
+    """Return four scripts: both lookups and the answer; a guess after one; a guess at once; the same lookup twice."""
     first, second, answer = SearchEnvironment(task).expert()
     wrong = Message("assistant", task.metadata["buyer"])
     return [[first, second, answer], [first, wrong], [wrong], [first, first, wrong]]
 
 
-def main():
+def main() -> None:
     loaded = load_model("builtin:tiny", device="cpu")
     chat = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
     [task] = SearchEnvironment.tasks("train", 0, 1)
     reward = ProcessReward(step_rewards={"no_repeated_call": 0.5}, pay="per_turn", cap=1.0)
-    episodes = []
+    episodes: list[Trajectory] = []
     for member, script in enumerate(scripts(task)):
         episode = asyncio.run(play(SearchEnvironment(task), chat, script, reward=reward))
         episode.member = member

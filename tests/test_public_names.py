@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from importlib import import_module
@@ -9,6 +10,8 @@ from importlib import import_module
 import pytest
 
 import TrainingFactory
+from tests.kits import public_api
+from TrainingFactory.trainers.trainer import Trainer
 
 NAMES = """
 services.sft_trainer:SFTTrainer services.rl_trainer:GRPOTrainer services.rl_trainer:PPOTrainer
@@ -30,7 +33,8 @@ def test_every_name_is_where_it_is_looked_for(name: str):
 
 def test_the_package_gives_what_a_program_needs_first():
     for name in TrainingFactory.__all__:
-        assert getattr(TrainingFactory, name).__name__ == name
+        value = getattr(TrainingFactory, name)
+        assert name.endswith("Like") or value.__name__ == name  # an alias of types has no name
     assert {"GRPOTrainer", "Task", "TrainingConfig", "tool"} <= set(TrainingFactory.__all__)
     with pytest.raises(AttributeError, match="NoTrainer"):
         _ = TrainingFactory.NoTrainer  # pyright: ignore[reportAttributeAccessIssue]
@@ -44,3 +48,17 @@ def test_the_first_import_is_quick(line: str):
     look = f"import sys; {line}; sys.exit(', '.join(set({heavy.split()}) & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_names_and_signatures_are_the_listed_ones():
+    assert public_api.PATH.read_text(encoding="utf-8") == public_api.listing(), (
+        "The public interface differs from tests/public_api.txt. If that is intended, run `make stubs`, commit the "
+        "file, and mention the change in CHANGELOG.md"
+    )
+
+
+def test_no_argument_of_a_trainer_is_untyped():
+    parameters = inspect.signature(Trainer).parameters.values()
+    assert [each.name for each in parameters if each.annotation == "Any"] == [
+        "options"
+    ]  # typed by keyword_types.pyi

@@ -10,6 +10,7 @@ from typing import Any
 from TrainingFactory.agent_api.agent_program import AgentProgram
 from TrainingFactory.assembly import rewards as build_rewards
 from TrainingFactory.common import catalog
+from TrainingFactory.common.starters import docs_page
 from TrainingFactory.common.user_code import as_value_error, is_file_name, load_objects, split_name
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.tasks import load_tasks
@@ -94,7 +95,7 @@ def environment_of_scenario(scenario: Any) -> Any:
     if rows["train"] is None or any(isinstance(entry, ToolSource) for entry in own):
         raise ValueError(
             f"scenario {name!r} is a {type(scenario).__name__} with neither an `environment` (a class, a name, a file) "
-            "nor `tasks` (rows or a file) with `tools` that need no server; see docs/FACTORIES.md"
+            f"nor `tasks` (rows or a file) with `tools` that need no server; see {docs_page('FACTORIES.md')}"
         )
 
     class Scenario(ToolEnvironment):

@@ -25,7 +25,7 @@ from TrainingFactory.cli.factories import factories
 from TrainingFactory.cli.hello import hello
 from TrainingFactory.cli.import_ import import_
 from TrainingFactory.cli.judge import judge
-from TrainingFactory.cli.new import env, envs, models
+from TrainingFactory.cli.new import config, env, envs, example, models, notebook
 from TrainingFactory.cli.plan import plan
 from TrainingFactory.cli.proxy import proxy
 from TrainingFactory.cli.recipe import recipe
@@ -53,8 +53,9 @@ app = App(
     result_action="return_value",
     default_parameter=Parameter(negative=""),  # flags have no --no-FLAG counterpart
 )
-new = App(name="new", help="Create a starter file.")
-new.command(env)
+new = App(name="new", help="Create a starter file: an environment, a config, an example or a notebook.")
+for starter in (env, config, example, notebook):
+    new.command(starter)
 app.command(evaluate, name="eval")
 app.command(compare)
 for command in (

@@ -36,6 +36,64 @@ def env(name: str) -> None:
     note(f"wrote {path}; try it: tfactory rollout {path}")
 
 
+def config(name: str | None = None, *, out: Path | None = None) -> None:
+    """Copy a config into the current folder, with the files that it reads; list all configs if NAME is left out.
+
+    ```
+    tfactory new config
+    tfactory new config tiny_sft
+    tfactory new config grpo --out my_agent.yaml
+    ```
+
+    Args:
+        name: Name of the config. Existing files are never overwritten.
+        out: File to write. Default: the path in the repository, such as configs/tiny_sft.yaml.
+    """
+    _copy_or_list("config", name, out)
+
+
+def example(name: str | None = None) -> None:
+    """Copy an example program into examples/ of the current folder; list all examples if NAME is left out.
+
+    ```
+    tfactory new example
+    tfactory new example group_reward
+    ```
+
+    Args:
+        name: Name of the example. Existing files are never overwritten.
+    """
+    _copy_or_list("example", name)
+
+
+def notebook(name: str | None = None) -> None:
+    """Copy a notebook into notebooks/ of the current folder; list all notebooks if NAME is left out.
+
+    ```
+    tfactory new notebook
+    tfactory new notebook demo
+    ```
+
+    Args:
+        name: Name of the notebook. Existing files are never overwritten.
+    """
+    _copy_or_list("notebook", name)
+
+
+def _copy_or_list(kind: str, name: str | None, out: Path | None = None) -> None:
+    from TrainingFactory.common.starters import copy_starter, find_starter, starters
+
+    if name is None:
+        table([(starter.name, starter.summary) for starter in starters(kind)])
+        return
+    starter = find_starter(kind, name)
+    written = copy_starter(starter, out)
+    for path in written:
+        note(f"wrote {path}")
+    command = starter.command if out is None else f"tfactory train {out}"
+    note(f"edit it, then run: {command}" if starter.is_template else f"try it: {command}")
+
+
 def envs() -> None:
     """List the environments that configs and commands can name.
 

@@ -12,6 +12,7 @@ import yaml
 from yaml.composer import Composer
 
 from TrainingFactory.common.options import did_you_mean, nearest
+from TrainingFactory.common.starters import command_that_creates
 from TrainingFactory.config.names import ALIASES, expand, full_key
 from TrainingFactory.config.problems import COMMAND_LINE, ConfigError, KeyLocations, Problem
 from TrainingFactory.config.schema import TrainingConfig
@@ -121,14 +122,20 @@ def read_yaml(
         text = " ".join(part for part in (error.context, error.problem) if part)
         raise _file_error(path, f"is not valid YAML: {text}", error.problem_mark) from None
     except FileNotFoundError:
-        near = nearest(path.name, [file.name for file in path.parent.glob("*.y*ml")])
-        raise _file_error(path, f"file not found{did_you_mean(near and str(path.parent / near))}") from None
+        raise _file_error(path, f"file not found{_missing_file_hint(path)}") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise _file_error(path, f"cannot be read: {str(error).splitlines()[0]}") from None
     for alias, key in ALIASES.items():
         if location := places.get(tuple(alias.split("."))):
             places.setdefault(tuple(key.split(".")), location)
     return data
+
+
+def _missing_file_hint(path: Path) -> str:
+    if command := command_that_creates(path):
+        return f"; create it with: {command}"
+    near = nearest(path.name, [file.name for file in path.parent.glob("*.y*ml")])
+    return did_you_mean(near and str(path.parent / near))
 
 
 def _file_error(path: Path, text: str, mark: yaml.Mark | None = None) -> ConfigError:

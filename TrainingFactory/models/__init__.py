@@ -6,17 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from TrainingFactory.models.chat import TemplateChatFormat as TemplateChatFormat
-    from TrainingFactory.models.chat import chat_format as chat_format
-    from TrainingFactory.models.faces import DeepSeekModel as DeepSeekModel
-    from TrainingFactory.models.faces import LlamaModel as LlamaModel
-    from TrainingFactory.models.faces import Qwen3Model as Qwen3Model
-    from TrainingFactory.models.families import Family as Family
-    from TrainingFactory.models.families import register_family as register_family
-    from TrainingFactory.models.loading import LoadedModel as LoadedModel
-    from TrainingFactory.models.loading import load_model as load_model
-    from TrainingFactory.models.names import SUPPORTED_MODELS as SUPPORTED_MODELS
+    from TrainingFactory.models.chat import TemplateChatFormat, chat_format
+    from TrainingFactory.models.faces import DeepSeekModel, LlamaModel, Qwen3Model
+    from TrainingFactory.models.families import Family, register_family
+    from TrainingFactory.models.loading import LoadedModel, load_model
+    from TrainingFactory.models.names import SUPPORTED_MODELS
 
+__all__ = [
+    "SUPPORTED_MODELS", "DeepSeekModel", "Family", "LlamaModel", "LoadedModel", "Qwen3Model", "TemplateChatFormat",
+    "chat_format", "load_model", "register_family",
+]  # fmt: skip
 _MODULES = {
     "chat": ("TemplateChatFormat", "chat_format"),
     "faces": ("DeepSeekModel", "LlamaModel", "Qwen3Model"),

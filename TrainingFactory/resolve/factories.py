@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from TrainingFactory.common.options import UnknownNameError, choice_error, did_you_mean, nearest
+from TrainingFactory.common.starters import docs_page
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import load_config, read_yaml
 from TrainingFactory.config.problems import ConfigError, KeyLocations, Problem
@@ -238,4 +239,4 @@ def unknown_id_error(kind: str, name: str, last: object) -> ValueError:
     if sibling := SIBLINGS.get(kind):
         result = "unknown id" if sibling.installed else "not installed"
         places += f" and in {sibling.package} ({result})"
-    return ValueError(f"{last}\nAlso searched for {name!r} {places}. See docs/FACTORIES.md")
+    return ValueError(f"{last}\nAlso searched for {name!r} {places}. See {docs_page('FACTORIES.md')}")

@@ -54,7 +54,9 @@ from TrainingFactory.data.disk import (
     write_atomically,
 )
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
+from TrainingFactory.runs.notebook_view import run_html
 from TrainingFactory.runs.scores import Scores
+from TrainingFactory.runs.tracking import metrics_line
 from TrainingFactory.tools.recording import CALLS_FILE
 from TrainingFactory.types import Trajectory
 
@@ -345,9 +347,10 @@ class TrainingReport:
     run: Path
     steps: int
     state: State
-    metrics: dict[str, float] = field(default_factory=dict)
-    rows: list[dict[str, float]] = field(default_factory=list)
-    tools: dict[str, float] = field(default_factory=dict)
+    # Not in repr(), which would fill a screen.
+    metrics: dict[str, float] = field(default_factory=dict, repr=False)
+    rows: list[dict[str, float]] = field(default_factory=list, repr=False)
+    tools: dict[str, float] = field(default_factory=dict, repr=False)
     version: str | None = None  # registered version, such as agent:3; None if the run was not registered
 
     @property
@@ -358,6 +361,13 @@ class TrainingReport:
     @property
     def best(self) -> Path | None:
         return RunFolder(self.run).best()
+
+    def _repr_html_(self) -> str:
+        """Return the report for a notebook: a table and charts by step."""
+        facts = [("run", self.run), ("state", self.state), ("steps", self.steps)]
+        facts += [] if self.version is None else [("registered as", self.version)]
+        facts += [("last step", line)] if (line := metrics_line(self.metrics)) else []
+        return run_html(f"Run {self.run.name}", facts, self.rows)
 
 
 def is_run(path: Path) -> bool:

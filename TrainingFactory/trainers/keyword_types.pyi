@@ -8,10 +8,18 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import AnyReward
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.tools.cache.cache import ToolCache
+from TrainingFactory.trainers.inputs import (
+    AllocationObject,
+    DatasetLike,
+    DatasetObject,
+    EnvironmentLike,
+    TasksLike,
+    ToolsLike,
+)
 
 class Keywords(TypedDict, total=False):
-    train_dataset: Any
-    eval_dataset: Any
+    train_dataset: DatasetLike | None
+    eval_dataset: DatasetLike | None
     reward_funcs: Any
     reward_weights: Any
     args: Any
@@ -25,16 +33,16 @@ class Keywords(TypedDict, total=False):
     save_steps: Any
     chat_template_kwargs: Any
     reward_function: AnyReward | str | None
-    tools: Any
-    tasks: Any
-    dataset: Any
-    heldout: Any
+    tools: ToolsLike
+    tasks: TasksLike | None
+    dataset: DatasetLike | None
+    heldout: TasksLike | None
     config: TrainingConfig | None
     name: str | None
     resume: bool
     replay: str | Path | None
     watcher: Watcher | None
-    allocation_id: Any
+    allocation_id: str | AllocationObject | None
     training: Mapping[str, Any]
     reward: Mapping[str, Any] | str
     optimization: Mapping[str, Any]
@@ -52,7 +60,7 @@ class Keywords(TypedDict, total=False):
     rft: Mapping[str, Any]
     reward_model: Mapping[str, Any]
     model_name: str | Path
-    environment_id: Any
+    environment_id: EnvironmentLike | None
     algorithm: str
     num_epochs: int
     num_train_epochs: int
@@ -67,7 +75,7 @@ class Keywords(TypedDict, total=False):
     reward_workers: int | None
     tool_cache: bool | str | ToolCache
     async_tools: bool
-    dataset_id: Any
+    dataset_id: str | Path | DatasetObject | None
     use_lora: bool
     lora_r: int
     lora_alpha: int

@@ -15,14 +15,23 @@ from TrainingFactory.assembly.tools import as_list
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.names import expand
-from TrainingFactory.protocols import AnyReward
+from TrainingFactory.protocols import AnyReward, Tool, ToolSource
 from TrainingFactory.resolve.factories import resolve_ids
 from TrainingFactory.resolve.siblings import rows_of
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.runs.folder import RunFolder, TrainingReport
-from TrainingFactory.runs.tracking import PlainLines, Watcher
+from TrainingFactory.runs.notebook_view import default_watcher, run_html
+from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.cache.cache import ToolCache
+from TrainingFactory.trainers.inputs import (
+    AllocationObject,
+    DatasetLike,
+    EnvironmentLike,
+    ModelLike,
+    TasksLike,
+    ToolsLike,
+)
 from TrainingFactory.trainers.keywords import into_sections, merge_into_section, with_options
 from TrainingFactory.trainers.notices import notices, unused_options
 from TrainingFactory.trainers.training_run import Training
@@ -37,20 +46,20 @@ class Trainer:
 
     def __init__(
         self,
-        model: Any = None,
-        environment: Any = None,
+        model: ModelLike | None = None,
+        environment: EnvironmentLike | None = None,
         *,
         reward_function: AnyReward | str | None = None,
-        tools: Any = (),
-        tasks: Any = None,
-        dataset: Any = None,
-        heldout: Any = None,
+        tools: ToolsLike = (),
+        tasks: TasksLike | None = None,
+        dataset: DatasetLike | None = None,
+        heldout: TasksLike | None = None,
         config: TrainingConfig | None = None,
         name: str | None = None,
         resume: bool = False,
         replay: str | Path | None = None,
         watcher: Watcher | None = None,
-        allocation_id: Any = None,
+        allocation_id: str | AllocationObject | None = None,
         **options: Any,
     ) -> None:
         """Check all arguments; nothing is loaded before `train()`.
@@ -91,7 +100,7 @@ class Trainer:
                 merge_into_section(keys, "data", {key: value})
         self._tasks, self._dataset, self._heldout = map(_rows, (tasks, dataset, heldout))
         self._name, self._resume, self._replay = name, resume, replay
-        self._watcher = watcher or PlainLines()
+        self._watcher = watcher
         self._run: Path | None = None
         self._use_config(with_options(config, keys))
 
@@ -119,14 +128,42 @@ class Trainer:
             )
         return export(str(self._run), path if path is not None else self._run / "model", merge)
 
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name}={value!r}" for name, value in self._facts())
+        return f"{type(self).__name__}({facts})"
+
+    def _repr_html_(self) -> str:
+        """Return the trainer for a notebook: a table of what it trains, and charts of its run."""
+        rows = RunFolder(self._run).metrics() if self._run is not None else []
+        return run_html(type(self).__name__, self._facts(), rows)
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """Return the main settings as (name, text)."""
+        config, objects = self.config, self.objects
+        environment = config.environment.environment_id
+        if objects.environment is not None:
+            environment = getattr(objects.environment, "__name__", type(objects.environment).__name__)
+        tools = [entry.name for entry in config.tools] + [_tool_name(entry) for entry in objects.tools]
+        facts = {
+            "model": config.model.name,
+            "environment": environment,
+            "tools": ", ".join(tools),
+            "tasks": pluralize(len(objects.tasks), "task") if objects.tasks else config.data.tasks,
+            "dataset": pluralize(len(objects.examples), "row") if objects.examples else config.data.dataset,
+            "steps": config.training.max_steps,
+            "run": self._run,
+        }
+        return [(name, str(value)) for name, value in facts.items() if value]
+
     def _override(self, config: TrainingConfig | Mapping[str, Any] | None) -> None:
         if config is not None:
             self._use_config(with_options(self.config, self._in_sections(config)))
 
     def _training(self) -> Training:
         """Return the run for `train()`: a new one, or with `resume` the existing run of that name."""
+        watcher = self._watcher or default_watcher()
         for text in self.notices:
-            self._watcher.say(f"note: {text}")
+            watcher.say(f"note: {text}")
         run, config = None, self.config
         if self._resume:
             if self._name is None:
@@ -134,15 +171,13 @@ class Trainer:
             run = RunFolder.find(self._name, self.config.logging.output_dir)
             config = run.config
         if run is not None and config != resolve_ids(self.config):
-            self._watcher.say(
+            watcher.say(
                 f"note: the options of this trainer differ from those of run {self._name}; the run keeps its own"
             )
         training = Training(
-            config, name=self._name, run=run, objects=self.objects, watcher=self._watcher, replay=self._replay
+            config, name=self._name, run=run, objects=self.objects, watcher=watcher, replay=self._replay
         )
-        self._watcher.say(
-            f"run {training.run.name} in {training.run.path}: {pluralize(training.total, 'step')}"
-        )
+        watcher.say(f"run {training.run.name} in {training.run.path}: {pluralize(training.total, 'step')}")
         return training
 
     def _in_sections(self, config: TrainingConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -197,7 +232,7 @@ class Trainer:
                 "TrainingFactory.rewards.combined, or in a config with reward.parts"
             )
 
-    def _take_environment(self, environment: Any, keys: dict[str, Any]) -> list[Any]:
+    def _take_environment(self, environment: EnvironmentLike | None, keys: dict[str, Any]) -> list[Any]:
         """Add an environment's name to the config keys, or an object to the objects; return the tools in its
         section."""
         if isinstance(environment, Mapping):
@@ -224,6 +259,10 @@ class Trainer:
         self.objects.tools = [as_tool(entry) for entry in tools if not isinstance(entry, str | Mapping)]
 
 
+def _tool_name(tool: Tool | ToolSource) -> str:
+    return tool.spec.name if isinstance(tool, Tool) else type(tool).__name__
+
+
 def _object_for_id(options: dict[str, Any], key: str, default: Any) -> Any:
     """Pop another factory's object that was given as `key` instead of its id; else return `default`."""
     if isinstance(options.get(key), str | Path | None):
@@ -242,7 +281,7 @@ def _rows(source: Any) -> Any:
     return list(source) if isinstance(source, Iterator) else source
 
 
-def _model_section(model: Any) -> Mapping[str, Any]:
+def _model_section(model: ModelLike) -> Mapping[str, Any]:
     if isinstance(model, Mapping | str | Path):
         return model if isinstance(model, Mapping) else {"name": model}
     from TrainingFactory.models.faces import (

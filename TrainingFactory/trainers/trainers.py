@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
+from TrainingFactory.trainers.inputs import EnvironmentLike, ModelLike
 from TrainingFactory.trainers.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -24,7 +25,12 @@ class SFTTrainer(Trainer):
 
     algorithm = "sft"
 
-    def __init__(self, model: Any = None, environment: Any = None, **options: Unpack[SFTKeywords]) -> None:
+    def __init__(
+        self,
+        model: ModelLike | None = None,
+        environment: EnvironmentLike | None = None,
+        **options: Unpack[SFTKeywords],
+    ) -> None:
         super().__init__(model, environment, **options)
 
 
@@ -33,7 +39,12 @@ class DPOTrainer(Trainer):
 
     algorithm = "dpo"
 
-    def __init__(self, model: Any = None, environment: Any = None, **options: Unpack[DPOKeywords]) -> None:
+    def __init__(
+        self,
+        model: ModelLike | None = None,
+        environment: EnvironmentLike | None = None,
+        **options: Unpack[DPOKeywords],
+    ) -> None:
         super().__init__(model, environment, **options)
 
 
@@ -42,7 +53,12 @@ class KTOTrainer(Trainer):
 
     algorithm = "kto"
 
-    def __init__(self, model: Any = None, environment: Any = None, **options: Unpack[KTOKeywords]) -> None:
+    def __init__(
+        self,
+        model: ModelLike | None = None,
+        environment: EnvironmentLike | None = None,
+        **options: Unpack[KTOKeywords],
+    ) -> None:
         super().__init__(model, environment, **options)
 
 
@@ -51,7 +67,12 @@ class GRPOTrainer(Trainer):
 
     algorithm = "grpo"
 
-    def __init__(self, model: Any = None, environment: Any = None, **options: Unpack[GRPOKeywords]) -> None:
+    def __init__(
+        self,
+        model: ModelLike | None = None,
+        environment: EnvironmentLike | None = None,
+        **options: Unpack[GRPOKeywords],
+    ) -> None:
         super().__init__(model, environment, **options)
 
 
@@ -60,7 +81,12 @@ class PPOTrainer(Trainer):
 
     algorithm = "ppo"
 
-    def __init__(self, model: Any = None, environment: Any = None, **options: Unpack[PPOKeywords]) -> None:
+    def __init__(
+        self,
+        model: ModelLike | None = None,
+        environment: EnvironmentLike | None = None,
+        **options: Unpack[PPOKeywords],
+    ) -> None:
         super().__init__(model, environment, **options)
 
 
@@ -69,7 +95,12 @@ class RFTTrainer(Trainer):
 
     algorithm = "rft"
 
-    def __init__(self, model: Any = None, environment: Any = None, **options: Unpack[RFTKeywords]) -> None:
+    def __init__(
+        self,
+        model: ModelLike | None = None,
+        environment: EnvironmentLike | None = None,
+        **options: Unpack[RFTKeywords],
+    ) -> None:
         super().__init__(model, environment, **options)
 
 
@@ -79,6 +110,9 @@ class RewardModelTrainer(Trainer):
     algorithm = "reward_model"
 
     def __init__(
-        self, model: Any = None, environment: Any = None, **options: Unpack[RewardModelKeywords]
+        self,
+        model: ModelLike | None = None,
+        environment: EnvironmentLike | None = None,
+        **options: Unpack[RewardModelKeywords],
     ) -> None:
         super().__init__(model, environment, **options)

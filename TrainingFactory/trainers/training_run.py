@@ -20,7 +20,8 @@ from TrainingFactory.promotion.model_registry import ModelRegistry
 from TrainingFactory.protocols import EnvironmentFactory
 from TrainingFactory.resolve import factories
 from TrainingFactory.runs.folder import RESOLVED, RunFolder, TrainingReport, new_name
-from TrainingFactory.runs.tracking import PlainLines, Watcher
+from TrainingFactory.runs.notebook_view import default_watcher
+from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.trainers.loop_setup import PreparedRun, make_loop, make_order, steps_in
 from TrainingFactory.trainers.resolution import ResolvedConfig, resolve_config, validate
@@ -46,7 +47,7 @@ class Training(PreparedRun):
         watcher: Watcher | None = None,
         replay: str | Path | None = None,
     ) -> None:
-        self.watcher = watcher or PlainLines()
+        self.watcher = watcher or default_watcher()
         self.interrupts = Interrupts(self.watcher.say)
         self.resuming = run is not None
         if run is not None:

@@ -15,6 +15,7 @@ from TrainingFactory.assembly.environment import check_name, make_environment
 from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.common import catalog
 from TrainingFactory.common.options import show_value
+from TrainingFactory.common.starters import starter_root
 from TrainingFactory.common.texts import secrets_in, valid_text
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
@@ -52,7 +53,6 @@ COMMON_OPTIONS = set(
 )
 # Rewards that can be checked from their options alone.
 SIMPLE_REWARDS = ("environment", "rule_based", "tool_verified")
-FOLDER = Path(__file__).resolve().parents[2] / "configs"  # exists if the package is a checkout
 
 
 class Option(BaseModel):
@@ -143,7 +143,7 @@ def _option(key: str, schema: Mapping[str, Any]) -> Option:
 
 def starting_points(runs: Path) -> StartingPoints:
     """Return the starting points of a new run: templates, existing runs, and an empty config."""
-    folders, templates = dict.fromkeys((Path("configs").resolve(), FOLDER)), []
+    folders, templates = dict.fromkeys((Path("configs").resolve(), starter_root() / "configs")), []
     for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
         try:
             text = path.read_text(encoding="utf-8", errors="replace")

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from openai import AsyncOpenAI  # pyright: ignore[reportMissingImports]
+from openai import AsyncOpenAI  # pyright: ignore
 
 SYSTEM = {"role": "system", "content": "Look up, then answer."}
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
@@ -34,7 +34,7 @@ class Arguments:
 class Agent:
     def __init__(self, task: dict[str, Any]) -> None:
         self.task = task
-        self.client = AsyncOpenAI()  # OPENAI_BASE_URL and OPENAI_API_KEY say where and who
+        self.client: Any = AsyncOpenAI()  # OPENAI_BASE_URL and OPENAI_API_KEY say where and who
         self.model = "gpt-4o-mini"
 
     def lookup(self, arguments: str) -> str:
@@ -50,7 +50,8 @@ class Agent:
         async for chunk in chunks:
             for choice in chunk.choices:
                 content += choice.delta.content or ""
-                for piece in choice.delta.tool_calls or []:
+                pieces: list[Any] = choice.delta.tool_calls or []
+                for piece in pieces:
                     call = calls.setdefault(
                         piece.index,
                         {"id": "", "type": "function", "function": {"name": "", "arguments": ""}},

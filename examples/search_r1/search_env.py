@@ -2,6 +2,8 @@
 
 import re
 import string
+from collections.abc import Sequence
+from typing import Any
 
 from TrainingFactory.integrations.rl_factory import Env
 
@@ -12,17 +14,17 @@ def words(text: str) -> list[str]:
 
 
 class SearchEnv(Env):
-    def _compute_score_with_rules(self, data, tokenizer, if_val=False):
-        scores = []
+    def _compute_score_with_rules(self, data: Any, tokenizer: Any, if_val: bool = False) -> list[list[float]]:
+        scores: list[list[float]] = []
         for i in range(len(data)):
             found = self._process_data(data_item=data[i], tokenizer=tokenizer)
-            said = re.findall(r"<answer>(.*?)</answer>", found["response_str"], re.DOTALL)
-            targets = found["ground_truth"]["target"]
-            scores.append([float(bool(said) and any(words(said[-1]) == words(each) for each in targets))])
+            said: list[str] = re.findall(r"<answer>(.*?)</answer>", found["response_str"], re.DOTALL)
+            targets: list[str] = found["ground_truth"]["target"]
+            scores.append([float(bool(said) and any(words(said[-1]) == words(target) for target in targets))])
         return scores
 
-    def get_step_reward(self, responses, format_score=0.1):
-        rewards = []
+    def get_step_reward(self, responses: Sequence[str], format_score: float = 0.1) -> list[float]:
+        rewards: list[float] = []
         for response in responses:
             action, calls = self.tool_manager.parse_response(response_content=response)
             wrong = sum(call["name"] == "<error>" for call in calls)

@@ -30,7 +30,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let the example find the openai package; run it by this interpreter, from any folder."""
     monkeypatch.setenv("PYTHONPATH", packages())
     given: dict[str, Any] = {
-        "model.name": str(ROOT / "tests" / "fixtures" / "warm"),
+        "model.name": str(EXAMPLE / "model"),
         "environment.command": shlex.join([sys.executable, "examples/own_agent/agent.py"]),
         "environment.options": {"env": ["PYTHONPATH"], "cwd": str(ROOT), "processes": os.cpu_count()},
         "data.tasks": str(EXAMPLE / "train.jsonl"),

@@ -9,7 +9,7 @@ import pytest
 
 from tests.kits.html_report import HOSTILE, SHOWN, parsed, words
 from TrainingFactory.apps.demo.report import DemoReport, Stats, Trial
-from TrainingFactory.apps.reports.charts import running_mean
+from TrainingFactory.common.charts import running_mean
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, Trajectory, Turn
 

@@ -14,10 +14,10 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.html_report import HOSTILE, SHOWN, parsed, words
 from tests.kits.run import small, train
-from TrainingFactory.apps.reports.charts import Chart, Curve, thinned
 from TrainingFactory.apps.views.run_report import charts, run_page
 from TrainingFactory.assembly import trackers
 from TrainingFactory.cli.display import plot, sparkline
+from TrainingFactory.common.charts import Chart, Curve, thinned
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.runs.episode_texts import best_and_worst
 from TrainingFactory.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder

@@ -2,67 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.docs.test_readme import ROOT, block
+from tests.docs.test_readme import block
+from tests.kits.notebooks import PATIENCE, Kernel, kernel
 from TrainingFactory.data.trajectories import load_trajectories
 
-manager = pytest.importorskip(
-    "jupyter_client.manager", reason="needs a notebook kernel: pip install ipykernel"
-)
 pytest.importorskip("ipykernel", reason="needs a notebook kernel: pip install ipykernel")
-PATIENCE = 300  # seconds
-
-
-class Notebook:
-    """Cells run one after the other in one kernel."""
-
-    def __init__(self, kernel: Any, folder: Path) -> None:
-        self.kernel, self.client, self.folder = kernel, kernel.client(), folder
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=PATIENCE)
-
-    def start(self, code: str) -> str:
-        return self.client.execute(code)
-
-    def finish(self, cell: str) -> str:
-        """What the cell printed; fails where it raised."""
-        printed = ""
-        while True:
-            message = self.client.get_iopub_msg(timeout=PATIENCE)
-            if message["parent_header"].get("msg_id") != cell:
-                continue
-            content = message["content"]
-            if message["msg_type"] == "stream" and content["name"] == "stdout":
-                printed += content["text"]
-            elif message["msg_type"] == "error":
-                pytest.fail("\n".join(content["traceback"]))
-            elif message["msg_type"] == "status" and content["execution_state"] == "idle":
-                return printed
-
-    def run(self, code: str) -> str:
-        return self.finish(self.start(code))
 
 
 @pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("notebook")
-    kernel = manager.KernelManager(kernel_name="python3")
-    kernel.kernel_spec.argv[0] = sys.executable
-    kernel.start_kernel(cwd=str(folder), env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    made = Notebook(kernel, folder)
-    assert made.run("import asyncio; asyncio.get_running_loop(); print('running')") == "running\n"
-    yield made
-    made.client.stop_channels()
-    kernel.shutdown_kernel(now=True)
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    with kernel(tmp_path_factory.mktemp("notebook")) as started:
+        assert started.run("import asyncio; asyncio.get_running_loop(); print('running')") == "running\n"
+        yield started
 
 
-def test_the_training_program_runs(notebook: Notebook) -> None:
+def test_the_training_program_runs(notebook: Kernel) -> None:
     code = block("GRPOTrainer(\n")
     assert len(code.splitlines()) <= 30
     folder, reward = notebook.run(code).split()
@@ -72,11 +31,11 @@ def test_the_training_program_runs(notebook: Notebook) -> None:
     assert len(saved) == 2 * 3 * 8 and [spec.name for spec in saved[0].tools] == ["temperature"]
 
 
-def test_the_program_of_rollouts_runs(notebook: Notebook) -> None:
+def test_the_program_of_rollouts_runs(notebook: Kernel) -> None:
     assert notebook.run(block("Rollouts(config)")).split()[-1] == "16"
 
 
-def test_interrupting_the_kernel_stops_with_a_checkpoint(notebook: Notebook, tmp_path: Path) -> None:
+def test_interrupting_the_kernel_stops_with_a_checkpoint(notebook: Kernel, tmp_path: Path) -> None:
     """As the stop button does: the run is told, ends its step and is saved."""
     cell = notebook.start(
         "from TrainingFactory.services import GRPOTrainer\n"
@@ -96,6 +55,7 @@ def test_interrupting_the_kernel_stops_with_a_checkpoint(notebook: Notebook, tmp
         if message["msg_type"] == "stream" and "step" in message["content"]["text"]:
             break
         assert message["msg_type"] != "error", message["content"]
-    notebook.kernel.interrupt_kernel()
-    assert "interrupted True" in notebook.finish(cell)
+    notebook.manager.interrupt_kernel()
+    [printed] = [output["text"] for output in notebook.outputs(cell) if output.get("name") == "stdout"]
+    assert "interrupted True" in printed
     assert notebook.run("print(1)") == "1\n"  # the kernel lives on

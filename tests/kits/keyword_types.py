@@ -26,15 +26,25 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import AnyReward
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.tools.cache.cache import ToolCache
+from TrainingFactory.trainers.inputs import (
+    AllocationObject,
+    DatasetLike,
+    DatasetObject,
+    EnvironmentLike,
+    TasksLike,
+    ToolsLike,
+)
 '''
+# TRL's keywords for data.
+TRL_DATA = {"train_dataset": "DatasetLike | None", "eval_dataset": "DatasetLike | None"}
 # These keywords take more than the config's own values: objects, or another section's name.
 WIDER = {
     "reward": "Mapping[str, Any] | str",
     "tool_cache": "bool | str | ToolCache",
     "type": "str",
     "algorithm": "str",
-    "dataset_id": "Any",
-    "environment_id": "Any",
+    "dataset_id": "str | Path | DatasetObject | None",
+    "environment_id": "EnvironmentLike | None",
 }
 CLASSES = {
     "sft": "SFTKeywords",
@@ -66,7 +76,7 @@ def type_text(hint: Any, metadata: Any = ()) -> str:
 def common_keywords() -> dict[str, str]:
     """Return the keywords of every trainer with their types."""
     own = inspect.signature(Trainer).parameters
-    found = dict.fromkeys(TRL_NAMES, "Any")
+    found = dict.fromkeys(TRL_NAMES, "Any") | TRL_DATA
     found |= {
         name: str(own[name].annotation) for name in own if name not in ("model", "environment", "options")
     }

@@ -1,8 +1,8 @@
 """One warm start for the whole suite: a tiny model that has seen a task with one tool done well and badly. What learns
 from rewards or comparisons is measured from there, all on the same held-out tasks.
 
-It is kept in tests/fixtures/warm and does about 0.3 of the tasks. `python -m tests.kits.warm` makes it anew, in 240
-steps; with 170 it does as many tasks, and learns more slowly.
+It is kept in examples/own_agent/model and does about 0.3 of the tasks. `python -m tests.kits.warm` makes it anew, in
+240 steps; with 170 it does as many tasks, and learns more slowly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.types import Message, Task, ToolCall
 
-WARM = Path(__file__).parents[1] / "fixtures" / "warm"
+WARM = Path(__file__).parents[2] / "examples" / "own_agent" / "model"
 HELDOUT = 64
 # Two turns do a task. One more shows what the model makes of it; further ones would only take time.
 SECTIONS: dict[str, dict[str, Any]] = {

@@ -104,7 +104,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made_run(runs, "dead").write_status(Status("running", 1, 2, HOSTILE))
     (made_run(runs, "strange").path / "config.yaml").write_text("training: {speed: 11}")
     catalogue = Catalogue(registry_path(runs))
-    catalogue.add("agent", ROOT / "tests/fixtures/warm", {"folder": "warm"})
+    catalogue.add("agent", ROOT / "examples/own_agent/model", {"folder": "warm"})
     (folder / "release.yaml").write_text(SUITE)
     for content in "ab":
         found = catalogue.add("zoo", model_folder(folder / content, content), {"folder": content})

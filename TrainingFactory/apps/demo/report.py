@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from markupsafe import escape
+
 from TrainingFactory.apps.demo.lessons import LESSONS
-from TrainingFactory.apps.reports.charts import chart_with_mean
 from TrainingFactory.apps.reports.pages import render
+from TrainingFactory.common.charts import Chart, chart_with_mean
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rollout.metrics import evaluation_metrics
 from TrainingFactory.runs.episode_texts import conversation_lines
 from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.runs.notebook_view import table_html
 from TrainingFactory.types import Trajectory
 
 HELDOUT = "heldout.jsonl"  # in a run's folder: episodes of its model on held-out tasks
@@ -62,13 +65,13 @@ class DemoReport:
     """Results of both runs; `folders`, `configs` and `seconds` are (warm start, GRPO)."""
 
     folders: tuple[str, str]
-    configs: tuple[dict[str, Any], dict[str, Any]]
+    configs: tuple[dict[str, Any], dict[str, Any]] = field(repr=False)
     seconds: tuple[float, float]
-    versions: dict[str, str]
+    versions: dict[str, str] = field(repr=False)
     before: Stats
     after: Stats
-    curve: list[float]  # share of right answers by step
-    trial: Trial
+    curve: list[float] = field(repr=False)  # share of right answers by step
+    trial: Trial = field(repr=False)
 
     @classmethod
     def read(cls, warm: RunFolder, trained: RunFolder) -> DemoReport:
@@ -131,6 +134,14 @@ class DemoReport:
             ("tfactory new env NAME", "create your own environment"),
         ]
 
+    def _repr_html_(self) -> str:
+        """Return the report for a notebook: before against after, and the curve of GRPO."""
+        table = table_html(self.table, ("held-out tasks", "before GRPO", "after GRPO"))
+        return f"<div>{table}<p>{escape(self.learned)}</p>{self._chart().svg()}</div>"
+
+    def _chart(self) -> Chart:
+        return chart_with_mean("share of correct answers", list(enumerate(self.curve, 1)), 0.0, 1.0)
+
     def page(self) -> str:
         """Return the report as a self-contained HTML page."""
         sides = zip(("Before", "After"), self.trial, strict=True)
@@ -141,7 +152,7 @@ class DemoReport:
             mistakes=LESSONS[self.environment].mistakes,
             steps=pluralize(len(self.curve), "step"),
             stages=LESSONS[self.environment].stages(self.configs[0]["training"]["batch_size"]),
-            chart=chart_with_mean("reward", list(enumerate(self.curve, 1)), 0.0, 1.0),
+            chart=self._chart(),
             sides=[
                 (title, conversation_lines(episode), describe_ending(episode)) for title, episode in sides
             ],

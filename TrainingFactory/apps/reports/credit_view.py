@@ -7,7 +7,7 @@ Path("credit.html").write_text(credit.page("my episodes"), encoding="utf-8")
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from TrainingFactory.types import Sample, Trajectory, Turn
 Measure = Literal["advantage", "weight", "reward"]
 Decode = Callable[[Sequence[int]], str]
 LEVELS = 8  # shades of a colour
+CELL_GROUPS = 2  # groups in a notebook's cell
 INCOMPLETE_CHARACTER = "\ufffd"  # decoded form of an incomplete character
 LONGEST_CHARACTER = 4  # bytes in UTF-8, and therefore tokens at most
 UNLIMITED_TOKENS = 1 << 60  # token budget that puts all rows into one pack
@@ -129,7 +130,7 @@ class Credit:
     """Groups of one training step, those with the largest absolute values first."""
 
     measure: Measure
-    groups: list[GroupCredit]
+    groups: list[GroupCredit] = field(repr=False)
     notes: list[str]
     largest: float  # largest absolute value: the strongest colour
 
@@ -140,6 +141,17 @@ class Credit:
     def page(self, title: str) -> str:
         """Return a self-contained HTML page; `title` says which episodes it shows."""
         return render("credit.html.jinja", title=title, credit=self, levels=LEVELS, reward_text=reward_text)
+
+    def _repr_html_(self) -> str:
+        """Return the first groups for a notebook."""
+        return render(
+            "credit_cell.html.jinja",
+            credit=self,
+            groups=self.groups[:CELL_GROUPS],
+            left=max(0, len(self.groups) - CELL_GROUPS),
+            levels=LEVELS,
+            reward_text=reward_text,
+        )
 
     def level(self, value: float | None) -> int:
         """Return the shade of a value from -LEVELS to LEVELS; 0 only if the value is 0 or None."""

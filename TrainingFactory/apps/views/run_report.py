@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from TrainingFactory.apps.reports.charts import Chart, Curve
 from TrainingFactory.apps.reports.pages import render
 from TrainingFactory.apps.views.run_tables import state_rows
 from TrainingFactory.apps.views.runs import findings
+from TrainingFactory.common.charts import Chart, Curve
 from TrainingFactory.runs.episode_texts import best_and_worst, conversation_lines, ending_text
 from TrainingFactory.runs.folder import CONFIG, TRAJECTORIES, RunFolder
 from TrainingFactory.types import Trajectory

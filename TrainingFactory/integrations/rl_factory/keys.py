@@ -4,6 +4,8 @@ Keys omit the prefix `actor_rollout_ref.`, whose sections are `actor`, `rollout`
 
 from __future__ import annotations
 
+from TrainingFactory.common.starters import docs_page
+
 # Values copied unchanged; `@` stands for the section of the algorithm, grpo or ppo.
 UNCHANGED = {
     "model.path": "model.name", "env.enable_thinking": "model.thinking", "model.lora_alpha": "lora.alpha",
@@ -99,4 +101,7 @@ def reason(key: str) -> tuple[str, str]:
     for prefix, kind, text in REASONS:
         if key.startswith(prefix) or key.partition(".")[2].startswith(prefix):
             return kind, text
-    return NO_COUNTERPART, "this translation does not know the key; docs/RL_FACTORY.md lists the known ones"
+    return (
+        NO_COUNTERPART,
+        f"this translation does not know the key; {docs_page('RL_FACTORY.md')} lists the known ones",
+    )

@@ -1,4 +1,5 @@
-"""Charts for HTML pages, as coordinates that the templates draw as SVG."""
+"""Charts as inline SVG, for HTML pages and notebooks. Text takes the colour of the page around it, so that charts are
+readable in light and dark mode; a page may set the colours of the curves as --line0 to --line3."""
 
 from __future__ import annotations
 
@@ -7,8 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from markupsafe import Markup, escape
+
+from TrainingFactory.common.texts import escape_control
+
 WIDTH, HEIGHT = 640, 240
 TOP, RIGHT, BOTTOM, LEFT = 14, 12, 44, 68  # margins in pixels; the last two hold the axis labels
+COLOURS = ("#3d85c6", "#c27a22", "#2e9c57", "#a65fc0")  # contrast of 3:1 or more on white and on black
+MAX_TITLE = 26  # characters beside the value axis
 MAX_POINTS = 320  # maximum points of a curve; longer ones are averaged down
 
 Points = Sequence[tuple[float, float]]  # step, value
@@ -60,6 +67,41 @@ class Chart:
     def band(self, line: Curve) -> str:
         return self.path([*line.low, *reversed(line.high)])
 
+    def svg(self) -> Markup:
+        """Return the chart as an SVG element: grid, axis labels, then one group for each curve."""
+        size = f'viewBox="0 0 {WIDTH} {HEIGHT}" style="width:100%;max-width:{WIDTH}px;height:auto"'
+        curves = "".join(self._curve(line, number) for number, line in enumerate(self.lines))
+        opening = f'<svg {size} role="img" aria-label="{escape(escape_control(self.title))} by step">'
+        return Markup(f"{opening}{self._axes()}{curves}</svg>")
+
+    def _axes(self) -> str:
+        parts = []
+        for y, label in self.marks:
+            parts.append(
+                f'<line x1="{self.left}" x2="{self.right}" y1="{y}" y2="{y}" stroke="#888" stroke-opacity=".5"/>'
+                f'<text x="{self.left - 8}" y="{y + 5}" text-anchor="end">{label}</text>'
+            )
+        bottom, middle = HEIGHT - 22, (HEIGHT - BOTTOM + TOP) / 2
+        parts.append(f'<text x="{self.left}" y="{bottom}">{self.first:.0f}</text>')
+        parts.append(f'<text x="{self.right}" y="{bottom}" text-anchor="end">{self.last:.0f}</text>')
+        centre = (self.left + self.right) / 2
+        parts.append(f'<text x="{centre}" y="{bottom}" text-anchor="middle">step</text>')
+        parts.append(
+            f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">'
+            f"{escape(shortened(escape_control(self.title)))}</text>"
+        )
+        return f'<g fill="currentColor" font-size="17" font-family="sans-serif">{"".join(parts)}</g>'
+
+    def _curve(self, line: Curve, number: int) -> str:
+        place = number % len(COLOURS)
+        colour = f"var(--line{place},{COLOURS[place]})"
+        band = f'<polygon style="fill:{colour};opacity:.2" points="{self.band(line)}"/>' if line.low else ""
+        if line.dots or len(line.points) == 1:  # a line of one point would be invisible
+            dots = "".join(f'<circle cx="{x}" cy="{y}" r="2.5"/>' for x, y in self.places(line.points))
+            return f'<g style="fill:{colour};opacity:.8">{band}{dots}</g>'
+        style = f"fill:none;stroke:{colour};stroke-width:2.5;stroke-linejoin:round"
+        return f'<g>{band}<polyline style="{style}" points="{self.path(line.points)}"/></g>'
+
     def _x(self, step: float) -> float:
         share = (step - self.first) / max(1, self.last - self.first)
         return round(self.left + share * (self.right - self.left), 1)
@@ -67,6 +109,11 @@ class Chart:
     def _y(self, value: float) -> float:
         share = (value - self.bottom) / (self.top - self.bottom)
         return round(HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - TOP), 1)
+
+
+def shortened(title: str) -> str:
+    """Return a title that fits beside the value axis."""
+    return title if len(title) <= MAX_TITLE else title[: MAX_TITLE - 1] + "…"
 
 
 def thinned(points: Points) -> Points:

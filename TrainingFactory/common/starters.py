@@ -1,0 +1,167 @@
+"""Configs, examples, notebooks and documentation pages beside the package: at the root of a checkout, and inside the
+package in a wheel. `tfactory new` copies them into the current folder, under the paths that they have in a checkout, so
+that the commands in the documentation work unchanged."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from TrainingFactory.common.options import did_you_mean, nearest
+
+PACKAGE = Path(__file__).resolve().parents[1]
+IN_WHEEL = PACKAGE / "starters"  # written by setup.py
+FOLDERS = {"config": "configs", "example": "examples", "notebook": "notebooks"}
+MAX_SUMMARY = 90  # characters of a line in the list
+# Other files and folders that a starter reads, relative to the root.
+COMPANIONS = {
+    "configs/qwen3_grpo.yaml": (
+        "tools/search.json",
+        "examples/search_server.py",
+        "examples/search_r1/corpus.jsonl",
+    ),
+    "examples/search_server.py": ("examples/search_r1/corpus.jsonl",),
+    "examples/search_r1": ("examples/search_server.py",),
+    "notebooks/own_tools_and_reward.ipynb": ("examples/own_agent/model",),
+    "notebooks/episodes_and_credit.ipynb": ("examples/own_agent/model",),
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Starter:
+    """A file or folder that `tfactory new` copies; all paths are relative to `starter_root()`."""
+
+    kind: str
+    name: str
+    path: PurePosixPath
+    summary: str  # one line
+    files: tuple[PurePosixPath, ...]
+
+    @property
+    def command(self) -> str:
+        """Return the command that runs the copy: the one that its text shows, else the usual one of its kind."""
+        if self.kind == "notebook":
+            return f"jupyter lab {self.path}"
+        if self.kind == "config" or self.path.suffix == "":
+            return f"tfactory train {self.files[0]}"
+        text = (starter_root() / self.path).read_text(encoding="utf-8")
+        shown = re.search(rf"^\s*(python {re.escape(str(self.path))}[^#\n]*)", text, re.MULTILINE)
+        return shown[1].strip() if shown else f"python {self.path}"
+
+    @property
+    def is_template(self) -> bool:
+        """Return True if it names files that the user still has to write."""
+        return self.path.parent.name == "templates"
+
+
+def starter_root() -> Path:
+    return IN_WHEEL if IN_WHEEL.is_dir() else PACKAGE.parent
+
+
+def starters(kind: str) -> list[Starter]:
+    """Return all starters of a kind, sorted by name; templates to fill in come after configs that run."""
+    root = starter_root()
+    folder = root / FOLDERS[kind]
+    if kind == "config":
+        paths = [*sorted(folder.glob("*.yaml")), *sorted(folder.glob("*/*.yaml"))]
+    elif kind == "notebook":
+        paths = sorted(folder.glob("*.ipynb"))
+    else:
+        paths = sorted(path for path in folder.glob("[!._]*") if path.is_dir() or path.suffix == ".py")
+    return [_starter(kind, path, root) for path in paths]
+
+
+def _starter(kind: str, path: Path, root: Path) -> Starter:
+    files = [path]
+    if path.is_dir():
+        files = [
+            file for file in sorted(path.rglob("*")) if file.is_file() and "__pycache__" not in file.parts
+        ]
+        files.sort(key=lambda file: file != path / "config.yaml")  # the config comes first
+    relative = [PurePosixPath(file.relative_to(root).as_posix()) for file in files]
+    where = PurePosixPath(path.relative_to(root).as_posix())
+    return Starter(kind, path.stem, where, _summary(files[0]), tuple(relative))
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the file itself, or all files of a folder."""
+    if path.is_file():
+        return [path]
+    return [file for file in sorted(path.rglob("*")) if file.is_file() and "__pycache__" not in file.parts]
+
+
+def _summary(path: Path) -> str:
+    """Return the first sentence of a file's opening comment, docstring or heading."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".yaml":
+        lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
+        text = " ".join(line for line in lines if not line.startswith("configs/"))
+    elif path.suffix == ".py":
+        text = text.partition('"""')[2].partition('"""')[0].partition("\n\n")[0]
+    else:
+        text = text.partition('"# ')[2].partition('"')[0].removesuffix("\\n")
+    sentence = re.split(r"(?<=\.)\s", " ".join(text.split()))[0]
+    if len(sentence) > MAX_SUMMARY:
+        sentence = re.split(r"[:;] ", sentence)[0]
+    return sentence.replace("Copy this: ", "template: ").rstrip(".:")
+
+
+def find_starter(kind: str, name: str) -> Starter:
+    """Return a starter by its name, with or without folder and suffix; raise ValueError with the closest match."""
+    choices = {starter.name: starter for starter in starters(kind)}
+    for starter in choices.values():
+        if name in (starter.name, starter.path.name, str(starter.path)):
+            return starter
+    stem = PurePosixPath(name).stem
+    hint = did_you_mean(nearest(stem, choices)) or f"; tfactory new {kind} lists all names"
+    raise ValueError(f"There is no {kind} {name!r}{hint}")
+
+
+def copy_starter(starter: Starter, out: Path | None = None) -> list[Path]:
+    """Copy a starter and the files that it reads; return the paths written. `out` renames a single file. Never
+    overwrite: raise ValueError if one of the starter's files exists with other content, or if all exist."""
+    root = starter_root()
+    targets = {file: Path(file) for file in starter.files} if out is None else {starter.path: out}
+    existing = {file: path for file, path in targets.items() if path.exists()}
+    changed = [path for file, path in existing.items() if not _same_content(root / file, path)]
+    if changed or existing == targets:
+        path = [*changed, *existing.values()][0]
+        other = ", or choose another file with --out" if starter.kind == "config" else ""
+        raise ValueError(f"{path} exists already and is not overwritten. Rename or delete it{other}")
+    for name in COMPANIONS.get(str(starter.path), ()):
+        targets |= {
+            PurePosixPath(file.relative_to(root).as_posix()): file.relative_to(root)
+            for file in _files(root / name)
+        }
+    written = {file: path for file, path in targets.items() if not path.exists()}
+    for file, target in written.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(root / file, target)
+    return list(written.values())
+
+
+def _same_content(original: Path, copy: Path) -> bool:
+    return copy.is_file() and copy.read_bytes() == original.read_bytes()
+
+
+def command_that_creates(path: Path) -> str | None:
+    """Return the `tfactory new` command that creates a missing config; None: it is not a starter's."""
+    configs = {starter.path.name: starter for starter in starters("config")}
+    for starter in [*starters("example"), *configs.values()]:
+        if PurePosixPath(path.as_posix()) in starter.files:
+            return f"tfactory new {starter.kind} {starter.name}"
+    if path.name in configs:
+        return f"tfactory new config {configs[path.name].name} --out {path}"
+    return None
+
+
+def docs_page(name: str) -> str:
+    """Return where the user finds a documentation page: `docs/NAME` of a checkout, or its path in the installed
+    package."""
+    if not IN_WHEEL.is_dir():
+        return f"docs/{name}"
+    pages: Sequence[Path] = sorted((IN_WHEEL / "docs").rglob(name))
+    return str(pages[0]) if pages else f"docs/{name}"

@@ -1,0 +1,170 @@
+"""Runs and episodes in notebooks: HTML fragments with tables and charts, and a watcher that draws them while a run
+trains. Nothing here is wider than its cell, and text takes the notebook's colours, light or dark."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from markupsafe import Markup, escape
+
+from TrainingFactory.common.charts import COLOURS, Chart, Curve
+from TrainingFactory.common.texts import escape_control
+from TrainingFactory.runs.episode_texts import conversation_lines, ending_text
+from TrainingFactory.runs.tracking import PlainLines, Watcher, metrics_line
+from TrainingFactory.types import Trajectory
+
+Rows = Sequence[Mapping[str, float]]
+REDRAW_SECONDS = 1.0  # minimum time between two drawings of a live view
+MAX_EPISODES = 8  # episodes in one table
+
+
+class ChartMetrics(NamedTuple):
+    """A chart of a run: its title, its metrics with their labels, and the ends of its value axis."""
+
+    title: str
+    metrics: dict[str, str]
+    bottom: float | None = None
+    top: float | None = None
+
+
+CHARTS = (
+    ChartMetrics("reward", {"reward": "training"}),
+    ChartMetrics("held-out success", {"eval/success": "held-out"}, 0.0, 1.0),
+    ChartMetrics("loss", {"loss": "training", "eval/loss": "held-out"}),
+    ChartMetrics("tool-call success", {"tool_success": "training"}, 0.0, 1.0),
+)
+MAX_CHARTS = 3
+TABLE = "border-collapse:collapse;margin:.3em 0;max-width:100%"
+CELL = "text-align:left;vertical-align:top;padding:.15em .8em .15em 0;overflow-wrap:break-word;white-space:normal"
+GRID = (
+    "display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:.8em;max-width:960px"
+)
+
+
+class NotebookHtml:
+    """An HTML fragment that a notebook displays."""
+
+    def __init__(self, html: str, text: str = "") -> None:
+        self._html, self._text = html, text
+
+    def __repr__(self) -> str:
+        return self._text or "<HTML for a notebook>"
+
+    def _repr_html_(self) -> str:
+        return self._html
+
+
+def table_html(rows: Sequence[Sequence[object]], heads: Sequence[str] = ()) -> Markup:
+    """Return a table; the first cell of each row is its name."""
+    head = "".join(f'<th style="{CELL}">{_text(name)}</th>' for name in heads)
+    body = ""
+    for name, *cells in rows:
+        values = "".join(f'<td style="{CELL}">{_text(cell)}</td>' for cell in cells)
+        body += f'<tr><th scope="row" style="{CELL}">{_text(name)}</th>{values}</tr>'
+    rows_html = f"<tr>{head}</tr>{body}" if head else body
+    return Markup(f'<div style="overflow-x:auto"><table style="{TABLE}">{rows_html}</table></div>')
+
+
+def _text(value: object) -> str:
+    return str(value) if isinstance(value, Markup) else str(escape(escape_control(str(value))))
+
+
+def run_html(title: str, facts: Sequence[tuple[str, object]], rows: Rows, notes: Sequence[str] = ()) -> str:
+    """Return a run as HTML: its facts as a table, notes, and its most telling metrics as charts by step."""
+    charts = "".join(f"<div>{chart.svg()}{_legend(chart)}</div>" for chart in run_charts(rows))
+    grid = f'<div style="{GRID}">{charts}</div>' if charts else ""
+    table = table_html(facts) if facts else ""
+    lines = "".join(f'<div style="overflow-wrap:anywhere">{_text(note)}</div>' for note in notes)
+    return f"<div><strong>{_text(title)}</strong>{table}{lines}{grid}</div>"
+
+
+def run_charts(rows: Rows) -> list[Chart]:
+    charts = []
+    for spec in CHARTS:
+        curves = [Curve(label, _points(rows, name)) for name, label in spec.metrics.items()]
+        if any(curve.points for curve in curves):
+            charts.append(Chart(spec.title, curves, spec.bottom, spec.top))
+    return charts[:MAX_CHARTS]
+
+
+def _points(rows: Rows, name: str) -> list[tuple[float, float]]:
+    return [(row.get("step", number), row[name]) for number, row in enumerate(rows, 1) if name in row]
+
+
+def _legend(chart: Chart) -> str:
+    """Return the names of a chart's curves in their colours; nothing for a single curve."""
+    if len(chart.lines) < 2:
+        return ""
+    names = [
+        f'<span style="color:var(--line{number},{COLOURS[number]})">&#9632;</span> {_text(line.name)}'
+        for number, line in enumerate(chart.lines)
+    ]
+    return f'<div style="font-size:85%;padding-left:4em">{" &nbsp; ".join(names)}</div>'
+
+
+def episodes_table(episodes: Sequence[Trajectory], limit: int = MAX_EPISODES) -> NotebookHtml:
+    """Return the first episodes as a table: task, how the episode ended, and its conversation."""
+    rows = []
+    for episode in episodes[:limit]:
+        lines = [
+            f"<div><em>{_text(speaker)}</em> {_text(text)}</div>"
+            for speaker, text in conversation_lines(episode)
+        ]
+        rows.append((episode.task.id, episode.member, ending_text(episode), Markup("".join(lines))))
+    left = len(episodes) - len(rows)
+    rest = f"<div>{left} more episodes are not shown</div>" if left > 0 else ""
+    html = table_html(rows, ("task", "member", "ending", "conversation")) + rest
+    return NotebookHtml(str(html), f"{len(episodes)} episodes")
+
+
+class NotebookWatcher:
+    """Draws the run's charts in the output of the cell that trains, and redraws them as steps finish."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, float]] = []
+        self._notes: list[str] = []
+        self._phase, self._progress = "", ""
+        self._handle: Any = None
+        self._drawn = 0.0
+
+    def phase(self, name: str) -> None:
+        self._phase = name
+
+    def episode(self, trajectory: Trajectory) -> None: ...
+
+    def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        self._rows.append({"step": float(step), **metrics})
+        self._progress = f"step {step} of {total}: {metrics_line(metrics)}"
+        if step == total or time.monotonic() - self._drawn >= REDRAW_SECONDS:
+            self._draw()
+
+    def say(self, text: str) -> None:
+        self._notes.append(text)
+        self._draw()
+
+    def html(self) -> str:
+        return run_html(self._progress or self._phase or "starting", [], self._rows, self._notes)
+
+    def _draw(self) -> None:
+        from IPython.core.display import HTML  # pyright: ignore[reportMissingImports]
+        from IPython.core.display_functions import display  # pyright: ignore[reportMissingImports]
+
+        self._drawn = time.monotonic()
+        if self._handle is None:
+            self._handle = display(HTML(self.html()), display_id=True)
+        else:
+            self._handle.update(HTML(self.html()))
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook, which can display HTML."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def default_watcher() -> Watcher:
+    return NotebookWatcher() if in_notebook() else PlainLines()
