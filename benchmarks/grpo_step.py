@@ -181,7 +181,9 @@ def main() -> None:
     whole = middle["ours"]["generation"] + middle["ours"]["update_all_rows"]
     result = {"rollouts": EPISODES, "threads": torch.get_num_threads(), "steps": raw, "median": middle}
     result |= {"ratios": ratios, "ratio_all_rows": middle["trl"]["seconds"] / whole}
-    by_step = [theirs["seconds"] / ours["seconds"] for ours, theirs in zip(raw["ours"], raw["trl"], strict=True)]
+    by_step = [
+        theirs["seconds"] / ours["seconds"] for ours, theirs in zip(raw["ours"], raw["trl"], strict=True)
+    ]
     result |= {"ratio": ratios["seconds"], "ratio_by_step": statistics.median(by_step), "goal": 5}
     print(f"ratio {result['ratio']:.2f}, {result['ratio_all_rows']:.2f} if we computed all rows")
     print(f"ratio by step {result['ratio_by_step']:.2f}")
