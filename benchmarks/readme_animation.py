@@ -18,7 +18,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ PAGE = """<body style="margin:0;background:{background};border-bottom:1px solid 
 color:{foreground};font:13px/17px 'DejaVu Sans Mono',monospace">{code}</pre></body>"""
 
 
-def terminal_theme(background: str, foreground: str, colours: list[str]) -> TerminalTheme:
+def terminal_theme(background: str, foreground: str, colours: Sequence[str]) -> TerminalTheme:
     def rgb(colour: str) -> tuple[int, int, int]:
         return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
