@@ -1,4 +1,4 @@
-"""The README's Python programs in a real notebook kernel, where an event loop is running already."""
+"""The Python programs of the start page in a real notebook kernel, where an event loop is running already."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_readme import block
+from tests.docs.test_readme import START
 from tests.kits.notebooks import PATIENCE, Kernel, kernel
 from TrainingFactory.data.trajectories import load_trajectories
 
@@ -22,7 +22,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 
 
 def test_the_training_program_runs(notebook: Kernel) -> None:
-    code = block("GRPOTrainer(\n")
+    code = START.block("GRPOTrainer(\n")
     assert len(code.splitlines()) <= 30
     folder, reward = notebook.run(code).split()
     run = notebook.folder / folder
@@ -32,7 +32,7 @@ def test_the_training_program_runs(notebook: Kernel) -> None:
 
 
 def test_the_program_of_rollouts_runs(notebook: Kernel) -> None:
-    assert notebook.run(block("Rollouts(config)")).split()[-1] == "16"
+    assert notebook.run(START.block("Rollouts(config)")).split()[-1] == "16"
 
 
 def test_interrupting_the_kernel_stops_with_a_checkpoint(notebook: Kernel, tmp_path: Path) -> None:
