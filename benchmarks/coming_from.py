@@ -2,8 +2,8 @@
 
 Runs the tests whose ids name a block of a document (`000-9`: the ninth block of document 000, counted over all
 languages) and those marked with `program(document, block, what)`, in one process, and prints a table in Markdown:
-document, block, what it is, and whether it works or the one thing that cannot. Blocks that are no programs have their
-reason here. The exit status is not 0 where a program fails. docs/COMING_FROM.md has the table.
+document, block, what it is, and whether it works or why it is not run. The reasons for
+blocks without a test are in this file. The exit status is not 0 if a program fails. docs/COMING_FROM.md has the table.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ DOCUMENTS = {
 }
 # Blocks of the documents that no test can run, and why. `bash` is the reason of all others in that language.
 NO_PROGRAM = {
-    "000-6": "no program: the folders of the package",
-    "001-1": "no program: versions of CUDA and of packages; `make setup` installs ours",
-    "001-2": "cannot: installs verl, vLLM and DeepSpeed, none of which is needed here",
-    "001-3": "cannot: the script is not in the document; `tfactory import rl-factory main_grpo.sh` translates it",
-    "bash": "cannot: installs packages from a host",
+    "000-6": "not a program: the folders of the package",
+    "001-1": "not a program: versions of CUDA and packages; `make setup` installs ours",
+    "001-2": "not run: installs verl, vLLM and DeepSpeed, which are not needed here",
+    "001-3": "not run: the document does not contain the script; `tfactory import rl-factory main_grpo.sh` translates it",
+    "bash": "not run: installs packages from the network",
 }
 ORDER = ["failed", "skipped", "passed"]  # the worst of several tests of a block counts
 
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def result(self) -> str:
-        words = {"passed": "works", "failed": f"FAILS: {self.reason}", "skipped": f"cannot: {self.reason}"}
+        words = {"passed": "works", "failed": f"FAILS: {self.reason}", "skipped": f"not run: {self.reason}"}
         return words.get(self.outcome) or self.reason or "no test"
 
 

@@ -167,7 +167,7 @@ def trained(model: str, folder: str, **options: Any) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.program("ms-swift", "3", "its own reader of rows and loader of models, on ours")
+@pytest.mark.program("ms-swift", "3", "ms-swift's row reader and model loader, on our files")
 def test_ms_swift_reads_rows_and_loads_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real package's own readers and loaders, in a process of its own."""
     if not (SWIFT / "swift").is_dir():

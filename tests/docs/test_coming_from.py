@@ -94,8 +94,8 @@ def test_the_table() -> None:
     ]
     found = table(outcomes, [Block(name, number, kind, 1, text) for name, number, kind, text in texts])
     assert [(row.what, row.result) for row in found] == [
-        ("python: `Thing`", "cannot: the host cannot be reached"),
-        ("bash", "cannot: installs packages from a host"),
+        ("python: `Thing`", "not run: the host cannot be reached"),
+        ("bash", "not run: installs packages from the network"),
         ("python: `f`", "no test"),
         ("x", "works"),
     ]
