@@ -38,7 +38,7 @@ NO_PROGRAM = {
     "000-6": "not a program: the folders of the package",
     "001-1": "not a program: versions of CUDA and packages; `make setup` installs ours",
     "001-2": "not run: installs verl, vLLM and DeepSpeed, which are not needed here",
-    "001-3": "not run: the document does not contain the script; `tfactory import rl-factory main_grpo.sh` translates it",
+    "001-3": "not run: the script is not in the document; `tfactory import rl-factory main_grpo.sh` translates it",
     "bash": "not run: installs packages from the network",
 }
 ORDER = ["failed", "skipped", "passed"]  # the worst of several tests of a block counts
