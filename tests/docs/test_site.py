@@ -107,8 +107,10 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: str) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'^<a id="([\w-]+)"></a>$', text, re.MULTILINE))
 
 
 def test_links_out_of_the_docs_become_pages_or_text() -> None:
