@@ -1,11 +1,11 @@
 """System metrics of a run: use of processors, memory and GPUs, averaged over a step.
 
-    system/cpu               share of the machine's processors in use, 0 to 1
-    system/process_cpu       processors that this process uses
-    system/memory            used memory of the machine, GB
-    system/process_memory    resident memory of this process, GB
-    system/gpu/0             share of the time in which GPU 0 was busy, 0 to 1; needs NVML (`pip install nvidia-ml-py`)
-    system/gpu_memory/0      used memory of GPU 0, GB; without NVML the memory that this process reserves there
+system/cpu               share of the machine's processors in use, 0 to 1
+system/process_cpu       processors that this process uses
+system/memory            used memory of the machine, GB
+system/process_memory    resident memory of this process, GB
+system/gpu/0             share of the time in which GPU 0 was busy, 0 to 1; needs NVML (`pip install nvidia-ml-py`)
+system/gpu_memory/0      used memory of GPU 0, GB; without NVML the memory that this process reserves there
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import Any
 import psutil
 
 GB = 1e9
-MIN_INTERVAL = 0.2  # seconds between two readings; quicker steps share one, so that reading costs no step time
+MIN_INTERVAL = (
+    0.2  # seconds between two readings; quicker steps share one, so that reading costs no step time
+)
 GPU_INTERVAL = 1.0  # seconds between two readings of the GPUs during a step
 
 
