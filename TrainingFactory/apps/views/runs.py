@@ -25,7 +25,7 @@ from TrainingFactory.apps.views.files import (
     read_last_lines,
     read_new_lines,
 )
-from TrainingFactory.common.texts import valid_text
+from TrainingFactory.common.texts import pluralize, valid_text
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import read_whole
 from TrainingFactory.evaluation.records import read_records
@@ -218,7 +218,7 @@ def _newest_evaluation(
             if place is not None and row.environment not in (place, Path(place).name):
                 continue
             if heldout is None or row.step >= heldout.step or run.checkpoint_folder(row.step) == run.best():
-                by = f"tfactory eval, {row.tasks} tasks of {row.environment or 'conversation'}"
+                by = f"tfactory eval, {pluralize(row.tasks, 'task')} of {row.environment or 'conversation'}"
                 return shapes.Heldout(**row.model_dump() | {"value": row.success, "by": by})
     return None
 

@@ -1,6 +1,7 @@
 // Charts with uPlot: a board of cards that share cursor, zoom and x axis.
 import { h, put } from "./dom.js";
-import { duration, number } from "./format.js";
+import { downloadCsv, downloadPng, fileName } from "./export.js";
+import { counted, duration, number } from "./format.js";
 import { iconButton, table } from "./parts.js";
 
 const uPlot = window.uPlot;
@@ -104,10 +105,12 @@ class Card {
     this.canvas.card = this;
     this.values = h("div", { class: "values" });
     const grow = iconButton("wide", "Enlarge, with a table of values", () => this.grow());
+    const image = iconButton("image", "Save the chart as PNG", () => this.exportPng());
+    const data = iconButton("download", "Save the values as CSV", () => this.exportCsv());
     this.element = h(
       "figure",
       { class: "chart" },
-      h("figcaption", {}, this.title, grow, this.value),
+      h("figcaption", {}, this.title, image, data, grow, this.value),
       this.legend,
       this.canvas,
       this.values,
@@ -314,10 +317,31 @@ class Card {
 
   describe() {
     const told = this.chart.lines.map(
-      ({ label, y }) => `${label}: ${y.length} points, from ${number(y[0])} to ${number(y.at(-1))}`,
+      ({ label, y }) =>
+        `${label}: ${counted(y.length, "point")}, from ${number(y[0])} to ${number(y.at(-1))}`,
     );
     this.canvas.setAttribute("aria-label", this.chart.title + ". " + told.join("; "));
     this.tellLegend(this.plot?.cursor.idx ?? null);
+  }
+
+  exportPng() {
+    const lines = this.chart.lines.map(({ label, y, at }) => ({ label, value: last(y), colour: colour(at) }));
+    const colours = { back: token("--surface"), text: token("--text"), soft: token("--soft") };
+    const { plot } = this;
+    const { title } = this.chart;
+    downloadPng(fileName(title), { title, lines, plot, colours, font: token("--sans") });
+  }
+
+  exportCsv() {
+    const { lines, title } = this.chart;
+    const columns = lines.flatMap(({ label, low }) => [
+      label,
+      ...(low ? [label + " low", label + " high"] : []),
+    ]);
+    const tables = lines.map(({ x, y, low, high }) => (low ? [x, y, low, high] : [x, y]));
+    const joined = uPlot.join(tables);
+    const rows = joined[0].map((x, at) => [x, ...joined.slice(1).map((column) => column[at])]);
+    downloadCsv(fileName(title), [[this.view.time ? "seconds" : "step", ...columns], ...rows]);
   }
 
   grow() {
