@@ -62,7 +62,7 @@ function configLabels(groups) {
 }
 
 /** A mean with its deviation: 0.512 ± 0.03. */
-export function spread(found, format = (value) => number(value, 3)) {
+export function spread(found, format = (value) => number(value)) {
   if (!found) return null;
   return h(
     "span",

@@ -44,13 +44,12 @@ export async function edit(row) {
   const save = { text: "Save", kind: "main", value: () => true };
   if (!(await dialog("Edit " + row.name, content, [save]))) return;
   try {
-    await post(url(["runs", row.name, "annotate"]), { tags: parseTags(tags.value), note: note.value });
     const next = name.value.trim();
-    if (next === row.name) return;
-    const renamed = await post(url(["runs", row.name, "rename"]), { new_name: next });
-    const open = location.hash.startsWith("#/run/");
-    if (open) location.hash = "#/run/" + encodeURIComponent(renamed.name);
-    toast(`Renamed to ${renamed.name}. The same in a terminal: ${renamed.command}`, "good");
+    // Rename first: an update of the old name would make the page read a run that is gone.
+    const renamed = next !== row.name && (await post(url(["runs", row.name, "rename"]), { new_name: next }));
+    if (renamed && location.hash.startsWith("#/run/")) location.hash = "#/run/" + encodeURIComponent(next);
+    await post(url(["runs", next, "annotate"]), { tags: parseTags(tags.value), note: note.value });
+    if (renamed) toast(`Renamed to ${next}. The same in a terminal: ${renamed.command}`, "good");
   } catch (error) {
     toast(error.message, "error");
   }
