@@ -71,7 +71,7 @@ def test_runs_are_grouped_exported_and_listed_by_column(tab: Tab, page: Served) 
         "[...document.querySelectorAll('.runs tr')].map((it) => it.innerText.split(/\\s+/).join(' ').trim())"
     )
     assert tab.run(table)[:2] == [
-        "Run State Seed ↓ learning_rate",
+        "Run State Seed learning_rate",
         "r0.5-1 builtin:tiny · search finished 1 0.5",
     ]
     tab.run("localStorage.removeItem('columns')")
