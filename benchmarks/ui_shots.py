@@ -50,7 +50,6 @@ def routes(
     chosen = [run, against] if against else [run, *(other for other in others if other != run)][:2]
     made = {
         "runs": ("runs", ".runs tbody tr"),
-        "overlay": (f"runs?select={','.join(map(quote, chosen))}", ".overlay .chart canvas"),
         "run": (f"run/{name}", ".chart canvas"),
         "runs-phone": ("runs", ".runs tbody tr"),
         "run-phone": (f"run/{name}", ".chart canvas"),
