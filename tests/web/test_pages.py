@@ -161,7 +161,7 @@ def test_a_run_shows_curves_findings_config_and_lineage(tab: Tab, page: Served, 
     assert f"tfactory runs compare {runs / 'rl'} sft --runs {runs}" in tab.text("main")
     show(tab, page, "run/rl/lineage", "trajectories.jsonl")
     assert count(tab, "svg.lineage .node") >= 2
-    tab.click(".head .actions button:last-child")
+    tab.click(".head .actions > button:last-child")
     tab.wait("document.querySelector('dialog').innerText.includes('tfactory')")
 
 
