@@ -161,6 +161,15 @@ export function meanData(parts) {
   return merged;
 }
 
+/** The curves to draw for a selection: the mean of each group. */
+export function groupEntries(chosen, runs, by) {
+  const rows = chosen.map((name) => runs.get(name));
+  return groupRows(rows, by).map(({ label, rows: members }) => ({
+    label: label + (members.length > 1 ? ` (${members.length} runs)` : ""),
+    members: members.map(({ name }) => name),
+  }));
+}
+
 /** Describes a selection for the bar: 6 runs in 2 groups. */
 export function described(count, groups) {
   return counted(count, "run") + " selected" + (groups ? " in " + counted(groups, "group") : "");

@@ -2,7 +2,7 @@
 import { get, post, url, where } from "./api.js";
 import { h, put } from "./dom.js";
 import { bytes, counted, moment, number } from "./format.js";
-import { act, button, command, confirm, dialog, panel, select, stateBadge, toast } from "./parts.js";
+import { act, button, command, confirm, dialog, menu, panel, select, stateBadge, toast } from "./parts.js";
 
 /** Writes tags in one line: baseline, team=search. */
 export function tagLine(tags) {
@@ -121,6 +121,21 @@ export async function remove(names) {
   }
   if (gone.length) toast("Deleted " + told(gone) + ".", "good");
   return gone;
+}
+
+/** The actions on selected runs; `removed` gets the names of those that were deleted. */
+export function bulkMenu(rows, removed) {
+  const names = rows.map(({ name }) => name);
+  const archived = rows.every((row) => row.archived);
+  const deleted = async () => {
+    const gone = new Set(await remove(names));
+    if (gone.size) removed(gone);
+  };
+  return menu("Manage", [
+    ["Tag…", () => tagRuns(rows)],
+    [archived ? "Unarchive" : "Archive", () => archive(names, !archived)],
+    ["Delete…", deleted, "danger"],
+  ]);
 }
 
 /** A choice of a checkpoint, the newest first. */

@@ -1,13 +1,13 @@
 // Runs: a live table of all runs, with filters, sorting, and overlaid curves of the selected runs.
-import { debounce, h, put, scroller } from "./dom.js";
+import { debounce, flash, h, put, scroller } from "./dom.js";
 import { downloadCsv } from "./export.js";
 import { ago, number } from "./format.js";
-import { GROUPINGS, described, groupCsv, groupRows, groupTable } from "./groups.js";
+import { GROUPINGS, described, groupCsv, groupEntries, groupRows, groupTable } from "./groups.js";
 import { keys } from "./keys.js";
 import * as live from "./live.js";
-import { archive, remove, tagRuns } from "./manage.js";
+import { bulkMenu } from "./manage.js";
 import { Overlay } from "./overlay.js";
-import { button, empty, menu, searchField, select, stateBadge, waiting } from "./parts.js";
+import { button, empty, searchField, select, stateBadge, waiting } from "./parts.js";
 import {
   STATES,
   chosenColumns,
@@ -35,12 +35,6 @@ export async function show(place) {
   live.on("runs", signal, (changed) => page.update(changed));
   const clock = setInterval(() => page.times(), 10_000);
   signal.addEventListener("abort", () => clearInterval(clock));
-}
-
-/** Highlights a changed row for a moment. */
-function flash(row) {
-  if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
-  row.animate([{ background: "var(--accent-soft)" }, {}], { duration: 1200 });
 }
 
 class RunsPage {
@@ -363,7 +357,7 @@ class RunsPage {
     this.overlayPlace.hidden = !chosen.length;
     this.all.checked = chosen.length > 0;
     if (!chosen.length) return;
-    const drawn = this.entries(chosen);
+    const drawn = this.by ? groupEntries(chosen, live.runs, this.by) : chosen;
     const over = drawn.slice(0, MOST_OVERLAID);
     const note =
       drawn.length > MOST_OVERLAID &&
@@ -381,7 +375,10 @@ class RunsPage {
           },
           "Compare their configs",
         ),
-      this.bulkMenu(chosen),
+      bulkMenu(
+        chosen.map((name) => live.runs.get(name)),
+        (gone) => this.set({ selected: new Set(chosen.filter((name) => !gone.has(name))) }),
+      ),
       button("Clear", () => this.selectAll(false), { class: "small" }),
     );
     if (!this.overlay) {
@@ -391,29 +388,5 @@ class RunsPage {
     const key = JSON.stringify(over);
     if (this.drawn !== key) this.overlay.choose(over);
     this.drawn = key;
-  }
-
-  /** The curves to draw: one for each run, or the mean of each group. */
-  entries(chosen) {
-    if (!this.by) return chosen;
-    const rows = chosen.map((name) => live.runs.get(name));
-    return groupRows(rows, this.by).map(({ label, rows: members }) => ({
-      label: label + (members.length > 1 ? ` (${members.length} runs)` : ""),
-      members: members.map(({ name }) => name),
-    }));
-  }
-
-  bulkMenu(chosen) {
-    const rows = chosen.map((name) => live.runs.get(name));
-    const archived = rows.every((row) => row.archived);
-    const removed = async () => {
-      const gone = new Set(await remove(chosen));
-      if (gone.size) this.set({ selected: new Set(chosen.filter((name) => !gone.has(name))) });
-    };
-    return menu("Manage", [
-      ["Tag…", () => tagRuns(rows)],
-      [archived ? "Unarchive" : "Archive", () => archive(chosen, !archived)],
-      ["Delete…", removed, "danger"],
-    ]);
   }
 }
