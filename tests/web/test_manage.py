@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.kits.cli import ROOT
-from tests.kits.page import Served, command, serving, until
+from tests.kits.page import Served, command, serving
 from tests.kits.registry import made_run
+from tests.kits.waiting import wait_until
 from TrainingFactory.runs.annotations import read_annotations
 from TrainingFactory.runs.folder import EVALUATIONS, RunFolder, Status
 from TrainingFactory.web import processes
@@ -110,10 +111,10 @@ def test_evaluations_and_exports_are_processes(page: Served, tmp_path: Path) -> 
     def jobs() -> list[dict[str, str]]:
         return page.get("/api/runs/one/jobs")["jobs"]
 
-    until(lambda: all("got" in job["output"] for job in jobs()))
+    wait_until(lambda: all("got" in job["output"] for job in jobs()))
     assert [job["state"] for job in jobs()] == ["running", "running"]
     Path("go").touch()
-    until(lambda: all(job["state"] != "running" for job in jobs()))
+    wait_until(lambda: all(job["state"] != "running" for job in jobs()))
     export, evaluation = jobs()
     assert evaluation["state"] == "finished" and evaluation["output"] == f"got {told}"
     assert export["state"] == "failed" and export["output"].endswith("error: no such checkpoint")
@@ -121,7 +122,7 @@ def test_evaluations_and_exports_are_processes(page: Served, tmp_path: Path) -> 
     Path("go").unlink()
     page.post("/api/runs/one/evaluate")
     assert page.post("/api/runs/one/cancel")["jobs"][0]["kind"] == "eval"
-    until(lambda: jobs()[0]["state"] == "failed")
+    wait_until(lambda: jobs()[0]["state"] == "failed")
 
 
 @pytest.mark.slow
@@ -133,10 +134,10 @@ def test_a_real_run_is_evaluated_and_exported(tmp_path: Path) -> None:
     with command(tmp_path) as (page, _):
         page.post("/api/train", yaml=config, name="mine")
         run = RunFolder(tmp_path / "runs" / "mine")
-        until(lambda: run.state == "finished")
+        wait_until(lambda: run.state == "finished")
         page.post("/api/runs/mine/evaluate", tasks=2)
         page.post("/api/runs/mine/export", folder="model")
-        until(lambda: all(job["state"] != "running" for job in page.get("/api/runs/mine/jobs")["jobs"]))
+        wait_until(lambda: all(job["state"] != "running" for job in page.get("/api/runs/mine/jobs")["jobs"]))
         jobs = page.get("/api/runs/mine/jobs")["jobs"]
         assert [job["state"] for job in jobs] == ["finished", "finished"], jobs
         record = json.loads((run.path / EVALUATIONS).read_text())
