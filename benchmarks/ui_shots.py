@@ -17,6 +17,7 @@ from tests.kits.browser import Browser
 from tests.kits.page import Served, serving
 
 SIZE = (1400, 900)
+PHONE = (390, 844)  # of pictures whose name ends in -phone
 LARGEST = 200_000  # bytes of a picture
 ROOT = Path(__file__).parents[1]
 
@@ -37,7 +38,7 @@ ANSWER = """(async () => {
 
 
 def routes(
-    page: Served, run: str, against: str | None, play: str | None, model: str | None
+    page: Served, run: str, against: str | None, play: str | None, model: str | None, group: list[str]
 ) -> dict[str, tuple[str, str]]:
     """Return for each picture the route, and what must be there before it is taken; a script stands between bars."""
     name = quote(run)
@@ -49,8 +50,9 @@ def routes(
     chosen = [run, against] if against else [run, *(other for other in others if other != run)][:2]
     made = {
         "runs": ("runs", ".runs tbody tr"),
-        "overlay": (f"runs?select={','.join(map(quote, chosen))}", ".overlay .chart canvas"),
         "run": (f"run/{name}", ".chart canvas"),
+        "runs-phone": ("runs", ".runs tbody tr"),
+        "run-phone": (f"run/{name}", ".chart canvas"),
         "episodes": (
             f"run/{name}/episodes?number={longest}&colour=logprob&sort=length&down=1",
             ".detail .tokens",
@@ -64,6 +66,9 @@ def routes(
         "play": (f"play?model={quote(play or run)}", f".chat .role-user | {ANSWER} | #better-1"),
         "label": (f"judges/label?run={name}", "#good"),
     }
+    if group:
+        picked = ",".join(map(quote, group))
+        made["groups"] = (f"runs?by=config&select={picked}", ".overlay .chart canvas")
     if page.get("/api/audits")["audits"]:
         made["judges"] = ("judges", ".plot")
     if model is not None:
@@ -85,6 +90,7 @@ def main() -> None:
     parser.add_argument("--against", help="the run that it is compared with; one with rewards without it")
     parser.add_argument("--play", help="the run that is talked with: one whose answers differ; else --run")
     parser.add_argument("--model", help="the registered model that is shown")
+    parser.add_argument("--group", nargs="*", default=[], help="runs that are shown grouped by config")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "ui")
     parser.add_argument("--only", nargs="*", help="names of pictures; all without it")
     given = parser.parse_args()
@@ -93,13 +99,14 @@ def main() -> None:
     try:
         with serving(given.runs) as page:
             for name, (route, there) in routes(
-                page, given.run, given.against, given.play, given.model
+                page, given.run, given.against, given.play, given.model, given.group
             ).items():
                 if given.only and name not in given.only:
                     continue
                 for theme in ("light", "dark"):
                     path = given.out / f"{name}-{theme}.png"
-                    with browser.tab(page.entry, *SIZE, dark=theme == "dark") as tab:
+                    size = PHONE if name.endswith("-phone") else SIZE
+                    with browser.tab(page.entry, *size, dark=theme == "dark") as tab:
                         tab.goto(f"{page.url}/#/{route}")
                         first, *more = there.split(" | ")
                         tab.wait(f"document.querySelector('{first}')", 120)
@@ -109,9 +116,9 @@ def main() -> None:
                         time.sleep(1.0)  # what is drawn last: curves, and the rows below
                         tab.screenshot(path)
                         assert not tab.errors, tab.errors
-                    size = path.stat().st_size
-                    print(f"{path}  {size / 1000:.0f} kB", flush=True)
-                    assert size < LARGEST, f"{path} is too large"
+                    written = path.stat().st_size
+                    print(f"{path}  {written / 1000:.0f} kB", flush=True)
+                    assert written < LARGEST, f"{path} is too large"
     finally:
         browser.close()
 

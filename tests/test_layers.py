@@ -67,8 +67,9 @@ HEART = [
     "learning/optim.py",
 ]  # fmt: skip
 HEART_LINES = 6_000
-TOTAL_LINES = 53_400  # of Python in the package
-STATIC_LINES = 7_600  # of web/static
+TOTAL_LINES = 54_150  # of Python in the package
+STATIC_LINES = 8_600  # of web/static
+STATIC_LINES = 8_600  # of web/static
 LARGEST_SHARE = 0.15  # of the package's lines in one folder
 
 NO_TORCH = ["types", "protocols", "common", "config", "tools", "envs", "rewards", "rollout", "web"]

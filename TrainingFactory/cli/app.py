@@ -25,6 +25,7 @@ from TrainingFactory.cli.factories import factories
 from TrainingFactory.cli.hello import hello
 from TrainingFactory.cli.import_ import import_
 from TrainingFactory.cli.judge import judge
+from TrainingFactory.cli.manage_runs import COMMANDS as MANAGE_RUNS
 from TrainingFactory.cli.new import config, env, envs, example, models, notebook
 from TrainingFactory.cli.plan import plan
 from TrainingFactory.cli.proxy import proxy
@@ -56,6 +57,8 @@ app = App(
 new = App(name="new", help="Create a starter file: an environment, a config, an example or a notebook.")
 for starter in (env, config, example, notebook):
     new.command(starter)
+for command in MANAGE_RUNS:
+    runs.command(command)
 app.command(evaluate, name="eval")
 app.command(compare)
 for command in (

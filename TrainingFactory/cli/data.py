@@ -123,7 +123,10 @@ def check(
     for problem in examples.bad:
         show.fail(problem)
     summary = [("rows", str(examples.rows)), ("usable", f"{len(examples)} examples for {form}")]
-    summary += [(f"  {reason}", f"{count} episodes skipped") for reason, count in examples.unused.items()]
+    summary += [
+        (f"  {reason}", f"{show.pluralize(count, 'episode')} skipped")
+        for reason, count in examples.unused.items()
+    ]
     show.table([*summary, ("invalid rows", str(len(examples.bad)))])
     for note in examples.notes:
         show.note(f"note: {note}")
@@ -193,6 +196,6 @@ def wordnet(folder: str = "/usr/share/wordnet", /, *, out: Path = Path("wordnet"
 
 
 def _print_files(out: Path, done: PreparedRows) -> int:
-    rows = [(str(out / f"{part}.jsonl"), f"{count} rows") for part, count in done.counts.items()]
+    rows = [(str(out / f"{part}.jsonl"), show.pluralize(count, "row")) for part, count in done.counts.items()]
     show.table(rows + [(f"  {reason}", f"{count} skipped") for reason, count in done.dropped.items()])
     return 0

@@ -50,5 +50,5 @@ def proxy(
     with listen.bind(host, port) as bound:
         serving = serve_proxy(options, bound, out, token, local, lambda text: print(text, flush=True))
         done = asyncio.run(serving)
-    show.note(f"stopped: {done.ended} episodes, {done.scored} of them scored")
+    show.note(f"stopped: {show.pluralize(done.ended, 'episode')}, {done.scored} of them scored")
     return 0

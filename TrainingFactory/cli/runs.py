@@ -1,4 +1,4 @@
-"""`tfactory runs`: list, show, compare, stop and resume training runs."""
+"""`tfactory runs`: list, show, compare, stop and resume training runs. `manage_runs.py` adds delete, tag and others."""
 
 from __future__ import annotations
 
@@ -15,27 +15,35 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display, plot, sparkline
 from TrainingFactory.cli.options import Count, Json, RunName, RunsFolder
 from TrainingFactory.evaluation.records import read_records
+from TrainingFactory.runs.annotations import read_annotations
 from TrainingFactory.runs.folder import EVALUATIONS, RunFolder
 
-runs = App(name="runs", help="List, show, compare, stop and resume training runs.")
+runs = App(name="runs", help="List, show, compare, stop, resume, tag and delete training runs.")
 
 
 @runs.command(name="list")
-def list_(*, as_json: Json = False, where: RunsFolder = "runs") -> None:
+def list_(*, archived: bool = False, as_json: Json = False, where: RunsFolder = "runs") -> None:
     """List the runs, oldest first.
 
     ```
     tfactory runs list
     tfactory runs list --runs /data/runs
     ```
+
+    Args:
+        archived: Include archived runs. --json always prints all of them.
     """
     rows = views.Runs(where).rows()
     if as_json:
         print(RunList(runs=rows).model_dump_json())
-    elif rows:
-        show.columns(("run", "state", "steps", "last", "description"), [_columns(row) for row in rows])
+        return
+    listed = [row for row in rows if archived or not row.archived]
+    if listed:
+        show.columns(("run", "state", "steps", "last", "description"), [_columns(row) for row in listed])
     else:
         show.note(f"no runs in {where}")
+    if hidden := len(rows) - len(listed):
+        show.note(f"{show.pluralize(hidden, 'archived run')} hidden; show with --archived")
 
 
 def _columns(row: RunRow) -> tuple[str, ...]:
@@ -43,7 +51,8 @@ def _columns(row: RunRow) -> tuple[str, ...]:
         return row.name, row.state, "", "", row.problem or ""
     values = {"eval/success": row.heldout and row.heldout.value, "reward": row.reward, "loss": row.loss}
     last = next((f"{key} {value:.3f}" for key, value in values.items() if value is not None), "")
-    description = row.problem or f"{row.algorithm} {row.environment or ''} {row.model}"
+    tags = "".join(f" [{name}={value}]" if value else f" [{name}]" for name, value in row.tags.items())
+    description = row.problem or f"{row.algorithm} {row.environment or ''} {row.model}{tags}"
     return row.name, row.state, f"{row.step}/{row.steps or '?'}", last, description
 
 
@@ -64,6 +73,7 @@ def show_(name: RunName, *, as_json: Json = False, where: RunsFolder = "runs") -
     rows += [("checkpoint", str(path)) for path in run.checkpoints()]
     if (best := run.best()) is not None:
         rows.append(("best", f"{best}, on held-out tasks or rows"))
+    rows += [(name, value) for name, value in _annotation_rows(run) if value]
     if count := len(read_records(run.path / EVALUATIONS, show.note)):
         rows.append(("evaluations", f"{count} in {run.path / EVALUATIONS}"))
     show.table(rows)
@@ -79,6 +89,13 @@ def show_(name: RunName, *, as_json: Json = False, where: RunsFolder = "runs") -
         show.note(f"{finding.severity}, {finding.when}: {finding.name}: {finding.sentence}. {finding.remedy}")
     if run.state in ("interrupted", "failed", "killed"):
         show.note(f"resume with: {run.resume_command}")
+
+
+def _annotation_rows(run: RunFolder) -> list[tuple[str, str]]:
+    annotations = read_annotations(run)
+    tags = [f"{name}={value}" if value else name for name, value in annotations.tags.items()]
+    archived = "yes" if annotations.archived else ""
+    return [("tags", ", ".join(tags)), ("note", annotations.note), ("archived", archived)]
 
 
 def _plot(metrics: run_tables.Rows) -> None:

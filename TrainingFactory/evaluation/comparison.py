@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.common.options import did_you_mean, nearest
+from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.evaluation import statistics
@@ -218,7 +219,7 @@ def _differences(one: EvaluationRecord, other: EvaluationRecord, paired: int) ->
             texts.append("environment, tools or reward differ")
         notes += [f"the conditions of {one.id} and {other.id} differ: {', '.join(texts)}"] if texts else []
     if skipped := max(len(one.outcomes), len(other.outcomes)) - paired:
-        notes.append(f"{skipped} tasks were skipped because only one model has a score for them")
+        notes.append(f"skipped {pluralize(skipped, 'task')} for which only one model has a score")
     return notes
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from TrainingFactory.common.texts import pluralize
 from TrainingFactory.models.names import BUILTIN, resolve_model_name
 from TrainingFactory.registry.lineage import chain, origin, tree_lines
 from TrainingFactory.registry.rows import Version
@@ -76,7 +77,7 @@ def evaluation_title(record: dict[str, Any]) -> str:
     """Return a title for an evaluation: suite, entry or environment, and number of tasks."""
     conditions = record.get("conditions", {})
     names = [record.get("suite"), record.get("entry") or conditions.get("environment")]
-    count = f", {conditions['count']} tasks" if "count" in conditions else ""
+    count = f", {pluralize(conditions['count'], 'task')}" if "count" in conditions else ""
     return (" ".join(str(name) for name in names if name) or "tasks") + count
 
 

@@ -3,13 +3,14 @@
     config.yaml         every option of the run
     environment.json    where it ran: versions, device, commit; and what the ids of its config resolved to
     status.json         progress, and how the run ended
-    metrics.jsonl       one line per step
+    metrics.jsonl       one line per step, with the machine's own metrics (`runs/system_metrics.py`)
     consumed.jsonl      the tasks of each step, with number, attempt and place of their groups
     trajectories.jsonl  every training episode
     kept.jsonl          rft: the episodes selected for training
     findings.jsonl      problems detected during training, and when each was gone
     evaluations.jsonl   held-out evaluations, during training and by `tfactory eval`
     tool_calls.jsonl    every tool call, for `--replay`; tools.json: the tool schemas that the model saw
+    annotations.json    tags, note and archive mark that the user sets; see `runs/annotations.py`
     checkpoints/        step-000025/: model, optimizer, and state.json with the sizes of the .jsonl files above
 
 The .jsonl files are append-only. After `kill -9` at any moment a run resumes from its last checkpoint: the files are
@@ -123,8 +124,7 @@ class RunFolder:
     def create(cls, config: TrainingConfig, name: str, about: dict[str, Any], steps: int = 0) -> RunFolder:
         """Create and lock a new run. `about` is added to the `fingerprint` in environment.json. The folder has a
         temporary name until it is complete; a temporary folder that a killed process left is reused."""
-        if not re.fullmatch(r"[^\s./\\][^/\\\n]*", name):
-            raise ValueError(f"invalid run name {name!r}: use a folder name, such as search-1")
+        check_run_name(name)
         path = Path(config.logging.output_dir).expanduser() / name
         options = config.model_dump()
         if path.is_dir() and any(path.iterdir()):
@@ -368,6 +368,11 @@ class TrainingReport:
         facts += [] if self.version is None else [("registered as", self.version)]
         facts += [("last step", line)] if (line := metrics_line(self.metrics)) else []
         return run_html(f"Run {self.run.name}", facts, self.rows)
+
+
+def check_run_name(name: str) -> None:
+    if not re.fullmatch(r"[^\s./\\][^/\\\n]*", name):
+        raise ValueError(f"invalid run name {name!r}: use a folder name, such as search-1")
 
 
 def is_run(path: Path) -> bool:

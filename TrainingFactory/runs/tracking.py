@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Protocol
 
-from TrainingFactory.common.texts import escape_control
+from TrainingFactory.common.texts import escape_control, pluralize
 from TrainingFactory.types import Trajectory
 
 
@@ -53,5 +53,5 @@ def metrics_line(metrics: dict[str, float]) -> str:
             groups = "all groups of scored episodes" if unscored else "all groups"
             parts.append(f"equal rewards in {groups}, nothing to learn")
     if lost := int(metrics.get("episodes/tool_failure", 0)):
-        parts.append(f"{lost} episodes lost to unavailable tools")
+        parts.append(f"{pluralize(lost, 'episode')} lost to unavailable tools")
     return "  ".join(parts)

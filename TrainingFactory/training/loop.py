@@ -26,6 +26,7 @@ from TrainingFactory.runs.folder import (
     TrainingReport,
 )
 from TrainingFactory.runs.scores import Scores
+from TrainingFactory.runs.system_metrics import SystemMonitor
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.threads import in_thread
@@ -92,6 +93,7 @@ class TrainingLoop:
     interrupts: Interrupts
     progress: Progress
     stop_forecast: StopForecast
+    system: SystemMonitor = field(default_factory=SystemMonitor)
     scores: Scores = field(default_factory=Scores)
     rows: list[dict[str, float]] = field(default_factory=list)
     saved: int = -1  # step of the last checkpoint
@@ -100,6 +102,7 @@ class TrainingLoop:
     async def train(self) -> TrainingReport:
         await self._write_status("running")
         self._warn(self.stop_forecast.warning())
+        self.system.start()
         try:
             with self.interrupts.watching():
                 state, reason = await self._run_steps()
@@ -114,6 +117,8 @@ class TrainingLoop:
             if explained is error:
                 raise
             raise explained from error
+        finally:
+            self.system.close()
 
     def _explain(self, error: Exception) -> Exception:
         """Return an error that says how to resume, if the run can be resumed after it; else the error itself."""
@@ -277,13 +282,15 @@ class TrainingLoop:
 
     async def _log(self, epoch: int, metrics: dict[str, float]) -> None:
         done = self.progress.done
-        row = {"step": done, "epoch": epoch, "time": time.time()} | metrics
-        await in_thread(self.run.append, METRICS, row)
+        await in_thread(self._write_metrics, {"step": done, "epoch": epoch, "time": time.time()} | metrics)
         await self._write_status("running")
         await in_thread(self.trackers.log, done, metrics)
         self.rows.append({"step": done} | metrics)
         self.scores.add(self.rows[-1])
         self.watcher.step(done, self.total, metrics)
+
+    def _write_metrics(self, row: dict[str, float]) -> None:
+        self.run.append(METRICS, row | self.system.read())
 
     # evaluation
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from TrainingFactory.common.texts import pluralize
 from TrainingFactory.data.conversations import Conversation
 from TrainingFactory.data.datasets import join_problems
 from TrainingFactory.data.examples import Example, Examples, total_reward_of
@@ -123,7 +124,7 @@ class TokenizedDataset:
         if self.bad:
             yield f"Skipping {len(self.bad)} bad rows: {_first(self.bad)}"
         if self.long:
-            yield f"Skipping {len(self.long)} rows longer than model.max_length: {_first(self.long)}"
+            yield f"Skipping {pluralize(len(self.long), 'row')} longer than model.max_length: {_first(self.long)}"
         if self.unused:
             yield f"Skipping {self.unused} recorded episodes that give no training signal"
 

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from TrainingFactory.apps.views.runs import LOG
 from TrainingFactory.common.http.api import ApiError
@@ -67,21 +67,32 @@ async def _start(arguments: list[str], log: Path, has_begun: Callable[[], bool])
     # Keep the file open: it may be deleted together with a run that fails to start.
     with open_regular(log, "a+b") as output:
         before = output.tell()
-        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-        # In its own session, so that Ctrl-C in the server's terminal does not reach it.
-        process = subprocess.Popen([*COMMAND, *arguments], start_new_session=True, **streams)
-        _processes.append(process)
-        threading.Thread(target=process.wait, daemon=True).start()  # reaps the process
+        process = launch(arguments, output)
         for _ in range(int(START_TIMEOUT / 0.1)):
             if has_begun() or process.returncode is not None:
                 break
             await asyncio.sleep(0.1)
         if process.returncode and not has_begun():
             output.seek(before)
-            output_text = escape_control(output.read().decode("utf-8", "replace"))
-            last_lines = "\n".join(output_text.split("\n")[-LAST_LINES:]).strip()
+            last_lines = end_of_output(output.read())
             error = last_lines.partition("error: ")[2]
             raise ApiError(error or last_lines or "the process exited at once", code="not_started")
+
+
+def launch(arguments: list[str], output: IO[Any]) -> subprocess.Popen[Any]:
+    """Start a command of this installation in its own session, so that Ctrl-C in the server's terminal does not reach
+    it."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen([*COMMAND, *arguments], start_new_session=True, **streams)
+    _processes.append(process)
+    threading.Thread(target=process.wait, daemon=True).start()  # reaps the process
+    return process
+
+
+def end_of_output(output: bytes) -> str:
+    """Return the last lines of a command's output."""
+    text = escape_control(output.decode("utf-8", "replace"))
+    return "\n".join(text.split("\n")[-LAST_LINES:]).strip()
 
 
 def stop_runs(stopping: Collection[int]) -> int:

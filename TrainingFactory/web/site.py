@@ -26,6 +26,7 @@ from TrainingFactory.runs.stopping import stop
 from TrainingFactory.web import form, processes
 from TrainingFactory.web.judges import JudgeRoutes
 from TrainingFactory.web.live import RunEvents
+from TrainingFactory.web.manage import ManageRoutes
 from TrainingFactory.web.play import PlayRoutes
 from TrainingFactory.web.pool import Pool
 from TrainingFactory.web.registry import RegistryRoutes
@@ -77,6 +78,7 @@ class Page:
         post("/api/doctor", self.doctor)
         post("/api/sample", self.sample)
         post("/api/train", self.train)
+        ManageRoutes(self.site, self.runs.folder, self.find)
         RegistryRoutes(self.site, self.runs.folder, self.pool)
         WizardRoutes(self.site, self.runs.folder, self.pool)
         PlayRoutes(self.site, self.runs, self.pool)

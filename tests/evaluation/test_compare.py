@@ -41,7 +41,7 @@ def test_tasks_are_paired() -> None:
     assert found.p == 2 * (1 + 9 + 36) / 2**9  # by hand
     assert found.difference.low < 5 / 11 < found.difference.high
     assert [flip.task for flip in found.worse] == ["t8", "t11"] and found.worse[0].shares == (1.0, 0.0)
-    assert len(found.notes) == 1 and found.notes[0].startswith("1 tasks were skipped")
+    assert len(found.notes) == 1 and found.notes[0].startswith("skipped 1 task ")
 
 
 def test_the_interval_is_that_of_differences_and_not_of_both_shares() -> None:

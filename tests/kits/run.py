@@ -19,7 +19,7 @@ from TrainingFactory.types import Message, Task, Trajectory
 
 # `sampling` of runs that are compared to the bit: it takes three times as long.
 EXACT = {"deterministic": True}
-TIMES = ("time", "seconds", "steps_per_second", "tokens_per_second", "tools_share", "tail_share")
+TIMES = ("time", "seconds", "steps_per_second", "tokens_per_second", "tools_share", "tail_share", "system/")
 
 
 class Parity(CalculatorEnvironment):

@@ -161,7 +161,7 @@ def test_a_run_shows_curves_findings_config_and_lineage(tab: Tab, page: Served, 
     assert f"tfactory runs compare {runs / 'rl'} sft --runs {runs}" in tab.text("main")
     show(tab, page, "run/rl/lineage", "trajectories.jsonl")
     assert count(tab, "svg.lineage .node") >= 2
-    tab.click(".head .actions button:last-child")
+    tab.click(".head .actions > button:last-child")
     tab.wait("document.querySelector('dialog').innerText.includes('tfactory')")
 
 
@@ -228,7 +228,9 @@ def test_groups_of_one_task_in_one_step_are_told_apart(
         show(tab, page, f"run/rl/episodes?step={GROUPS}&number={number}&group=1", "4 members")
         tab.wait(f"document.querySelector('.detail h2')?.innerText == '{group}'")
         members = "[...document.querySelectorAll('.member header b:first-child')].map(each => each.innerText)"
-        assert tab.run(members) == [f"Member {n}" for n in range(4)]
+        tab.wait(
+            f"{members}.join() == 'Member 0,Member 1,Member 2,Member 3'"
+        )  # drawn again once credit is known
     listed = tab.run("[...document.querySelectorAll('.virtual .task')].map(each => each.innerText)")
     assert listed == [f"{each} · {n}" for each in (name, f"{name}#2") for n in range(4)]
 

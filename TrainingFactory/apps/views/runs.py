@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from math import isfinite, nan
 from pathlib import Path
@@ -22,12 +25,13 @@ from TrainingFactory.apps.views.files import (
     read_last_lines,
     read_new_lines,
 )
-from TrainingFactory.common.texts import valid_text
+from TrainingFactory.common.texts import pluralize, valid_text
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import read_whole
 from TrainingFactory.evaluation.records import read_records
 from TrainingFactory.registry.lineage import chain, describe_node, origin, parent_of, tools_of
 from TrainingFactory.runs import folder as kept
+from TrainingFactory.runs.annotations import ANNOTATIONS, read_annotations
 from TrainingFactory.runs.folder import CONFIG, ENVIRONMENT, FINDINGS, METRICS, STATUS, RunFolder, is_run
 from TrainingFactory.tools.recording import SPECS_FILE
 
@@ -39,9 +43,11 @@ LISTED_METRICS = (
     "step", "reward", "loss", "tokens_per_second", "eval/success", "eval/success_low", "eval/success_high",
 )  # fmt: skip
 NUMBERS = (int, float)
-# Files that a row is computed from.
-WATCHED_FILES = (METRICS, STATUS, CONFIG, ENVIRONMENT, FINDINGS, kept.EVALUATIONS)
+# Files that a row is computed from; the last one is no progress of the run.
+WATCHED_FILES = (METRICS, STATUS, CONFIG, ENVIRONMENT, FINDINGS, kept.EVALUATIONS, ANNOTATIONS)
 BASE_MODEL = "the base model"
+UNLISTED_OPTIONS = ("logging.", "registry.")  # of a row: where results go, not how they come about
+MAX_OPTION = 80  # characters of an option's value in a row
 COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "serve", "runs episodes")
 
 
@@ -110,7 +116,8 @@ class Runs:
         seen = [file_stat(run.path / name) for name in WATCHED_FILES]
         row = cached.row
         if row is None or seen != cached.seen or (row.state in LOCK_STATES and row.state != run.state):
-            cached.seen, cached.row = seen, (row := _run_row(run, cached, max(seen)[0] / 1e9))
+            updated = max(seen[:-1])[0] / 1e9  # an annotation is no progress of the run
+            cached.seen, cached.row = seen, (row := _run_row(run, cached, updated))
         return row
 
 
@@ -147,6 +154,9 @@ def _run_row(run: RunFolder, cached: _CachedRun, updated: float) -> shapes.RunRo
     with problems.reading(kept.EVALUATIONS):
         if config is not None and row.state != "running":  # a running run's own evaluations are the newest
             row.heldout = _newest_evaluation(run, row.heldout, config) or row.heldout
+    with problems.reading(ANNOTATIONS):
+        annotations = read_annotations(run)
+        row.archived, row.tags, row.note = annotations.archived, annotations.tags, annotations.note
     with problems.reading(ENVIRONMENT):
         row.started = str(run.about["started"]).replace(" ", "T")
     row.problem = problems.texts[0] if problems.texts else None
@@ -170,6 +180,28 @@ def _add_config(row: shapes.RunRow, config: TrainingConfig) -> None:
     environment, data = config.environment, config.data
     alone = "conversation" if config.tools or data.tasks else None
     row.environment = environment.environment_id or environment.command or data.dataset or alone
+    row.seed, row.options = config.training.seed, _listed_options(config)
+
+
+def _listed_options(config: TrainingConfig) -> shapes.Json:
+    """Return the options that differ from their defaults. Long values are cut, with a digest that tells them apart."""
+    options, defaults = _flat(config.model_dump()), _default_options()
+    changed = {key: value for key, value in options.items() if key not in defaults or defaults[key] != value}
+    return {
+        key: _short_value(value) for key, value in changed.items() if not key.startswith(UNLISTED_OPTIONS)
+    }
+
+
+def _short_value(value: object) -> object:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    if len(text) <= MAX_OPTION:
+        return value
+    return f"{text[:MAX_OPTION]}… {hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:8]}"
+
+
+@cache
+def _default_options() -> shapes.Json:
+    return _flat(TrainingConfig().model_dump())
 
 
 def _newest_evaluation(
@@ -186,7 +218,7 @@ def _newest_evaluation(
             if place is not None and row.environment not in (place, Path(place).name):
                 continue
             if heldout is None or row.step >= heldout.step or run.checkpoint_folder(row.step) == run.best():
-                by = f"tfactory eval, {row.tasks} tasks of {row.environment or 'conversation'}"
+                by = f"tfactory eval, {pluralize(row.tasks, 'task')} of {row.environment or 'conversation'}"
                 return shapes.Heldout(**row.model_dump() | {"value": row.success, "by": by})
     return None
 
@@ -272,7 +304,7 @@ def config_view(run: RunFolder) -> shapes.ConfigView:
     """Return the options of a run, and the keys that differ from the defaults."""
     text = read_whole(run.path / CONFIG).decode("utf-8", "replace")
     try:
-        options, defaults = (_flat(config.model_dump()) for config in (run.config, TrainingConfig()))
+        options, defaults = _flat(run.config.model_dump()), _default_options()
     except ValueError as error:
         return shapes.ConfigView(yaml=text, options={}, changed=[], problem=str(error))
     changed = [key for key, value in options.items() if key not in defaults or defaults[key] != value]

@@ -43,7 +43,11 @@ class RunRow(BaseModel):
     tokens_per_second: Number = None
     heldout: Heldout | None = None  # last success rate on held-out tasks
     findings: int = 0  # open findings
-    tags: dict[str, str] = {}
+    seed: int | None = None
+    options: Json = {}  # options that differ from their defaults, by dotted key, without those of the section logging
+    archived: bool = False
+    tags: dict[str, str] = {}  # a tag without a value: ""
+    note: str = ""
 
 
 class RunList(BaseModel):

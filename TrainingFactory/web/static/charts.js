@@ -1,7 +1,9 @@
 // Charts with uPlot: a board of cards that share cursor, zoom and x axis.
 import { h, put } from "./dom.js";
-import { duration, number } from "./format.js";
+import { downloadCsv, downloadPng, fileName } from "./export.js";
+import { counted, duration, number } from "./format.js";
 import { iconButton, table } from "./parts.js";
+import { positive, powers, shareRange, spread, wide } from "./scales.js";
 
 const uPlot = window.uPlot;
 const HEIGHT = 168;
@@ -104,10 +106,12 @@ class Card {
     this.canvas.card = this;
     this.values = h("div", { class: "values" });
     const grow = iconButton("wide", "Enlarge, with a table of values", () => this.grow());
+    const image = iconButton("image", "Save the chart as PNG", () => this.exportPng());
+    const data = iconButton("download", "Save the values as CSV", () => this.exportCsv());
     this.element = h(
       "figure",
       { class: "chart" },
-      h("figcaption", {}, this.title, grow, this.value),
+      h("figcaption", {}, this.title, image, data, grow, this.value),
       this.legend,
       this.canvas,
       this.values,
@@ -314,10 +318,31 @@ class Card {
 
   describe() {
     const told = this.chart.lines.map(
-      ({ label, y }) => `${label}: ${y.length} points, from ${number(y[0])} to ${number(y.at(-1))}`,
+      ({ label, y }) =>
+        `${label}: ${counted(y.length, "point")}, from ${number(y[0])} to ${number(y.at(-1))}`,
     );
     this.canvas.setAttribute("aria-label", this.chart.title + ". " + told.join("; "));
     this.tellLegend(this.plot?.cursor.idx ?? null);
+  }
+
+  exportPng() {
+    const lines = this.chart.lines.map(({ label, y, at }) => ({ label, value: last(y), colour: colour(at) }));
+    const colours = { back: token("--surface"), text: token("--text"), soft: token("--soft") };
+    const { plot } = this;
+    const { title } = this.chart;
+    downloadPng(fileName(title), { title, lines, plot, colours, font: token("--sans") });
+  }
+
+  exportCsv() {
+    const { lines, title } = this.chart;
+    const columns = lines.flatMap(({ label, low }) => [
+      label,
+      ...(low ? [label + " low", label + " high"] : []),
+    ]);
+    const tables = lines.map(({ x, y, low, high }) => (low ? [x, y, low, high] : [x, y]));
+    const joined = uPlot.join(tables);
+    const rows = joined[0].map((x, at) => [x, ...joined.slice(1).map((column) => column[at])]);
+    downloadCsv(fileName(title), [[this.view.time ? "seconds" : "step", ...columns], ...rows]);
   }
 
   grow() {
@@ -351,33 +376,5 @@ function ends(sections) {
   return low <= high ? [low, high] : [0, 1];
 }
 
-/** Makes the axis as wide as its longest number. */
-function wide(_, values) {
-  return 14 + Math.max(1, ...(values ?? []).map((text) => text.length)) * 6.5;
-}
-
-/** Replaces values that a logarithmic scale cannot show by null. */
-function positive(values) {
-  return values.map((value) => (value > 0 ? value : null));
-}
-
-/** Keeps the lines of a logarithmic grid at 1, 10, 100 where it has many. */
-function powers(_, splits) {
-  const whole = (value) => value > 0 && Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9;
-  return splits.filter(whole).length > 1 ? splits.map((value) => (whole(value) ? value : null)) : splits;
-}
-
 const last = (values) => values.findLast((value) => value !== null && value !== undefined);
 const near = (values, at) => values[at] ?? last(values.slice(0, at)) ?? null;
-
-function spread(_, low, high) {
-  if (low === null || high === null) return [0, 1];
-  const size = Math.max(Math.abs(low), Math.abs(high));
-  const flat = high - low <= size * 1e-9; // rounding is no curve
-  const room = flat ? size * 0.1 || 1 : (high - low) * 0.08;
-  return [low - room, high + room]; // below zero, too: a curve on the frame looks like no curve
-}
-
-function shareRange(_, low, high) {
-  return [Math.min(0, low ?? 0) - 0.05, Math.max(1, high ?? 1) + 0.05];
-}

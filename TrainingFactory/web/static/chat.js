@@ -1,4 +1,5 @@
 // The messages of a live conversation: with their tool calls and results, or in an editor.
+import { counted } from "./format.js";
 import { h, visible } from "./dom.js";
 import { button } from "./parts.js";
 import { block, callOf, reasoning, text } from "./turns.js";
@@ -57,7 +58,7 @@ export function answerOf(message, results, turn = null) {
     h(
       "div",
       { class: "facts" },
-      `${turn.tokens} tokens`,
+      counted(turn.tokens, "token"),
       turn.finish === "stop" ? null : h("span", { class: "tag warn" }, "truncated"),
     );
   return block("assistant", null, [reasoning(message), text(message.content), calls, facts]);

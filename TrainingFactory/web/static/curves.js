@@ -1,5 +1,7 @@
 // Sections of charts from a run's metrics. Metrics that no section names are shown at the end.
 
+const DEVIATION = "±"; // ends the name of a deviation over the runs of a group
+
 const DIRECT = [
   [
     "Outcome",
@@ -69,6 +71,16 @@ const DIRECT = [
       { title: "Steps per second", of: ["steps_per_second"] },
     ],
   ],
+  [
+    "System",
+    [
+      { title: "CPU use", of: ["system/cpu"], share: true },
+      { title: "CPUs of the process", of: ["system/process_cpu"] },
+      { title: "Memory (GB)", of: ["system/memory", "system/process_memory"], names: ["machine", "process"] },
+      { title: "GPU use", under: "system/gpu/", share: true, prefix: "GPU " },
+      { title: "GPU memory (GB)", under: "system/gpu_memory/", prefix: "GPU " },
+    ],
+  ],
 ];
 
 /** Appends new rows of metrics, {steps, times, series}, to `data`. */
@@ -86,7 +98,8 @@ export function extend(data, more) {
 
 /** Returns the sections of charts of runs [{name, data}]; `time`: the x axis is the time since the first step. */
 export function sections(runs, { time = false, find = "" } = {}) {
-  const names = [...new Set(runs.flatMap(({ data }) => Object.keys(data.series)))].sort();
+  const all = [...new Set(runs.flatMap(({ data }) => Object.keys(data.series)))].sort();
+  const names = all.filter((name) => !name.endsWith(DEVIATION));
   const used = new Set(["epoch"]);
   const made = DIRECT.map(([title, specs]) => ({
     title,
@@ -139,7 +152,7 @@ function wanted(spec, names) {
 function shorten(metric, spec) {
   return spec.each
     ? metric.split("/").slice(1, -1).join("/") || "all tools"
-    : metric.split("/").at(-1).replaceAll("_", " ");
+    : (spec.prefix ?? "") + metric.split("/").at(-1).replaceAll("_", " ");
 }
 
 /** Returns the line of one metric of one run without gaps, with a band if the spec has one. */
@@ -157,12 +170,13 @@ function lineOf(data, metric, spec, time) {
     y,
     sparse: spec.sparse && at.length < 60,
   };
-  const spreads = spec.spread && data.series[spec.spread];
+  const overRuns = data.series[metric + DEVIATION];
+  const spreads = overRuns ?? (spec.spread && data.series[spec.spread]);
   if (spreads) {
     line.low = at.map((place, n) => y[n] - (spreads[place] ?? 0));
     line.high = at.map((place, n) => y[n] + (spreads[place] ?? 0));
   }
-  const [low, high] = (spec.interval ?? []).map((name) => data.series[name]);
+  const [low, high] = overRuns ? [] : (spec.interval ?? []).map((name) => data.series[name]);
   if (low && high) {
     line.low = at.map((place, n) => low[place] ?? y[n]);
     line.high = at.map((place, n) => high[place] ?? y[n]);

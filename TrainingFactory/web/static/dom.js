@@ -78,3 +78,9 @@ export function visible(text) {
       (c) => "\u27e8U+" + c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0") + "\u27e9",
     );
 }
+
+/** Highlights a changed row for a moment. */
+export function flash(row) {
+  if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
+  row.animate([{ background: "var(--accent-soft)" }, {}], { duration: 1200 });
+}

@@ -2,7 +2,7 @@
 import { get, url } from "./api.js";
 import { h, put, visible } from "./dom.js";
 import { barOf } from "./figures.js";
-import { duration, number, plain, signed, taskOf } from "./format.js";
+import { counted, duration, number, plain, signed, taskOf } from "./format.js";
 import { button, failed, iconButton, pairs, segments } from "./parts.js";
 import { conversation, messages } from "./turns.js";
 import { legend, spread } from "./tokens.js";
@@ -127,16 +127,17 @@ export class Detail {
         .filter((text) => text !== told?.note)
         .map((text) => h("p", { class: "soft note" }, text));
       const drawn = known ? way : "text";
-      put(this.body, note, notes, this.group ? members(group, drawn) : one(view, credit, drawn, this.filterBy));
+      put(
+        this.body,
+        note,
+        notes,
+        this.group ? members(group, drawn) : one(view, credit, drawn, this.filterBy),
+      );
     } catch (error) {
       if (error.name === "AbortError" || this.number !== wanted) return;
       put(
         this.body,
-        h(
-          "p",
-          { class: "why", role: "alert" },
-          "Cannot compute the token credit: " + error.message,
-        ),
+        h("p", { class: "why", role: "alert" }, "Cannot compute the token credit: " + error.message),
         one(view, null, "text", this.filterBy),
       );
     }
@@ -265,11 +266,16 @@ function members(group, way) {
   const [first] = group.members;
   const rewardsOf = group.members.map(({ row }) => row.reward).filter((reward) => reward !== null);
   const mean = rewardsOf.length ? rewardsOf.reduce((sum, each) => sum + each, 0) / rewardsOf.length : null;
-  const told = `step ${group.step} · ${group.members.length} members · mean reward ${number(mean)}`;
+  const told = `step ${group.step} · ${counted(group.members.length, "member")} · mean reward ${number(mean)}`;
   return h(
     "article",
     { class: "episode" },
-    h("header", {}, h("h2", {}, visible(first ? taskOf(first.row) : group.task)), h("span", { class: "soft" }, told)),
+    h(
+      "header",
+      {},
+      h("h2", {}, visible(first ? taskOf(first.row) : group.task)),
+      h("span", { class: "soft" }, told),
+    ),
     first && h("div", { class: "talk" }, messages(first.prompt)),
     h(
       "div",

@@ -2,7 +2,7 @@
 import { debounce, h, put } from "./dom.js";
 import { Detail } from "./episode.js";
 import { EpisodeRows } from "./episode_rows.js";
-import { duration, number, percent, taskOf } from "./format.js";
+import { counted, duration, number, percent, taskOf } from "./format.js";
 import { keys } from "./keys.js";
 import * as live from "./live.js";
 import { button, empty, searchField, select } from "./parts.js";
@@ -202,8 +202,8 @@ class EpisodesPage {
     put(
       this.told,
       rows.direct || rows.matched === rows.total
-        ? number(rows.total) + " episodes"
-        : `${shown} of ${number(rows.total)} episodes`,
+        ? counted(rows.total, "episode")
+        : `${shown} of ${counted(rows.total, "episode")}`,
       rows.building && `, ${percent(rows.indexed)} of the file read`,
     );
   }

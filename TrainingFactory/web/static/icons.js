@@ -26,6 +26,9 @@ const LINES = {
   warning: "M12 4l9 16H3z M12 10v4 M12 17v.1",
   edit: "M4 20l1-4L16 5l3 3L8 19z M14 7l3 3",
   again: "M4 12a8 8 0 0113-6l3 3 M20 4v5h-5 M20 12a8 8 0 01-13 6l-3-3 M4 20v-5h5",
+  down: "M6 9l6 6 6-6",
+  download: "M12 4v11 M7 10l5 5 5-5 M5 20h14",
+  image: "M4 5h16v14H4z M4 16l5-5 4 4 3-3 4 4 M9 9v.1",
   bolt: "M13 3L5 14h6l-1 7 8-11h-6z",
 };
 

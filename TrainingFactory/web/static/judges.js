@@ -40,8 +40,7 @@ export async function show(place) {
     );
   }
   const left =
-    older > 0 &&
-    h("p", { class: "soft note" }, "Older audits in judge-audits.jsonl are not shown here.");
+    older > 0 && h("p", { class: "soft note" }, "Older audits in judge-audits.jsonl are not shown here.");
   return void put(content, left, audits.length > 1 && overview(audits), [...audits].reverse().map(auditOf));
 }
 
@@ -164,7 +163,7 @@ function plot(points) {
     width: SIDE + left + 16,
     height: SIDE + top + 34,
     role: "img",
-    "aria-label": `Verdicts of the judge over ${points.length} labels`,
+    "aria-label": `Verdicts of the judge over ${counted(points.length, "label")}`,
   };
   return h(
     "figure",

@@ -3,14 +3,16 @@ import { get, url } from "./api.js";
 import { Board } from "./charts.js";
 import { extend, sections } from "./curves.js";
 import { debounce, h, put } from "./dom.js";
+import { downloadCsv, fileName } from "./export.js";
+import { meanData } from "./groups.js";
 import { on } from "./live.js";
 import { button, empty, searchField, segments } from "./parts.js";
 
 export class Overlay {
-  /** `names`: the runs to show. `kept`: view options from the address. `first`: element before the controls. */
+  /** `names`: the runs to show; a group {label, members} is drawn as the mean of its runs. `kept`: view options from the address. `first`: element before the controls. */
   constructor(names, signal, kept = {}, changed = () => {}, first = null) {
     this.signal = signal;
-    this.names = names;
+    this.entries = names;
     this.runs = new Map();
     this.view = {
       log: kept.log === "1",
@@ -29,9 +31,14 @@ export class Overlay {
     });
   }
 
+  /** Returns the names of all runs that are drawn. */
+  get names() {
+    return this.entries.flatMap((entry) => entry.members ?? [entry]);
+  }
+
   /** Shows these runs instead. */
   async choose(names) {
-    this.names = names;
+    this.entries = names;
     await this.read();
   }
 
@@ -65,21 +72,45 @@ export class Overlay {
   }
 
   draw() {
-    const shown = this.names
-      .filter((name) => this.runs.has(name))
-      .map((name) => ({ name, data: this.runs.get(name) }));
-    const made = sections(shown, this.view);
+    const made = sections(this.drawn(), this.view);
     if (made.length) this.board.draw(made, this.view);
     else {
       this.board.order = null;
       put(
         this.place,
-        empty(
-          this.view.find ? "No matching metric" : "No steps yet",
-          "Curves appear after the first step.",
-        ),
+        empty(this.view.find ? "No matching metric" : "No steps yet", "Curves appear after the first step."),
       );
     }
+  }
+
+  /** Returns what is drawn, [{name, data}]: the metrics of a run, or the means of a group. */
+  drawn() {
+    const read = (names) => names.filter((name) => this.runs.has(name)).map((name) => this.runs.get(name));
+    return this.entries
+      .map((entry) => {
+        const parts = read(entry.members ?? [entry]);
+        if (!parts.length) return null;
+        return { name: entry.label ?? entry, data: parts.length > 1 ? meanData(parts) : parts[0] };
+      })
+      .filter(Boolean);
+  }
+
+  /** Saves all metrics of the runs that are drawn, a row for each run and step. */
+  exportCsv() {
+    const shown = this.drawn();
+    const names = [...new Set(shown.flatMap(({ data }) => Object.keys(data.series)))].sort();
+    const rows = shown.flatMap(({ name, data }) =>
+      data.steps.map((step, at) => [
+        name,
+        step,
+        data.times[at],
+        ...names.map((each) => data.series[each]?.[at]),
+      ]),
+    );
+    downloadCsv(fileName("metrics", ...shown.slice(0, 2).map(({ name }) => name)), [
+      ["run", "step", "time", ...names],
+      ...rows,
+    ]);
   }
 
   controls(first) {
@@ -127,6 +158,7 @@ export class Overlay {
       ),
       h("label", { class: "smoothing" }, "Smoothing", slider, told),
       reset,
+      button("CSV", () => this.exportCsv(), { iconName: "download", title: "Save all metrics as CSV" }),
       searchField(
         "Find a metric",
         "",

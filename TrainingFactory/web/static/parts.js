@@ -40,8 +40,7 @@ export function iconButton(name, label, onclick, more = {}) {
 export function copyButton(label, text) {
   const copy = iconButton("copy", label, async () => {
     // Browsers allow clipboard access only on localhost and over HTTPS.
-    if (!navigator.clipboard)
-      return toast("The browser blocks copying; select the text instead.", "error");
+    if (!navigator.clipboard) return toast("The browser blocks copying; select the text instead.", "error");
     await navigator.clipboard.writeText(text());
     put(copy, icon("check"));
     setTimeout(() => put(copy, icon("copy")), 1500);
@@ -138,7 +137,7 @@ export function dialog(title, content, buttons = []) {
     shown.addEventListener("click", (event) => event.target === shown && end(null));
     document.body.append(shown);
     shown.showModal();
-    shown.querySelector(".content :is(select, input), footer button")?.focus();
+    shown.querySelector(".content :is(select, input:not([type=checkbox])), footer button")?.focus();
   });
 }
 
@@ -146,6 +145,43 @@ export function dialog(title, content, buttons = []) {
 export async function confirm(title, content, yes, kind = "main") {
   const no = { text: "Cancel", value: () => false };
   return (await dialog(title, content, [no, { text: yes, value: () => true, kind }])) === true;
+}
+
+/** A button that opens a list of actions: [text, action, class]. */
+export function menu(label, items, more = {}) {
+  const close = () => made.removeAttribute("open");
+  const list = items.map(([text, action, kind]) =>
+    button(
+      text,
+      () => {
+        close();
+        action();
+      },
+      { class: kind },
+    ),
+  );
+  const made = h(
+    "details",
+    { class: "menu", ...more },
+    h("summary", { class: "button small" }, label, icon("down", 14)),
+    h("div", { class: "menu-list" }, list),
+  );
+  made.addEventListener("toggle", () => {
+    if (!made.open) return;
+    const outside = (event) => made.contains(event.target) || close();
+    const escape = (event) => event.key === "Escape" && (close(), made.querySelector("summary").focus());
+    document.addEventListener("pointerdown", outside);
+    made.addEventListener("keydown", escape);
+    made.addEventListener(
+      "toggle",
+      () => {
+        document.removeEventListener("pointerdown", outside);
+        made.removeEventListener("keydown", escape);
+      },
+      { once: true },
+    );
+  });
+  return made;
 }
 
 /** A row of buttons of which one is pressed. */

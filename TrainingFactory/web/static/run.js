@@ -4,12 +4,14 @@ import { h, put } from "./dom.js";
 import { duration, measured, number, percent } from "./format.js";
 import { keys } from "./keys.js";
 import * as live from "./live.js";
+import { Jobs, archive, edit, evaluate, exportModel, remove } from "./manage.js";
 import {
   act,
   button,
   command,
   confirm,
   dialog,
+  menu,
   notFound,
   progress,
   stateBadge,
@@ -23,6 +25,7 @@ import * as findings from "./run_findings.js";
 import * as lineage from "./run_lineage.js";
 import * as log from "./run_log.js";
 import * as episodes from "./episodes.js";
+import { tagsOf } from "./runs_columns.js";
 
 const TABS = [
   ["", "Curves", curves],
@@ -43,6 +46,8 @@ export async function show(place) {
   const shown = TABS.find(([path]) => path === tab);
   if (!shown || parts.length > 2) return put(main, notFound());
   const head = new Head(SUMMED.includes(shown[0]));
+  const jobs = new Jobs(name, signal, () => reread(name, view, signal, draw));
+  head.jobs = jobs;
   const content = h("div", { class: "view" }, waiting());
   const nav = h("nav", { class: "tabs", "aria-label": "Views of the run" });
   put(main, waiting());
@@ -53,7 +58,7 @@ export async function show(place) {
     drawTabs(nav, name, shown[0], view);
     for (const call of heard) call();
   };
-  put(main, head.element, nav, content);
+  put(main, head.element, SUMMED.includes(shown[0]) && jobs.element, nav, content);
   draw();
   live.on("runs", signal, (changed) => {
     const row = live.runs.get(name);
@@ -110,11 +115,14 @@ class Head {
     this.what = h("span", { class: "soft" });
     this.actions = h("div", { class: "actions" });
     this.why = h("p", { class: "why", role: "alert" });
+    this.tags = h("span", { class: "run-tags" });
+    this.note = h("p", { class: "run-note" });
     this.numbers = h("div", {});
     this.element = h(
       "div",
       {},
-      h("header", { class: "head" }, this.title, this.state, this.what, this.actions),
+      h("header", { class: "head" }, this.title, this.state, this.what, this.tags, this.actions),
+      this.note,
       this.why,
       this.numbers,
     );
@@ -126,12 +134,16 @@ class Head {
     this.why.hidden = !why;
     if (this.why.textContent !== (why ?? "")) put(this.why, why);
     if (this.summed) put(this.numbers, numbers(view));
-    if (this.shown === row.state) return;
-    this.shown = row.state;
+    const key = JSON.stringify([row.state, row.tags, row.note, row.archived, view.checkpoints.length]);
+    if (this.shown === key) return;
+    this.shown = key;
+    put(this.tags, tagsOf({ ...row, findings: 0 }));
+    put(this.note, row.note);
+    this.note.hidden = !row.note;
     put(this.title, row.name);
     put(this.state, stateBadge(row.state));
     put(this.what, [row.algorithm, row.model, row.environment].filter(Boolean).join(" · "));
-    put(this.actions, actions(view));
+    put(this.actions, actions(view, this.jobs));
   }
 }
 
@@ -160,7 +172,7 @@ function numbers({ row }) {
   return tiles(figures);
 }
 
-function actions(view) {
+function actions(view, jobs) {
   const { row, commands } = view;
   const made = [];
   if (row.state === "running")
@@ -179,8 +191,23 @@ function actions(view) {
         id: "resume",
       }),
     );
+  made.push(menu("Manage", managing(view, jobs), { id: "manage" }));
   made.push(button("Commands", () => showCommands(row.name, commands), { iconName: "copy" }));
   return made;
+}
+
+/** The actions of the menu: those that the state of the run allows. */
+function managing(view, jobs) {
+  const { row, checkpoints } = view;
+  const after = async (started) => (await started) && jobs.read();
+  const gone = async () => (await remove([row.name])).length && (location.hash = "#/runs");
+  return [
+    ["Edit name, tags, note…", () => edit(view.row)],
+    checkpoints.length > 0 && ["Evaluate…", () => after(evaluate(view))],
+    checkpoints.length > 0 && ["Export the model…", () => after(exportModel(view))],
+    [row.archived ? "Unarchive" : "Archive", () => archive([row.name], !row.archived)],
+    row.state !== "running" && ["Delete…", gone, "danger"],
+  ].filter(Boolean);
 }
 
 async function stop(pressed, name) {

@@ -1,36 +1,25 @@
 // Runs: a live table of all runs, with filters, sorting, and overlaid curves of the selected runs.
-import { debounce, h, put, scroller } from "./dom.js";
-import { interval, spark } from "./figures.js";
-import { ago, counted, duration, measured, moment, number, percent } from "./format.js";
+import { debounce, flash, h, put, scroller } from "./dom.js";
+import { downloadCsv } from "./export.js";
+import { ago, number } from "./format.js";
+import { GROUPINGS, described, groupCsv, groupEntries, groupRows, groupTable } from "./groups.js";
 import { keys } from "./keys.js";
 import * as live from "./live.js";
+import { bulkMenu } from "./manage.js";
 import { Overlay } from "./overlay.js";
-import { button, empty, progress, searchField, select, stateBadge, waiting } from "./parts.js";
+import { button, empty, searchField, select, stateBadge, waiting } from "./parts.js";
+import {
+  STATES,
+  chosenColumns,
+  columnsButton,
+  columnsOf,
+  runsCsv,
+  sortOptions,
+  tagsOf,
+} from "./runs_columns.js";
 
-const STATES = ["running", "finished", "interrupted", "failed", "killed", "unreadable"];
-const COLUMNS = [
-  { key: "name", text: "Run", of: (row) => row.name },
-  { key: "state", text: "State", of: (row) => STATES.indexOf(row.state) },
-  { key: "algorithm", text: "Algorithm", of: (row) => row.algorithm, class: "c-algorithm" },
-  { key: "model", text: "Model", of: (row) => row.model, class: "c-model" },
-  { key: "environment", text: "Environment", of: (row) => row.environment ?? "", class: "c-environment" },
-  {
-    key: "progress",
-    text: "Progress",
-    of: (row) => (row.steps ? row.step / row.steps : 0),
-    class: "c-progress",
-  },
-  { key: "reward", text: "Reward or loss", of: (row) => row.reward ?? -Infinity, class: "c-curve" },
-  {
-    key: "heldout",
-    text: "Held-out success",
-    of: (row) => row.heldout?.value ?? -Infinity,
-    class: "c-heldout",
-  },
-  { key: "speed", text: "Tokens/s", of: (row) => row.tokens_per_second ?? -Infinity, class: "num c-speed" },
-  { key: "seconds", text: "Time", of: (row) => row.seconds, class: "num c-time" },
-  { key: "updated", text: "Updated", of: (row) => row.updated, class: "num c-updated" },
-];
+const NAME = { key: "name", text: "Run", of: (row) => row.name };
+const ARCHIVED = "archived"; // a choice of the state filter
 const MOST_OVERLAID = 8;
 
 export async function show(place) {
@@ -40,17 +29,12 @@ export async function show(place) {
   page.state = query.get("state") ?? "";
   page.sort = query.get("sort") ?? "updated";
   page.down = query.get("up") !== "1";
+  page.by = query.get("by") ?? "";
   page.selected = new Set((query.get("select") ?? "").split(",").filter(Boolean));
   page.build();
   live.on("runs", signal, (changed) => page.update(changed));
   const clock = setInterval(() => page.times(), 10_000);
   signal.addEventListener("abort", () => clearInterval(clock));
-}
-
-/** Highlights a changed row for a moment. */
-function flash(row) {
-  if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
-  row.animate([{ background: "var(--accent-soft)" }, {}], { duration: 1200 });
 }
 
 class RunsPage {
@@ -61,15 +45,16 @@ class RunsPage {
   build() {
     this.summary = h("p", { class: "summary" });
     this.body = h("tbody", {});
-    this.heads = COLUMNS.map((column) => this.headOf(column));
     const all = h("input", {
       type: "checkbox",
       "aria-label": "Select all shown",
       onchange: () => this.selectAll(all.checked),
     });
     this.all = all;
-    const head = h("thead", {}, h("tr", {}, h("th", { class: "pick" }, all), this.heads));
-    this.list = h("div", { class: "table runs" }, h("table", { "aria-label": "Runs" }, head, this.body));
+    this.headRow = h("tr", {});
+    this.table = h("table", { "aria-label": "Runs" }, h("thead", {}, this.headRow), this.body);
+    this.list = scroller(h("div", { class: "table runs" }));
+    this.useColumns();
     this.none = h("div", {});
     this.bar = h("div", { class: "selection", hidden: true });
     this.overlayPlace = scroller(
@@ -85,7 +70,7 @@ class RunsPage {
       this.find,
       debounce(80, (text) => this.set({ find: text })),
     );
-    const states = [["", "All states"], ...STATES.map((state) => [state, state])];
+    const states = [["", "All states"], ...STATES.map((state) => [state, state]), [ARCHIVED, "archived"]];
     put(
       this.main,
       h(
@@ -100,6 +85,28 @@ class RunsPage {
         { class: "filters" },
         filter,
         select("State", states, this.state, (state) => this.set({ state })),
+        select("Groups", GROUPINGS, this.by, (by) => this.set({ by })),
+        select(
+          "Order",
+          sortOptions(this.columns),
+          this.sort,
+          (sort) => this.set({ sort, down: sort !== "name" }),
+          {
+            class: "phone-only",
+          },
+        ),
+        h(
+          "div",
+          { class: "buttons" },
+          columnsButton(
+            () => this.shown(),
+            () => this.useColumns(),
+          ),
+          button("CSV", () => this.exportCsv(), {
+            iconName: "download",
+            title: "Save the shown table as CSV",
+          }),
+        ),
       ),
       this.bar,
       this.overlayPlace,
@@ -110,13 +117,30 @@ class RunsPage {
     this.update(null);
   }
 
+  /** Rebuilds the table with the chosen columns. */
+  useColumns() {
+    const chosen = chosenColumns();
+    this.columns = columnsOf(chosen);
+    this.list.classList.toggle("chosen", chosen !== null);
+    this.heads = [NAME, ...this.columns].map((column) => this.headOf(column));
+    put(this.headRow, h("th", { class: "pick" }, h("label", { class: "tap" }, this.all)), this.heads);
+    this.rows.clear();
+    if (this.none) this.update(null);
+  }
+
+  exportCsv() {
+    const shown = this.shown();
+    if (this.by) downloadCsv("groups", groupCsv(groupRows(shown, this.by)));
+    else downloadCsv("runs", runsCsv(shown, this.columns));
+  }
+
   headOf(column) {
     const sorted = () =>
       this.set({ sort: column.key, down: this.sort === column.key ? !this.down : column.key !== "name" });
     const head = h(
       "th",
       { scope: "col", class: column.class },
-      h("button", { type: "button", onclick: sorted }, column.text),
+      h("button", { type: "button", onclick: sorted, title: column.title }, column.text),
     );
     head.column = column.key;
     return head;
@@ -134,10 +158,11 @@ class RunsPage {
 
   set(change) {
     Object.assign(this, change);
-    const { find, state, sort, down, selected } = this;
+    const { find, state, by, sort, down, selected } = this;
     this.setQuery({
       find,
       state,
+      by,
       sort: sort === "updated" ? "" : sort,
       up: down ? "" : "1",
       select: [...selected].join(","),
@@ -158,7 +183,7 @@ class RunsPage {
       if (known && changed?.has(row.name)) flash(known);
     }
     const shown = this.shown();
-    this.order(shown.map((row) => this.rows.get(row.name)));
+    this.drawList(shown);
     for (const head of this.heads) {
       if (head.column === this.sort) head.setAttribute("aria-sort", this.down ? "descending" : "ascending");
       else head.removeAttribute("aria-sort");
@@ -168,6 +193,18 @@ class RunsPage {
     this.tellSummary(shown.length);
     this.tellSelection();
     return undefined;
+  }
+
+  /** Draws the rows, or the table of their groups. */
+  drawList(shown) {
+    this.list.classList.toggle("grouped", this.by !== "");
+    if (this.by)
+      return void put(
+        this.list,
+        groupTable(groupRows(shown, this.by), this.selected, (names) => this.toggleAll(names)),
+      );
+    if (this.list.firstChild !== this.table) put(this.list, this.table);
+    return this.order(shown.map((row) => this.rows.get(row.name)));
   }
 
   /** Sorts the rows, only if the order has changed, because a moved row loses the focus. */
@@ -192,18 +229,21 @@ class RunsPage {
 
   shown() {
     const words = this.find.toLowerCase().split(/\s+/).filter(Boolean);
-    const column = COLUMNS.find(({ key }) => key === this.sort) ?? COLUMNS.at(-1);
+    const column = [NAME, ...this.columns].find(({ key }) => key === this.sort) ?? columnsOf(["updated"])[0];
+    const rank = column.rank ?? column.of;
     const fits = (row) => {
-      if (this.state && row.state !== this.state) return false;
+      if (row.archived !== (this.state === ARCHIVED)) return false;
+      if (this.state && this.state !== ARCHIVED && row.state !== this.state) return false;
       const tags = Object.entries(row.tags).map(([key, value]) => key + "=" + value);
-      const text = [row.name, row.algorithm, row.model, row.environment, row.state, ...tags]
+      const text = [row.name, row.algorithm, row.model, row.environment, row.state, row.note, ...tags]
         .join(" ")
         .toLowerCase();
       return words.every((word) => text.includes(word));
     };
     const order = (a, b) => {
-      const [x, y] = [column.of(a), column.of(b)];
-      const less = typeof x === "string" ? x.localeCompare(y, "en", { numeric: true }) : x - y;
+      const [x, y] = [rank(a) ?? -Infinity, rank(b) ?? -Infinity];
+      const text = typeof x === "string" || typeof y === "string";
+      const less = text ? String(x).localeCompare(String(y), "en", { numeric: true }) : x === y ? 0 : x - y;
       return (this.down ? -less : less) || a.name.localeCompare(b.name);
     };
     return [...live.runs.values()].filter(fits).sort(order);
@@ -218,26 +258,22 @@ class RunsPage {
     });
     const title = h("a", { href: "#/run/" + encodeURIComponent(row.name), title: row.name }, row.name);
     const name = h("td", { class: "name" }, h("div", { class: "title" }, title, h("span", {})), h("div", {}));
-    const rest = COLUMNS.slice(1).map((column) => h("td", { class: column.class }));
-    const made = h("tr", {}, h("td", { class: "pick" }, pick), name, rest);
+    const rest = this.columns.map(({ class: kind, text }) => h("td", { class: kind, "data-label": text }));
+    const made = h("tr", {}, h("td", { class: "pick" }, h("label", { class: "tap" }, pick)), name, rest);
     made.addEventListener(
       "click",
       (event) =>
-        event.target.closest("a, input, button") || (location.hash = "#/run/" + encodeURIComponent(row.name)),
+        event.target.closest("a, input, button, label") ||
+        (location.hash = "#/run/" + encodeURIComponent(row.name)),
     );
     return made;
   }
 
   fill(made, row) {
-    const [pick, name, state, algorithm, model, environment, steps, curve, held, speed, seconds, updated] =
-      made.children;
+    const [pick, name, ...cells] = made.children;
     made.className = row.state + (this.at === row.name ? " at" : "");
-    pick.firstChild.checked = this.selected.has(row.name);
-    const tags = Object.entries(row.tags).map(([key, value]) =>
-      h("span", { class: "tag" }, key + "=" + value),
-    );
-    const found = row.findings > 0 && h("span", { class: "tag warn" }, counted(row.findings, "finding"));
-    put(name.firstChild.lastChild, tags, found);
+    pick.querySelector("input").checked = this.selected.has(row.name);
+    put(name.firstChild.lastChild, tagsOf(row));
     put(
       name.lastChild,
       h(
@@ -249,39 +285,12 @@ class RunsPage {
       ),
       row.problem && h("small", { class: "problem", title: row.problem }, row.problem),
     );
-    put(state, stateBadge(row.state));
-    put(algorithm, row.algorithm);
-    put(model, row.model);
-    model.title = row.model;
-    put(environment, row.environment);
-    put(steps, row.state !== "unreadable" && progress(row.step, row.steps));
-    const loss = row.spark_of === "loss";
-    put(
-      curve,
-      h(
-        "span",
-        { class: "curve" },
-        spark(row.spark, row.spark_of),
-        h("span", { class: "num" }, number(loss ? row.loss : row.reward, 3)),
-        loss && row.spark.length > 0 && h("small", {}, "loss"),
-      ),
-    );
-    put(
-      held,
-      row.heldout &&
-        h(
-          "span",
-          { class: "curve", title: measured(row.heldout) },
-          interval(row.heldout),
-          h("span", { class: "num" }, percent(row.heldout.value)),
-          row.heldout.by !== "training" && h("small", {}, "eval"),
-        ),
-    );
-    put(speed, row.tokens_per_second && number(Math.round(row.tokens_per_second)));
-    put(seconds, row.seconds > 0 && duration(row.seconds));
-    put(updated, ago(row.updated));
-    updated.dataset.updated = row.updated;
-    updated.title = moment(row.updated);
+    this.columns.forEach(({ draw, of, title }, at) => {
+      const content = draw ? draw(row) : of(row);
+      put(cells[at], content === 0 ? "0" : content);
+      cells[at].classList.toggle("none", !content && content !== 0);
+      if (!draw && !title) cells[at].title = of(row) ?? "";
+    });
   }
 
   times() {
@@ -290,7 +299,7 @@ class RunsPage {
   }
 
   tellSummary(shown) {
-    const rows = [...live.runs.values()];
+    const rows = [...live.runs.values()].filter((row) => row.archived === (this.state === ARCHIVED));
     const told = STATES.map((state) => [state, rows.filter((row) => row.state === state).length]).filter(
       ([, count]) => count,
     );
@@ -327,6 +336,16 @@ class RunsPage {
     this.set({ selected: next });
   }
 
+  /** Selects runs, or clears them if all of them are selected. */
+  toggleAll(names) {
+    const next = new Set(this.selected);
+    const all = names.every((name) => next.has(name));
+    for (const name of names)
+      if (all) next.delete(name);
+      else next.add(name);
+    this.set({ selected: next });
+  }
+
   selectAll(every) {
     this.set({ selected: new Set(every ? this.shown().map(({ name }) => name) : []) });
   }
@@ -338,30 +357,36 @@ class RunsPage {
     this.overlayPlace.hidden = !chosen.length;
     this.all.checked = chosen.length > 0;
     if (!chosen.length) return;
-    const over = chosen.slice(0, MOST_OVERLAID);
+    const drawn = this.by ? groupEntries(chosen, live.runs, this.by) : chosen;
+    const over = drawn.slice(0, MOST_OVERLAID);
     const note =
-      chosen.length > MOST_OVERLAID &&
+      drawn.length > MOST_OVERLAID &&
       h("span", { class: "soft" }, "curves of the first " + MOST_OVERLAID + " are shown");
     put(
       this.bar,
-      h("b", {}, counted(chosen.length, "run") + " selected"),
+      h("b", {}, described(chosen.length, this.by && drawn.length)),
       note,
-      over.length === 2 &&
+      chosen.length === 2 &&
         h(
           "a",
           {
             class: "button small",
-            href: `#/run/${encodeURIComponent(over[0])}/config?against=${encodeURIComponent(over[1])}`,
+            href: `#/run/${encodeURIComponent(chosen[0])}/config?against=${encodeURIComponent(chosen[1])}`,
           },
           "Compare their configs",
         ),
+      bulkMenu(
+        chosen.map((name) => live.runs.get(name)),
+        (gone) => this.set({ selected: new Set(chosen.filter((name) => !gone.has(name))) }),
+      ),
       button("Clear", () => this.selectAll(false), { class: "small" }),
     );
     if (!this.overlay) {
       this.overlay = new Overlay(over, this.signal);
       put(this.overlayPlace, this.overlay.element);
     }
-    if (this.drawn !== over.join()) this.overlay.choose(over);
-    this.drawn = over.join();
+    const key = JSON.stringify(over);
+    if (this.drawn !== key) this.overlay.choose(over);
+    this.drawn = key;
   }
 }

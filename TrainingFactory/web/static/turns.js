@@ -29,7 +29,7 @@ function turnOf(turn, at, pieces, way, credit) {
   } = turn;
   const facts = [
     `turn ${at + 1}`,
-    `${turn.tokens} tokens`,
+    counted(turn.tokens, "token"),
     finish === "stop" ? null : "ended by " + finish,
     version > 0 && `after ${counted(version, "update")}`,
   ]

@@ -1,0 +1,129 @@
+"""Deleting and renaming runs, with a check of what else needs their files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from TrainingFactory.data.disk import read_whole, remove_folder, sync
+from TrainingFactory.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.registry.lineage import chain
+from TrainingFactory.runs.folder import ENVIRONMENT, RunFolder, check_run_name, list_runs
+
+LABELS = "labels"  # folder beside the runs: gold labels by run name, see docs/JUDGES.md
+
+
+@dataclass(slots=True)
+class RunReferences:
+    """What refers to a run. `needed_by` breaks without the run's files; `copies` keep what they need themselves."""
+
+    needed_by: list[str] = field(default_factory=list)  # such as: run rl loads checkpoints/step-000040
+    copies: list[str] = field(default_factory=list)  # such as: agent:2 was trained by it
+    size: int = 0  # bytes of the run's folder
+
+
+def find_references(run: RunFolder, runs: Path) -> RunReferences:
+    """Return what refers to `run` among the runs and registered models of the folder `runs`."""
+    references = RunReferences(size=_folder_size(run.path))
+    folder = run.path.resolve()
+    for other in list_runs(runs):
+        if other.path.resolve() == folder:
+            continue
+        used = sorted(
+            {str(path.relative_to(folder)) for path in _used_paths(other) if path.is_relative_to(folder)}
+        )
+        if not used:
+            continue
+        names = ["its recorded tool calls" if name == "." else name for name in used]
+        text = f"run {other.name} uses {', '.join(names)}"
+        (references.copies if _is_complete(other) else references.needed_by).append(text)
+    for version in Catalogue(registry_path(runs)).versions():
+        if any(node.get("path") == str(folder) for node in chain(version.lineage)):
+            references.copies.append(f"registered model {version} was trained by it")
+    return references
+
+
+def delete_run(run: RunFolder, runs: Path, force: bool = False) -> RunReferences:
+    """Delete a run of the folder `runs`. Raise ValueError if it is running or in use, if it is not directly in `runs`,
+    or if another run needs its files and `force` is not set. Return what referred to it."""
+    references = _claim(run, runs, None if force else "deleted")
+    try:
+        remove_folder(run.path)
+    finally:
+        run.unlock()
+    return references
+
+
+def rename_run(run: RunFolder, name: str, runs: Path) -> RunFolder:
+    """Rename a run of the folder `runs`, with the labels of its episodes. Raise ValueError like `delete_run`."""
+    check_run_name(name)
+    target = run.path.with_name(name)
+    if os.path.lexists(target) or os.path.lexists(target.with_name(f".{name}.part")):
+        raise ValueError(f"{target} already exists. Choose another name")
+    _claim(run, runs, "renamed")
+    try:
+        os.rename(run.path, target)
+        labels = runs / LABELS / f"{run.name}.jsonl"
+        if labels.is_file() and not (moved := labels.with_name(f"{name}.jsonl")).exists():
+            os.rename(labels, moved)
+        sync(target.parent)
+    finally:
+        run.unlock()
+    return RunFolder(target)
+
+
+def _claim(run: RunFolder, runs: Path, action: str | None) -> RunReferences:
+    """Lock a run for an exclusive change; raise ValueError if it must stay. With `action` None, references are no
+    obstacle."""
+    if run.path.is_symlink() or run.path.resolve().parent != runs.resolve():
+        raise ValueError(f"{run.path} is not a folder in {runs}. Name its folder of runs: --runs FOLDER")
+    try:
+        run.lock()
+    except ValueError:
+        stop = f"tfactory runs stop {run.shown}"
+        raise ValueError(f"run {run.name} is running or in use. Stop it first: {stop}") from None
+    try:
+        references = find_references(run, runs)
+        if action and references.needed_by:
+            delete = f"Delete those first, or delete it anyway: tfactory runs delete {run.shown} --force"
+            remedy = (
+                delete if action == "deleted" else "Set a tag or a note instead: tfactory runs tag --help"
+            )
+            needed = "; ".join(references.needed_by)
+            raise ValueError(f"run {run.name} cannot be {action}: {needed}. {remedy}")
+    except BaseException:
+        run.unlock()
+        raise
+    return references
+
+
+def _is_complete(run: RunFolder) -> bool:
+    """Return whether a run needs none of the files that it was started from: finished, and no adapter over them."""
+    try:
+        return run.status.status == "finished" and not run.config.lora.enabled
+    except ValueError:  # unreadable: assume that it can be repaired and resumed
+        return False
+
+
+def _used_paths(run: RunFolder) -> Iterator[Path]:
+    """Yield the paths in environment.json, which a resumed run loads; not those of its lineage, which is history."""
+    try:
+        about = json.loads(read_whole(run.path / ENVIRONMENT))
+    except (OSError, ValueError):
+        return
+    values = [about]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            values += [inner for key, inner in value.items() if key != "parent"]
+        elif isinstance(value, list):
+            values += value
+        elif isinstance(value, str) and value.startswith(os.sep):
+            yield Path(value)
+
+
+def _folder_size(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())

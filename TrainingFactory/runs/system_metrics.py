@@ -1,0 +1,99 @@
+"""System metrics of a run: use of processors, memory and GPUs, averaged over a step.
+
+system/cpu               share of the machine's processors in use, 0 to 1
+system/process_cpu       processors that this process uses
+system/memory            used memory of the machine, GB
+system/process_memory    resident memory of this process, GB
+system/gpu/0             share of the time in which GPU 0 was busy, 0 to 1; needs NVML (`pip install nvidia-ml-py`)
+system/gpu_memory/0      used memory of GPU 0, GB; without NVML the memory that this process reserves there
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from statistics import fmean
+from typing import Any
+
+import psutil
+
+GB = 1e9
+MIN_INTERVAL = (
+    0.2  # seconds between two readings; quicker steps share one, so that reading costs no step time
+)
+GPU_INTERVAL = 1.0  # seconds between two readings of the GPUs during a step
+
+
+class SystemMonitor:
+    """Measures the machine between two calls of `read`. `start` begins the first interval."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._last = 0.0  # time of the last reading
+        self._gpu_samples: list[dict[str, float]] = []
+        self._ended = threading.Event()
+        self._sampler: threading.Thread | None = None
+
+    def start(self) -> None:
+        psutil.cpu_percent()
+        self._process.cpu_percent()
+        self._last = time.monotonic()
+        if self._sampler is None and _cuda() is not None:
+            self._sampler = threading.Thread(target=self._sample_gpus, daemon=True, name="system-metrics")
+            self._sampler.start()
+
+    def read(self) -> dict[str, float]:
+        """Return the metrics since the last reading; none if it was less than MIN_INTERVAL ago."""
+        now = time.monotonic()
+        if now - self._last < MIN_INTERVAL:
+            return {}
+        self._last = now
+        with self._process.oneshot():
+            process_cpu, process_memory = self._process.cpu_percent(), self._process.memory_info().rss
+        metrics = {
+            "system/cpu": psutil.cpu_percent() / 100,
+            "system/process_cpu": process_cpu / 100,
+            "system/memory": psutil.virtual_memory().used / GB,
+            "system/process_memory": process_memory / GB,
+        }
+        return metrics | self._gpu_means()
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def _sample_gpus(self) -> None:
+        while not self._ended.wait(GPU_INTERVAL):
+            self._gpu_samples.append(gpu_metrics(_cuda()))
+
+    def _gpu_means(self) -> dict[str, float]:
+        samples, self._gpu_samples = self._gpu_samples, []
+        if self._sampler is not None and not samples:  # the step was shorter than GPU_INTERVAL
+            samples = [gpu_metrics(_cuda())]
+        return _means(samples)
+
+
+def gpu_metrics(cuda: Any) -> dict[str, float]:
+    """Return use and memory of the visible GPUs; `cuda` is torch.cuda. No call of the CUDA runtime is made, because one
+    from another thread could break the capture of a CUDA graph."""
+    metrics: dict[str, float] = {}
+    devices = range(cuda.device_count())
+    try:
+        for device in devices:
+            metrics[f"system/gpu/{device}"] = cuda.utilization(device) / 100
+            metrics[f"system/gpu_memory/{device}"] = cuda.device_memory_used(device) / GB
+    except Exception:  # no NVML, a driver without it, or a device that it cannot measure (MIG)
+        reserved = {device: cuda.memory_reserved(device) for device in devices}
+        metrics |= {f"system/gpu_memory/{device}": size / GB for device, size in reserved.items() if size}
+    return metrics
+
+
+def _means(samples: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    return {name: fmean(sample[name] for sample in samples if name in sample) for name in names}
+
+
+def _cuda() -> Any:
+    """Return torch.cuda if this process uses a GPU, else None. Torch is not imported for it."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None

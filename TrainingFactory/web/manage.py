@@ -1,0 +1,222 @@
+"""Routes that manage a run: annotate, rename and delete it, and evaluate or export its model in a separate process."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from TrainingFactory.apps.manage import runs as manage
+from TrainingFactory.apps.views.registry import runs_option
+from TrainingFactory.common.http.api import ApiError
+from TrainingFactory.common.http.site import Site
+from TrainingFactory.data.disk import open_regular
+from TrainingFactory.runs.annotations import annotate, read_annotations
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.web import processes
+
+EXPORTS = "exports"  # in the folder of runs: exported models
+MAX_OUTPUT = 64 << 10  # bytes at the end of a job's output that are read
+Checkpoint = Annotated[str, Field(pattern=r"^(last|best|step-\d+)$")]
+Count = Annotated[int, Field(ge=1)]
+
+
+class AnnotationRequest(BaseModel):
+    """Fields that are null stay as they are; `tags` replaces all tags."""
+
+    archived: bool | None = None
+    tags: dict[str, str] | None = None
+    note: str | None = None
+
+
+class RenameRequest(BaseModel):
+    new_name: str
+
+
+class DeleteRequest(BaseModel):
+    confirm: str  # the name of the run again
+    force: bool = False  # although other runs need its files
+
+
+class EvaluationStart(BaseModel):
+    checkpoint: Checkpoint = "last"
+    tasks: Count | None = None  # number of held-out tasks; null: as in the run's own evaluations
+    episodes: Count | None = None  # per task
+    temperature: Annotated[float, Field(ge=0)] | None = None
+
+
+class ExportStart(BaseModel):
+    checkpoint: Checkpoint = "last"
+    folder: str  # name of a new folder in `exports/` of the folder of runs
+    merge: bool = False  # merge the adapter into its base model
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+
+class ManagedRun(BaseModel):
+    name: str
+    command: str  # equivalent command
+
+
+class ReferenceList(BaseModel):
+    needed_by: list[str]  # runs that need files of this one
+    copies: list[str]  # runs and registered models that keep what they need themselves
+    bytes: int  # size of the run's folder
+
+
+class JobView(BaseModel):
+    number: int
+    kind: Literal["eval", "export"]
+    state: Literal["running", "finished", "failed"]
+    command: str
+    started: float  # seconds since 1970
+    output: str  # last lines
+
+
+class JobList(BaseModel):
+    jobs: list[JobView]  # the newest first
+
+
+@dataclass(slots=True)
+class _Job:
+    run: str
+    kind: Literal["eval", "export"]
+    command: str
+    log: Path
+    start: int  # byte of the log at which the job's output starts
+    process: subprocess.Popen[Any]
+    started: float = field(default_factory=time.time)
+
+    def view(self, number: int) -> JobView:
+        status = self.process.poll()
+        state = "running" if status is None else "failed" if status else "finished"
+        output = processes.end_of_output(self._output())
+        return JobView(
+            number=number, kind=self.kind, state=state, command=self.command, started=self.started, output=output
+        )  # fmt: skip
+
+    def _output(self) -> bytes:
+        try:
+            with open_regular(self.log) as file:
+                end = file.seek(0, 2)
+                file.seek(max(self.start, end - MAX_OUTPUT))
+                return file.read()
+        except (OSError, ValueError):  # deleted meanwhile
+            return b""
+
+
+class ManageRoutes:
+    def __init__(self, site: Site, runs: Path, find: Callable[[str], RunFolder]) -> None:
+        self._runs, self._find = runs, find
+        self._jobs: list[_Job] = []
+        self._changing = threading.Lock()
+        site.add("GET", "/api/runs/{name}/references", self.references)
+        site.add("GET", "/api/runs/{name}/jobs", self.jobs)
+        for action in (self.annotate, self.rename, self.delete, self.evaluate, self.export, self.cancel):
+            site.add("POST", f"/api/runs/{{name}}/{action.__name__}", action)
+
+    def references(self, name: str) -> ReferenceList:
+        """List what refers to a run, and the size of its folder."""
+        references = manage.find_references(self._find(name), self._runs)
+        return ReferenceList(needed_by=references.needed_by, copies=references.copies, bytes=references.size)
+
+    def annotate(self, name: str, request: AnnotationRequest) -> ManagedRun:
+        """Archive a run, or replace its tags or its note."""
+        run = self._find(name)
+        removed = [] if request.tags is None else read_annotations(run).tags.keys() - request.tags.keys()
+        annotate(run, archived=request.archived, tags=request.tags, removed=removed, note=request.note)
+        return ManagedRun(name=name, command=f"tfactory runs show {run.shown}")
+
+    def rename(self, name: str, request: RenameRequest) -> ManagedRun:
+        """Rename a run that is not running and whose files no other run needs."""
+        run = self._find(name)
+        with self._changing, _refusals():
+            self._check_idle(name)
+            renamed = manage.rename_run(run, request.new_name, self._runs)
+        arguments = shlex.join(["tfactory", "runs", "rename", name, renamed.name])
+        return ManagedRun(name=renamed.name, command=arguments + runs_option(self._runs))
+
+    def delete(self, name: str, request: DeleteRequest) -> ManagedRun:
+        """Delete a run that is not running. `force`: although other runs need its files."""
+        run = self._find(name)
+        if request.confirm != name:
+            raise ApiError(f"confirm must be the name of the run, {name}", "confirm")
+        with self._changing, _refusals():
+            self._check_idle(name)
+            manage.delete_run(run, self._runs, request.force)
+        arguments = ["tfactory", "runs", "delete", name, *(["--force"] if request.force else [])]
+        return ManagedRun(name=name, command=shlex.join(arguments) + runs_option(self._runs))
+
+    # jobs
+
+    def jobs(self, name: str) -> JobList:
+        """List the evaluations and exports of a run that this server has started."""
+        jobs = [job.view(number) for number, job in enumerate(self._jobs) if job.run == name]
+        return JobList(jobs=jobs[::-1])
+
+    def evaluate(self, name: str, request: EvaluationStart) -> JobView:
+        """Evaluate a checkpoint of a run on held-out tasks, as `tfactory eval` does."""
+        options = [f"logging.output_dir={self._runs.resolve()}"]
+        for option in ("tasks", "episodes", "temperature"):
+            if (value := getattr(request, option)) is not None:
+                options += [f"--{option}", f"{value:g}"]
+        return self._start(name, "eval", request.checkpoint, options)
+
+    def export(self, name: str, request: ExportStart) -> JobView:
+        """Export the model of a run to `exports/` in the folder of runs, as `tfactory export` does."""
+        if not re.fullmatch(r"\w[\w.+-]*", request.folder):
+            text = f"invalid folder name {request.folder!r}: use letters, digits and . _ + - only"
+            raise ApiError(text, "folder")
+        out = (self._runs / EXPORTS / request.folder).resolve()
+        if out.exists():
+            raise ApiError(f"{out} already exists; choose another name", "folder", status=409)
+        options = ["--out", str(out), *(["--merge"] if request.merge else [])]
+        options += ["--dtype", request.dtype] if request.dtype else []
+        return self._start(name, "export", request.checkpoint, options)
+
+    def cancel(self, name: str) -> JobList:
+        """Cancel the running evaluation and export of a run."""
+        self._find(name)
+        for job in self._running(name):
+            job.process.terminate()
+        return self.jobs(name)
+
+    def _start(
+        self, name: str, kind: Literal["eval", "export"], checkpoint: str, options: list[str]
+    ) -> JobView:
+        run = self._find(name)
+        log = run.path / f"{kind}.log"
+        arguments = [kind, f"{run.path.resolve()}@{checkpoint}", *options]
+        with self._changing:
+            if any(job.kind == kind for job in self._running(name)):
+                raise ApiError(f"another {kind} of {name} is running; wait for it or cancel it", status=409)
+            with open_regular(log, "ab") as output:
+                start = output.tell()
+                process = processes.launch(arguments, output)
+            job = _Job(name, kind, shlex.join(["tfactory", *arguments]), log, start, process)
+            self._jobs.append(job)
+        return job.view(len(self._jobs) - 1)
+
+    def _running(self, name: str) -> list[_Job]:
+        return [job for job in self._jobs if job.run == name and job.process.poll() is None]
+
+    def _check_idle(self, name: str) -> None:
+        if running := self._running(name):
+            raise ValueError(f"run {name} is in use by its {running[0].kind}. Wait for it, or cancel it")
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Respond 409 if the action in the block is refused."""
+    try:
+        yield
+    except ValueError as error:
+        raise ApiError(str(error), "name", status=409) from error
