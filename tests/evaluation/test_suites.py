@@ -95,7 +95,7 @@ def test_suites_of_the_package_can_be_run(tmp_path: Path) -> None:
         suite, folder = load_suite(name)
         config = TrainingConfig(logging={"output_dir": str(tmp_path)})
         made = suite_evaluations(suite, EvaluationRequest("tiny", config), folder)
-        assert [each.asked.entry for each in made] == ["calculator", "search", "text2sql"]
+        assert [each.request.entry for each in made] == ["calculator", "search", "text2sql"]
         for each in made:
             each.discard()
     assert not list(tmp_path.rglob("*.part"))

@@ -30,9 +30,9 @@ class SqlDomain:
     kind: str
     kinds: list[str]
     value: str
-    superlative: str
+    most: str
     amount: str
-    past_verb: str
+    did: str
 
     @property
     def schema(self) -> list[str]:
