@@ -64,7 +64,7 @@ if "ipykernel" in sys.modules:  # progress bars of other packages would warn in 
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
+    for module_path, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(f"{__name__}.{home}"), name)
+            return getattr(import_module(f"{__name__}.{module_path}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

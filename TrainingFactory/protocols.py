@@ -104,7 +104,7 @@ class ChatFormat(Protocol):
         token. With `exact`, raise ValueError if `parse` would not return the same message."""
         ...
 
-    def cut(self, text: str, max_tokens: int) -> str:
+    def truncate(self, text: str, max_tokens: int) -> str:
         """Truncate a text to `max_tokens`: keep its beginning and end, with a marker in between."""
         ...
 

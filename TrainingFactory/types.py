@@ -190,7 +190,7 @@ class Group:
     trajectories: list[Trajectory]
     rows: list[Sample] = field(default_factory=list)
     attempt: int = 0  # number of earlier groups in this slot that gave no signal or were too stale
-    place: int = 0  # index of the task in the order of all epochs
+    position: int = 0  # index of the task in the order of all epochs
 
 
 @dataclass(slots=True, frozen=True)
@@ -198,7 +198,7 @@ class Weights:
     """Reference to a published version of the policy's weights."""
 
     version: int
-    where: str = "shared"  # folder of the weights; shared: sampler and learner use the same tensors
+    folder: str = "shared"  # folder of the weights; shared: sampler and learner use the same tensors
     kind: Literal["full", "adapter"] = "full"
     base: str = ""  # adapter: folder of the frozen base weights
     # Token ids, and the learner's log-probs of all but the first: an engine that loads the weights must reproduce them.

@@ -60,7 +60,7 @@ async def measure(model: Any, options: dict[str, Any], device: str) -> dict[str,
     learner = Learner(model, OptimizerOptions(learning_rate=1e-5))
     publisher, vocabulary = Publisher(learner), model.config.vocab_size
     spec = EngineSpec("vllm", publisher.model_folder, 1024, slots=256, device=device, options=options)
-    places, found = LocalEngineLauncher(spec, start_timeout=600.0, say=print), dict[str, Any]()
+    places, found = LocalEngineLauncher(spec, start_timeout=600.0, notify=print), dict[str, Any]()
     started = time.perf_counter()
     place = await places.make(0)
     found["start_s"] = time.perf_counter() - started

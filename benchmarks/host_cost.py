@@ -226,7 +226,7 @@ async def parts(bench: Bench, groups: list[list[Trajectory]]) -> dict[str, float
     measure("parse", lambda: [chat.parse(t.completion.token_ids, t.prompt_ids, e.tools) for e, t in turns])
     replied = [turn for _, turn in turns if turn.replies]
     measure("extend", lambda: [chat.extend(turn, turn.replies) for turn in replied])
-    measure("cut", lambda: [chat.cut(reply.content, 1024) for turn in replied for reply in turn.replies])
+    measure("cut", lambda: [chat.truncate(reply.content, 1024) for turn in replied for reply in turn.replies])
     measure("environment", lambda: [bench.environment(each.task) for each in played])
 
     def executors() -> list[tuple[AsyncToolExecutor, Trajectory]]:

@@ -41,7 +41,7 @@ class Machine:
         config = given_config(model, Path(), options | {"optimization.async_rollout": True})
         loaded, self.algorithm, self.groups = load(config), make_algorithm(config), groups
         self.policy = make_policy(config, loaded, self.algorithm, 10**6)
-        self.engine = make_engine(config, loaded, 10**6, ahead=True)
+        self.engine = make_engine(config, loaded, 10**6, samples_ahead=True)
         self.rollouts = make_rollouts(config, SearchEnvironment, make_chat(config, loaded))
         self.steps = itertools.count()
 

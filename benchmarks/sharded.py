@@ -45,7 +45,7 @@ def make_side(name: str, args: argparse.Namespace) -> Learner:
 
 
 def trained(learner: Learner) -> list[torch.Tensor]:
-    return [learner.processes.whole(weight.detach()).float().clone() for weight in learner._weights.masters]
+    return [learner.processes.gather(weight.detach()).float().clone() for weight in learner._weights.masters]
 
 
 def length(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:

@@ -53,7 +53,7 @@ from TrainingFactory.types import Message, Reward, SamplingParams, Task, ToolCal
 LOOKUPS, STEP_REWARD, OUTCOME = 4, 0.5, 1.0
 STOP, REPEAT = 0.25, 0.25  # how often a turn of a demonstration, after the first, goes wrong in either way
 # Every demonstration is a novice's: habits to break are then equally frequent at all turns.
-WARM = Lessons(drills=2400, short=1440, whole=3360, played=1200, mistakes=1.0)
+WARM = Lessons(drills=2400, short=1440, num_dialogues=3360, num_demonstrations=1200, mistakes=1.0)
 TASKS, MEMBERS = 2, 8  # of a step
 RATE, WARMUP = 1.5e-4, 4
 MAX_TOKENS, MAX_TURNS, MAX_LENGTH = 24, LOOKUPS + 4, 640
@@ -252,7 +252,9 @@ def main() -> None:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         # The model that all runs start from can do all of it, and does it wrong as often as it was shown.
-        shown = list(Chain.tasks("heldout", 0, WARM.played))  # training has those of the other split
+        shown = list(
+            Chain.tasks("heldout", 0, WARM.num_demonstrations)
+        )  # training has those of the other split
         model = warm_run(Chain, shown, WARM, name)
         warm = time.perf_counter() - started
         print(f"warm start: {warm:.0f} s", flush=True)

@@ -61,7 +61,7 @@ class EpisodeRequests:
         self._over = False
         self._conversations = Conversations(rules.chat)
         self.limited = self.full = False  # a request was refused: max_turns reached, or the context is full
-        self.given: ReportedReward | None = None
+        self.reported_reward: ReportedReward | None = None
         self.rewarded = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -75,8 +75,8 @@ class EpisodeRequests:
             self._counts["refused" if error.body["error"]["code"] in REFUSED else "malformed"] += 1
             raise
 
-        async def choose(_: int, tell: OnPartial | None) -> SampledChoice:
-            return await self._choice(ask, node, tell)
+        async def choose(_: int, on_partial: OnPartial | None) -> SampledChoice:
+            return await self._choice(ask, node, on_partial)
 
         prompt, name = node.turn.prompt_ids, ask.request.model or "policy"
         if ask.request.stream:
@@ -86,13 +86,13 @@ class EpisodeRequests:
     async def reward(self, body: bytes) -> HandlerResult:
         """Set the episode's reward; a later request replaces it."""
         try:
-            self.given = ReportedReward.model_validate_json(body)
+            self.reported_reward = ReportedReward.model_validate_json(body)
         except ValidationError as error:
             self._counts["malformed"] += 1
             text = 'the body must be {"reward": NUMBER}, optionally with "parts": {NAME: NUMBER}: '
             raise ApiError(text + error.errors(include_url=False)[0]["msg"], "reward") from None
         self.rewarded.set()
-        return {"reward": self.given.reward}
+        return {"reward": self.reported_reward.reward}
 
     async def close(self) -> list[RequestNode]:
         """Cancel running requests and refuse new ones; return all turns in the order of training rows."""
@@ -120,28 +120,30 @@ class EpisodeRequests:
         """Refuse the request if no turn or no context is left; count it if it asks for other sampling parameters."""
         request, limit = ask.request, self._sampler.max_length
         params = dataclasses.asdict(self._rules.params)
-        room = limit - len(node.turn.prompt_ids)
+        tokens_left = limit - len(node.turn.prompt_ids)
         if request.n > self._turns_left:
             self.limited |= not self._over
             text = f"environment.max_turns={self._rules.max_turns} is reached; with n > 1 each choice counts"
             raise ApiError(text, status=403, code="max_turns")
-        if room < 1:
+        if tokens_left < 1:
             self.full = True
-            text = f"the messages have {limit - room} tokens, the context has {limit}. Shorten the messages"
+            text = f"the messages have {limit - tokens_left} tokens, the context has {limit}. Shorten the messages"
             raise ApiError(text, "messages", code="context_length_exceeded")
         self._turns_left -= request.n
-        most = min(params["max_tokens"], room)
+        max_tokens = min(params["max_tokens"], tokens_left)
         settings = request.model_dump(include=SETTINGS, exclude_unset=True)
         limits = [n for n in (request.max_tokens, request.max_completion_tokens) if n is not None]
-        ask.max_tokens = min([most, *limits])
+        ask.max_tokens = min([max_tokens, *limits])
         differs = any(name == "seed" or params[name] != value for name, value in settings.items())
-        self._counts["ignored"] += differs or any(n > most for n in limits)
+        self._counts["ignored"] += differs or any(n > max_tokens for n in limits)
 
-    async def _choice(self, ask: ParsedRequest, node: RequestNode, tell: OnPartial | None) -> SampledChoice:
+    async def _choice(
+        self, ask: ParsedRequest, node: RequestNode, on_partial: OnPartial | None
+    ) -> SampledChoice:
         """Sample a turn and add it to the episode. The turn is discarded if the client disconnects."""
-        over = ApiError("the episode is over", status=403, code="episode_over")
+        episode_over = ApiError("the episode is over", status=403, code="episode_over")
         if self._over:
-            raise over
+            raise episode_over
         prompt, rules = node.turn.prompt_ids, self._rules
         # Seeds depend on the request, not on the order of arrival: concurrent calls get the same seeds in every run.
         request = [prompt, ask.request.model_dump(include=SETTINGS | {"stream"}, exclude_unset=True)]
@@ -149,14 +151,14 @@ class EpisodeRequests:
         self._repeats[key] += 1
         params = dataclasses.replace(rules.params, seed=self._seed_of(key + self._repeats[key]))
         session = self._session(node.parent)
-        sampling = asyncio.ensure_future(sample_choice(session, rules.chat, ask, prompt, params, tell))
+        sampling = asyncio.ensure_future(sample_choice(session, rules.chat, ask, prompt, params, on_partial))
         self._running.add(sampling)
         try:
             choice, completion = await sampling
         except asyncio.CancelledError:
             self._counts["aborted"] += 1
             if self._over:  # cancelled by `close`: the client is still connected and gets an answer
-                raise over from None
+                raise episode_over from None
             raise
         except Exception as error:
             if not self.failed.done():
@@ -165,7 +167,7 @@ class EpisodeRequests:
         finally:
             self._running.discard(sampling)
         self._conversations.add(node, completion, choice.message, session)
-        self._counts.update((node.why, "turns"))
+        self._counts.update((node.reason, "turns"))
         return choice
 
     def _session(self, parent: RequestNode | None) -> SamplingSession:
@@ -190,8 +192,10 @@ class AgentEndpoint:
     def api(self, token: str | None = None, local: bool = True) -> Api:
         """Return the HTTP routes for the clients of episodes."""
         api = Api(token, local)
-        api.post_by_key("/v1/chat/completions", lambda key: self._of(key, lambda calls: calls.chat))
-        api.post_by_key("/v1/reward", lambda key: self._of(key, lambda calls: calls.reward))
+        api.post_by_key(
+            "/v1/chat/completions", lambda key: self._episode_handler(key, lambda calls: calls.chat)
+        )
+        api.post_by_key("/v1/reward", lambda key: self._episode_handler(key, lambda calls: calls.reward))
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "trainingfactory"}
         api.get("/v1/models", lambda: {"object": "list", "data": [model]}, keyed=False)
         return api
@@ -222,11 +226,11 @@ class AgentEndpoint:
         extends the sampled tokens of the previous turn."""
         counts, metrics = self.counts.copy(), {}
         self.counts.clear()
-        if history := counts["extended"] + sum(counts[why] for why in RENDERED_AGAIN):
+        if history := counts["extended"] + sum(counts[reason] for reason in RENDERED_AGAIN):
             metrics = {"proxy/extended": counts["extended"] / history}
         return metrics | {f"proxy/{name}": float(counts[name]) for name in COUNTS}
 
-    def _of(self, key: str, handler: Callable[[EpisodeRequests], Handler]) -> Handler | None:
+    def _episode_handler(self, key: str, handler: Callable[[EpisodeRequests], Handler]) -> Handler | None:
         if (calls := self.open_calls.get(key)) is not None:
             return handler(calls)
         self.counts["unknown_key"] += 1

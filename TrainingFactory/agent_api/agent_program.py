@@ -85,23 +85,23 @@ class AgentProgram:
 class SelfScoredEpisode(ToolEnvironment):
     """An episode whose client reports the reward itself, at an endpoint and under a key."""
 
-    given: ReportedReward | None = None
-    why = "no reward was posted"  # error if `given` is None
+    reported_reward: ReportedReward | None = None
+    missing_reason = "no reward was posted"  # error if `reported_reward` is None
 
     def __init__(self, task: Task, endpoint: AgentEndpoint, key: str) -> None:
         super().__init__(task)
         self.endpoint, self.key = endpoint, key
 
     def reward(self, episode: Episode) -> Reward:
-        if self.given is None or self.given.reward is None:
-            raise Unscored(self.why)
-        return Reward(self.given.reward, parts=self.given.parts)
+        if self.reported_reward is None or self.reported_reward.reward is None:
+            raise Unscored(self.missing_reason)
+        return Reward(self.reported_reward.reward, parts=self.reported_reward.parts)
 
 
 class ProgramEpisode(SelfScoredEpisode):
     """An episode played by one process of the user's program."""
 
-    why = 'the program neither printed a line of JSON with "reward" nor posted a reward'
+    missing_reason = 'the program neither printed a line of JSON with "reward" nor posted a reward'
 
     def __init__(self, task: Task, program: AgentProgram) -> None:
         super().__init__(task, program.endpoint, new_key())
@@ -112,7 +112,7 @@ class ProgramEpisode(SelfScoredEpisode):
         inherited = {name: os.environ.get(name) for name in (*INHERITED, *self._program.options.env)}
         with contextlib.ExitStack() as stack:
             # Unnamed files, not pipes, because a child of the program can keep a pipe open forever.
-            out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            stdout, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
             lifeline, our_end = os.pipe()
             for end in (lifeline, our_end):
                 stack.callback(os.close, end)
@@ -121,21 +121,27 @@ class ProgramEpisode(SelfScoredEpisode):
             row = trajectory_to_dict(Trajectory(self.task, group=""))["task"]
             file.write_text(json.dumps(row, default=str), encoding="utf-8")
             base_url = self.endpoint.base_url
-            own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": self.key}
-            own |= {"TFACTORY_TASK": str(file), "NO_PROXY": "127.0.0.1,localhost"}
-            env = {name: value for name, value in inherited.items() if value is not None} | own
+            endpoint_variables = {
+                "OPENAI_BASE_URL": base_url,
+                "OPENAI_API_BASE": base_url,
+                "OPENAI_API_KEY": self.key,
+            }
+            endpoint_variables |= {"TFACTORY_TASK": str(file), "NO_PROXY": "127.0.0.1,localhost"}
+            env = {name: value for name, value in inherited.items() if value is not None} | endpoint_variables
             try:
-                status = await self._run(env, lifeline, stack.enter_context(file.open("rb")), out, err)
+                status = await self._run(env, lifeline, stack.enter_context(file.open("rb")), stdout, err)
             except OSError as error:
                 raise ProgramFailed(f"the program cannot be started: {error.strerror}") from error
-            self._read(_end_of(out), calls)
+            self._read(_end_of(stdout), calls)
             if status:
-                how = f"status {status}" if status > 0 else SIGNAL_NAMES.get(-status, f"signal {-status}")
+                exit_reason = (
+                    f"status {status}" if status > 0 else SIGNAL_NAMES.get(-status, f"signal {-status}")
+                )
                 secrets = [self.key, *(env[name] for name in self._program.options.env if len(env[name]) > 3)]
                 lines = redact(_end_of(err), secrets).split("\n")
                 last = next((line for line in reversed(lines) if line.strip()), "nothing on stderr")
                 raise ProgramFailed(
-                    f"the program ended with {how}: {escape_control(last.strip())[-MAX_ERROR_CHARS:]}"
+                    f"the program ended with {exit_reason}: {escape_control(last.strip())[-MAX_ERROR_CHARS:]}"
                 )
 
     async def _run(self, env: dict[str, str], lifeline: int, stdin: Any, *outputs: Any) -> int:
@@ -161,15 +167,18 @@ class ProgramEpisode(SelfScoredEpisode):
 
     def _read(self, printed: str, calls: EpisodeRequests) -> None:
         """Set the reward from the last printed line that has one, else from the posted reward."""
-        self.given = calls.given
+        self.reported_reward = calls.reported_reward
         for line in reversed([line for line in printed.split("\n") if '"reward"' in line]):
             try:
-                self.given = ReportedReward.model_validate_json(line)
+                self.reported_reward = ReportedReward.model_validate_json(line)
                 return
             except ValidationError as error:
                 problem = error.errors(include_url=False)[0]
                 if problem["type"] not in ("json_invalid", "model_type", "missing"):  # unrelated output
-                    self.given, self.why = None, f"the program's reward is invalid: {problem['msg']}"
+                    self.reported_reward, self.missing_reason = (
+                        None,
+                        f"the program's reward is invalid: {problem['msg']}",
+                    )
                     return
 
 

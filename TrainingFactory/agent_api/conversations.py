@@ -15,13 +15,13 @@ MIN_QUOTE = 20  # characters: shorter answers, such as "yes", occur in other tex
 
 @dataclass(slots=True, eq=False)
 class RequestNode:
-    """A request. `parent` is the turn that it continues, `replies` the messages after it; `why` is "extended", or the
-    reason why it continues no turn. Once answered, `session` caches its tokens for a request that continues it."""
+    """A request. `parent` is the turn that it continues, `replies` the messages after it; `reason` is "extended", or
+    the reason why it continues no turn. Once answered, `session` caches its tokens for a request that continues it."""
 
     turn: Turn
     messages: list[Message]  # of the request, then the answer
     tools: list[ToolSpec]
-    why: str
+    reason: str
     parent: RequestNode | None = None
     replies: list[Message] = field(default_factory=list)
     session: SamplingSession | None = None
@@ -32,11 +32,11 @@ class Conversations:
 
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
-        self.answered: list[RequestNode] = []
+        self.answered_nodes: list[RequestNode] = []
 
     def begin(self, messages: list[Message], tools: list[ToolSpec]) -> RequestNode:
         """Return a node with the prompt of a request; raise ValueError if the chat template cannot render it."""
-        parent, why = self._continued(messages, tools)
+        parent, reason = self._continued(messages, tools)
         no_answer = Completion([], [], "length"), Message("assistant")
         if parent is not None:
             replies, turn = messages[len(parent.messages) :], parent.turn
@@ -44,27 +44,27 @@ class Conversations:
                 ids = turn.prompt_ids + turn.completion.token_ids + self._chat.extend(turn, replies)
                 return RequestNode(Turn(ids, *no_answer), messages, tools, "extended", parent, replies)
             except ValueError:  # the template does not allow such a reply there
-                why = "template"
-        return RequestNode(Turn(self._chat.render(messages, tools), *no_answer), messages, tools, why)
+                reason = "template"
+        return RequestNode(Turn(self._chat.render(messages, tools), *no_answer), messages, tools, reason)
 
     def add(
         self, node: RequestNode, completion: Completion, message: Message, session: SamplingSession
     ) -> None:
         turn, messages = Turn(node.turn.prompt_ids, completion, message), [*node.messages, message]
-        self.answered.append(replace(node, turn=turn, messages=messages, session=session))
+        self.answered_nodes.append(replace(node, turn=turn, messages=messages, session=session))
 
     def ordered(self) -> list[RequestNode]:
         """Return all turns, row by row, and number the rows. The row that ended last comes last, because the last turn
         counts as the end of the episode."""
         latest: dict[RequestNode, int] = {}  # node -> number of the last turn among its descendants
-        for number, node in reversed(list(enumerate(self.answered))):
+        for number, node in reversed(list(enumerate(self.answered_nodes))):
             latest.setdefault(node, number)
             if node.parent is not None:
                 latest[node.parent] = max(latest[node], latest.get(node.parent, 0))
         paths: dict[RequestNode | None, tuple[int, ...]] = {None: ()}
-        for node in self.answered:
+        for node in self.answered_nodes:
             paths[node] = (*paths[node.parent], latest[node])
-        nodes = sorted(self.answered, key=paths.__getitem__)
+        nodes = sorted(self.answered_nodes, key=paths.__getitem__)
         row = 0.0
         for previous, node in zip([None, *nodes], nodes, strict=False):
             if previous is not None and node.parent is previous:
@@ -76,42 +76,44 @@ class Conversations:
 
     def _continued(self, messages: list[Message], tools: list[ToolSpec]) -> tuple[RequestNode | None, str]:
         """Return the longest conversation that the messages continue, or None and the reason why there is none."""
-        shorter = [node for node in self.answered if len(node.messages) < len(messages)]
+        shorter = [node for node in self.answered_nodes if len(node.messages) < len(messages)]
         shorter.sort(key=lambda node: -len(node.messages))
         prefixes = [node for node in shorter if _begins(messages, node.messages)]
-        sampled = [message.role == "assistant" for message in messages]
+        is_assistant = [message.role == "assistant" for message in messages]
         if same_tools := [node for node in prefixes if node.tools == tools]:
             parent = same_tools[0]
-            if any(sampled[len(parent.messages) :]):
+            if any(is_assistant[len(parent.messages) :]):
                 return None, "rewritten"  # with a turn that was not sampled here, or was edited
             return (parent, "") if parent.turn.completion.finish == "stop" else (None, "cut")
         if prefixes or any(_begins(messages, node.messages, arguments=False) for node in shorter):
             return None, "tools" if prefixes else "arguments"
-        if any(sampled) or any(_retells(messages, node.messages) for node in self.answered):
+        if any(is_assistant) or any(_retells(messages, node.messages) for node in self.answered_nodes):
             return None, "rewritten"
         return None, "begun"
 
 
 def _begins(messages: Sequence[Message], prefix: Sequence[Message], arguments: bool = True) -> bool:
-    return all(_same(ours, theirs, arguments) for ours, theirs in zip(prefix, messages, strict=False))
+    return all(
+        _same(recorded, received, arguments) for recorded, received in zip(prefix, messages, strict=False)
+    )
 
 
-def _retells(messages: Sequence[Message], earlier: Sequence[Message]) -> bool:
+def _retells(messages: Sequence[Message], previous: Sequence[Message]) -> bool:
     """Return whether a request without sampled turns summarises an earlier conversation: under the same system prompt,
     another message replaces the first answer, or quotes the question or a longer answer or tool result."""
-    roles, common = [message.role for message in earlier], 0
-    while common < min(len(messages), len(earlier)) and _same(earlier[common], messages[common], True):
+    roles, common = [message.role for message in previous], 0
+    while common < min(len(messages), len(previous)) and _same(previous[common], messages[common], True):
         common += 1
     first_answer = roles.index("assistant")
     if common == len(messages) or "system" in roles[common:first_answer]:
         return False  # asks the same question again, or has another system prompt
-    quotable = [message.content for message in earlier[first_answer:] if len(message.content) >= MIN_QUOTE]
-    quotable += [message.content for message in earlier[:first_answer] if message.role == "user"][-1:]
-    rest = "\n".join(message.content for message in messages[common:])
-    return common >= first_answer or any(text and text in rest for text in quotable)
+    quotable = [message.content for message in previous[first_answer:] if len(message.content) >= MIN_QUOTE]
+    quotable += [message.content for message in previous[:first_answer] if message.role == "user"][-1:]
+    new_text = "\n".join(message.content for message in messages[common:])
+    return common >= first_answer or any(text and text in new_text for text in quotable)
 
 
-def _same(sent: Message, received: Message, arguments: bool) -> bool:
+def _same(recorded: Message, received: Message, arguments: bool) -> bool:
     """Return whether a client sent a message back unchanged. Clients may omit the reasoning, for which OpenAI has no
     field, and add an agent's name to a sampled message. The JSON of arguments may have other spaces and escapes, but
     must have the same keys in the same order and the same numbers."""
@@ -120,6 +122,6 @@ def _same(sent: Message, received: Message, arguments: bool) -> bool:
         calls = [[c.id, c.name, json.dumps(c.arguments) if arguments else ""] for c in message.tool_calls]
         return [message.role, message.content, message.tool_call_id, calls]
 
-    same_name = sent.name == received.name or (sent.role == "assistant" and sent.name is None)
-    same_reasoning = (received.reasoning or None) in (None, sent.reasoning)
-    return same_name and same_reasoning and fields(sent) == fields(received)
+    same_name = recorded.name == received.name or (recorded.role == "assistant" and recorded.name is None)
+    same_reasoning = (received.reasoning or None) in (None, recorded.reasoning)
+    return same_name and same_reasoning and fields(recorded) == fields(received)

@@ -66,9 +66,9 @@ class TurnReader:
         thought, _, rest = stripped.removeprefix(self._opening).partition(self._closing)
         return thought.strip(), rest
 
-    def cut(self, token_ids: Sequence[int], text: str, stops: Sequence[str]) -> StopMatch | None:
+    def find_stop(self, token_ids: Sequence[int], text: str, stops: Sequence[str]) -> StopMatch | None:
         """Return the stop string that was complete first, so that the result does not depend on the chunk size."""
-        matches = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+        matches = [(index + len(stop), index) for stop in stops if (index := text.find(stop)) >= 0]
         if not matches:
             return None
         end, start = min(matches)
@@ -82,11 +82,11 @@ class TurnReader:
 
         return 1 + bisect_left(range(1, len(token_ids)), True, key=enough)
 
-    def logprobs(self, completion: Completion, cut: StopMatch | None) -> list[dict[str, Any]]:
+    def logprobs(self, completion: Completion, stop_match: StopMatch | None) -> list[dict[str, Any]]:
         """Return one entry per token of the text, without the stop token and stop string."""
         ids = completion.token_ids
-        if cut is not None:
-            count = 0 if cut.start == 0 else self._tokens_for(ids, cut.start)
+        if stop_match is not None:
+            count = 0 if stop_match.start == 0 else self._tokens_for(ids, stop_match.start)
         else:
             count = len(ids) - (completion.finish == "stop")
         return [self._entry(ids[i], completion.logprobs[i]) for i in range(count)]

@@ -43,36 +43,44 @@ async def sample_choice(
     ask: ParsedRequest,
     prompt: list[int],
     params: SamplingParams,
-    tell: OnPartial | None,
+    on_partial: OnPartial | None,
 ) -> tuple[SampledChoice, Completion]:
     """Sample one turn. Return it as the client sees it, and its tokens, up to and including a stop string."""
     reader = TurnReader(chat, prompt, ask.tools)
     ids, logprobs, versions = list[int](), list[float](), list[int]()
-    piece = CHUNK_TOKENS if tell is not None or ask.request.stop else ask.max_tokens
+    piece = CHUNK_TOKENS if on_partial is not None or ask.request.stop else ask.max_tokens
     while True:
         size = min(piece, ask.max_tokens - len(ids))
-        more = await session.sample(prompt + ids, dataclasses.replace(params, max_tokens=size))
-        ids += more.token_ids
-        logprobs += more.logprobs
-        versions += more.token_versions
+        chunk = await session.sample(prompt + ids, dataclasses.replace(params, max_tokens=size))
+        ids += chunk.token_ids
+        logprobs += chunk.logprobs
+        versions += chunk.token_versions
         text = reader.text(ids)
-        cut = reader.cut(ids, text, ask.request.stop)
-        if cut or more.finish == "stop" or len(ids) >= ask.max_tokens:
+        stop_match = reader.find_stop(ids, text, ask.request.stop)
+        if stop_match or chunk.finish == "stop" or len(ids) >= ask.max_tokens:
             break
-        if tell is not None:
-            tell(reader.so_far(text, ask.request.stop))
-    message = reader.message(ids, text if cut is None else text[: cut.start])
+        if on_partial is not None:
+            on_partial(reader.so_far(text, ask.request.stop))
+    message = reader.message(ids, text if stop_match is None else text[: stop_match.start])
     for call in message.tool_calls:
         call.id = f"call_{secrets.token_hex(12)}"
-    ended = cut is not None or more.finish == "stop"
-    finish = "length" if not ended else "tool_calls" if message.tool_calls else "stop"
-    completion = Completion(ids, logprobs, more.finish, versions[0])
-    shown = {"content": reader.logprobs(completion, cut), "refusal": None} if ask.request.logprobs else None
-    if cut is not None:
-        ids, logprobs, versions = ids[: cut.tokens], logprobs[: cut.tokens], versions[: cut.tokens]
+    is_finished = stop_match is not None or chunk.finish == "stop"
+    finish = "length" if not is_finished else "tool_calls" if message.tool_calls else "stop"
+    completion = Completion(ids, logprobs, chunk.finish, versions[0])
+    choice_logprobs = (
+        {"content": reader.logprobs(completion, stop_match), "refusal": None}
+        if ask.request.logprobs
+        else None
+    )
+    if stop_match is not None:
+        ids, logprobs, versions = (
+            ids[: stop_match.tokens],
+            logprobs[: stop_match.tokens],
+            versions[: stop_match.tokens],
+        )
         completion = Completion(ids, logprobs, "length", versions[0])
     completion.versions = versions if len(set(versions)) > 1 else None
-    return SampledChoice(message, finish, len(ids), shown), completion
+    return SampledChoice(message, finish, len(ids), choice_logprobs), completion
 
 
 def response_head(model: str, streamed: bool = False) -> dict[str, Any]:
@@ -101,9 +109,9 @@ async def stream(
     ask: ParsedRequest,
     prompt: list[int],
     choose: ChoiceSampler,
-    around: AbstractContextManager[Any],
+    context: AbstractContextManager[Any],
 ) -> AsyncGenerator[str, None]:
-    """Yield the data of server-sent events, inside the context `around`; the last is [DONE]. Close the generator."""
+    """Yield the data of server-sent events, inside the context `context`; the last is [DONE]. Close the generator."""
     unfinished, with_usage = ask.request.n, ask.request.stream_options.include_usage
     head |= {"usage": None} if with_usage else {}
     events: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
@@ -115,7 +123,7 @@ async def stream(
             events.put_nowait(error)
             return 0
 
-    with around:
+    with context:
         tasks = [asyncio.create_task(run_choice(number)) for number in range(unfinished)]
         try:
             while unfinished:
@@ -138,23 +146,23 @@ async def stream(
 
 async def _streamed(choose: ChoiceSampler, number: int, send: Callable[[dict[str, Any]], None]) -> int:
     """Send the deltas of one choice as they become known; return the number of its tokens."""
-    sent = {"reasoning_content": "", "content": ""}
+    sent_text = {"reasoning_content": "", "content": ""}
 
-    def put(delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> None:
+    def put_delta(delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> None:
         send({"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
 
-    def tell(message: Message) -> None:
+    def send_partial(message: Message) -> None:
         for key, text in (("reasoning_content", message.reasoning or ""), ("content", message.content)):
-            if len(text) > len(sent[key]):
-                put({key: text[len(sent[key]) :]})
-                sent[key] = text
+            if len(text) > len(sent_text[key]):
+                put_delta({key: text[len(sent_text[key]) :]})
+                sent_text[key] = text
 
-    put({"role": "assistant", "content": ""})
-    choice = await choose(number, tell)
-    tell(choice.message)
+    put_delta({"role": "assistant", "content": ""})
+    choice = await choose(number, send_partial)
+    send_partial(choice.message)
     for index, call in enumerate(_message_row(choice.message).get("tool_calls", [])):
-        put({"tool_calls": [{"index": index} | call]})
-    put({}, choice.finish, choice.logprobs)
+        put_delta({"tool_calls": [{"index": index} | call]})
+    put_delta({}, choice.finish, choice.logprobs)
     return choice.tokens
 
 
@@ -167,6 +175,6 @@ def _message_row(message: Message) -> dict[str, Any]:
     return row
 
 
-def _usage(prompt: list[int], sampled: int) -> dict[str, int]:
-    total = len(prompt) + sampled
-    return {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": total}
+def _usage(prompt: list[int], num_sampled: int) -> dict[str, int]:
+    total = len(prompt) + num_sampled
+    return {"prompt_tokens": len(prompt), "completion_tokens": num_sampled, "total_tokens": total}

@@ -27,11 +27,11 @@ OVERLONG_PENALTY = "overlong_penalty"  # name of the reward part; the penalty is
 TOLERANCE = 1e-6  # relative to the largest reward: smaller differences count as equal
 
 
-def reward_tables(scored: Sequence[Trajectory]) -> tuple[np.ndarray, np.ndarray]:
+def reward_tables(trajectories: Sequence[Trajectory]) -> tuple[np.ndarray, np.ndarray]:
     """Return the outcomes [n] and step rewards [n, T] of scored episodes."""
-    outcomes = np.zeros(len(scored))
-    steps = np.zeros((len(scored), max((len(t.turns) for t in scored), default=0)))
-    for member, trajectory in enumerate(scored):
+    outcomes = np.zeros(len(trajectories))
+    steps = np.zeros((len(trajectories), max((len(t.turns) for t in trajectories), default=0)))
+    for member, trajectory in enumerate(trajectories):
         reward = trajectory.reward
         assert reward is not None and len(reward.steps) in (0, len(trajectory.turns))
         outcomes[member] = reward.outcome
@@ -50,17 +50,17 @@ def advantages(
     """Return the advantages: [..., n], [..., n, T] -> [..., n, T]. `scale` divides by the standard deviation (n - 1 in
     the denominator) of the members' total rewards; where these are equal, all advantages are zero."""
     members = outcomes.shape[-1]
-    to_go = np.flip(np.cumsum(np.flip(steps, -1), -1), -1)
-    gains = outcomes[..., None] + (to_go if credit == "turn" else to_go[..., :1])
+    rewards_to_go = np.flip(np.cumsum(np.flip(steps, -1), -1), -1)
+    returns = outcomes[..., None] + (rewards_to_go if credit == "turn" else rewards_to_go[..., :1])
     if baseline == "none":
-        return gains * np.ones(steps.shape[-1])
-    distance = gains - gains.mean(-2, keepdims=True)
+        return returns * np.ones(steps.shape[-1])
+    distance = returns - returns.mean(-2, keepdims=True)
     # Differences below this are rounding errors; dividing by their deviation would scale them up to a reward's size.
-    least = TOLERANCE * (np.abs(outcomes) + np.abs(steps).sum(-1)).max(-1)[..., None, None]
-    distance = np.where(np.abs(distance) > least, distance, 0.0) * np.ones(steps.shape[-1])
+    tolerance = TOLERANCE * (np.abs(outcomes) + np.abs(steps).sum(-1)).max(-1)[..., None, None]
+    distance = np.where(np.abs(distance) > tolerance, distance, 0.0) * np.ones(steps.shape[-1])
     if baseline == "rloo":
         distance = distance * (members / (members - 1))
     if scale:
-        deviation = gains[..., :1].std(-2, ddof=1, keepdims=True)  # at the first turn: the total reward
-        distance = distance / np.where(deviation > least, deviation, np.inf)
+        deviation = returns[..., :1].std(-2, ddof=1, keepdims=True)  # at the first turn: the total reward
+        distance = distance / np.where(deviation > tolerance, deviation, np.inf)
     return distance

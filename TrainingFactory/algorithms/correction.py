@@ -30,35 +30,40 @@ from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 @dataclass(slots=True, frozen=True)
 class Correction:
     cap: float = 2.0
-    by: Literal["token", "sequence"] = "token"
+    level: Literal["token", "sequence"] = "token"
     mask: tuple[float, float] | None = None
     anchored: bool = False  # zero stale tokens that already moved beyond the clip
 
 
 def importance_weights(
-    trained: TrainedTokens,
+    tokens: TrainedTokens,
     correction: Correction | None,
     clip: tuple[float, float] | None = None,
-    whole: bool = False,
+    per_sequence: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | float, dict[str, float]]:
     """Return the log-probs that the policy ratio is taken against, token weights, and metrics that sum over packs.
-    `clip`: the loss's bounds below and above 1; None if it has none. `whole`: the loss uses sequence ratios."""
+    `clip`: the loss's bounds below and above 1; None if it has none. `per_sequence`: the loss uses sequence ratios."""
     if correction is None:
-        return trained.sampled, 1.0, {}
-    assert trained.old is not None
-    gap = trained.old - trained.sampled
-    moved = torch.zeros_like(gap, dtype=torch.bool)
+        return tokens.sampled, 1.0, {}
+    assert tokens.old is not None
+    log_ratio = tokens.old - tokens.sampled
+    is_shifted = torch.zeros_like(log_ratio, dtype=torch.bool)
     if correction.anchored and clip is not None:
-        mean = (trained.per_episode(gap) / trained.lengths)[trained.episode] if whole else gap
+        mean = (tokens.per_episode(log_ratio) / tokens.lengths)[tokens.episode] if per_sequence else log_ratio
         drift = probability_ratio(mean)
-        moved = torch.where(trained.advantages > 0, drift > 1 + clip[1], drift < 1 - clip[0])
-        moved &= trained.advantages != 0
-    if correction.by == "sequence":
-        gap = trained.per_episode(gap)[trained.episode]
-    ratio = probability_ratio(gap)
+        is_shifted = torch.where(tokens.advantages > 0, drift > 1 + clip[1], drift < 1 - clip[0])
+        is_shifted &= tokens.advantages != 0
+    if correction.level == "sequence":
+        log_ratio = tokens.per_episode(log_ratio)[tokens.episode]
+    ratio = probability_ratio(log_ratio)
     low, high = correction.mask or (0.0, float("inf"))
-    kept = (low <= ratio) & (ratio <= high)
-    weight = ratio.clamp(max=correction.cap) * (kept & ~moved)
-    sums = {"weight": weight, "masked": ~kept, "capped": (ratio > correction.cap) & kept, "moved": moved}
-    metrics = {f"importance_{name}": float(term.sum()) / trained.step_tokens for name, term in sums.items()}
-    return trained.old, weight, metrics
+    in_range = (low <= ratio) & (ratio <= high)
+    weight = ratio.clamp(max=correction.cap) * (in_range & ~is_shifted)
+    sums = {
+        "weight": weight,
+        "masked": ~in_range,
+        "capped": (ratio > correction.cap) & in_range,
+        "moved": is_shifted,
+    }
+    metrics = {f"importance_{name}": float(term.sum()) / tokens.step_tokens for name, term in sums.items()}
+    return tokens.old, weight, metrics

@@ -56,31 +56,31 @@ class DPO(BaseAlgorithm):
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         return pair_samples(group)
 
-    def loss(self, trained: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
-        scores = self._scores(trained)
-        chosen, rejected = scores[trained.pairs].unbind(1)  # [P] each
+    def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
+        scores = self._scores(tokens)
+        chosen, rejected = scores[tokens.pairs].unbind(1)  # [P] each
         total = self._losses(chosen - rejected).sum()
         if self.loss_kind == "orpo":
-            total = total - _mean_logprobs(trained)[trained.pairs[:, 0]].sum()
+            total = total - _mean_logprobs(tokens)[tokens.pairs[:, 0]].sum()
         sums = {
             "accuracy": chosen > rejected,
             "rewards/margin": chosen - rejected,
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
         }
-        metrics = {name: float(values.detach().sum()) / trained.step_pairs for name, values in sums.items()}
-        return total / trained.step_pairs, metrics
+        metrics = {name: float(values.detach().sum()) / tokens.step_pairs for name, values in sums.items()}
+        return total / tokens.step_pairs, metrics
 
-    def _scores(self, trained: TrainedTokens) -> torch.Tensor:
+    def _scores(self, tokens: TrainedTokens) -> torch.Tensor:
         """Return the score s of every dialogue. [E]"""
         if self.loss_kind == "simpo":
-            return self.beta * _mean_logprobs(trained)
+            return self.beta * _mean_logprobs(tokens)
         if self.loss_kind == "orpo":
-            mean = _mean_logprobs(trained).clamp(max=MAX_MEAN_LOGPROB)
+            mean = _mean_logprobs(tokens).clamp(max=MAX_MEAN_LOGPROB)
             return mean - torch.log(-torch.expm1(mean))
-        assert trained.reference is not None
-        ratios = trained.per_episode(trained.logprobs - trained.reference)
-        return ratios / trained.lengths if self.loss_kind == "ipo" else self.beta * ratios
+        assert tokens.reference is not None
+        ratios = tokens.per_episode(tokens.logprobs - tokens.reference)
+        return ratios / tokens.lengths if self.loss_kind == "ipo" else self.beta * ratios
 
     def _losses(self, margin: torch.Tensor) -> torch.Tensor:
         """Return the loss of every pair from its margin d. [P] -> [P]"""
@@ -100,6 +100,6 @@ class DPO(BaseAlgorithm):
         return as_labelled + as_flipped
 
 
-def _mean_logprobs(trained: TrainedTokens) -> torch.Tensor:
+def _mean_logprobs(tokens: TrainedTokens) -> torch.Tensor:
     """Return the mean log-prob of each dialogue's trained tokens. [E]"""
-    return trained.per_episode(trained.logprobs) / trained.lengths
+    return tokens.per_episode(tokens.logprobs) / tokens.lengths

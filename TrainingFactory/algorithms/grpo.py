@@ -84,24 +84,31 @@ class GRPO(BaseAlgorithm):
     @property
     def needs(self) -> frozenset[str]:
         inputs = {"reference": self.kl > 0, "old": self.correction is not None}
-        return frozenset(name for name, needed in inputs.items() if needed)
+        return frozenset(name for name, is_needed in inputs.items() if is_needed)
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
-        scored = [trajectory for trajectory in group if trajectory.reward is not None and trajectory.turns]
-        alone = self.advantage == "reinforce_plus_plus"  # no comparison within the group
-        if len(scored) < (1 if alone else 2):
+        scored_trajectories = [
+            trajectory for trajectory in group if trajectory.reward is not None and trajectory.turns
+        ]
+        is_ungrouped = self.advantage == "reinforce_plus_plus"  # no comparison within the group
+        if len(scored_trajectories) < (1 if is_ungrouped else 2):
             return []
-        outcomes, steps = reward_tables(scored)
-        if self.refill and self.refill_by == "outcome" and len(scored) > 1 and rewards_equal(outcomes):
+        outcomes, steps = reward_tables(scored_trajectories)
+        if (
+            self.refill
+            and self.refill_by == "outcome"
+            and len(scored_trajectories) > 1
+            and rewards_equal(outcomes)
+        ):
             return []
         if self.overlong_length is not None:
-            outcomes -= self._penalties(scored, self.overlong_length)
-        baseline = "none" if alone else "rloo" if self.advantage == "rloo" else "group"
+            outcomes -= self._penalties(scored_trajectories, self.overlong_length)
+        baseline = "none" if is_ungrouped else "rloo" if self.advantage == "rloo" else "group"
         table = advantages(outcomes, steps, self.credit, baseline, self.scale_rewards)
-        if not alone and not table.any():
+        if not is_ungrouped and not table.any():
             return []
         rows = []
-        for trajectory, values in zip(scored, table.tolist(), strict=True):
+        for trajectory, values in zip(scored_trajectories, table.tolist(), strict=True):
             if trajectory.status != "truncated" or self.train_truncated:
                 rows += to_samples(trajectory, values[: len(trajectory.turns)])
         return rows
@@ -123,53 +130,53 @@ class GRPO(BaseAlgorithm):
     def _penalties(self, group: Sequence[Trajectory], limit: int) -> np.ndarray:
         """Return the penalties, which grow linearly over the last `overlong_buffer` tokens before the limit. [n]"""
         lengths = np.array([sum(len(turn.completion.token_ids) for turn in t.turns) for t in group])
-        over = (lengths - (limit - self.overlong_buffer)) / self.overlong_buffer
-        return self.overlong_penalty * np.clip(over, 0.0, 1.0)
+        excess = (lengths - (limit - self.overlong_buffer)) / self.overlong_buffer
+        return self.overlong_penalty * np.clip(excess, 0.0, 1.0)
 
     def prepare(self, batches: Sequence[Batch], step: int) -> None:
         if self._whitened:
             whiten([pack for batch in batches for pack in batch.packs])
 
-    def loss(self, trained: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
         clip = (self.clip_low, self.clip_high) if self.loss_kind == "clip" else None
         anchor, weight, weight_metrics = importance_weights(
-            trained, self.correction, clip, self.ratio == "sequence"
+            tokens, self.correction, clip, self.ratio == "sequence"
         )
-        gap = trained.logprobs - anchor
+        log_ratio = tokens.logprobs - anchor
         if self.ratio == "sequence":
-            mean_gap = (trained.per_episode(gap) / trained.lengths)[trained.episode]
+            mean_gap = (tokens.per_episode(log_ratio) / tokens.lengths)[tokens.episode]
             # A gradient through the mean would give every token the mean advantage of its episode.
-            gap = mean_gap.detach() + trained.logprobs - trained.logprobs.detach()
-        ratio = probability_ratio(gap)
+            log_ratio = mean_gap.detach() + tokens.logprobs - tokens.logprobs.detach()
+        ratio = probability_ratio(log_ratio)
         if self.loss_kind == "cispo":
-            gain = ratio.clamp(max=1 + self.clip_high).detach() * trained.advantages * trained.logprobs
+            gain = ratio.clamp(max=1 + self.clip_high).detach() * tokens.advantages * tokens.logprobs
             clipped = ratio > 1 + self.clip_high
         else:
             low, high, dual = self.clip_low, self.clip_high, self.clip_dual
-            gain, clipped = clipped_objective(ratio, trained.advantages, low, high, dual)
+            gain, clipped = clipped_objective(ratio, tokens.advantages, low, high, dual)
         metrics = weight_metrics | {
-            "clip_fraction": float(clipped.sum()) / trained.step_tokens,
-            "logprob_diff": _mean(trained, (trained.logprobs - trained.sampled).abs()),
+            "clip_fraction": float(clipped.sum()) / tokens.step_tokens,
+            "logprob_diff": _mean(tokens, (tokens.logprobs - tokens.sampled).abs()),
         }
         terms = -gain * weight
         if self.kl:
-            assert trained.reference is not None
-            divergence = kl_terms(trained.logprobs, trained.reference, self.kl_estimator)
+            assert tokens.reference is not None
+            divergence = kl_terms(tokens.logprobs, tokens.reference, self.kl_estimator)
             terms = terms + self.kl * divergence
-            metrics["kl"] = _mean(trained, divergence)
+            metrics["kl"] = _mean(tokens, divergence)
         if self.entropy:
-            terms = terms - self.entropy * trained.entropy
-        return self._reduced(trained, terms), metrics
+            terms = terms - self.entropy * tokens.entropy
+        return self._reduced(tokens, terms), metrics
 
-    def _reduced(self, trained: TrainedTokens, terms: torch.Tensor) -> torch.Tensor:
+    def _reduced(self, tokens: TrainedTokens, terms: torch.Tensor) -> torch.Tensor:
         """Return the pack's share of the step's loss from per-token terms. An episode of several rows counts once."""
         if self.normalization == "token":
-            return terms.sum() / trained.step_tokens
+            return terms.sum() / tokens.step_tokens
         if self.normalization == "constant":
-            return terms.sum() / (trained.step_episodes * self.constant_length)
-        return (trained.per_episode(terms) / trained.lengths).sum() / trained.step_episodes
+            return terms.sum() / (tokens.step_episodes * self.constant_length)
+        return (tokens.per_episode(terms) / tokens.lengths).sum() / tokens.step_episodes
 
 
-def _mean(trained: TrainedTokens, values: torch.Tensor) -> float:
+def _mean(tokens: TrainedTokens, values: torch.Tensor) -> float:
     """Return the pack's share of the mean over the step's tokens."""
-    return float(values.detach().sum()) / trained.step_tokens
+    return float(values.detach().sum()) / tokens.step_tokens

@@ -53,19 +53,19 @@ class KTO(BaseAlgorithm):
                 rows += len(pack.rows)
             batch.baseline = max(0.0, ratios / rows) if rows else 0.0
 
-    def loss(self, trained: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
-        assert trained.reference is not None
-        good = trained.labels > 0.5
-        ratios = trained.per_episode(trained.logprobs - trained.reference)  # [E]
+    def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
+        assert tokens.reference is not None
+        is_desirable = tokens.labels > 0.5
+        ratios = tokens.per_episode(tokens.logprobs - tokens.reference)  # [E]
         # distance of each dialogue from the baseline, positive on the side that its label asks for
-        margin = self.beta * torch.where(good, ratios - trained.baseline, trained.baseline - ratios)
-        weights = torch.where(good, self.desirable_weight, self.undesirable_weight)
+        margin = self.beta * torch.where(is_desirable, ratios - tokens.baseline, tokens.baseline - ratios)
+        weights = torch.where(is_desirable, self.desirable_weight, self.undesirable_weight)
         loss = (weights * (1 - margin.sigmoid())).sum()
-        episodes = trained.step_episodes
+        episodes = tokens.step_episodes
         metrics = {
             "accuracy": float((margin > 0).sum()) / episodes,
-            "desirable": float(good.sum()) / episodes,
+            "desirable": float(is_desirable.sum()) / episodes,
             "rewards/margin": float(margin.detach().sum()) / episodes,
-            "kl": trained.baseline * len(good) / episodes,  # the sum over packs is the baseline
+            "kl": tokens.baseline * len(is_desirable) / episodes,  # the sum over packs is the baseline
         }
         return loss / episodes, metrics

@@ -20,17 +20,17 @@ def kl_terms(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Estimat
 
     The gradient of d has mean zero for any reference, so k1 uses the gradient of k2. The gradient of k3 grows with
     e^-d, so k3 is clamped to 10 per token and has no gradient beyond."""
-    gap = logprobs - reference
+    log_ratio = logprobs - reference
     if estimator == "k3":
-        gap = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return ((-gap).exp() + gap - 1).clamp(max=MAX_K3)
-    halved = gap.square() / 2
-    return halved if estimator == "k2" else halved + (gap - halved).detach()
+        log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return ((-log_ratio).exp() + log_ratio - 1).clamp(max=MAX_K3)
+    half_square = log_ratio.square() / 2
+    return half_square if estimator == "k2" else half_square + (log_ratio - half_square).detach()
 
 
-def probability_ratio(gap: torch.Tensor) -> torch.Tensor:
+def probability_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     """Return the ratio w = e^gap of a log-prob difference, clamped to |gap| <= 20, with no gradient beyond."""
-    return gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clipped_objective(

@@ -53,7 +53,7 @@ class PPO(BaseAlgorithm):
     def needs(self) -> frozenset[str]:
         inputs = {"values": True, "reference": self.kl > 0, "critic": self.critic == "separate"}
         inputs["old"] = self.correction is not None
-        return frozenset(name for name, needed in inputs.items() if needed)
+        return frozenset(name for name, is_needed in inputs.items() if is_needed)
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         rows = []
@@ -90,32 +90,32 @@ class PPO(BaseAlgorithm):
         pack.advantages = gae_of_episodes(rewards, pack.values, pack.episode, pack.row, self.gamma, self.lam)
         pack.returns = (pack.advantages + pack.values).astype("float32")
 
-    def loss(self, trained: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
-        anchor, weight, weight_metrics = importance_weights(trained, self.correction, (self.clip, self.clip))
-        ratio = probability_ratio(trained.logprobs - anchor)
-        gain, clipped = clipped_objective(ratio, trained.advantages, self.clip, self.clip, self.clip_dual)
-        value_loss = self._value_loss(trained)
+    def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
+        anchor, weight, weight_metrics = importance_weights(tokens, self.correction, (self.clip, self.clip))
+        ratio = probability_ratio(tokens.logprobs - anchor)
+        gain, clipped = clipped_objective(ratio, tokens.advantages, self.clip, self.clip, self.clip_dual)
+        value_loss = self._value_loss(tokens)
         total = -(gain * weight).sum() + self.value_weight * value_loss
         sums = {
             "clip_fraction": clipped.sum(),
-            "logprob_diff": (trained.logprobs - trained.sampled).abs().sum(),
+            "logprob_diff": (tokens.logprobs - tokens.sampled).abs().sum(),
             "value_loss": value_loss,
         }
-        if trained.baseline > MIN_DEVIATION**2:  # the variance of the returns
-            assert trained.returns is not None and trained.old_values is not None
-            errors = (trained.returns - trained.old_values) ** 2
-            sums["explained_variance"] = (1 - errors / trained.baseline).sum()
-        if trained.reference is not None:
-            divergence = kl_terms(trained.logprobs, trained.reference, self.kl_estimator).sum()
+        if tokens.baseline > MIN_DEVIATION**2:  # the variance of the returns
+            assert tokens.returns is not None and tokens.old_values is not None
+            errors = (tokens.returns - tokens.old_values) ** 2
+            sums["explained_variance"] = (1 - errors / tokens.baseline).sum()
+        if tokens.reference is not None:
+            divergence = kl_terms(tokens.logprobs, tokens.reference, self.kl_estimator).sum()
             total = total + (self.kl * divergence if self.kl_in == "loss" else 0.0)
             sums["kl"] = divergence
         if self.entropy:
-            total = total - self.entropy * trained.entropy.sum()
-        metrics = {name: float(value.detach()) / trained.step_tokens for name, value in sums.items()}
-        return total / trained.step_tokens, weight_metrics | metrics
+            total = total - self.entropy * tokens.entropy.sum()
+        metrics = {name: float(value.detach()) / tokens.step_tokens for name, value in sums.items()}
+        return total / tokens.step_tokens, weight_metrics | metrics
 
-    def _value_loss(self, trained: TrainedTokens) -> torch.Tensor:
-        values, old, returns = trained.values, trained.old_values, trained.returns
+    def _value_loss(self, tokens: TrainedTokens) -> torch.Tensor:
+        values, old, returns = tokens.values, tokens.old_values, tokens.returns
         assert values is not None and old is not None and returns is not None, "call `prepare` first"
         error = (values - returns) ** 2
         if self.value_clip is not None:

@@ -57,31 +57,31 @@ class RewardModel(BaseAlgorithm):
             return rows
         return pair_samples(group, turns="last", tokens="last")
 
-    def loss(self, trained: TrainedTokens) -> tuple[torch.Tensor, Metrics]:
-        assert trained.scores is not None
+    def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, Metrics]:
+        assert tokens.scores is not None
         loss = self._outcome if self.kind == "outcome" else self._process
-        return loss(trained, trained.scores)
+        return loss(tokens, tokens.scores)
 
-    def _outcome(self, trained: TrainedTokens, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+    def _outcome(self, tokens: TrainedTokens, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         # Only the last token of each episode is trained: [M] -> [E] -> [P] each.
-        chosen, rejected = trained.per_episode(scores)[trained.pairs].unbind(1)
+        chosen, rejected = tokens.per_episode(scores)[tokens.pairs].unbind(1)
         gap = chosen - rejected
         margin = torch.zeros_like(gap)
         if self.margin:
-            margin = trained.labels[trained.pairs[:, 0]] - trained.labels[trained.pairs[:, 1]]
+            margin = tokens.labels[tokens.pairs[:, 0]] - tokens.labels[tokens.pairs[:, 1]]
         total = -logsigmoid(gap - margin).sum() + self.center * (chosen + rejected).square().sum()
-        pairs = trained.step_pairs
+        pairs = tokens.step_pairs
         metrics = {"accuracy": float((gap > 0).sum()) / pairs, "margin": float(gap.detach().sum()) / pairs}
         return total / pairs, metrics
 
-    def _process(self, trained: TrainedTokens, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-        good = (trained.rewards > self.threshold).float()
-        total = binary_cross_entropy_with_logits(scores, good, reduction="sum")
-        errors = ((scores > 0) != (good > 0)).float()
+    def _process(self, tokens: TrainedTokens, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        is_correct = (tokens.rewards > self.threshold).float()
+        total = binary_cross_entropy_with_logits(scores, is_correct, reduction="sum")
+        errors = ((scores > 0) != (is_correct > 0)).float()
         metrics = {
-            "accuracy": float((1 - errors).sum()) / trained.step_tokens,
-            "good": float(good.sum()) / trained.step_tokens,
+            "accuracy": float((1 - errors).sum()) / tokens.step_tokens,
+            "good": float(is_correct.sum()) / tokens.step_tokens,
             # share of dialogues with every turn classified correctly
-            "dialogues_right": float((trained.per_episode(errors) == 0).sum()) / trained.step_episodes,
+            "dialogues_right": float((tokens.per_episode(errors) == 0).sum()) / tokens.step_episodes,
         }
-        return total / trained.step_tokens, metrics
+        return total / tokens.step_tokens, metrics

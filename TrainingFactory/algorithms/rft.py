@@ -58,10 +58,10 @@ class RFT(BaseAlgorithm):
         return ranked[: self.best_of]
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
-        kept = self.accepted(group)
-        tokens = sum(len(turn.completion.token_ids) for episode in kept for turn in episode.turns)
+        accepted = self.accepted(group)
+        tokens = sum(len(turn.completion.token_ids) for episode in accepted for turn in episode.turns)
         weight = 1 / tokens if self.balance and tokens else 1.0
-        return [row for episode in kept for row in to_samples(episode, [weight] * len(episode.turns))]
+        return [row for episode in accepted for row in to_samples(episode, [weight] * len(episode.turns))]
 
     def prepare(self, batches: Sequence[Batch], step: int) -> None:
         """Scale the weights w, stored as advantages, to mean 1 over the tokens of each optimizer step."""
@@ -70,9 +70,9 @@ class RFT(BaseAlgorithm):
             for pack in batch.packs:
                 pack.advantages *= batch.tokens / weight
 
-    def loss(self, trained: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
-        _, weight, metrics = importance_weights(trained, self.correction)
-        return -(trained.advantages * trained.logprobs * weight).sum() / trained.step_tokens, metrics
+    def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
+        _, weight, metrics = importance_weights(tokens, self.correction)
+        return -(tokens.advantages * tokens.logprobs * weight).sum() / tokens.step_tokens, metrics
 
 
 def _actions(trajectory: Trajectory) -> tuple[str, ...]:

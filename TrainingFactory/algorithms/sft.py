@@ -21,8 +21,8 @@ class SFT(BaseAlgorithm):
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         return [row for trajectory in group for row in to_samples(trajectory, turns=self.turns)]
 
-    def loss(self, trained: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
-        return -trained.logprobs.sum() / trained.step_tokens, {}
+    def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
+        return -tokens.logprobs.sum() / tokens.step_tokens, {}
 
     def evaluated(self, metrics: dict[str, float]) -> dict[str, float]:
         """Add the per-token perplexity."""

@@ -21,7 +21,7 @@ class DatasetFit:
     """The dataset forms that the first rows fit, and the first reason for each form that they do not fit."""
 
     rows: int
-    more: bool
+    has_more: bool
     columns: list[str]
     fits: dict[Form, Examples] = field(default_factory=dict)
     misfits: dict[Form, str] = field(default_factory=dict)
@@ -58,7 +58,7 @@ def fit_forms(source: str, split: str, count: int) -> DatasetFit:
     result = DatasetFit(len(first), len(rows) > count, [str(name) for name in columns])
     for form in get_args(Form):
         try:
-            examples = load_examples(first, form, fits=argument_problem)
+            examples = load_examples(first, form, check_call=argument_problem)
         except ValueError as error:
             result.misfits[form] = str(error).partition("\n")[0]
         else:

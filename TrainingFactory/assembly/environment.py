@@ -17,7 +17,7 @@ from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.base import ForeignEnvironment
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Tool, ToolSource
-from TrainingFactory.resolve.factories import Say, listing_searched_places
+from TrainingFactory.resolve.factories import Notify, listing_searched_places
 from TrainingFactory.resolve.siblings import ENVIRONMENTS
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.types import Message, Task
@@ -30,20 +30,20 @@ RL_FACTORY_METHODS = (
 
 
 def make_environment(
-    config: TrainingConfig, given: bool = False, say: Say = lambda _: None
+    config: TrainingConfig, user_tools: bool = False, notify: Notify = lambda _: None
 ) -> EnvironmentFactory:
-    """Return the environment that the config names. With tasks but no name, or if `given` (the caller has tools or
-    tasks), return a plain conversation. `say` gets one line per resolved id."""
+    """Return the environment that the config names. With tasks but no name, or if `user_tools` (the caller has tools or
+    tasks), return a plain conversation. `notify` gets one line per resolved id."""
     name = config.environment.environment_id
     if config.environment.command is not None:
         return make_program(config, config.environment.command)
     if name is not None:
-        return as_environment_factory(find_environment(name, say), config.environment.options)
-    if given or config.data.tasks is not None:
+        return as_environment_factory(find_environment(name, notify), config.environment.options)
+    if user_tools or config.data.tasks is not None:
         return as_environment_factory(ToolEnvironment, config.environment.options)
-    known = ", ".join(name for name, alias in catalog.names("environment").items() if alias is None)
+    known_names = ", ".join(name for name, alias in catalog.names("environment").items() if alias is None)
     raise ValueError(
-        f"no environment is named; set environment.environment_id to one of {known}, or to a Python file such as "
+        f"no environment is named; set environment.environment_id to one of {known_names}, or to a Python file such as "
         "weather.py; or set data.tasks=FILE for a plain conversation"
     )
 
@@ -62,24 +62,24 @@ def make_program(config: TrainingConfig, command: str) -> AgentProgram:
     return AgentProgram(command, section.options)
 
 
-def find_environment(name: str, say: Say = lambda _: None) -> Any:
+def find_environment(name: str, notify: Notify = lambda _: None) -> Any:
     """Return an environment by name: a Python file, a scenario of an EnvironmentFactory, or an entry of the catalog."""
     if is_file_name(name):
         return environment_from_file(name)
     if (scenario := ENVIRONMENTS.ask(name)) is not None:
-        say(f"environment.environment_id {name} is a scenario of {ENVIRONMENTS.package}")
+        notify(f"environment.environment_id {name} is a scenario of {ENVIRONMENTS.package}")
         return environment_of_scenario(scenario)
     with listing_searched_places("environments"):
         environment = catalog.find("environment", name)
     if alias := catalog.names("environment").get(name):
-        say(f"environment.environment_id {name} is {alias}, a built-in environment")
+        notify(f"environment.environment_id {name} is {alias}, a built-in environment")
     return environment
 
 
 def check_name(name: str) -> None:
     """Raise the error of `find_environment` for an unknown name, without importing a known one."""
-    known, file = catalog.names("environment").keys(), Path(split_name(name)[0]).expanduser()
-    if not (file.is_file() if is_file_name(name) else known & {name, f"{name.partition('/')[0]}/"}):
+    known_names, file = catalog.names("environment").keys(), Path(split_name(name)[0]).expanduser()
+    if not (file.is_file() if is_file_name(name) else known_names & {name, f"{name.partition('/')[0]}/"}):
         find_environment(name)
 
 
@@ -149,12 +149,12 @@ def _reject_uncalled_methods(environment: Any) -> None:
 
 def environment_from_file(name: str) -> type[ToolEnvironment] | type[ForeignEnvironment]:
     """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""
-    path, requested, values = load_objects("environment", name)
+    path, attribute, values = load_objects("environment", name)
     kinds = (ToolEnvironment, ForeignEnvironment)
     classes = [value for value in values if inspect.isclass(value) and issubclass(value, kinds)]
     if not classes:
-        what = f"{requested} in {path} is" if requested else f"{path} defines"
-        raise ValueError(f"{what} no environment: a class that inherits from ToolEnvironment")
+        subject = f"{attribute} in {path} is" if attribute else f"{path} defines"
+        raise ValueError(f"{subject} no environment: a class that inherits from ToolEnvironment")
     if len(classes) > 1:
         names = ", ".join(f"{path}:{value.__name__}" for value in classes)
         raise ValueError(f"{path} defines several environments; name one of them: {names}")

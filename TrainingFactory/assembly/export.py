@@ -51,70 +51,74 @@ def export(
         raise ValueError(f"{checkpoint} holds a whole model, not an adapter: there is nothing to merge")
     if dtype is not None and adapter and not merge:
         raise ValueError("dtype is for whole models; export the adapter without dtype, or with merge")
-    done = ExportedModel(target, "merged" if merge else "adapter" if adapter else "model", checkpoint)
-    done.reward_model = (checkpoint / HEAD[1]).is_file()
+    exported = ExportedModel(target, "merged" if merge else "adapter" if adapter else "model", checkpoint)
+    exported.reward_model = (checkpoint / HEAD[1]).is_file()
     if adapter:
-        done.base = model.name
-    if done.kind == "adapter" and resolve_model_name(str(done.base)) == BUILTIN:
+        exported.base = model.name
+    if exported.kind == "adapter" and resolve_model_name(str(exported.base)) == BUILTIN:
         raise ValueError(
             f"the adapter in {checkpoint} belongs to {BUILTIN}, which other programs cannot load: export it merged"
         )
-    with _written_aside(target) as part:
+    with _written_aside(target) as partial_folder:
         if merge or dtype is not None:
-            _convert(done, model.maker, dtype, part)
+            _convert(exported, model.maker, dtype, partial_folder)
         else:
-            _copy(done, part)
-        for file in HEAD if done.reward_model else ():
-            shutil.copyfile(checkpoint / file, part / file)
-    return done
+            _copy(exported, partial_folder)
+        for file in HEAD if exported.reward_model else ():
+            shutil.copyfile(checkpoint / file, partial_folder / file)
+    return exported
 
 
 @contextmanager
 def _written_aside(target: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `target` when it is complete."""
-    part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # left by an interrupted export
-    part.mkdir(parents=True)
+    partial_folder = target.with_name(f".{target.name}.part")
+    shutil.rmtree(partial_folder, ignore_errors=True)  # left by an interrupted export
+    partial_folder.mkdir(parents=True)
     try:
-        yield part
-        os.rename(part, target)  # over an empty folder too
+        yield partial_folder
+        os.rename(partial_folder, target)  # over an empty folder too
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(partial_folder, ignore_errors=True)
         raise
 
 
-def _copy(done: ExportedModel, part: Path) -> None:
-    for path in done.source.iterdir():
+def _copy(exported: ExportedModel, partial_folder: Path) -> None:
+    for path in exported.source.iterdir():
         if path.is_file() and path.name not in TRAINING + HEAD:
-            shutil.copyfile(path, part / path.name)
-    if done.kind == "adapter":
-        about = json.loads((part / ADAPTER).read_text(encoding="utf-8"))
-        about["base_model_name_or_path"] = resolve_model_name(str(done.base))
-        (part / ADAPTER).write_text(json.dumps(about, indent=2), encoding="utf-8")
+            shutil.copyfile(path, partial_folder / path.name)
+    if exported.kind == "adapter":
+        adapter_config = json.loads((partial_folder / ADAPTER).read_text(encoding="utf-8"))
+        adapter_config["base_model_name_or_path"] = resolve_model_name(str(exported.base))
+        (partial_folder / ADAPTER).write_text(json.dumps(adapter_config, indent=2), encoding="utf-8")
 
 
-def _convert(done: ExportedModel, run: TrainedBy | None, dtype: Dtype | None, part: Path) -> None:
+def _convert(
+    exported: ExportedModel, run: TrainedBy | None, dtype: Dtype | None, partial_folder: Path
+) -> None:
     """Save the model in another number format, or with its adapter merged."""
     from TrainingFactory.models import load_model
     from TrainingFactory.models.loading import pick_dtype, stored_dtype
 
-    if done.kind == "model":
-        loaded = load_model(str(done.source), dtype=dtype or "auto", device="cpu")
-        model = loaded.model
+    if exported.kind == "model":
+        loaded_model = load_model(str(exported.source), dtype=dtype or "auto", device="cpu")
+        model = loaded_model.model
     else:
         options: dict[str, Any] = {}
         if run is not None:
             section = with_original_model(run).model
             options = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
             if section.quantization != "none":
-                done.notes.append(
+                exported.notes.append(
                     f"the adapter was trained over {section.quantization} weights and is merged into full-precision "
                     "ones: outputs differ by the rounding"
                 )
-        base = str(done.base)
+        base = str(exported.base)
         # Merged in float32 and cast afterwards, because bfloat16 sums would lose small changes.
-        loaded = load_model(base, dtype="float32", device="cpu", adapter=str(done.source), **options)
+        loaded_model = load_model(
+            base, dtype="float32", device="cpu", adapter=str(exported.source), **options
+        )
         kind = stored_dtype(base, **options) if dtype is None else pick_dtype(dtype)
-        model = loaded.model.merge_and_unload().to(kind)
-    model.save_pretrained(part)
-    loaded.tokenizer.save_pretrained(part)
+        model = loaded_model.model.merge_and_unload().to(kind)
+    model.save_pretrained(partial_folder)
+    loaded_model.tokenizer.save_pretrained(partial_folder)

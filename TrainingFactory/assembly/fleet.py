@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from TrainingFactory.learning.policy import WeightPublisher
     from TrainingFactory.models import LoadedModel
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 # Mean log-prob difference that rounding explains: float32 with other kernels, and 16-bit formats.
 TOLERANCE, TOLERANCE_16_BIT = 0.01, 0.1
 
@@ -82,14 +82,14 @@ async def join_cluster(config: TrainingConfig, exit_stack: AsyncExitStack) -> No
         await session.open()
         gpus = session.gpus(compute.gpus_per_sampler, config.sampling.engine == "vllm")
         bundles = [{"CPU": compute.cpus_per_sampler, "GPU": gpus}] * compute.samplers
-        others = (compute.learners or 1) - 1
-        bundles += [{"CPU": 1.0, "GPU": session.gpus(compute.gpus_per_learner)}] * others
-        learners = f" and learners={compute.learners}" if others else ""
+        num_remote = (compute.learners or 1) - 1
+        bundles += [{"CPU": 1.0, "GPU": session.gpus(compute.gpus_per_learner)}] * num_remote
+        learners = f" and learners={compute.learners}" if num_remote else ""
         await session.check(bundles, f"compute.samplers={compute.samplers}{learners}")
 
 
 def make_training_fleet(
-    config: TrainingConfig, publisher: WeightPublisher, length: int, episodes: int, say: Say, logs: Path
+    config: TrainingConfig, publisher: WeightPublisher, length: int, episodes: int, notify: Notify, logs: Path
 ) -> Fleet:
     """Make the engines of a training run, which load their weights from the publisher and log into `logs`."""
     options = config.sampling.engine_options
@@ -99,11 +99,11 @@ def make_training_fleet(
         options = lora_options(publisher.rank) | options
     spec = {"dtype": publisher.dtype, "options": options}
     tolerance = TOLERANCE if publisher.dtype == "float32" else TOLERANCE_16_BIT
-    return _fleet(config, publisher.model_folder, length, episodes, spec, say, tolerance, logs=logs)
+    return _fleet(config, publisher.model_folder, length, episodes, spec, notify, tolerance, logs=logs)
 
 
 def make_serving_fleet(
-    config: TrainingConfig, loaded: LoadedModel, length: int, episodes: int, say: Say
+    config: TrainingConfig, loaded_model: LoadedModel, length: int, episodes: int, notify: Notify
 ) -> Fleet:
     """Make engines that load the model from its folder or the hub, or from a temporary folder if neither has it
     whole."""
@@ -111,21 +111,21 @@ def make_serving_fleet(
     if folder is None:
         temporary = tempfile.TemporaryDirectory(prefix="tfactory-model-")
         folder = temporary.name
-        model = loaded.model
+        model = loaded_model.model
         if hasattr(model, "merge_and_unload"):  # foreign object
             model = model.merge_and_unload()
         model.save_pretrained(folder)
-        loaded.tokenizer.save_pretrained(folder)
+        loaded_model.tokenizer.save_pretrained(folder)
     spec = {"dtype": config.model.dtype, "options": config.sampling.engine_options, "pushed": False}
-    return _fleet(config, folder, length, episodes, spec, say, holds=temporary)
+    return _fleet(config, folder, length, episodes, spec, notify, keep_alive=temporary)
 
 
 def _readable(config: TrainingConfig) -> str | None:
     """Return the hub id or folder from which an engine can load the model as it is; None if there is none."""
     model, name = config.model, resolve_model_name(config.model.name)
     folder = Path(name).expanduser()
-    changed = model.adapter or model.tools_format or model.revision
-    if changed is not None or model.quantization != "none":
+    is_modified = model.adapter or model.tools_format or model.revision
+    if is_modified is not None or model.quantization != "none":
         return None
     if folder.is_dir():
         return str(folder.resolve()) if any(folder.glob("model*.safetensors")) else None
@@ -133,26 +133,26 @@ def _readable(config: TrainingConfig) -> str | None:
 
 
 def _fleet(
-    config: TrainingConfig, model: str, length: int, episodes: int, options: dict[str, Any], say: Say,
-    tolerance: float = TOLERANCE_16_BIT, holds: object = None, logs: Path | None = None,
+    config: TrainingConfig, model: str, length: int, episodes: int, options: dict[str, Any], notify: Notify,
+    tolerance: float = TOLERANCE_16_BIT, keep_alive: object = None, logs: Path | None = None,
 ) -> Fleet:  # fmt: skip
     compute, trust = config.compute, config.model.trust_remote_code
     slots = min(config.sampling.slots, episodes)
     device = "auto" if compute.backend == "ray" else config.model.device  # Ray assigns each actor's devices
     engine = config.sampling.engine
     spec = EngineSpec(engine, model, length, slots, device=device, trust_remote_code=trust, **options)
-    hosts = engine_hosts(compute, spec, compute.samplers, compute.gpus_per_sampler, say, "sampler", logs)
-    return Fleet(hosts, compute.samplers, length, say, tolerance, holds, compute.start_timeout)
+    hosts = engine_hosts(compute, spec, compute.samplers, compute.gpus_per_sampler, notify, "sampler", logs)
+    return Fleet(hosts, compute.samplers, length, notify, tolerance, keep_alive, compute.start_timeout)
 
 
 def engine_hosts(
-    compute: ComputeSection, spec: EngineSpec, count: int, gpus: float | None, say: Say, what: str,
+    compute: ComputeSection, spec: EngineSpec, count: int, gpus: float | None, notify: Notify, role: str,
     logs: Path | None = None,
 ) -> EngineLauncher:  # fmt: skip
     """Return the hosts of `count` engines: processes of this machine, or actors on the Ray cluster. Engines log into
     `logs`."""
     seconds = compute.start_timeout
     if compute.backend != "ray":
-        return LocalEngineLauncher(spec, start_timeout=seconds, say=say, folder=logs, what=what)
+        return LocalEngineLauncher(spec, start_timeout=seconds, notify=notify, folder=logs, what=role)
     session, cpus = RaySession(compute.address, compute.num_gpus), compute.cpus_per_sampler
-    return RayEngineLauncher(session, spec, count, gpus, cpus, seconds, say, what, logs)
+    return RayEngineLauncher(session, spec, count, gpus, cpus, seconds, notify, role, logs)

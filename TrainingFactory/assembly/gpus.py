@@ -18,7 +18,7 @@ def visible_gpus() -> int:
 
 
 def with_gpu_division(
-    config: TrainingConfig, say: Callable[[str], None], visible: Callable[[], int] = visible_gpus
+    config: TrainingConfig, notify: Callable[[str], None], visible: Callable[[], int] = visible_gpus
 ) -> TrainingConfig:
     """Return the config with learners and samplers for all of `compute.num_gpus`. The config stays unchanged if it sets
     either of them, under a launcher, and on the CPU."""
@@ -28,7 +28,7 @@ def with_gpu_division(
         return config
     available = visible() if compute.backend == "local" else count
     if not available:
-        say(f"note: compute.num_gpus={count}, but this machine has no visible GPU: the run uses the CPU")
+        notify(f"note: compute.num_gpus={count}, but this machine has no visible GPU: the run uses the CPU")
         return config
     if available < count:
         raise ValueError(
@@ -37,7 +37,7 @@ def with_gpu_division(
         )
     division = divide_gpus(config, count)
     keys = ", ".join(f"compute.{key}={value}" for key, value in division.items())
-    say(
+    notify(
         f"the run uses {count} GPUs: {keys}; set compute.learners and compute.samplers to divide them otherwise"
     )
     return config.model_copy(update={"compute": compute.model_copy(update=division)})

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from TrainingFactory.models import LoadedModel
 
 
-def make_trainable(config: TrainingConfig, loaded: LoadedModel) -> None:
+def make_trainable(config: TrainingConfig, loaded_model: LoadedModel) -> None:
     """Add a new LoRA adapter, or make a loaded adapter trainable, if the config trains an adapter."""
     from TrainingFactory.learning.lora import add_lora
 
     lora = config.lora
     if config.model.adapter is not None:
-        for name, param in loaded.model.named_parameters():
+        for name, param in loaded_model.model.named_parameters():
             param.requires_grad_("lora_" in name)
     elif lora.enabled:
-        loaded.model = add_lora(
-            loaded.model, lora.r, lora.alpha, lora.dropout, lora.target_modules,
+        loaded_model.model = add_lora(
+            loaded_model.model, lora.r, lora.alpha, lora.dropout, lora.target_modules,
             dora=lora.dora, rslora=lora.rslora, seed=config.training.seed,
         )  # fmt: skip
 
@@ -62,7 +62,7 @@ def importance_cap(config: TrainingConfig) -> float | None:
 
 
 def make_policy(
-    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, sharded: bool = False
+    config: TrainingConfig, loaded_model: LoadedModel, algorithm: Algorithm, steps: int, sharded: bool = False
 ) -> LocalPolicy:
     """Make the policy of this process. `steps` counts training steps, each with one or more updates. With `sharded`,
     every process of torch.distributed calls this and holds a share of the weights."""
@@ -71,12 +71,12 @@ def make_policy(
 
     training = config.training
     options = StepOptions(training.token_budget, training.update_epochs, training.minibatches, training.seed)
-    learner = make_learner(config, loaded, algorithm, steps, sharded)
-    return LocalPolicy(learner, algorithm, loaded.tokenizer, options)
+    learner = make_learner(config, loaded_model, algorithm, steps, sharded)
+    return LocalPolicy(learner, algorithm, loaded_model.tokenizer, options)
 
 
 def make_learner(
-    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, sharded: bool = False
+    config: TrainingConfig, loaded_model: LoadedModel, algorithm: Algorithm, steps: int, sharded: bool = False
 ) -> Learner:
     from TrainingFactory.learning.heads import make_head
     from TrainingFactory.learning.learner import Learner
@@ -88,7 +88,7 @@ def make_learner(
     new_adapter = config.lora.enabled and config.model.adapter is None  # its base model is the reference
     needs_head = not needs.isdisjoint({"values", "scores"})
     return Learner(
-        loaded.model,
+        loaded_model.model,
         OptimizerOptions(
             options.optimizer,
             options.learning_rate,
@@ -99,9 +99,9 @@ def make_learner(
             total_steps=steps * updates,
             max_grad_norm=options.max_grad_norm,
         ),
-        reference=copy_model(loaded.model) if needs_reference and not new_adapter else None,
-        head=make_head(loaded.model, describe_reward_model(config, needs)) if needs_head else None,
-        critic=make_critic(loaded.model) if "critic" in needs else None,
+        reference=copy_model(loaded_model.model) if needs_reference and not new_adapter else None,
+        head=make_head(loaded_model.model, describe_reward_model(config, needs)) if needs_head else None,
+        critic=make_critic(loaded_model.model) if "critic" in needs else None,
         temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
         gradient_checkpointing=options.gradient_checkpointing,
         processes=make_processes(config) if sharded else None,
@@ -125,9 +125,9 @@ def check_sharded(config: TrainingConfig) -> None:
     elif config.model.quantization != "none":
         problem = f"model.quantization is {config.model.quantization}", "none"
     if problem is not None:
-        what, other = problem
+        option, alternative = problem
         raise ValueError(
-            f"{what}, which cannot be divided among several learners: use {other}, or one learner"
+            f"{option}, which cannot be divided among several learners: use {alternative}, or one learner"
         )
 
 
@@ -171,7 +171,7 @@ async def reference_logprobs(
     for start in range(0, len(dataset), batch_size):
         numbers = range(start, min(start + batch_size, len(dataset)))
         groups = [algorithm.samples(dataset.group(number)) for number in numbers]
-        scored = iter(await policy.score([row for group in groups for row in group]))
-        logprobs += [[next(scored) for _ in group] for group in groups]
-        progress.at(len(logprobs), "examples have log-probs of the reference model")
+        scores = iter(await policy.score([row for group in groups for row in group]))
+        logprobs += [[next(scores) for _ in group] for group in groups]
+        progress.report(len(logprobs), "examples have log-probs of the reference model")
     return logprobs

@@ -40,10 +40,10 @@ SERVE = "TrainingFactory.assembly.learner_processes:serve_started"
 PACKAGES = ("torch", "transformers", "peft", "numpy")
 
 
-def with_learner_count(config: TrainingConfig, say: Callable[[str], None]) -> TrainingConfig:
+def with_learner_count(config: TrainingConfig, notify: Callable[[str], None]) -> TrainingConfig:
     """Return the config with the number of learner processes: the launcher's under torchrun and the like."""
     for note in launcher_notes():
-        say(f"note: {note}")
+        notify(f"note: {note}")
     launch, requested = launched_process(), config.compute.learners
     count = (requested or 1) if launch is None else launch.count
     if requested not in (None, count):
@@ -64,8 +64,8 @@ class Learners:
     """The learner processes of a run: this one, and others that mirror it. `written` is the config that the processes
     of a launcher have read too; None if they have not."""
 
-    def __init__(self, written: TrainingConfig | None) -> None:
-        self._written, self._config = written, TrainingConfig()
+    def __init__(self, written_config: TrainingConfig | None) -> None:
+        self._written, self._config = written_config, TrainingConfig()
         self._ranks: ShardedPolicy | None = None
 
     async def _open(
@@ -90,14 +90,16 @@ class Learners:
         self._ranks = ranks = ShardedPolicy(group, interrupts.fail, note)
         exit_stack.push_async_callback(ranks.close)
         await ranks.hello()
-        mine = shared_facts(self._written)
+        own_facts = shared_facts(self._written)
         problems: list[str] = []
-        for rank, about in ranks.about.items():
-            theirs = about["facts"]
-            different = sorted(key for key in mine.keys() & theirs.keys() if mine[key] != theirs[key])
+        for rank, rank_info in ranks.about.items():
+            rank_facts = rank_info["facts"]
+            different = sorted(
+                key for key in own_facts.keys() & rank_facts.keys() if own_facts[key] != rank_facts[key]
+            )
             if different:
-                values = ", ".join(f"{key} {theirs[key]} (here {mine[key]})" for key in different)
-                problems.append(f"learner {rank} on {about['host']} has {values}")
+                values = ", ".join(f"{key} {rank_facts[key]} (here {own_facts[key]})" for key in different)
+                problems.append(f"learner {rank} on {rank_info['host']} has {values}")
         if problems:
             raise ValueError(
                 f"all learners need the same versions and the same config: {'; '.join(problems)}"
@@ -129,14 +131,14 @@ class Learners:
             exit_stack.push_async_callback(worker.close)
             device = rank if compute.backend == "local" else 0
             serving.append(asyncio.create_task(_end_of(worker, [rank, count, port, host, cuda, device])))
-        joining = asyncio.create_task(in_thread(RankGroup, 0, count, store, host, cuda))
-        await asyncio.wait({joining, *serving}, timeout=compute.start_timeout, return_when=FIRST)
-        if not joining.done():
-            ended = [f"learner {rank} {task.result()}" for rank, task in enumerate(serving, 1) if task.done()]
-            reason = "; ".join(ended) or f"compute.start_timeout={compute.start_timeout:g} s have passed"
+        join_task = asyncio.create_task(in_thread(RankGroup, 0, count, store, host, cuda))
+        await asyncio.wait({join_task, *serving}, timeout=compute.start_timeout, return_when=FIRST)
+        if not join_task.done():
+            exits = [f"learner {rank} {task.result()}" for rank, task in enumerate(serving, 1) if task.done()]
+            reason = "; ".join(exits) or f"compute.start_timeout={compute.start_timeout:g} s have passed"
             logs = "" if compute.backend == "ray" else f"; logs are in {folder}"
             raise ValueError(f"compute.learners={count} could not be started: {reason}{logs}")
-        return joining.result()
+        return join_task.result()
 
     async def _start_actors(self, exit_stack: AsyncExitStack, count: int) -> tuple[str, list[Any]]:
         """Return the address of this machine in the Ray cluster, and an actor for each other process."""
@@ -149,39 +151,39 @@ class Learners:
         group = await session.placed(bundles, f"compute.learners={count}", compute.start_timeout)
         exit_stack.callback(session.unplace, group)
         options = {"group": group, "num_cpus": 1, "num_gpus": gpus}
-        actors = [RayWorker(SERVE, what=f"learner {n + 1}", bundle=n, **options) for n in range(count - 1)]
+        actors = [RayWorker(SERVE, role=f"learner {n + 1}", bundle=n, **options) for n in range(count - 1)]
         return await in_thread(ray.util.get_node_ip_address), actors
 
-    async def load(self, load_model: Callable[[], T], *opening: Any) -> T:
+    async def load(self, load_model: Callable[[], T], *setup_args: Any) -> T:
         """Start the processes with the arguments of `_open`, and load the model in all of them concurrently."""
-        await self._open(*opening)
+        await self._open(*setup_args)
         if self._ranks is None:
             return await in_thread(load_model)
         return await self._ranks.call("prepare", [self._config], lambda: in_thread(load_model))
 
     async def policy(
-        self, loaded: LoadedModel, algorithm: Algorithm, steps: int, played: bool
+        self, loaded_model: LoadedModel, algorithm: Algorithm, steps: int, has_episodes: bool
     ) -> tuple[LocalPolicy, Policy]:
-        """Make the policy of this process, and the one over all processes. `played`: the run samples episodes."""
-        ranks, whole = self._ranks, None
-        if ranks is not None and played and not samples_elsewhere(self._config):
+        """Make the policy of this process, and the one over all processes. `has_episodes`: the run samples episodes."""
+        ranks, gathered = self._ranks, None
+        if ranks is not None and has_episodes and not samples_elsewhere(self._config):
             device = _device(self._config)  # the engine's copy is made before the weights are sharded
-            whole = await in_thread(lambda: deepcopy(loaded.model).to(device))
+            gathered = await in_thread(lambda: deepcopy(loaded_model.model).to(device))
         make = partial(
             in_thread,
             build_sampler.make_publishing_policy,
             self._config,
-            loaded,
+            loaded_model,
             algorithm,
             steps,
-            played,
-            whole,
+            has_episodes,
+            gathered,
         )
         if ranks is None:
-            own = await make()
-            return own, own
-        ranks.own = await ranks.call("build", [steps, played], make)
-        return ranks.own, cast(Policy, ranks)
+            local_policy = await make()
+            return local_policy, local_policy
+        ranks.local_policy = await ranks.call("build", [steps, has_episodes], make)
+        return ranks.local_policy, cast(Policy, ranks)
 
     async def end(self, report: TrainingReport) -> None:
         """End the other processes; those of a launcher get the report."""
@@ -189,10 +191,10 @@ class Learners:
             await self._ranks.close(report)
 
 
-async def _end_of(worker: Any, place: list[Any]) -> str:
+async def _end_of(worker: Any, address: list[Any]) -> str:
     """Let a worker serve, and return how it ended."""
     try:
-        return await worker.ask(place, None) or "ended"
+        return await worker.ask(address, None) or "ended"
     except (WorkerDied, WorkerError) as error:
         return str(error)
 
@@ -221,9 +223,9 @@ class LearnerRank:
         self._policy: Any = None
 
     async def call(self, method: str, *args: Any) -> None:
-        own = {"prepare": self._prepare, "build": self._build}
-        if method in own:
-            await in_thread(own[method], *args)
+        handlers = {"prepare": self._prepare, "build": self._build}
+        if method in handlers:
+            await in_thread(handlers[method], *args)
         else:
             await getattr(self._policy, method)(*args)
 
@@ -233,16 +235,16 @@ class LearnerRank:
             config = config.model_copy(update={"model": model})
         self._config, self._loaded = config, build_sampler.load_trainable(config)
 
-    def _build(self, steps: int, played: bool) -> None:
+    def _build(self, steps: int, has_episodes: bool) -> None:
         algorithm = make_algorithm(self._config)
         self._policy = build_sampler.make_publishing_policy(
-            self._config, self._loaded, algorithm, steps, played
+            self._config, self._loaded, algorithm, steps, has_episodes
         )
 
 
-def serve_started(place: list[Any]) -> None:
+def serve_started(address: list[Any]) -> None:
     """Serve in a process that `Learners` started."""
-    *shape, device = place
+    *shape, device = address
     asyncio.run(_serve(shape, device, None))
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.assembly.fleet import Say, engine_hosts
+from TrainingFactory.assembly.fleet import Notify, engine_hosts
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.common.endpoint import ModelError
 from TrainingFactory.common.options import (
@@ -65,25 +65,27 @@ def with_local_judge(options: dict[str, Any], config: TrainingConfig) -> dict[st
             raise OptionError(InvalidOption("replicas", text, judge.replicas))
         name = _judge_model(judge.model, config)
     except OptionError as error:
-        raise error.within("judge") from None
+        raise error.prefixed_with("judge") from None
     # Several greedy samples would all be equal.
     defaults = {"temperature": float(options.get("samples", 1) != 1), "max_tokens": DEFAULT_MAX_TOKENS}
     try:
-        written = defaults | (options.pop("options", None) or {})
-        params = make_from(RequestOptions, written, "a judge of the run's own")
+        judge_options = defaults | (options.pop("options", None) or {})
+        params = make_from(RequestOptions, judge_options, "a judge of the run's own")
     except OptionError as error:
-        raise error.within("options") from None
+        raise error.prefixed_with("options") from None
     options.setdefault("concurrency", REQUESTS_PER_ENGINE * judge.replicas)
     return options | {"model": LocalJudge(judge, name, params, config)}
 
 
-def _judge_model(written: str, config: TrainingConfig) -> str:
+def _judge_model(model_name: str, config: TrainingConfig) -> str:
     try:
-        model = find_model(written, config.logging.output_dir, config.registry.path)
+        model = find_model(model_name, config.logging.output_dir, config.registry.path)
     except ValueError as error:
         raise OptionError(InvalidOption("model", str(error))) from error
     if model.adapter is not None:
-        text = f"is an adapter; a judge needs a whole model: tfactory export {written} --out FOLDER --merge"
+        text = (
+            f"is an adapter; a judge needs a whole model: tfactory export {model_name} --out FOLDER --merge"
+        )
         raise OptionError(InvalidOption("model", text))
     return (
         resolve_model_name(model.name) if model.folder is None else str(model.folder.expanduser().resolve())
@@ -106,20 +108,20 @@ class LocalJudge:
         self._judge: SampledJudge | None = None
         self._opening = asyncio.Lock()
 
-    async def open(self, say: Say = lambda _: None) -> SampledJudge:
-        """Start the engines and wait until they answer; `say` reports each start."""
+    async def open(self, notify: Notify = lambda _: None) -> SampledJudge:
+        """Start the engines and wait until they answer; `notify` reports each start."""
         async with self._opening:
             if self._judge is None:
                 options = self.options
-                say(f"starting the judge {options.model}: {self._kind}, engines: {options.replicas}")
+                notify(f"starting the judge {options.model}: {self._kind}, engines: {options.replicas}")
                 try:
-                    self._judge = await self._start(say)
+                    self._judge = await self._start(notify)
                 except BaseException:
                     await self.close()
                     raise
             return self._judge
 
-    async def _start(self, say: Say) -> SampledJudge:
+    async def _start(self, notify: Notify) -> SampledJudge:
         from TrainingFactory.models import chat_format
         from TrainingFactory.models.loading import load_tokenizer
 
@@ -139,9 +141,9 @@ class LocalJudge:
             pushed=False,
             options=options,
         )
-        hosts = engine_hosts(self._config.compute, spec, judge.replicas, judge.gpus, say, "judge")
+        hosts = engine_hosts(self._config.compute, spec, judge.replicas, judge.gpus, notify, "judge")
         patience = self._config.compute.start_timeout
-        self._fleet = Fleet(hosts, judge.replicas, max_length, say, patience=patience)
+        self._fleet = Fleet(hosts, judge.replicas, max_length, notify, patience=patience)
         await self._fleet.sample(chat.render([Message("user", "?")]), SamplingParams(max_tokens=1))
         return SampledJudge(self._fleet, chat, self._params, self._name)
 

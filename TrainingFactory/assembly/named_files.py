@@ -35,8 +35,8 @@ def with_files_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
     """Replace names of files that are not in the current folder but in `folder` by their paths."""
 
     def move(name: str) -> str:
-        beside = folder / Path(name).expanduser()
-        return str(beside) if not _exists(name) and beside.exists() else name
+        candidate = folder / Path(name).expanduser()
+        return str(candidate) if not _exists(name) and candidate.exists() else name
 
     return map_files(config, move)
 
@@ -44,39 +44,43 @@ def with_files_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
 def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
     """Return the config with `move` applied to every file that it names."""
 
-    def named(name: str) -> str:
+    def map_name(name: str) -> str:
         if not is_file_name(name):
             return name
-        file, wanted = split_name(name)
-        return f"{move(file)}:{wanted}" if wanted else move(file)
+        file, attribute = split_name(name)
+        return f"{move(file)}:{attribute}" if attribute else move(file)
 
     environment, reward = config.environment, config.reward
     data = {key: move(name) for key in DATA if (name := getattr(config.data, key)) is not None}
     tools = [
-        _with(entry, name=named(entry.name))
+        _with(entry, name=map_name(entry.name))
         if entry.config is None
         else _with(entry, config=move(entry.config))
         for entry in config.tools
     ]
     return _with(
         config,
-        environment=_with(environment, environment_id=(name := environment.environment_id) and named(name)),
+        environment=_with(
+            environment, environment_id=(name := environment.environment_id) and map_name(name)
+        ),
         data=_with(config.data, **data),
         tools=tools,
-        reward=_with(reward, options=_inside(reward.options, named), parts=_inside(reward.parts, named)),
+        reward=_with(
+            reward, options=_inside(reward.options, map_name), parts=_inside(reward.parts, map_name)
+        ),
     )
 
 
 def _with(section: Section, **values: Any) -> Section:
     """Return the section with new values; unchanged keys are not marked as set."""
-    changed = {key: value for key, value in values.items() if value != getattr(section, key)}
-    return section.model_copy(update=changed) if changed else section
+    updates = {key: value for key, value in values.items() if value != getattr(section, key)}
+    return section.model_copy(update=updates) if updates else section
 
 
-def _inside(value: Any, named: Move) -> Any:
+def _inside(value: Any, map_name: Move) -> Any:
     if isinstance(value, Mapping):
-        return {key: _inside(item, named) for key, item in value.items()}
-    return named(value) if isinstance(value, str) else value
+        return {key: _inside(item, map_name) for key, item in value.items()}
+    return map_name(value) if isinstance(value, str) else value
 
 
 def describe_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
@@ -93,28 +97,28 @@ def describe_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
     return files
 
 
-def with_original_paths(config: TrainingConfig, about: Mapping[str, Any]) -> TrainingConfig:
+def with_original_paths(config: TrainingConfig, run_info: Mapping[str, Any]) -> TrainingConfig:
     """Return a run's config with the file paths of its start."""
-    places = _places(about)
+    places = _places(run_info)
     return map_files(config, lambda name: places.get(name, name))
 
 
-def changed_files(about: Mapping[str, Any]) -> list[str]:
+def changed_files(run_info: Mapping[str, Any]) -> list[str]:
     """Return the Python files that have changed since the run started."""
     return [
         name
-        for name, place in _places(about).items()
-        if (was := about[ABOUT][name]["digest"]) is not None
-        and _exists(place)
-        and was != _digest(Path(place))
+        for name, path in _places(run_info).items()
+        if (recorded_digest := run_info[ABOUT][name]["digest"]) is not None
+        and _exists(path)
+        and recorded_digest != _digest(Path(path))
     ]
 
 
-def _places(about: Mapping[str, Any]) -> dict[str, str]:
+def _places(run_info: Mapping[str, Any]) -> dict[str, str]:
     """Return the present path of each file: its original path, or its name in the current folder if that is gone."""
-    known = {name: file["path"] for name, file in about.get(ABOUT, {}).items()}
-    here = {name for name in known if str(Path(name).expanduser().resolve()) == known[name]}
-    return {name: path if name not in here and _exists(path) else name for name, path in known.items()}
+    paths = {name: file["path"] for name, file in run_info.get(ABOUT, {}).items()}
+    unmoved = {name for name in paths if str(Path(name).expanduser().resolve()) == paths[name]}
+    return {name: path if name not in unmoved and _exists(path) else name for name, path in paths.items()}
 
 
 def _exists(name: str) -> bool:
@@ -131,7 +135,7 @@ def describe_start(
     """Return what a run is started with besides its config, and needs again to resume."""
     folder = reward_model_folder(config)
     return {
-        "objects": objects.given,
+        "objects": objects.given_objects,
         "replay": tools.replayed,
         "size": data.size,
         "digest": data.digest,
@@ -145,8 +149,8 @@ def with_original_files(config: TrainingConfig, run: TrainedBy | None) -> Traini
     """Return the config to resume `run` with: its original files and reward model. Without a run, the config itself."""
     if run is None:
         return config
-    config = with_original_paths(config, run.about)
-    folder = run.about.get("reward_model")
+    config = with_original_paths(config, run.run_info)
+    folder = run.run_info.get("reward_model")
     if folder is None:
         return config
     if not Path(folder).is_dir():

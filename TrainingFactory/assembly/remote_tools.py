@@ -43,7 +43,7 @@ class RemoteTools:
         await asyncio.gather(*(tool.open() for tool in self.tools if isinstance(tool, ToolSource)))
         settings = [entry.model_dump() for entry in self.entries]
         count = self._count or sum(node["Alive"] for node in require_ray().nodes())
-        self._workers = [RayWorker(HOST, settings, what="tools") for _ in range(count)]
+        self._workers = [RayWorker(HOST, settings, role="tools") for _ in range(count)]
         try:
             await asyncio.gather(*(worker.ready() for worker in self._workers))
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:
@@ -106,8 +106,8 @@ class _RemoteTool:
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         result, process = await self._session.call(self.spec.name, arguments)
-        before, self._process = self._process or process, process
-        if before != process and self.options.ordered and result.error != "unavailable":
+        previous, self._process = self._process or process, process
+        if previous != process and self.options.ordered and result.error != "unavailable":
             result.content = NEW_PROCESS + result.content
         return result
 
@@ -123,8 +123,8 @@ class HostedTools:
         """Return the result of a call, or the reason why its tools failed; without a tool name, end the episode."""
         episode, name, arguments = message
         if name is None:
-            if (ended := self._episodes.pop(episode, None)) is not None:
-                await ended.close()
+            if (episode_tools := self._episodes.pop(episode, None)) is not None:
+                await episode_tools.close()
             return None
         if episode not in self._episodes:
             self._episodes[episode] = AsyncToolExecutor(self._tools)

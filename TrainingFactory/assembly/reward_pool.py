@@ -71,6 +71,8 @@ def _untrained_scorer() -> LearnedReward:
     from TrainingFactory.models import chat_format, load_model
 
     log.warning("No model is given: the built-in model scores. Its untrained head gives every episode 0.")
-    loaded = load_model("builtin:tiny")
-    chat = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
-    return LearnedReward(RewardScorer(loaded.model, make_head(loaded.model, None), chat, "outcome"))
+    loaded_model = load_model("builtin:tiny")
+    chat = chat_format(loaded_model.tokenizer, stop_ids=loaded_model.stop_ids)
+    return LearnedReward(
+        RewardScorer(loaded_model.model, make_head(loaded_model.model, None), chat, "outcome")
+    )

@@ -68,15 +68,15 @@ class RewardContext:
     def in_processes(
         self,
         target: str,
-        like: AdaptedReward,
+        adapted: AdaptedReward,
         count: int,
         timeout: float | None = None,
         options: Any = None,
     ) -> RewardWorkerPool:
         timeout = timeout or self.config.environment.episode_timeout
-        worker = partial(RayWorker, what="reward") if self.config.compute.backend == "ray" else Worker
-        made = [RewardProcess(target, timeout, options, like, worker) for _ in range(count)]
-        return RewardWorkerPool(made)
+        worker = partial(RayWorker, role="reward") if self.config.compute.backend == "ray" else Worker
+        processes = [RewardProcess(target, timeout, options, adapted, worker) for _ in range(count)]
+        return RewardWorkerPool(processes)
 
     def spread(self, rule: RewardFunction, options: Any) -> RewardFunction:
         """Move the rule into worker processes if distributed rewards are on and it calls no tools."""
@@ -91,24 +91,24 @@ class RewardContext:
             return reward
         options: Options = {name: getattr(reward, name) for name in STEP_OPTIONS}
         options["rules"] = {name: with_absolute_path(target) for name, target in rules.items()}
-        like = as_reward(reward.score, "process_reward")
-        pool = self.in_processes(STEPS_MAKER, like, self.processes, options=options)
+        adapted = as_reward(reward.score, "process_reward")
+        pool = self.in_processes(STEPS_MAKER, adapted, self.processes, options=options)
         return replace(reward, pool=pool)
 
 
-def environment_reward(making: RewardContext, options: Options) -> None:
+def environment_reward(context: RewardContext, options: Options) -> None:
     """Return None, which stands for the environment's own reward."""
     if options:
         text = "is an option of another reward type; the environment's own reward takes none"
         raise OptionError(*(InvalidOption(name, text) for name in options))
 
 
-def rule_based(making: RewardContext, options: Options) -> RewardFunction:
-    return making.spread(rule_from_options(options), options)
+def rule_based(context: RewardContext, options: Options) -> RewardFunction:
+    return context.spread(rule_from_options(options), options)
 
 
-def tool_verified(making: RewardContext, options: Options) -> RewardFunction:
-    return making.spread(make_named(VERIFIERS, options, "verify", "verifier"), options)
+def tool_verified(context: RewardContext, options: Options) -> RewardFunction:
+    return context.spread(make_named(VERIFIERS, options, "verify", "verifier"), options)
 
 
 @dataclass(config=STRICT, kw_only=True, frozen=True)
@@ -118,13 +118,13 @@ class FunctionOptions:
     processes: ZeroOrMore | None = None
 
 
-def function(making: RewardContext, options: Options) -> RewardFunction:
-    chosen = make_from(FunctionOptions, options, "a reward of the type function")
-    made = as_reward(load_reward(chosen.function), timeout=chosen.timeout)
-    processes = making.processes if chosen.processes is None else chosen.processes
+def function(context: RewardContext, options: Options) -> RewardFunction:
+    parsed = make_from(FunctionOptions, options, "a reward of the type function")
+    reward = as_reward(load_reward(parsed.function), timeout=parsed.timeout)
+    processes = context.processes if parsed.processes is None else parsed.processes
     if not processes:
-        return made
-    return making.in_processes(chosen.function, made, processes, chosen.timeout)
+        return reward
+    return context.in_processes(parsed.function, reward, processes, parsed.timeout)
 
 
 def _outcome(options: Any) -> RewardFunction | None:
@@ -145,64 +145,68 @@ class ProcessOptions:
 
     @field_validator("step_rewards")
     @classmethod
-    def _known(cls, step_rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
-        known = {*PROCESS_RULES, *(info.data.get("rules") or ())}
-        wrong = [InvalidOption(name, choice_error(name, known)) for name in step_rewards if name not in known]
+    def _check_step_rewards(cls, step_rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        known_names = {*PROCESS_RULES, *(info.data.get("rules") or ())}
+        wrong = [
+            InvalidOption(name, choice_error(name, known_names))
+            for name in step_rewards
+            if name not in known_names
+        ]
         if wrong:
             raise OptionError(*wrong)
         return step_rewards
 
 
-def process_reward(making: RewardContext, options: Options) -> RewardFunction:
-    chosen = make_from(ProcessOptions, options, "process_reward")
+def process_reward(context: RewardContext, options: Options) -> RewardFunction:
+    parsed = make_from(ProcessOptions, options, "process_reward")
     rules = {}
-    for name, target in (chosen.rules or {}).items():
+    for name, target in (parsed.rules or {}).items():
         try:
             rules[name] = find_callable(target)
         except ValueError as error:
             raise OptionError(InvalidOption(f"rules.{name}", str(error))) from error
-    made = ProcessReward(
-        chosen.outcome_weight,
-        chosen.step_rewards or None,
-        None if chosen.outcome is None else making.spread(chosen.outcome, options["outcome"]),
-        pay=chosen.pay,
-        cap=chosen.cap,
-        claw_back=chosen.claw_back,
+    reward = ProcessReward(
+        parsed.outcome_weight,
+        parsed.step_rewards or None,
+        None if parsed.outcome is None else context.spread(parsed.outcome, options["outcome"]),
+        pay=parsed.pay,
+        cap=parsed.cap,
+        claw_back=parsed.claw_back,
         rules=rules,
         timeout=None,  # the episode's own limit holds
     )
-    return making.spread_steps(made, chosen.rules or {})
+    return context.spread_steps(reward, parsed.rules or {})
 
 
-def judge(making: RewardContext, options: Options) -> RewardFunction:
+def judge(context: RewardContext, options: Options) -> RewardFunction:
     # The fence depends on the seed, so that the same run sends the same requests.
-    options = {"fence_seed": making.config.training.seed} | options
+    options = {"fence_seed": context.config.training.seed} | options
     if "judge" in options:
-        options = with_local_judge(options, making.config)
+        options = with_local_judge(options, context.config)
     if isinstance(options.get("base_url"), list):
         judges = judges_at(options.pop("base_url"), options)
         limit = options.get("concurrency", 8) or UNLIMITED
-        return RewardWorkerPool(judges, per_worker=limit, timeout=making.config.environment.episode_timeout)
-    made = make_from(model_judge, options, "a model judge")
-    return as_reward(made) if compares(made) else made
+        return RewardWorkerPool(judges, per_worker=limit, timeout=context.config.environment.episode_timeout)
+    reward = make_from(model_judge, options, "a model judge")
+    return as_reward(reward) if compares(reward) else reward
 
 
-def learned(making: RewardContext, options: Options) -> RewardFunction | None:
+def learned(context: RewardContext, options: Options) -> RewardFunction | None:
     name = make_from(_learned_options, options, "a reward of the type learned")
-    source = reward_model(name, making.config)
-    if not making.load:
+    source = reward_model(name, context.config)
+    if not context.load:
         return None
     from TrainingFactory.learning.reward_models import RewardScorer
 
-    model = making.config.model
+    model = context.config.model
     return LearnedReward(
         RewardScorer.load(
             str(source.folder),
             base=source.name if source.adapter else None,
             dtype=model.dtype,
             device=model.device,
-            token_budget=making.config.training.token_budget,
-            together=not making.config.sampling.deterministic,
+            token_budget=context.config.training.token_budget,
+            score_together=not context.config.sampling.deterministic,
             trust_remote_code=model.trust_remote_code,
         )
     )
@@ -214,17 +218,19 @@ def _learned_options(model: str | None = None) -> str | None:
 
 def reward_model(model: str | None, config: TrainingConfig) -> ResolvedModel:
     """Return the reward model of that name: a run, a checkpoint or a registered model."""
-    wanted = "a reward model (training.algorithm=reward_model): a run, a checkpoint, or a registered model"
+    expectation = (
+        "a reward model (training.algorithm=reward_model): a run, a checkpoint, or a registered model"
+    )
     if model is None:
-        raise OptionError(InvalidOption("model", f"is missing; reward.type=learned needs {wanted}"))
+        raise OptionError(InvalidOption("model", f"is missing; reward.type=learned needs {expectation}"))
     from TrainingFactory.learning.reward_models import read_reward_model_info
 
     try:
         source = find_model(model, config.logging.output_dir, config.registry.path)
     except ValueError as error:
-        raise OptionError(InvalidOption("model", f"must be {wanted}; {error}")) from error
+        raise OptionError(InvalidOption("model", f"must be {expectation}; {error}")) from error
     if source.folder is None:
-        raise OptionError(InvalidOption("model", f"must be {wanted}", model))
+        raise OptionError(InvalidOption("model", f"must be {expectation}", model))
     read_reward_model_info(source.folder)
     return source
 

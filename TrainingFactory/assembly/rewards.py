@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from TrainingFactory.assembly.local_judge import LocalJudge, Say
+from TrainingFactory.assembly.local_judge import LocalJudge, Notify
 from TrainingFactory.assembly.reward_types import REWARD_TYPES, SECTION_KEYS, RewardContext, reward_model
 from TrainingFactory.common.options import OptionError
 from TrainingFactory.config import TrainingConfig
@@ -44,12 +44,12 @@ IDENTIFIED_BY = {"function": "function", "rule_based": "rule", "tool_verified": 
 
 def check_reward(config: TrainingConfig) -> RewardFunction | None:
     """Raise what `make_reward` would raise, without loading a model. Return the reward for further checks."""
-    return _made(RewardContext(config, load=False))
+    return _make_reward(RewardContext(config, load=False))
 
 
 def make_reward(config: TrainingConfig) -> RewardFunction | None:
     """Return the reward function, to be closed by `close_reward`; None: the environment's own reward."""
-    return _made(RewardContext(config, load=True))
+    return _make_reward(RewardContext(config, load=True))
 
 
 def move_object(reward: Any, config: TrainingConfig) -> RewardFunction | None:
@@ -61,17 +61,17 @@ def move_object(reward: Any, config: TrainingConfig) -> RewardFunction | None:
     return as_reward(RewardContext(config, load=True).spread_steps(inner, {}))
 
 
-async def open_reward(reward: RewardFunction | None, exit_stack: AsyncExitStack, say: Say) -> None:
+async def open_reward(reward: RewardFunction | None, exit_stack: AsyncExitStack, notify: Notify) -> None:
     """Start the judges that the run serves itself, and wait until they answer; `exit_stack` closes the reward."""
     exit_stack.push_async_callback(close_reward, reward)
     parts = _inside(reward)
     if processes := sum(isinstance(part, RewardProcess) for part in parts):
         plural = "es" if processes > 1 else ""
-        own = f"; {ENVIRONMENTS_OWN} runs in this process" if environment_reward in parts else ""
-        say(f"rewards: {processes} worker process{plural}{own}")
+        inline_note = f"; {ENVIRONMENTS_OWN} runs in this process" if environment_reward in parts else ""
+        notify(f"rewards: {processes} worker process{plural}{inline_note}")
     for part in parts:
         if isinstance(part, Judge) and isinstance(part.client.model, LocalJudge):
-            await part.client.model.open(say)
+            await part.client.model.open(notify)
 
 
 async def close_reward(reward: RewardFunction | None) -> None:
@@ -146,19 +146,19 @@ def reward_model_folder(config: TrainingConfig) -> Path | None:
 
 
 def evaluation_reward(
-    reward: RewardFunction | None, say: Callable[[str], None] = lambda _: None
+    reward: RewardFunction | None, notify: Callable[[str], None] = lambda _: None
 ) -> RewardFunction | None:
     """Return the reward for evaluation: without comparisons within a group, because their mean does not depend on the
     model. None, the environment's own reward, if nothing else is left."""
     if not compares(reward):
         return reward
     inner: Any = reward.function if isinstance(reward, AdaptedReward) else reward
-    rest = inner.without_comparisons() if isinstance(inner, Combined) else None
-    by = ENVIRONMENTS_OWN if rest is None else _parts(rest.rewards)
-    say(
-        f"note: the reward compares the episodes of a group, which cannot measure progress; evaluation uses {by}"
+    independent = inner.without_comparisons() if isinstance(inner, Combined) else None
+    scorer = ENVIRONMENTS_OWN if independent is None else _parts(independent.rewards)
+    notify(
+        f"note: the reward compares the episodes of a group, which cannot measure progress; evaluation uses {scorer}"
     )
-    return rest
+    return independent
 
 
 def scored_by(config: TrainingConfig, measuring: RewardFunction | None) -> str:
@@ -181,46 +181,46 @@ def _inside(reward: Any) -> list[Any]:
     parts = [reward]
     for part in parts:
         inner = next((inner_of(part) for kind, inner_of in INNER.items() if isinstance(part, kind)), [])
-        parts += [candidate for candidate in inner if not any(candidate is known for known in parts)]
+        parts += [candidate for candidate in inner if not any(candidate is member for member in parts)]
     return parts
 
 
-def _made(making: RewardContext) -> RewardFunction | None:
+def _make_reward(making: RewardContext) -> RewardFunction | None:
     section, problems = making.config.reward, _Problems()
     key = ("reward",)
-    made = (_combined if section.parts else _one)(section, key, making, problems)
+    reward = (_combined if section.parts else _one)(section, key, making, problems)
     if problems:
         raise making.config.wrong(problems)
-    return made
+    return reward
 
 
 def _combined(
-    section: RewardSection, at: Key, making: RewardContext, problems: _Problems
+    section: RewardSection, section_key: Key, context: RewardContext, problems: _Problems
 ) -> RewardFunction | None:
     for name in SingleRewardSection.model_fields:
         if getattr(section, name) != _default(name):
             text = "cannot be combined with reward.parts; leave it out, or move it into a part"
-            problems.append(Problem((*at, name), text))
+            problems.append(Problem((*section_key, name), text))
     parts: dict[str, tuple[float, Any]] = {}
     for name, entry in section.parts.items():
-        key = (*at, "parts", name)
+        key = (*section_key, "parts", name)
         try:
             part = RewardPart(**entry)
         except ValidationError as error:
             explained = problems_of(error, RewardPart)
             problems += [dataclasses.replace(problem, key=(*key, *problem.key)) for problem in explained]
             continue
-        made = _one(part, key, making, problems)
-        parts[name] = (part.weight, ENVIRONMENT if made is None else made)
+        reward = _one(part, key, context, problems)
+        parts[name] = (part.weight, ENVIRONMENT if reward is None else reward)
     if problems:
         return None
-    with problems.at((*at, "parts")):
+    with problems.attribute_to((*section_key, "parts")):
         return Combined(parts, timeout=None)  # the episode's own limit holds
     return None
 
 
 def _one(
-    reward: SingleRewardSection, key: Key, making: RewardContext, problems: _Problems
+    reward: SingleRewardSection, key: Key, context: RewardContext, problems: _Problems
 ) -> RewardFunction | None:
     """Make a reward by its type; add invalid options to `problems`."""
     options = dict(reward.options)
@@ -234,8 +234,8 @@ def _one(
             text = f"is {value!r} and {dotted(key)}.options.{name} is {options[name]!r}; give one"
         if text:
             problems.append(Problem((*key, name), text))
-    with problems.at(key, (*key, "options")):
-        return REWARD_TYPES[reward.type](making, options)
+    with problems.attribute_to(key, (*key, "options")):
+        return REWARD_TYPES[reward.type](context, options)
     return None
 
 
@@ -247,7 +247,7 @@ class _Problems(list[Problem]):
     """All problems of the section. If there are any, the reward that was made is not used."""
 
     @contextmanager
-    def at(self, key: Key, options: Key | None = None) -> Iterator[None]:
+    def attribute_to(self, key: Key, options: Key | None = None) -> Iterator[None]:
         """Collect errors raised inside as problems of the section at `key`, whose options are at `options`."""
         try:
             yield
@@ -255,8 +255,8 @@ class _Problems(list[Problem]):
             self.extend(error.problems)
         except OptionError as error:
             for problem in option_problems(error, ()):
-                beside = problem.key[:1] and problem.key[0] in SECTION_KEYS
-                place = key if beside else options or key
-                self.append(dataclasses.replace(problem, key=(*place, *problem.key)))
+                is_section_key = problem.key[:1] and problem.key[0] in SECTION_KEYS
+                location = key if is_section_key else options or key
+                self.append(dataclasses.replace(problem, key=(*location, *problem.key)))
         except (ValueError, TypeError) as error:
             self.append(Problem(options or key, str(error)))

@@ -29,11 +29,11 @@ class RunTools:
     def __init__(
         self,
         config: TrainingConfig,
-        given: Sequence[Any],
+        user_tools: Sequence[Any],
         replay: str | Path | None,
         cache: ToolCache | None = None,
     ) -> None:
-        self._config, self._given = config, given
+        self._config, self._user_tools = config, user_tools
         self._recording = find_recording(replay, config.logging.output_dir) if replay is not None else None
         self._recorder = Recorder(self._recording)
         self._sources: list[ToolSource] = []
@@ -44,9 +44,9 @@ class RunTools:
         self.runtime = ToolRuntime(cache=self._cache, recorder=self._recorder)
 
     @property
-    def wanted(self) -> bool:
+    def is_needed(self) -> bool:
         """Return whether the config or the caller adds tools to those of the environment."""
-        return bool(self._config.tools or self._given)
+        return bool(self._config.tools or self._user_tools)
 
     @property
     def replayed(self) -> str | None:
@@ -67,11 +67,11 @@ class RunTools:
                 raise ValueError("a run with environment.command has no recording to replay")
             await environment.endpoint.open()
             self._program = environment
-            return with_tools(environment, self._given)
+            return with_tools(environment, self._user_tools)
         if self._recording is not None:
             tools: Sequence[ToolOrSource] = recorded_tools(self._recording)
         else:
-            tools = make_tools(self._config, self._given, environment)
+            tools = make_tools(self._config, self._user_tools, environment)
         self._sources = [tool for tool in tools if isinstance(tool, ToolSource)]
         for source in self._sources:
             await source.open()
@@ -85,20 +85,20 @@ class RunTools:
         save_specs(folder, self._specs)
         self._recorder.record_to(folder)
 
-    def commit(self, trained: Callable[[EpisodeKey], bool] = lambda _: True) -> None:
-        """Write the calls of finished episodes that are `trained`; the calls of others stay in memory."""
-        self._recorder.commit(trained)
+    def commit(self, is_trained: Callable[[EpisodeKey], bool] = lambda _: True) -> None:
+        """Write the calls of finished episodes that are `is_trained`; the calls of others stay in memory."""
+        self._recorder.commit(is_trained)
 
     def drop(self, unwanted: Callable[[EpisodeKey], bool]) -> None:
         """Discard the calls of `unwanted` episodes."""
         self._recorder.drop(unwanted)
         self.runtime.metrics.drop(unwanted)
 
-    def metrics(self, wanted: Callable[[EpisodeKey], bool] = lambda _: True) -> dict[str, float]:
-        """Return the metrics of tool calls in the `wanted` episodes, and of requests by agent programs; empty if there
-        were none."""
+    def metrics(self, is_included: Callable[[EpisodeKey], bool] = lambda _: True) -> dict[str, float]:
+        """Return the metrics of tool calls in the `is_included` episodes, and of requests by agent programs; empty if
+        there were none."""
         programs = {} if self._program is None else self._program.endpoint.metrics()
-        return self.runtime.snapshot(wanted) | programs
+        return self.runtime.snapshot(is_included) | programs
 
     def totals(self) -> dict[str, float]:
         """Return those of all calls up to the last `metrics`."""
@@ -124,10 +124,12 @@ def with_tools(environment: Any, tools: Sequence[ToolOrSource], system_prompt: s
         return environment
     name = getattr(environment, "__name__", type(environment).__name__)
     if not inspect.isclass(environment) or not issubclass(environment, ToolEnvironment):
-        what = "tools" if tools else "environment.system_prompt"
-        raise ValueError(f"{what} needs a class that inherits from ToolEnvironment; {name} does not")
+        unused = "tools" if tools else "environment.system_prompt"
+        raise ValueError(f"{unused} needs a class that inherits from ToolEnvironment; {name} does not")
     parameters = inspect.signature(environment).parameters.values()
-    if tools and not any(one.name == "tools" or one.kind == one.VAR_KEYWORD for one in parameters):
+    if tools and not any(
+        parameter.name == "tools" or parameter.kind == parameter.VAR_KEYWORD for parameter in parameters
+    ):
         raise ValueError(
             f"{name} takes no tools: its __init__ needs a parameter `tools` that it passes on, as in "
             "def __init__(self, task, tools=()): super().__init__(task, tools)"
@@ -156,8 +158,10 @@ def find_recording(name: str | Path, runs: str | Path) -> Path:
                 f"run {folder.name} has no recording of its tool calls ({CALLS_FILE}): it ran with "
                 "logging.record_tools=false"
             )
-    known = ", ".join(run.name for run in list_runs(runs) if (run.path / CALLS_FILE).is_file()) or "none"
-    raise ValueError(f"there is no recording {str(name)!r} to replay; the recorded runs in {runs}: {known}")
+    recordings = ", ".join(run.name for run in list_runs(runs) if (run.path / CALLS_FILE).is_file()) or "none"
+    raise ValueError(
+        f"there is no recording {str(name)!r} to replay; the recorded runs in {runs}: {recordings}"
+    )
 
 
 def recording_beside(episodes: Path) -> Path:

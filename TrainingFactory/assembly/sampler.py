@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from TrainingFactory.agent_api.agent_program import AgentProgram, ProgramRollouts
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.fleet import (
-    Say,
+    Notify,
     check_engines,
     make_serving_fleet,
     make_training_fleet,
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 DEFAULT_MAX_LENGTH = 4096
 
 
-def load(config: TrainingConfig, say: Say = lambda _: None) -> LoadedModel:
-    """Load the model of a config, with `model.tools_format` applied; `say` reports what that changes."""
+def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel:
+    """Load the model of a config, with `model.tools_format` applied; `notify` reports what that changes."""
     # Imported here, because torch and transformers take seconds, and errors in names should not wait for them.
     from TrainingFactory.models import load_model
 
     model = config.model
     with listing_searched_places("models"):
-        loaded = load_model(
+        loaded_model = load_model(
             model.name,
             dtype=model.dtype,
             device=model.device,
@@ -55,16 +55,16 @@ def load(config: TrainingConfig, say: Say = lambda _: None) -> LoadedModel:
         from TrainingFactory.models.tools_format import add_tools_format
 
         frozen = config.lora.enabled or model.adapter is not None or model.quantization != "none"
-        add_tools_format(loaded, model.tools_format, frozen, say)
-    limit = context_limit(loaded)
+        add_tools_format(loaded_model, model.tools_format, frozen, notify)
+    limit = context_limit(loaded_model)
     if model.max_length is not None and limit is not None and model.max_length > limit:
         raise ValueError(
             f"model.max_length is {model.max_length}, but the context of {model.name} has {limit} tokens"
         )
-    return loaded
+    return loaded_model
 
 
-def load_trainable(config: TrainingConfig, say: Say = lambda _: None) -> LoadedModel:
+def load_trainable(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel:
     """Load the model to train. For several learners it is loaded on the CPU, from where each takes its share layer by
     layer."""
     from TrainingFactory.models.loading import pick_device, pick_dtype
@@ -73,63 +73,75 @@ def load_trainable(config: TrainingConfig, say: Say = lambda _: None) -> LoadedM
     if (config.compute.learners or 1) > 1:
         dtype = str(pick_dtype(model.dtype, pick_device(model.device))).removeprefix("torch.")
         model = model.model_copy(update={"device": "cpu", "dtype": dtype})
-    loaded = load(config.model_copy(update={"model": model}), say)
-    make_trainable(config, loaded)
-    return loaded
+    loaded_model = load(config.model_copy(update={"model": model}), notify)
+    make_trainable(config, loaded_model)
+    return loaded_model
 
 
-def context_limit(loaded: LoadedModel) -> int | None:
-    config = loaded.model.config.get_text_config()
+def context_limit(loaded_model: LoadedModel) -> int | None:
+    config = loaded_model.model.config.get_text_config()
     return getattr(config, "max_position_embeddings", None)  # foreign object
 
 
-def make_chat(config: TrainingConfig, loaded: LoadedModel, day: date | None = None) -> TemplateChatFormat:
+def make_chat(
+    config: TrainingConfig, loaded_model: LoadedModel, day: date | None = None
+) -> TemplateChatFormat:
     """Make the chat format. `day` is the date that templates print; a run keeps the day of its start."""
     from TrainingFactory.models import chat_format
 
     model = config.model
     return chat_format(
-        loaded.tokenizer, model.family, thinking=model.thinking, stop_ids=loaded.stop_ids, day=day
+        loaded_model.tokenizer, model.family, thinking=model.thinking, stop_ids=loaded_model.stop_ids, day=day
     )
 
 
 def make_engine(
-    config: TrainingConfig, loaded: LoadedModel, episodes: int, ahead: bool = False, gathered: Any = None
+    config: TrainingConfig,
+    loaded_model: LoadedModel,
+    episodes: int,
+    samples_ahead: bool = False,
+    gathered_model: Any = None,
 ) -> NativeEngine:
-    """Make the native engine. With `ahead` it samples while the model is trained, from its own copy of the weights.
-    With `gathered` it uses that object's whole model, because the learner's is sharded."""
+    """Make the native engine. With `samples_ahead` it samples while the model is trained, from its own copy of the
+    weights. With `gathered_model` it uses that object's whole model, because the learner's is sharded."""
     from TrainingFactory.sampling import NativeEngine
 
-    own = copy_model(loaded.model) if ahead and gathered is None else loaded.model
+    engine_model = (
+        copy_model(loaded_model.model) if samples_ahead and gathered_model is None else loaded_model.model
+    )
     return NativeEngine(
-        own if gathered is None else gathered.model,
-        source=gathered or (loaded.model if ahead else None),
+        engine_model if gathered_model is None else gathered_model.model,
+        source=gathered_model or (loaded_model.model if samples_ahead else None),
         slots=min(config.sampling.slots, episodes),
-        max_length=max_length(config, loaded),
+        max_length=max_length(config, loaded_model),
         deterministic=config.sampling.deterministic,
     )
 
 
 def make_training_sampler(
-    config: TrainingConfig, loaded: LoadedModel, policy: LocalPolicy, episodes: int, ahead: bool, say: Say,
+    config: TrainingConfig, loaded_model: LoadedModel, policy: LocalPolicy, episodes: int, samples_ahead: bool,
+    notify: Notify,
     logs: Path,
 ) -> Sampler:  # fmt: skip
     """Make the sampler of a training run: an engine that shares the policy's weights, or engines in other processes
     that load published weights and log into the folder `logs`."""
     publisher = policy.publisher
     if publisher is None or not publisher.model_folder:
-        return make_engine(config, loaded, episodes, ahead, publisher)
-    return make_training_fleet(config, publisher, max_length(config, loaded), episodes, say, logs)
+        return make_engine(config, loaded_model, episodes, samples_ahead, publisher)
+    return make_training_fleet(config, publisher, max_length(config, loaded_model), episodes, notify, logs)
 
 
 def make_publishing_policy(
-    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, played: bool, whole: Any = None
+    config: TrainingConfig, loaded_model: LoadedModel, algorithm: Algorithm, steps: int, has_episodes: bool,
+    gathers: Any = None
 ) -> LocalPolicy:  # fmt: skip
-    """Make the policy of this process. If the run samples (`played`) with engines that cannot share its weights, the
-    policy publishes them: into folders, or in this process to an engine with the model `whole`."""
+    """Make the policy of this process. If the run samples (`has_episodes`) with engines that cannot share its weights,
+    the policy publishes them: into folders, or in this process to an engine with the model `gathers`."""
     sharded = (config.compute.learners or 1) > 1
-    policy = make_policy(config, loaded, algorithm, steps, sharded)
-    if not (played and (KINDS[config.training.algorithm].samples or config.training.eval_every is not None)):
+    policy = make_policy(config, loaded_model, algorithm, steps, sharded)
+    if not (
+        has_episodes and (KINDS[config.training.algorithm].samples or config.training.eval_every is not None)
+    ):
         return policy
     if samples_elsewhere(config):
         from TrainingFactory.learning.publishing import Publisher
@@ -138,32 +150,38 @@ def make_publishing_policy(
     elif sharded:
         from TrainingFactory.cluster.ranks import GatheringPublisher
 
-        policy.publisher = GatheringPublisher(policy.learner, whole)
+        policy.publisher = GatheringPublisher(policy.learner, gathers)
     return policy
 
 
-def max_length(config: TrainingConfig, loaded: LoadedModel) -> int:
-    return config.model.max_length or min(context_limit(loaded) or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
+def max_length(config: TrainingConfig, loaded_model: LoadedModel) -> int:
+    return config.model.max_length or min(
+        context_limit(loaded_model) or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH
+    )
 
 
 def make_sampler(
-    config: TrainingConfig, episodes: int, say: Say = lambda _: None
+    config: TrainingConfig, episodes: int, notify: Notify = lambda _: None
 ) -> tuple[ChatFormat, Sampler]:
     """Load the model; return its chat format and a sampler."""
-    chat, sampler, _ = make_sampler_and_model(config, episodes, say)
+    chat, sampler, _ = make_sampler_and_model(config, episodes, notify)
     return chat, sampler
 
 
 def make_sampler_and_model(
-    config: TrainingConfig, episodes: int, say: Say = lambda _: None
+    config: TrainingConfig, episodes: int, notify: Notify = lambda _: None
 ) -> tuple[Any, Sampler, Any]:
     """Like `make_sampler`; also return the model if the engine runs in this process, else None."""
     check_engines(config)
-    loaded = load(config, say)
-    chat = make_chat(config, loaded)
+    loaded_model = load(config, notify)
+    chat = make_chat(config, loaded_model)
     if samples_elsewhere(config):
-        return chat, make_serving_fleet(config, loaded, max_length(config, loaded), episodes, say), None
-    return chat, make_engine(config, loaded, episodes), loaded.model
+        return (
+            chat,
+            make_serving_fleet(config, loaded_model, max_length(config, loaded_model), episodes, notify),
+            None,
+        )
+    return chat, make_engine(config, loaded_model, episodes), loaded_model.model
 
 
 def make_rollouts(

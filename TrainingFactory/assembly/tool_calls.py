@@ -28,7 +28,7 @@ async def open_tools(source: str | None, tool: str) -> AsyncIterator[AsyncToolEx
     config, servers = _read_source(source, tool)
     if config.environment.command is not None:
         raise ValueError(f"{source}: environment.command starts a program, which has its own tools")
-    environment: Any = make_environment(config, given=True)
+    environment: Any = make_environment(config, user_tools=True)
     try:
         tools = make_tools(config, servers, environment)
     except ValueError as error:
@@ -37,12 +37,12 @@ async def open_tools(source: str | None, tool: str) -> AsyncIterator[AsyncToolEx
         text = str(error).removeprefix("tools.0: ")
         raise ValueError(f"{text}; name the config or file that offers it with --config") from error
     async with AsyncExitStack() as stack:
-        for opened in tools:
-            if isinstance(opened, ToolSource):
-                stack.push_async_callback(opened.close)
-                await opened.open()
-        plain = environment is ToolEnvironment and config.data.tasks is None
-        task = Task("call", "") if plain else make_tasks(config, environment, 1)[0]
+        for tool_source in tools:
+            if isinstance(tool_source, ToolSource):
+                stack.push_async_callback(tool_source.close)
+                await tool_source.open()
+        is_plain = environment is ToolEnvironment and config.data.tasks is None
+        task = Task("call", "") if is_plain else make_tasks(config, environment, 1)[0]
         try:
             episode = with_tools(environment, tools)(task)
             stack.push_async_callback(episode.executor.close)

@@ -38,46 +38,46 @@ def as_list(tools: Any) -> list[Any]:
 
 
 def make_tools(
-    config: TrainingConfig, given: Sequence[Any] = (), environment: EnvironmentFactory | None = None
+    config: TrainingConfig, user_tools: Sequence[Any] = (), environment: EnvironmentFactory | None = None
 ) -> list[ToolOrSource]:
-    """Return the tools of the config and the `given` objects; sources are not open yet. An entry that only names one of
-    the environment's own tools adds nothing."""
+    """Return the tools of the config and the `user_tools` objects; sources are not open yet. An entry that only names
+    one of the environment's own tools adds nothing."""
     own_names = _own_tools(environment)
     files: set[str] = set()
     remote = RemoteTools(config.environment.num_workers)
     on_ray = config.compute.backend == "ray"
     tools: list[ToolOrSource] = []
     for number, entry in enumerate(config.tools):
-        where = f"tools.{number}"
+        location = f"tools.{number}"
         if entry.config is None:
             is_own = entry.name in own_names and not entry.options
             if is_own and entry.remote:
                 raise ValueError(
-                    f"{where}.remote: {entry.name} belongs to the environment, which runs in this process"
+                    f"{location}.remote: {entry.name} belongs to the environment, which runs in this process"
                 )
-            added = [] if is_own else _tools_of(entry, where)
+            new_tools = [] if is_own else _tools_of(entry, location)
             # Only the sandbox is remote by default, because its state lasts no longer than an episode.
-            if added and on_ray and (entry.remote or (entry.remote is None and entry.name in SANDBOX)):
+            if new_tools and on_ray and (entry.remote or (entry.remote is None and entry.name in SANDBOX)):
                 remote.entries.append(entry)
-                remote.tools += added
-                added = [] if remote in tools else [remote]
-            tools += added
+                remote.tools += new_tools
+                new_tools = [] if remote in tools else [remote]
+            tools += new_tools
             continue
         if entry.remote:
-            raise ValueError(f"{where}.remote: {entry.config} decides where its servers run; leave it out")
+            raise ValueError(f"{location}.remote: {entry.config} decides where its servers run; leave it out")
         if entry.options:
-            raise ValueError(f"{where}.options are for built-in tools; set a server's in {entry.config}")
+            raise ValueError(f"{location}.options are for built-in tools; set a server's in {entry.config}")
         if entry.config not in files:
             files.add(entry.config)
             tools += _from_servers(entry.config, config.tools)
-    return [*tools, *map(as_tool, given)]
+    return [*tools, *map(as_tool, user_tools)]
 
 
 def make_hosted_tools(entries: Sequence[Mapping[str, Any]]) -> Callable[..., Any]:
     """Make tools on another machine, with that machine's environment variables; return the function that answers
     calls."""
-    plain = [ToolEntry(**entry).model_copy(update={"cache_enabled": False}) for entry in entries]
-    return HostedTools([tool for entry in plain for tool in _tools_of(entry, entry.name)]).answer
+    uncached_entries = [ToolEntry(**entry).model_copy(update={"cache_enabled": False}) for entry in entries]
+    return HostedTools([tool for entry in uncached_entries for tool in _tools_of(entry, entry.name)]).answer
 
 
 def _own_tools(environment: EnvironmentFactory | None) -> set[str]:
@@ -88,31 +88,31 @@ def _own_tools(environment: EnvironmentFactory | None) -> set[str]:
     return {member.spec.name for member in members if isinstance(member, FunctionTool)}
 
 
-def _tools_of(entry: ToolEntry, where: str) -> list[ToolOrSource]:
+def _tools_of(entry: ToolEntry, location: str) -> list[ToolOrSource]:
     """Return the tools of an entry: a built-in tool, a tool of an installed package, or those of a Python file."""
     if is_file_name(entry.name):
         if entry.options:
-            raise ValueError(f"{where}.options are for built-in tools; {entry.name} is a Python file")
-        made = _from_file(entry.name)
+            raise ValueError(f"{location}.options are for built-in tools; {entry.name} is a Python file")
+        tools = _from_file(entry.name)
     else:
         try:
-            made = [make_tool({"name": entry.name, "options": fill_variables(entry.options, "options")})]
+            tools = [make_tool({"name": entry.name, "options": fill_variables(entry.options, "options")})]
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+            raise ValueError(f"{location}: {error}") from error
     if not entry.cache_enabled:
-        return made
+        return tools
     return [
-        SelectedTools(tool, lambda offered: dict.fromkeys(offered, True))
+        SelectedTools(tool, lambda names: dict.fromkeys(names, True))
         if isinstance(tool, ToolSource)
         else cacheable(tool)
-        for tool in made
+        for tool in tools
     ]
 
 
 def _from_file(name: str) -> list[ToolOrSource]:
     """Return all `@tool` functions of `mytools.py`, or the function `mytools.py:lookup`, which needs no decorator."""
-    path, requested, values = load_objects("tool", name)
-    if requested:
+    path, attribute, values = load_objects("tool", name)
+    if attribute:
         return [as_tool(values[0])]
     tools: list[ToolOrSource] = [value for value in values if isinstance(value, FunctionTool)]
     if not tools:
@@ -122,18 +122,20 @@ def _from_file(name: str) -> list[ToolOrSource]:
 
 def _from_servers(path: str, entries: Sequence[ToolEntry]) -> list[ToolOrSource]:
     """Return the tools of one MCP file that any entry selects, over one set of connections, and its built-in tools."""
-    loaded = MCPTools.load_from_config(path)
+    tool_servers = MCPTools.load_from_config(path)
 
-    def choose(offered: Mapping[str, str]) -> dict[str, bool]:
+    def choose(offered_tools: Mapping[str, str]) -> dict[str, bool]:
         selected: dict[str, bool] = {}
         for number, entry in enumerate(entries):
-            if entry.config == path and entry.name not in loaded.named:
-                for name in choose_names(entry.name, offered, f"tools.{number}", path):
+            if entry.config == path and entry.name not in tool_servers.named:
+                for name in choose_names(entry.name, offered_tools, f"tools.{number}", path):
                     selected[name] = entry.cache_enabled or selected.get(name, False)
         return selected
 
-    servers = [SelectedTools(MCPTools([*loaded.configs.values()]), choose)] if loaded.configs else []
-    return [*loaded.named.values(), *servers]
+    servers = (
+        [SelectedTools(MCPTools([*tool_servers.configs.values()]), choose)] if tool_servers.configs else []
+    )
+    return [*tool_servers.named.values(), *servers]
 
 
 class SelectedTools:
@@ -147,9 +149,9 @@ class SelectedTools:
     async def open(self) -> None:
         await self._source.open()
         session = self._source.session()
-        offered = {tool.spec.name: options_of(tool).server for tool in session.tools}
+        offered_tools = {tool.spec.name: options_of(tool).server for tool in session.tools}
         await session.close()
-        self._selected = self._choose(offered)
+        self._selected = self._choose(offered_tools)
 
     def session(self) -> ToolSession:
         return _SelectedSession(self._source.session(), self._selected)
@@ -165,18 +167,18 @@ class _SelectedSession:
         self.close = session.close
 
 
-def choose_names(name: str, offered: Mapping[str, str], where: str, path: str) -> set[str]:
+def choose_names(name: str, offered_tools: Mapping[str, str], location: str, path: str) -> set[str]:
     """Return the tools of a file that an entry selects: the tool of that name, else all tools of the server of that
     name. If the file has one server, any name selects all of its tools."""
-    if name in offered:
+    if name in offered_tools:
         return {name}
-    of_server = {tool for tool, server in offered.items() if server == name}
-    servers = set(offered.values())
+    of_server = {tool for tool, server in offered_tools.items() if server == name}
+    servers = set(offered_tools.values())
     if of_server or len(servers) == 1:
-        return of_server or set(offered)
+        return of_server or set(offered_tools)
     raise ValueError(
-        f"{where}.name is {name!r}, but {path} has no tool or server of that name; its servers: "
-        f"{', '.join(sorted(servers)) or 'none'}; its tools: {', '.join(sorted(offered)) or 'none'}"
+        f"{location}.name is {name!r}, but {path} has no tool or server of that name; its servers: "
+        f"{', '.join(sorted(servers)) or 'none'}; its tools: {', '.join(sorted(offered_tools)) or 'none'}"
     )
 
 
@@ -186,8 +188,8 @@ class _Cacheable:
     def __init__(self, tool: Tool, options: ToolOptions) -> None:
         self.spec, self.run, self.options = tool.spec, tool.run, options
         self.__wrapped__ = tool  # the cache fingerprints the wrapped tool
-        if ready := getattr(tool, "until_ready", None):
-            self.until_ready = ready
+        if until_ready := getattr(tool, "until_ready", None):
+            self.until_ready = until_ready
 
 
 def cacheable(tool: Tool) -> Tool:
@@ -218,28 +220,28 @@ def make_tool_cache(config: TrainingConfig) -> ToolCache | None:
     return ToolCache(folder / "tool_cache.sqlite")
 
 
-def fill_variables(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+def fill_variables(options: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Replace ${NAME} in options by environment variables. Secrets must be given that way, because the run folder
     stores the config."""
-    return {key: _filled(key, value, f"{where}.{key}") for key, value in options.items()}
+    return {key: _filled(key, value, f"{location}.{key}") for key, value in options.items()}
 
 
-def _filled(key: str, value: Any, where: str) -> Any:
+def _filled(key: str, value: Any, location: str) -> Any:
     if isinstance(value, Mapping):
-        return fill_variables(value, where)
+        return fill_variables(value, location)
     if isinstance(value, list):
-        return [_filled(key, item, where) for item in value]
+        return [_filled(key, item, location) for item in value]
     if not isinstance(value, str):
         return value
     # A key that ends in _env holds the name of a variable.
     if is_secret(key, value) and not key.endswith("_env") and not VARIABLE.search(value):
         raise ValueError(
-            f"{where} holds a secret, and the run folder stores the config; put it into an environment variable and "
+            f"{location} holds a secret, and the run folder stores the config; put it into an environment variable and "
             f"write {key}: ${{NAME}}"
         )
     if is_secret(key, value):
         SECRET_VARIABLES.update(VARIABLE.findall(value))
     try:
-        return VARIABLE.sub(lambda found: os.environ[found[1]], value)
+        return VARIABLE.sub(lambda match: os.environ[match[1]], value)
     except KeyError as error:
-        raise ValueError(f"{where}: the environment variable {error.args[0]} is not set") from None
+        raise ValueError(f"{location}: the environment variable {error.args[0]} is not set") from None

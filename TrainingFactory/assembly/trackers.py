@@ -31,9 +31,9 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
-        for which, text in _episode_texts(episodes).items():
+        for label, text in _episode_texts(episodes).items():
             # TensorBoard renders Markdown; indented lines are shown literally.
-            self._writer.add_text(f"episodes/{which}", indent(text, "    ", lambda _: True), step)
+            self._writer.add_text(f"episodes/{label}", indent(text, "    ", lambda _: True), step)
 
     def close(self) -> None:
         self._writer.close()
@@ -43,17 +43,17 @@ class WandB:
     def __init__(self, run: Path, config: TrainingConfig) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        place = {"project": os.environ.get("WANDB_PROJECT", "training-factory")} | config.logging.wandb
-        number = RunFolder(run).about.get("id", run.name)
-        given = {"dir": str(run), "config": config.model_dump()}
+        project = {"project": os.environ.get("WANDB_PROJECT", "training-factory")} | config.logging.wandb
+        number = RunFolder(run).run_info.get("id", run.name)
+        init_options = {"dir": str(run), "config": config.model_dump()}
         self._table = wandb.Table
-        self._run = wandb.init(name=run.name, id=number, resume="allow", **place, **given)
+        self._run = wandb.init(name=run.name, id=number, resume="allow", **project, **init_options)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
 
     def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
-        rows = [[step, which, text] for which, text in _episode_texts(episodes).items()]
+        rows = [[step, label, text] for label, text in _episode_texts(episodes).items()]
         self._run.log({"episodes": self._table(columns=["step", "which", "episode"], data=rows)}, step=step)
 
     def close(self) -> None:
@@ -67,19 +67,19 @@ class MLflow:
         self._mlflow = mlflow
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "training-factory"))
         mlflow.start_run(run_name=run.name)
-        flat = {
+        parameters = {
             f"{s}.{k}": v for s, keys in config.model_dump(exclude={"tools"}).items() for k, v in keys.items()
         }
-        mlflow.log_params(flat)
+        mlflow.log_params(parameters)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         # MLflow's file store turns names into folders, and both `episodes` and `episodes/done` are metrics.
-        named = {name.replace("/", "."): value for name, value in metrics.items()}
-        self._mlflow.log_metrics(named, step=step)
+        renamed = {name.replace("/", "."): value for name, value in metrics.items()}
+        self._mlflow.log_metrics(renamed, step=step)
 
     def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
-        for which, text in _episode_texts(episodes).items():
-            self._mlflow.log_text(text, f"episodes/{step:06d}-{which.replace(' ', '-')}.txt")
+        for label, text in _episode_texts(episodes).items():
+            self._mlflow.log_text(text, f"episodes/{step:06d}-{label.replace(' ', '-')}.txt")
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -88,13 +88,13 @@ class MLflow:
 def _episode_texts(episodes: Sequence[Trajectory]) -> dict[str, str]:
     """Return the best and the worst episode as text."""
     texts = {}
-    for which, episode in best_and_worst(episodes).items():
+    for label, episode in best_and_worst(episodes).items():
         lines = [
             f"task {episode.task.id}",
             *map(": ".join, conversation_lines(episode)),
             ending_text(episode),
         ]
-        texts[which] = "\n".join(map(escape_control, lines))
+        texts[label] = "\n".join(map(escape_control, lines))
     return texts
 
 
@@ -123,15 +123,15 @@ class Trackers:
                 raise ValueError(f"logging.trackers: {name} could not be started: {error}") from error
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._each(lambda tracker: tracker.log(step, metrics))
+        self._for_each(lambda tracker: tracker.log(step, metrics))
 
     def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
-        self._each(lambda tracker: tracker.episodes(step, episodes))
+        self._for_each(lambda tracker: tracker.episodes(step, episodes))
 
     def close(self) -> None:
-        self._each(lambda tracker: tracker.close())
+        self._for_each(lambda tracker: tracker.close())
 
-    def _each(self, do: Any) -> None:
+    def _for_each(self, do: Any) -> None:
         for entry in list(self._open):
             try:
                 do(entry[1])

@@ -54,8 +54,8 @@ def status(*, address: str = "auto", as_json: Json = False) -> None:
     show.columns(["machine", "node", *(f"free {key}" for key in RESOURCES)], machines)
     actors = []
     for actor in status["actors"]:
-        node_id, pid, started = actor["node_id"][:ID_LENGTH], str(actor["pid"]), _time(actor["since"])
-        actors.append((actor["what"], actor["node"], node_id, pid, started))
+        node_id, pid, start_time = actor["node_id"][:ID_LENGTH], str(actor["pid"]), _time(actor["since"])
+        actors.append((actor["what"], actor["node"], node_id, pid, start_time))
     if actors:
         show.columns(["actor", "machine", "node", "process", "since"], actors)
     else:

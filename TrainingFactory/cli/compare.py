@@ -85,8 +85,8 @@ def compare(
 def _evaluate(sides: Sequence[ComparedModel]) -> int:
     """Run the evaluations that have no record yet, and return the exit status."""
     for side in sides:
-        for evaluation in filter(None, side.wanted):
-            if status := run_evaluation(evaluation, f"{side.name} {evaluation.asked.entry or ''}".rstrip()):
+        for evaluation in filter(None, side.pending):
+            if status := run_evaluation(evaluation, f"{side.name} {evaluation.request.entry or ''}".rstrip()):
                 return status
         side.take()
     return 0
@@ -109,8 +109,8 @@ def _print(comparison: Comparison, count: int) -> None:
 
 
 def _ids(flips: Sequence[Flip], limit: int = 20) -> str:
-    more = f" and {len(flips) - limit} more" if len(flips) > limit else ""
-    return ", ".join(flip.task for flip in flips[:limit]) + more
+    omitted = f" and {len(flips) - limit} more" if len(flips) > limit else ""
+    return ", ".join(flip.task for flip in flips[:limit]) + omitted
 
 
 def _side_by_side(comparison: Comparison, flip: Flip, episodes: Sequence[Trajectory | None]) -> None:

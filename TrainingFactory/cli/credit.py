@@ -23,13 +23,17 @@ from TrainingFactory.runs.episode_texts import reward_text
 GREEN, RED, PALE = (64, 190, 100), (245, 95, 95), (238, 238, 238)
 
 
-def print_groups(credit: Credit, shown: Sequence[GroupCredit], every: Sequence[GroupCredit] = ()) -> None:
-    """Print the `shown` groups in full and, if there are more, an overview table of `every` group."""
-    for group in shown:
+def print_groups(
+    credit: Credit, groups: Sequence[GroupCredit], all_groups: Sequence[GroupCredit] = ()
+) -> None:
+    """Print the `groups` groups in full and, if there are more, an overview table of `all_groups` group."""
+    for group in groups:
         _group(credit, group)
-    if len(every) > len(shown):
-        show.columns(credit.columns, [group.overview for group in every])
-        show.note(f"shown: {len(shown)} of {len(every)} tasks; --show N shows more, --task ID another one")
+    if len(all_groups) > len(groups):
+        show.columns(credit.columns, [group.overview for group in all_groups])
+        show.note(
+            f"shown: {len(groups)} of {len(all_groups)} tasks; --show N shows more, --task ID another one"
+        )
 
 
 def _group(credit: Credit, group: GroupCredit) -> None:
@@ -66,8 +70,12 @@ def _coloured(turn: TurnCredit, credit: Credit) -> Text:
     text = Text()
     for piece in turn.pieces:
         text.append(escape_control(piece.text), _style(credit.level(piece.value)))
-    cut = len(text) - show.MAX_CHARS
-    return text if cut <= 0 else Text.assemble(text[: show.MAX_CHARS], f" [... {cut} more characters]")
+    num_hidden = len(text) - show.MAX_CHARS
+    return (
+        text
+        if num_hidden <= 0
+        else Text.assemble(text[: show.MAX_CHARS], f" [... {num_hidden} more characters]")
+    )
 
 
 def _style(level: int) -> Style | None:

@@ -48,18 +48,18 @@ def convert(
         raise ValueError(f"{out} exists already. Choose another file, or overwrite it with --force.")
     path = find_trajectories(source, where)
     with Display() as display:
-        done = converted(display.counted(read_rows(path), "episodes"), to, filters)
-    rows = [("episodes read", f"{done.read} from {path}")]
-    rows += [(f"  {reason}", f"{count} skipped") for reason, count in done.dropped.items() if count]
-    show.table([*rows, ("rows", str(len(done.rows)))])
-    if not done.rows:
+        conversion = converted(display.counted(read_rows(path), "episodes"), to, filters)
+    rows = [("episodes read", f"{conversion.read} from {path}")]
+    rows += [(f"  {reason}", f"{count} skipped") for reason, count in conversion.dropped.items() if count]
+    show.table([*rows, ("rows", str(len(conversion.rows)))])
+    if not conversion.rows:
         show.fail(f"no episode is usable for {to}; {out} was not written. Relax the filters.")
         return 1
-    if done.note:
-        show.note(f"note: {done.note}")
-    write_rows(out, [swift_row(row) for row in done.rows] if layout == "swift" else done.rows)
+    if conversion.note:
+        show.note(f"note: {conversion.note}")
+    write_rows(out, [swift_row(row) for row in conversion.rows] if layout == "swift" else conversion.rows)
     show.note(
-        f"saved {show.pluralize(len(done.rows), 'row')} to {out}; train on them with data.dataset={out}"
+        f"saved {show.pluralize(len(conversion.rows), 'row')} to {out}; train on them with data.dataset={out}"
     )
     return 0
 
@@ -92,7 +92,7 @@ def show_(
             title += f", steps {reward.steps}" if reward and reward.steps else ""
             show.conversation(title, dialogue.messages, dialogue.tools)
     summary = [
-        ("rows", f"{fit.rows} read{' (the dataset has more)' if fit.more else ''}"),
+        ("rows", f"{fit.rows} read{' (the dataset has more)' if fit.has_more else ''}"),
         ("columns", ", ".join(fit.columns)),
         ("fits", ", ".join(fit.fits) or "no algorithm"),
     ]
@@ -119,7 +119,7 @@ def check(
 
     form = "rm" if algorithm == "reward_model" else algorithm
     dataset = find_dataset(source, where)
-    examples = load_examples(dataset, form, split=split, skip_bad_rows=True, fits=argument_problem)
+    examples = load_examples(dataset, form, split=split, skip_bad_rows=True, check_call=argument_problem)
     for problem in examples.bad:
         show.fail(problem)
     summary = [("rows", str(examples.rows)), ("usable", f"{len(examples)} examples for {form}")]
@@ -195,7 +195,10 @@ def wordnet(folder: str = "/usr/share/wordnet", /, *, out: Path = Path("wordnet"
     return _print_files(out, write_wordnet(folder, out))
 
 
-def _print_files(out: Path, done: PreparedRows) -> int:
-    rows = [(str(out / f"{part}.jsonl"), show.pluralize(count, "row")) for part, count in done.counts.items()]
-    show.table(rows + [(f"  {reason}", f"{count} skipped") for reason, count in done.dropped.items()])
+def _print_files(out: Path, prepared: PreparedRows) -> int:
+    rows = [
+        (str(out / f"{split}.jsonl"), show.pluralize(count, "row"))
+        for split, count in prepared.counts.items()
+    ]
+    show.table(rows + [(f"  {reason}", f"{count} skipped") for reason, count in prepared.dropped.items()])
     return 0

@@ -117,13 +117,13 @@ class Display:
         """Advance the bar `name` by one. `total` is its length; None: unknown."""
         row = self._row(name, total)
         self._bars.update(row, advance=1, note=note)
-        done = int(self._bars.tasks[row].completed)
+        completed = int(self._bars.tasks[row].completed)
         now = time.monotonic()
         if self._console.is_terminal:
             self._start()
-        elif done == total or now - self._last_line > LINE_INTERVAL:
+        elif completed == total or now - self._last_line > LINE_INTERVAL:
             self._last_line = now
-            progress_text = f"{name}: {done}" if total is None else f"{name}: {done} of {total}"
+            progress_text = f"{name}: {completed}" if total is None else f"{name}: {completed} of {total}"
             self.say(f"{progress_text}, {note}" if note else progress_text)
 
     def _row(self, name: str, total: int | None) -> progress.TaskID:
@@ -143,8 +143,8 @@ class Display:
         if self._curve:
             lines.insert(0, sparkline(list(self._curve.values())))
         if self._phase and self._expected is None:
-            ended = f", {show.pluralize(self._ended, 'episode')} ended" if self._ended else ""
-            lines.append(self._phase + ended)
+            ended_note = f", {show.pluralize(self._ended, 'episode')} ended" if self._ended else ""
+            lines.append(self._phase + ended_note)
         return Group(self._bars, Text("\n".join(lines)))
 
 

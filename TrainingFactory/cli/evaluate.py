@@ -84,7 +84,7 @@ def _suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
     request = request_model(model, overrides, *storage_paths(overrides))
     records = []
     for evaluation in suite_evaluations(suite, request, folder, show.note):
-        if status := run_evaluation(evaluation, str(evaluation.asked.entry)):
+        if status := run_evaluation(evaluation, str(evaluation.request.entry)):
             return status
         records.append(evaluation.record)
     total = suite.total(records)
@@ -151,7 +151,7 @@ def _report(evaluation: RecordedEvaluation, result: RolloutReport, as_json: bool
     if episodes:
         show.note(f"saved {show.pluralize(len(episodes), 'episode')} to {evaluation.path}")
     if record is not None:
-        show.note(f"recorded as {record.id} in {evaluation.asked.records}")
+        show.note(f"recorded as {record.id} in {evaluation.request.records}")
     if result.interrupted:
         return show.INTERRUPTED
     if "success" not in metrics:

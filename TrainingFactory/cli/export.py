@@ -30,18 +30,18 @@ def export(
     """
     from TrainingFactory.assembly.export import export as write
 
-    done = write(run, out, merge, dtype)
+    exported = write(run, out, merge, dtype)
     content = {"model": "the model", "adapter": "the adapter", "merged": "the model with its adapter merged"}
-    print(f"wrote {content[done.kind]} of {done.source} to {done.path}")
-    for text in done.notes:
+    print(f"wrote {content[exported.kind]} of {exported.source} to {exported.path}")
+    for text in exported.notes:
         show.note(f"note: {text}")
-    model = str(done.path)
-    if done.kind == "adapter":
-        print(f"loading it also loads its base model {done.base}; --merge exports a standalone model")
-        model = f"{done.base} model.adapter={done.path}"
-    if done.reward_model:
-        print(f"use it as a reward: reward.type=learned reward.model={done.path}")
+    model = str(exported.path)
+    if exported.kind == "adapter":
+        print(f"loading it also loads its base model {exported.base}; --merge exports a standalone model")
+        model = f"{exported.base} model.adapter={exported.path}"
+    if exported.reward_model:
+        print(f"use it as a reward: reward.type=learned reward.model={exported.path}")
     else:
-        print(f'load it in Python: AutoModelForCausalLM.from_pretrained("{done.path}")')
+        print(f'load it in Python: AutoModelForCausalLM.from_pretrained("{exported.path}")')
         print(f"evaluate it: tfactory eval {model} --env NAME")
     return 0

@@ -44,7 +44,11 @@ def list_ids(*, as_json: Json = False) -> None:
 
 @factories.command
 def add(
-    kind: Literal["model", "dataset", "environment", "compute"], name: str, target: str, /, *more: str
+    kind: Literal["model", "dataset", "environment", "compute"],
+    name: str,
+    target: str,
+    /,
+    *extra_targets: str,
 ) -> None:
     """Add an id to factories.yaml of the current folder; the file is created if it does not exist.
 
@@ -63,5 +67,5 @@ def add(
     from TrainingFactory.resolve import factories as project
 
     section = kind if kind == "compute" else f"{kind}s"
-    project.add_entry(section, name, [target, *more])
+    project.add_entry(section, name, [target, *extra_targets])
     print(f"{project.FILE}: {name} is {project.target_of(section, project.read_entries()[section][name])}")

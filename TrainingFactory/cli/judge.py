@@ -71,8 +71,8 @@ async def audit_judge(
         show.columns(("metric", "value", "meaning"), result.rows)
         show.table([("verdict", verdict_of(result))])
     if not (result.judged or result.pairs):  # no verdict can be compared with a gold label
-        earlier = f"; {out} is from an earlier audit" if out.exists() else ""
-        show.note(f"no report written, because the judge gave no verdict{earlier}")
+        earlier_note = f"; {out} is from an earlier audit" if out.exists() else ""
+        show.note(f"no report written, because the judge gave no verdict{earlier_note}")
         return NO_VERDICT
     name = f"{settings['model']} at {settings['base_url']}"
     show.write_page(out, result.page(name))
@@ -92,8 +92,8 @@ def _settings(path: Path | None, options: tuple[str, ...]) -> dict[str, Any]:
     return settings
 
 
-def _yaml(text: str, where: str) -> Any:
+def _yaml(text: str, location: str) -> Any:
     try:
         return yaml.load(text, ConfigLoader)  # a SafeLoader
     except yaml.YAMLError as error:
-        raise ValueError(f"{where} is not valid YAML: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{location} is not valid YAML: {str(error).splitlines()[0]}") from None

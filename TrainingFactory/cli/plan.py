@@ -55,8 +55,8 @@ def plan(
 def _summary(forecast: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the forecast as table rows, most important first."""
     gpu_memory, best, step = forecast["gpu_memory_gib"], forecast["learners"], forecast["step_seconds"]
-    without = forecast["step_seconds_without"]
-    faster = {part: seconds for part, seconds in without.items() if seconds < 0.99 * step}
+    step_seconds_without = forecast["step_seconds_without"]
+    faster = {part: seconds for part, seconds in step_seconds_without.items() if seconds < 0.99 * step}
     modes = {
         f"max_staleness {n}" if n else "synchronous": seconds
         for n, seconds in forecast["step_seconds_by_bound"].items()
@@ -87,8 +87,8 @@ def _summary(forecast: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _memory(parts: dict[str, float], gpu_memory: float) -> str:
-    listed = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib)
-    return f"{sum(parts.values()):.1f} of {gpu_memory} GiB per GPU: {listed}"
+    listing = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib)
+    return f"{sum(parts.values()):.1f} of {gpu_memory} GiB per GPU: {listing}"
 
 
 def _seconds(values: Mapping[Any, float]) -> str:

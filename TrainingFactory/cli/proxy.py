@@ -49,6 +49,6 @@ def proxy(
         show.note("note: environment.command is ignored; only train, eval and rollout start it")
     with listen.bind(host, port) as bound:
         serving = serve_proxy(options, bound, out, token, local, lambda text: print(text, flush=True))
-        done = asyncio.run(serving)
-    show.note(f"stopped: {show.pluralize(done.ended, 'episode')}, {done.scored} of them scored")
+        served = asyncio.run(serving)
+    show.note(f"stopped: {show.pluralize(served.num_ended, 'episode')}, {served.num_scored} of them scored")
     return 0

@@ -60,8 +60,8 @@ def recipe(
 
 
 def _show(results: dict[str, Any], out: Path) -> None:
-    def success(side: dict[str, float]) -> str:
-        return f"{side['success']:.3f} ({side['success_low']:.3f} to {side['success_high']:.3f})"
+    def success(result: dict[str, float]) -> str:
+        return f"{result['success']:.3f} ({result['success_low']:.3f} to {result['success_high']:.3f})"
 
     rows = [
         (split, sampling, str(result["tasks"]), success(result["sft"]), success(result["grpo"]),

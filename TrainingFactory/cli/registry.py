@@ -190,7 +190,7 @@ def promote(
     promotion = Promotion(_open(file, where), version, to, suite, first, overrides, where, show.note)
     against = f" against {promotion.champion}" if promotion.champion else ", the first"
     show.note(f"{promotion.version} for {promotion.target}{against}; gate of suite {promotion.suite.name}:")
-    for line in promotion.stated:
+    for line in promotion.criteria:
         show.note(f"  {line}")
     decision = promotion.run(_play)
     status = 0 if decision.promoted else REFUSED
@@ -219,7 +219,7 @@ def promote(
 def _play(name: str, evaluation: RecordedEvaluation) -> None:
     from TrainingFactory.cli.display import Display
 
-    show.note(f"{name}: {evaluation.asked.entry}, up to {show.pluralize(len(evaluation.tasks), 'task')}")
+    show.note(f"{name}: {evaluation.request.entry}, up to {show.pluralize(len(evaluation.tasks), 'task')}")
     with Display(evaluation.total) as display:
         if evaluation.run(display.episode).interrupted:
             raise KeyboardInterrupt
@@ -284,11 +284,11 @@ def export(
     if to == "mlflow":
         print(f"wrote {version} to {model_registry.export_to_mlflow(version, target, merge)}")
     else:
-        done = model_registry.export(version, target, merge, dtype)
-        print(f"wrote {version} with its model card to {done.path}")
-        for text in done.notes:
+        exported = model_registry.export(version, target, merge, dtype)
+        print(f"wrote {version} with its model card to {exported.path}")
+        for text in exported.notes:
             show.note(f"note: {text}")
-        show.note(f"publish it: hf upload OWNER/NAME {done.path}")
+        show.note(f"publish it: hf upload OWNER/NAME {exported.path}")
 
 
 @registry.command

@@ -54,7 +54,7 @@ def rollout(
     for text in notices(config):
         show.note(f"note: {text}")
     group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
-    rollouts = Rollouts(config, out, group, replay=replay, say=show.note)
+    rollouts = Rollouts(config, out, group, replay=replay, notify=show.note)
     with Display(rollouts.total) as display:
         report = rollouts.run(display.episode)
     count = len(report.trajectories)
@@ -79,8 +79,8 @@ def summary_rows(metrics: dict[str, float], trajectories: Sequence[Trajectory]) 
     """Return table rows that summarise the episodes."""
     rewards = [trajectory.reward.outcome for trajectory in trajectories if trajectory.reward]
     statuses = Counter(trajectory.status for trajectory in trajectories).most_common()
-    ended = ", ".join(f"{count} {name}" for name, count in statuses)
-    rows = [("episodes", f"{len(trajectories)}: {ended}")]
+    status_counts = ", ".join(f"{count} {name}" for name, count in statuses)
+    rows = [("episodes", f"{len(trajectories)}: {status_counts}")]
     if rewards:
         positive = sum(reward > 0 for reward in rewards)
         rows.append(("reward", f"mean {metrics['reward']:.3f}, positive in {positive} of {len(rewards)}"))

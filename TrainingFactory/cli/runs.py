@@ -78,10 +78,12 @@ def show_(name: RunName, *, as_json: Json = False, where: RunsFolder = "runs") -
         rows.append(("evaluations", f"{count} in {run.path / EVALUATIONS}"))
     show.table(rows)
     metrics, table = run.metrics(), []
-    for label, key, form in run_tables.labelled_metrics(metrics):
+    for label, key, number_format in run_tables.labelled_metrics(metrics):
         values = [row[key] for row in metrics if key in row]
-        ends = [form.format(value) for value in (values[0], values[-1], min(values), max(values))]
-        table.append((label, *ends, sparkline(values)))
+        statistics = [
+            number_format.format(value) for value in (values[0], values[-1], min(values), max(values))
+        ]
+        table.append((label, *statistics, sparkline(values)))
     show.columns(["metric", "first", "last", "min", "max", "curve"], table)
     _plot(metrics)
     show.table(list(run_tables.usage_rows(metrics)))
@@ -104,9 +106,13 @@ def _plot(metrics: run_tables.Rows) -> None:
     if name is None:
         return
     rows = [row for row in metrics if name in row]
-    values, form = [row[name] for row in rows], run_tables.FORMATS[name]
+    values, number_format = [row[name] for row in rows], run_tables.FORMATS[name]
     lines = plot(values)
-    axis_labels = [form.format(max(values)), *[""] * (len(lines) - 2), form.format(min(values))]
+    axis_labels = [
+        number_format.format(max(values)),
+        *[""] * (len(lines) - 2),
+        number_format.format(min(values)),
+    ]
     title = f"{name}, steps {rows[0]['step']} to {rows[-1]['step']}"
     show.columns(["", title], list(zip(axis_labels, lines, strict=True)))
 
@@ -155,8 +161,8 @@ def compare(*names: RunName, as_json: Json = False, where: RunsFolder = "runs") 
     )
     rows = [(row["key"], *map(str, row["values"])) for row in diff.rows]
     rows.append(("steps", *(str(run.status.step) for run in folders)))
-    for key, form in forms.items():
-        rows.append((key, *(form.format(values[key]) if key in values else "" for values in last)))
+    for key, number_format in forms.items():
+        rows.append((key, *(number_format.format(values[key]) if key in values else "" for values in last)))
     show.columns(["", *(run.name for run in folders)], rows)
 
 
@@ -201,12 +207,12 @@ def episodes(
     step, credit = run_credit(run, step, task)
     groups = [group for group in credit.groups if task is None or group.task == task]
     limit = show_tasks or (1 if html is None and task is None else len(groups))
-    shown = select_episodes(credit, groups[:limit], best, worst)
+    selected = select_episodes(credit, groups[:limit], best, worst)
     title = credit_title(run, step)
     if html is not None:
-        show.write_page(html, replace(credit, groups=shown).page(title))
+        show.write_page(html, replace(credit, groups=selected).page(title))
         return
-    printing.print_groups(credit, shown, groups)
+    printing.print_groups(credit, selected, groups)
     for text in (title, *credit.notes):
         show.note(text)
 

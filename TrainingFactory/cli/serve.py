@@ -61,18 +61,18 @@ def serve(
         server = make_server(config, name or model, queue, version, show.note)
         app = server.api(key, local).app
         full_name = server.name if version in (None, server.name) else f"{server.name} ({version})"
-        ready = f"serving {full_name} at {listen.address_of(bound)}/v1 (Ctrl-C stops)"
-        follow = follow_alias(server, resolved, overrides, *paths, show.note)
-        with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server), follow:
-            asyncio.run(_serve(server.served.sampler, listen.make_server(app).serve([bound]), ready))
+        ready_text = f"serving {full_name} at {listen.address_of(bound)}/v1 (Ctrl-C stops)"
+        follower = follow_alias(server, resolved, overrides, *paths, show.note)
+        with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server), follower:
+            asyncio.run(_serve(server.model.sampler, listen.make_server(app).serve([bound]), ready_text))
     show.note("stopped")
     return 0
 
 
-async def _serve(sampler: Sampler, serving: Coroutine[Any, Any, None], ready: str) -> None:
-    """Print `ready` when the engines are up, then serve requests."""
+async def _serve(sampler: Sampler, serving: Coroutine[Any, Any, None], ready_text: str) -> None:
+    """Print `ready_text` when the engines are up, then serve requests."""
     from TrainingFactory.assembly.fleet import await_engines
 
     await await_engines(sampler)
-    print(ready, flush=True)
+    print(ready_text, flush=True)
     await serving

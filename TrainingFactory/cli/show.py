@@ -108,7 +108,7 @@ def episode(trajectory: Trajectory, title: str) -> None:
         results = iter(turn.tool_results)
         for reply in turn.replies:
             result = next(results, None) if reply.role == "tool" else None
-            _add_message(rows, reply, failed=result is not None and not result.ok)
+            _add_message(rows, reply, is_failed=result is not None and not result.ok)
     _print(title, rows, _ending(trajectory))
 
 
@@ -129,20 +129,20 @@ def _opening(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
     return rows
 
 
-def _add_message(rows: Table, message: Message, failed: bool = False) -> None:
+def _add_message(rows: Table, message: Message, is_failed: bool = False) -> None:
     if message.reasoning:
         rows.add_row(Text("thinking", style="dim italic"), literal_text(message.reasoning, "dim"))
     parse_errors = {call.error for call in message.tool_calls}
     for role, text in message_lines(message):
-        style = "red" if failed or text in parse_errors else ""
+        style = "red" if is_failed or text in parse_errors else ""
         rows.add_row(Text(role, style=ROLE_STYLES[role]), literal_text(text or "(no text)", style))
 
 
-def _print(title: str, rows: Table, *after: Text) -> None:
+def _print(title: str, rows: Table, *footers: Text) -> None:
     screen = console(stderr=False)
     screen.print(Rule(Text(escape_control(title)), align="left"))
-    for part in (rows, *after, ""):
-        screen.print(part)
+    for block in (rows, *footers, ""):
+        screen.print(block)
 
 
 def literal_text(text: str, style: str = "") -> Text:

@@ -62,18 +62,18 @@ async def list_tools(
             show.table([(name, _first_line(text)) for name, text in builtin])
             show.note("list the tools of your MCP servers: tfactory tools list --config mcp.json")
         return
-    async with MCPTools.load_from_config(config) as loaded:
+    async with MCPTools.load_from_config(config) as servers:
         if as_json:
-            print(json.dumps([asdict(offer) for offer in loaded.offers], indent=2, ensure_ascii=False))
+            print(json.dumps([asdict(offer) for offer in servers.offers], indent=2, ensure_ascii=False))
             return
         sources = {
             name: f"{server.target} ({server.transport}, {server.settings.isolation})"
-            for name, server in loaded.configs.items()
+            for name, server in servers.configs.items()
         }
-        if loaded.named:
+        if servers.named:
             sources[""] = "built-in tools named in the file"
         for name, target in sources.items():
-            offers = [offer for offer in loaded.offers if offer.server == name]
+            offers = [offer for offer in servers.offers if offer.server == name]
             show.table([(name, f"{target}: {show.pluralize(len(offers), 'tool')}")])
             rows = []
             for offer in offers:
@@ -163,24 +163,24 @@ async def _prepared_call(config: str | None, name: str, arguments: tuple[str, ..
 async def _measure(call: Call, calls: int, workers: int, display: Display) -> tuple[str, ...]:
     """Make `calls` calls from `workers` concurrent workers and return a row of the table."""
     remaining = iter(range(calls))
-    failed = 0
+    num_failed = 0
     seconds: list[float] = []
 
     async def work() -> None:
-        nonlocal failed
+        nonlocal num_failed
         for _ in remaining:
             call_started = time.perf_counter()
             result = await call()
             seconds.append(time.perf_counter() - call_started)
-            failed += not result.ok
+            num_failed += not result.ok
             display.advance(f"calls, {workers} concurrent", calls)
 
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(workers)))
-    rate = calls / (time.perf_counter() - started)
+    rate = calls / (time.perf_counter() - start_time)
     p95 = sorted(seconds)[int(calls * 0.95)]
     times = (f"{statistics.median(seconds) * 1000:.1f}", f"{p95 * 1000:.1f}")
-    return str(workers), f"{rate:.0f}", *times, str(failed)
+    return str(workers), f"{rate:.0f}", *times, str(num_failed)
 
 
 def _parse_arguments(spec: ToolSpec, arguments: tuple[str, ...]) -> dict[str, Any]:
@@ -210,8 +210,8 @@ def _changed_options(options: Any) -> str:
     from TrainingFactory.tools import ToolOptions
 
     defaults = asdict(ToolOptions()) | {"server": options.server, "version": options.version}
-    changed = {name: value for name, value in asdict(options).items() if value != defaults[name]}
-    return " ".join(name if value is True else f"{name}={value}" for name, value in changed.items())
+    changed_options = {name: value for name, value in asdict(options).items() if value != defaults[name]}
+    return " ".join(name if value is True else f"{name}={value}" for name, value in changed_options.items())
 
 
 def _first_line(text: str) -> str:

@@ -58,8 +58,8 @@ def train_with_display(training: Training, display: Display) -> int:
         show.note(f"tool calls: {show.tool_text(report.tools)}")
     if report.checkpoint is not None:
         show.note(f"finished; the model is in {report.checkpoint}")
-        next_step = f"evaluate it: tfactory eval {run.shown}"
+        next_step = f"evaluate it: tfactory eval {run.display_path}"
         if training.config.training.algorithm == "reward_model":
             next_step = f"use it as a reward: reward.type=learned reward.model={run.path}"
-        show.note(f"see its metrics: tfactory runs show {run.shown}; {next_step}")
+        show.note(f"see its metrics: tfactory runs show {run.display_path}; {next_step}")
     return 0

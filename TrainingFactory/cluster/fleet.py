@@ -29,8 +29,8 @@ def restart_delays() -> Iterator[float]:
 class FleetSession:
     """Sampling session of one episode. Engines know it by `number`; all its requests go to place `home`."""
 
-    def __init__(self, fleet: Fleet, number: int, home: int) -> None:
-        self._fleet, self.number, self.home = fleet, number, home
+    def __init__(self, fleet: Fleet, number: int, engine_number: int) -> None:
+        self._fleet, self.number, self.home = fleet, number, engine_number
         self._closed = False
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
@@ -52,12 +52,12 @@ class Fleet:
     canary differ from the learner's by more than `tolerance` on average."""
 
     def __init__(
-        self, places: EngineLauncher, count: int, max_length: int, say: Callable[[str], None] = lambda _: None,
-        tolerance: float = 1e-3, holds: object = None, patience: float = 600.0,
+        self, places: EngineLauncher, count: int, max_length: int, notify: Callable[[str], None] = lambda _: None,
+        tolerance: float = 1e-3, keep_alive: object = None, patience: float = 600.0,
     ) -> None:  # fmt: skip
-        self._holds = holds  # kept alive as long as the fleet, such as a temporary folder of weights
+        self._holds = keep_alive  # kept alive as long as the fleet, such as a temporary folder of weights
         self.max_length, self.policy_version = max_length, 0
-        self._places, self._count, self._say, self._tolerance = places, count, say, tolerance
+        self._places, self._count, self._notify, self._tolerance = places, count, notify, tolerance
         self._patience, self.clock = patience, PausableClock()
         self._alive: dict[int, EngineHandle] = {}
         self._restarting: dict[int, asyncio.Task[None]] = {}
@@ -74,9 +74,9 @@ class Fleet:
 
     def session(self) -> FleetSession:
         # Fewest open sessions first, then lowest number, alive or not: a run without failures is deterministic.
-        home = min(range(self._count), key=lambda number: (self._open[number], number))
-        self._open[home] += 1
-        return FleetSession(self, next(self._numbers), home)
+        engine_number = min(range(self._count), key=lambda number: (self._open[number], number))
+        self._open[engine_number] += 1
+        return FleetSession(self, next(self._numbers), engine_number)
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         session = self.session()
@@ -87,14 +87,14 @@ class Fleet:
 
     async def update(self, weights: Weights) -> None:
         """Load the weights on every place and verify the canary; restart places where this fails."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         await self.start()
         self._weights = weights
-        pushes = [self._push(number, place, weights) for number, place in self._alive.items()]
+        pushes = [self._push(number, engine, weights) for number, engine in self._alive.items()]
         await asyncio.gather(*pushes)
         await self._wait_for_place()
         self.policy_version = weights.version
-        self._counts["seconds/push"] = time.perf_counter() - began
+        self._counts["seconds/push"] = time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
         """Return the number of live places, totals of retries and restarts, and the duration of the last push."""
@@ -122,11 +122,11 @@ class Fleet:
                 self._open[session.home] -= 1
                 session.home = min(self._alive, key=lambda number: (self._open[number], number))
                 self._open[session.home] += 1
-            place = self._alive[session.home]
+            engine = self._alive[session.home]
             try:
-                return await place.call("sample", prompt_ids, params, session.number)
+                return await engine.call("sample", prompt_ids, params, session.number)
             except EngineLost as error:
-                self._lose(session.home, place, error)
+                self._lose(session.home, engine, error)
                 self._counts["samplers/asked_again"] += 1
         raise SamplersLost(
             f"A request with a prompt of {len(prompt_ids)} tokens failed {1 + MAX_RETRIES} times because its sampler "
@@ -136,12 +136,14 @@ class Fleet:
     async def _wait_for_place(self) -> None:
         """Wait until a place is alive; raise SamplersLost if none has been for `patience` seconds."""
         while not self._alive:
-            left = self._patience - self.clock.paused_for()
-            if left <= 0 or not self._restarting:  # nothing is restarting: the fleet is closed
+            seconds_left = self._patience - self.clock.paused_for()
+            if seconds_left <= 0 or not self._restarting:  # nothing is restarting: the fleet is closed
                 limit = f"No sampler has been alive for {self._patience:g} s (compute.start_timeout)"
-                raise SamplersLost(f"{limit if left <= 0 else 'The samplers are closed'}: {self._reason}")
+                raise SamplersLost(
+                    f"{limit if seconds_left <= 0 else 'The samplers are closed'}: {self._reason}"
+                )
             with suppress(TimeoutError):
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(seconds_left):
                     await self._changed.wait()
 
     # -- places
@@ -158,42 +160,42 @@ class Fleet:
             enumerate(await gather_or_cancel([self._places.make(n) for n in range(self._count)]))
         )
 
-    async def _push(self, number: int, place: EngineHandle, weights: Weights) -> None:
+    async def _push(self, number: int, engine: EngineHandle, weights: Weights) -> None:
         try:
-            await self._load(place, weights)
+            await self._load(engine, weights)
         except (EngineLost, ValueError) as error:
-            self._lose(number, place, error)
+            self._lose(number, engine, error)
 
-    async def _load(self, place: EngineHandle, weights: Weights) -> None:
+    async def _load(self, engine: EngineHandle, weights: Weights) -> None:
         token_ids, expected = weights.canary
         try:
             async with asyncio.timeout(self._patience):
-                await place.call("load", weights)
-                actual = await place.call("score", list(token_ids)) if token_ids else []
+                await engine.call("load", weights)
+                actual = await engine.call("score", list(token_ids)) if token_ids else []
         except TimeoutError:
-            raise EngineLost(f"{place.name} did not load the weights within {self._patience:g} s") from None
-        gap = sum(abs(a - b) for a, b in zip(expected, actual, strict=True)) / max(1, len(expected))
-        if not gap <= self._tolerance:
+            raise EngineLost(f"{engine.name} did not load the weights within {self._patience:g} s") from None
+        difference = sum(abs(a - b) for a, b in zip(expected, actual, strict=True)) / max(1, len(expected))
+        if not difference <= self._tolerance:
             raise ValueError(
-                f"{place.name} does not have the learner's weights: after a weight update its log-probs of a test "
-                f"sequence differ from the learner's by {gap:.3g} on average (limit {self._tolerance:g})"
+                f"{engine.name} does not have the learner's weights: after a weight update its log-probs of a test "
+                f"sequence differ from the learner's by {difference:.3g} on average (limit {self._tolerance:g})"
             )
 
-    def _lose(self, number: int, place: EngineHandle, error: Exception) -> None:
+    def _lose(self, number: int, engine: EngineHandle, error: Exception) -> None:
         """Remove a lost place and restart it in the background, unless another caller already has."""
-        if self._alive.get(number) is not place:
+        if self._alive.get(number) is not engine:
             return
         del self._alive[number]
         if not self._alive:
             self.clock.pause()
         self._reason = str(error)
-        self._say(f"{error}; restarting it and retrying its requests on another sampler")
-        self._restarting[number] = asyncio.create_task(self._restart(number, place))
+        self._notify(f"{error}; restarting it and retrying its requests on another sampler")
+        self._restarting[number] = asyncio.create_task(self._restart(number, engine))
 
-    async def _restart(self, number: int, lost: EngineHandle) -> None:
+    async def _restart(self, number: int, lost_engine: EngineHandle) -> None:
         try:
             with suppress(EngineLost, ValueError):
-                await lost.close()
+                await lost_engine.close()
             for delay in restart_delays():
                 try:
                     self._alive[number] = await self._make_current(number)
@@ -201,7 +203,7 @@ class Fleet:
                     self._reason = str(error)
                     self._counts["samplers/failed_restarts"] += 1
                     first_line, *_ = self._reason.splitlines() or [""]
-                    self._say(f"{first_line}; retrying in {delay:g} s")
+                    self._notify(f"{first_line}; retrying in {delay:g} s")
                     await asyncio.sleep(delay)
                     continue
                 self.clock.resume()
@@ -209,22 +211,22 @@ class Fleet:
                 return
         finally:
             del self._restarting[number]
-            changed, self._changed = self._changed, asyncio.Event()
-            changed.set()
+            restarted, self._changed = self._changed, asyncio.Event()
+            restarted.set()
 
     async def _make_current(self, number: int) -> EngineHandle:
         """Start a place and load the current weights, repeatedly if new ones are published meanwhile."""
-        place = await self._places.make(number)
-        loaded = None
+        engine = await self._places.make(number)
+        loaded_version = None
         try:
-            while (weights := self._weights) is not None and weights is not loaded:
+            while (weights := self._weights) is not None and weights is not loaded_version:
                 try:
-                    await self._load(place, weights)
-                    loaded = weights
+                    await self._load(engine, weights)
+                    loaded_version = weights
                 except ValueError:
                     if self._weights is weights:  # else newer ones replaced them and their files are deleted
                         raise
         except BaseException:
-            await place.close()
+            await engine.close()
             raise
-        return place
+        return engine

@@ -31,13 +31,13 @@ VLLM_WRAPPER = re.compile("Engine core initialization failed|WorkerProc initiali
 
 class LocalEngineLauncher:
     """Starts `LocalEngine`s. `environment` holds further environment variables for the child processes. `folder` keeps
-    their logs; None: logs are deleted on close. `say` reports progress to the user; engines are called `what`."""
+    their logs; None: logs are deleted on close. `notify` reports progress to the user; engines are called `what`."""
 
     def __init__(
         self, spec: EngineSpec, environment: Mapping[str, str] | None = None, start_timeout: float = 600.0,
-        say: Callable[[str], object] = lambda text: None, folder: Path | None = None, what: str = "sampler",
+        notify: Callable[[str], object] = lambda text: None, folder: Path | None = None, what: str = "sampler",
     ) -> None:  # fmt: skip
-        self._spec, self._start_timeout, self._say, self._folder = spec, start_timeout, say, folder
+        self._spec, self._start_timeout, self._notify, self._folder = spec, start_timeout, notify, folder
         self._what = what
         threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
         # The whole sys.path, because processes started by vLLM must find the same packages.
@@ -66,7 +66,7 @@ class LocalEngineLauncher:
         except BaseException:
             await place.close()
             raise
-        self._say(f"{place.name} is ready after {time.monotonic() - began:.0f} s")
+        self._notify(f"{place.name} is ready after {time.monotonic() - began:.0f} s")
         return place
 
     async def close(self) -> None:

@@ -70,23 +70,23 @@ def start_watcher(life: int) -> int:
         return sender
     os.setsid()
     os.close(0)  # only stdin: holding the pipe of answers open tells the parent that cleanup is not complete
-    inodes, pipes, over = set[str](), [life, receiver], False
-    while not over:
-        over = os.getppid() != watched
-        readable = select.select(pipes, [], [], 0 if over else TICK)[0]
+    inodes, pipes, is_over = set[str](), [life, receiver], False
+    while not is_over:
+        is_over = os.getppid() != watched
+        readable = select.select(pipes, [], [], 0 if is_over else TICK)[0]
         if receiver in readable:
             inodes.update(os.read(receiver, MAX_MESSAGE_BYTES).decode().split())
             pipes = [life]
         elif receiver in pipes:
             inodes |= segment_inodes(watched)
-        over = over or life in readable
+        is_over = is_over or life in readable
     inodes |= segment_inodes(watched)
     for _ in range(ROUNDS):
-        for folder in (living := live_processes(watched)):
+        for folder in (live_folders := live_processes(watched)):
             with suppress(OSError):  # Python's resource tracker cleans up and ends after all others
                 if b"resource_tracker" not in (folder / "cmdline").read_bytes():
                     os.kill(int(folder.name), signal.SIGKILL)
-        if not living:
+        if not live_folders:
             break
         time.sleep(TICK)
     with suppress(ProcessLookupError):

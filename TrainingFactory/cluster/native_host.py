@@ -71,7 +71,7 @@ class NativeHost:
     async def load(self, weights: Weights) -> None:
         if weights.kind != "full":
             raise ValueError("The native engine in another process loads full weights, not adapters")
-        self._loaded = await in_thread(self._load_model, Path(weights.where) / WEIGHTS)
+        self._loaded = await in_thread(self._load_model, Path(weights.folder) / WEIGHTS)
         await self._engine.update(Weights(weights.version))  # between turns, copies from `parameters`
         self._loaded, self._empty = None, False
 

@@ -53,7 +53,7 @@ class RankGroup:
         if host in ("127.0.0.1", "localhost") and sys.platform == "linux":  # else gloo resolves the hostname
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(name, "lo")
-        self._own = store is not None  # else it is the launcher's, which may use it for another run
+        self._owns_store = store is not None  # else it is the launcher's, which may use it for another run
         if not dist.is_initialized():
             store = TCPStore(host, store, None, False) if isinstance(store, int) else store
             options: dict[str, Any] = {"timeout": CALL_TIMEOUT}
@@ -65,32 +65,33 @@ class RankGroup:
     def broadcast(self, *call: Any) -> list[Any]:
         """Send a call to all ranks; on other ranks than 0, receive and return it. Torch pickles it, twice as fast for
         rows as other formats, and safe because all ranks belong to one program."""
-        box = [call]
-        dist.broadcast_object_list(box, 0, group=self._calls)
-        return [*box[0]]
+        container = [call]
+        dist.broadcast_object_list(container, 0, group=self._calls)
+        return [*container[0]]
 
-    def tell(self, what: Any, rank: int = 0) -> None:
-        dist.send_object_list([what], rank, group=self._answers)
+    def send(self, message: Any, rank: int = 0) -> None:
+        dist.send_object_list([message], rank, group=self._answers)
 
     def heard(self, rank: int) -> Any:
         """Wait for a message of a rank; raise RuntimeError if its process has ended."""
-        box = [None]
-        dist.recv_object_list(box, rank, group=self._answers)
-        return box[0]
+        container = [None]
+        dist.recv_object_list(container, rank, group=self._answers)
+        return container[0]
 
     def close(self) -> None:
         self.ended = True
-        for group in (self._calls, self._answers, *([None] if self._own else [])):
+        for group in (self._calls, self._answers, *([None] if self._owns_store else [])):
             dist.destroy_process_group(group)
 
 
 class ShardedPolicy:
-    """Rank 0's `Policy` over all ranks: every call runs here, on the policy `own`, and on all other ranks. `lost` is
-    called on the running event loop when a rank is lost, whatever runs meanwhile; `note` names its log for the user."""
+    """Rank 0's `Policy` over all ranks: every call runs here, on the policy `local_policy`, and on all other ranks.
+    `lost` is called on the running event loop when a rank is lost, whatever runs meanwhile; `note` names its log for
+    the user."""
 
-    def __init__(self, group: RankGroup, lost: Callable[[OSError], object], note: str) -> None:
-        self._group, self._lost, self._note = group, lost, note
-        self.own: Any = None  # the policy of this process, set by the owner
+    def __init__(self, group: RankGroup, on_lost: Callable[[OSError], object], note: str) -> None:
+        self._group, self._lost, self._note = group, on_lost, note
+        self.local_policy: Any = None  # the policy of this process, set by the owner
         self.about: dict[int, dict[str, Any]] = {}
         self._done = self._saved = 0  # number of trained steps, and of those in the last checkpoint
         self._thread, self._loop = OneThread("ranks"), asyncio.get_running_loop()
@@ -104,17 +105,17 @@ class ShardedPolicy:
         introductions = await self._or_lost(asyncio.gather(*self._answers.values()))
         self.about = dict(zip(self._answers, introductions, strict=True))
 
-    async def call(self, method: str, args: Sequence[Any], own: Callable[[], Awaitable[T]]) -> T:
-        """Broadcast the call, run `own` here and return its result. If the previous caller was cancelled, such as an
-        evaluation, wait for its call to end first, or its answers would be taken for this call's."""
+    async def call(self, method: str, args: Sequence[Any], run_local: Callable[[], Awaitable[T]]) -> T:
+        """Broadcast the call, run `run_local` here and return its result. If the previous caller was cancelled, such
+        as an evaluation, wait for its call to end first, or its answers would be taken for this call's."""
         if self._doing is not None and not self._doing.done():
             await asyncio.wait({self._doing, self._gone}, return_when=FIRST)
         self._expect()
-        self._doing = asyncio.ensure_future(self._do(method, args, own))
+        self._doing = asyncio.ensure_future(self._do(method, args, run_local))
         return await self._or_lost(self._doing)
 
     async def _port(self, method: str, *args: Any) -> Any:
-        result = await self.call(method, args, lambda: getattr(self.own, method)(*args))
+        result = await self.call(method, args, lambda: getattr(self.local_policy, method)(*args))
         if method in ("step", "load"):
             self._done = args[1] + 1 if method == "step" else result["step"]
         if method in ("save", "load"):
@@ -139,20 +140,20 @@ class ShardedPolicy:
                 last = ""
         await in_thread(self._disconnect, last)
         self._thread.close()
-        if self.own is not None:
-            await self.own.close()
+        if self.local_policy is not None:
+            await self.local_policy.close()
 
-    async def _or_lost(self, doing: asyncio.Future[T]) -> T:
-        await asyncio.wait({doing, self._gone}, return_when=FIRST)
+    async def _or_lost(self, call: asyncio.Future[T]) -> T:
+        await asyncio.wait({call, self._gone}, return_when=FIRST)
         if self._gone.done():
-            doing.cancel()  # it may never end without the lost rank
+            call.cancel()  # it may never end without the lost rank
             raise self._gone.result()
-        return doing.result()
+        return call.result()
 
-    async def _do(self, method: str, args: Sequence[Any], own: Callable[[], Awaitable[T]]) -> T:
+    async def _do(self, method: str, args: Sequence[Any], run_local: Callable[[], Awaitable[T]]) -> T:
         try:
             await self._thread.call(self._group.broadcast, method, *args)
-            result = await own()
+            result = await run_local()
         except RuntimeError:  # usually because another rank is lost, which is reported in a moment
             await asyncio.sleep(GRACE)
             raise
@@ -179,24 +180,26 @@ class ShardedPolicy:
 
     def _on_answer(self, rank: int, text: str) -> None:
         self._answers[rank].set_result(text)
-        if text and (doing := self._doing) is not None:  # ranks that do not fail too may wait for it for ever
-            self._loop.call_later(GRACE, lambda: doing.done() or self._lose(rank, "has failed"))
+        if text and (call := self._doing) is not None:  # ranks that do not fail too may wait for it for ever
+            self._loop.call_later(GRACE, lambda: call.done() or self._lose(rank, "has failed"))
 
-    def _lose(self, rank: int, how: str) -> None:
+    def _lose(self, rank: int, failure: str) -> None:
         if self._gone.done() or self._group.ended:
             return
-        about, answer = self.about.get(rank, {"pid": "?", "host": "?"}), self._answers[rank]
-        why = f": {answer.result()}" if answer.done() and answer.result() else ""
-        who = f"learner {rank} (process {about['pid']} on {about['host']}{self._note})"
-        since = f"steps since the last checkpoint, to be repeated after a resume: {self._done - self._saved}"
-        self._gone.set_result(OSError(f"{who} {how}{why}; {since}"))
+        rank_info, answer = self.about.get(rank, {"pid": "?", "host": "?"}), self._answers[rank]
+        reason = f": {answer.result()}" if answer.done() and answer.result() else ""
+        learner = f"learner {rank} (process {rank_info['pid']} on {rank_info['host']}{self._note})"
+        steps_note = (
+            f"steps since the last checkpoint, to be repeated after a resume: {self._done - self._saved}"
+        )
+        self._gone.set_result(OSError(f"{learner} {failure}{reason}; {steps_note}"))
         self._lost(self._gone.result())
 
     def _disconnect(self, last: str) -> None:
         """Send the last message and join the listening threads: one that waits in torch at interpreter exit crashes."""
         for rank in self._threads:
             with suppress(RuntimeError):  # the rank has ended
-                self._group.tell(last, rank)
+                self._group.send(last, rank)
         for thread in self._threads.values():
             thread.join(CLOSE_SECONDS)
         self._group.close()
@@ -205,8 +208,8 @@ class ShardedPolicy:
 async def serve(group: RankGroup, call: Callable[..., Awaitable[Any]], facts: Mapping[str, Any]) -> Any:
     """Introduce this process to rank 0 and run `call(method, *args)` for each of its broadcasts until it ends; return
     its report. If rank 0 is lost, this process exits immediately, whatever it is doing."""
-    thread, about = OneThread("calls"), {"pid": os.getpid(), "host": platform.node(), "facts": facts}
-    life = _thread(_exit_with_rank_0, group)
+    thread, process_info = OneThread("calls"), {"pid": os.getpid(), "host": platform.node(), "facts": facts}
+    watch_thread = _thread(_exit_with_rank_0, group)
     if threading.current_thread() is threading.main_thread():
         for number in (
             signal.SIGINT,
@@ -214,7 +217,7 @@ async def serve(group: RankGroup, call: Callable[..., Awaitable[Any]], facts: Ma
         ):  # rank 0 gets them too, and needs this rank for its checkpoint
             asyncio.get_running_loop().add_signal_handler(number, lambda: None)
     with suppress(RuntimeError):  # rank 0 is lost
-        await thread.call(group.tell, about)
+        await thread.call(group.send, process_info)
         while (message := await thread.call(group.broadcast))[0] != "end":
             failure, fatal = "", False
             try:
@@ -226,11 +229,11 @@ async def serve(group: RankGroup, call: Callable[..., Awaitable[Any]], facts: Ma
                     log.error(failure, exc_info=True)
             if fatal:  # if the cause is another lost rank, rank 0 must learn of that one first
                 await asyncio.sleep(1)
-            await thread.call(group.tell, failure)
+            await thread.call(group.send, failure)
             if fatal:  # exit, so that no rank waits for this one
                 os._exit(1)
-        life.join(CLOSE_SECONDS)
-        await thread.call(group.tell, "")
+        watch_thread.join(CLOSE_SECONDS)
+        await thread.call(group.send, "")
         return message[1]
     os._exit(1)
 
@@ -261,9 +264,9 @@ class GatheringPublisher:
 
     @torch.no_grad()
     def publish(self, version: int) -> Weights:
-        trained = (param for param in self._learner.model.parameters() if param.requires_grad)
-        wholes = map(self._learner.processes.whole, trained)
-        self._gathered = [whole.cpu() for whole in wholes if self.model is not None]
+        trainable = (param for param in self._learner.model.parameters() if param.requires_grad)
+        wholes = map(self._learner.processes.gather, trainable)
+        self._gathered = [tensor.cpu() for tensor in wholes if self.model is not None]
         return Weights(version)
 
     def parameters(self) -> Iterator[torch.Tensor]:

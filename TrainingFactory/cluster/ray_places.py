@@ -36,11 +36,11 @@ class RayEngineLauncher:
 
     def __init__(
         self, session: RaySession, spec: EngineSpec, count: int, gpus: float | None = None, cpus: float = 1.0,
-        timeout: float = 600.0, say: Callable[[str], object] = lambda _: None, what: str = "sampler",
+        timeout: float = 600.0, notify: Callable[[str], object] = lambda _: None, role: str = "sampler",
         folder: Path | None = None,
     ) -> None:  # fmt: skip
         self._session, self._spec, self._count, self._gpus, self._cpus = session, spec, count, gpus, cpus
-        self._timeout, self._say, self._what = timeout, say, what
+        self._timeout, self._notify, self._role = timeout, notify, role
         self._folder = None if folder is None else folder.resolve()
         self._placing, self._packing = asyncio.Lock(), asyncio.Lock()
         self._group: Any = None
@@ -48,45 +48,45 @@ class RayEngineLauncher:
         self._places: list[RayEngine] = []
 
     async def make(self, number: int) -> RayEngine:
-        spec, session, began = self._spec, self._session, time.monotonic()
+        spec, session, start = self._spec, self._session, time.monotonic()
         async with self._placing:
             await session.open()
             ray = require_ray()
             self._gpus = session.gpus(self._gpus, spec.kind == "vllm")
             if self._group is None:
-                key = "compute.samplers" if self._what == "sampler" else f"reward.{self._what}.replicas"
+                key = "compute.samplers" if self._role == "sampler" else f"reward.{self._role}.replicas"
                 bundles = [{"CPU": self._cpus, "GPU": self._gpus}] * self._count
                 self._group = await session.placed(bundles, f"{key}={self._count}", self._timeout)
-        name = f"{self._what} {number}"
+        name = f"{self._role} {number}"
         resources = {"num_cpus": self._cpus, "num_gpus": self._gpus, "max_concurrency": MAX_CONCURRENCY}
         actor = ray.remote(EngineActor).options(**session.options(name, self._group, number, **resources))
-        place = RayEngine(ray, actor.remote(), name, self.packed)
-        self._places.append(place)
+        engine = RayEngine(ray, actor.remote(), name, self.packed)
+        self._places.append(engine)
         files = "*" if spec.options.get("enable_lora") else "*.json"  # adapters need the base weights too
         config = await in_thread(_read, Path(spec.model), files) if spec.pushed else {}
         try:
             async with asyncio.timeout(self._timeout):
-                await place.open(spec, number, config, self._timeout, self._folder, self._what)
+                await engine.open(spec, number, config, self._timeout, self._folder, self._role)
         except BaseException as error:
-            await place.close()
+            await engine.close()
             if not isinstance(error, EngineLost | ValueError | TimeoutError):
                 raise
             late = f"it took longer than {self._timeout:g} s (increase compute.start_timeout)"
             cause = late if isinstance(error, TimeoutError) else error
             raise ValueError(f"Could not start {name}: {cause}") from error
-        self._say(f"{place.name} is ready after {time.monotonic() - began:.0f} s")
-        return place
+        self._notify(f"{engine.name} is ready after {time.monotonic() - start:.0f} s")
+        return engine
 
     async def packed(self, weights: Weights) -> Any:
         """Put the weights' files into Ray's object store, which copies them to each machine once; return the ref."""
         async with self._packing:
             if self._packed is None or self._packed[0] is not weights:
-                files = await in_thread(_read, Path(weights.where), "*")
+                files = await in_thread(_read, Path(weights.folder), "*")
                 self._packed = weights, await in_thread(require_ray().put, files)
         return self._packed[1]
 
     async def close(self) -> None:
-        await asyncio.gather(*(place.close() for place in self._places))
+        await asyncio.gather(*(engine.close() for engine in self._places))
         if self._group is not None:
             self._session.unplace(self._group)
         self._group = None
@@ -96,9 +96,9 @@ class RayEngineLauncher:
 class RayEngine:
     """An engine in an actor. The actor ends with `close`, or when this program ends, even by a kill."""
 
-    def __init__(self, ray: Any, actor: Any, name: str, packed: Callable[[Weights], Any]) -> None:
+    def __init__(self, ray: Any, actor: Any, name: str, pack_weights: Callable[[Weights], Any]) -> None:
         self.name, self.about, self._log_note = name, {}, ""
-        self._ray, self._packed = ray, packed
+        self._ray, self._packed = ray, pack_weights
         self._actor: Any = actor
         self._is_local = True  # on this machine, which has the weights' folders
         self._tickets, self._outbox = itertools.count(), list[tuple[int, Turn]]()
@@ -107,12 +107,12 @@ class RayEngine:
         self._lost: EngineLost | None = None
 
     async def open(
-        self, spec: EngineSpec, number: int, config: Files, timeout: float, folder: Path | None, what: str
+        self, spec: EngineSpec, number: int, config: Files, timeout: float, folder: Path | None, role: str
     ) -> None:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        started = self._actor.start.remote(spec, number, config, timeout, folder, what)
-        self.about = await self._answer(started)
+        start_ref = self._actor.start.remote(spec, number, config, timeout, folder, role)
+        self.about = await self._answer(start_ref)
         if self.about["log"]:
             self._log_note = f" (log on {self.about['node']}: {self.about['log']})"
         self._is_local = self.about["ray_node"] == self._ray.get_runtime_context().get_node_id()
@@ -205,13 +205,13 @@ class EngineActor:
 
     def __init__(self) -> None:
         self._call: Callable[..., Any]
-        self._place: LocalEngine | None = None
+        self._engine: LocalEngine | None = None
         self._model: tempfile.TemporaryDirectory[str] | None = None  # model files from another machine
         self._turns: dict[int, asyncio.Task[None]] = {}
         self._answers, self._has_answers = list[Answer](), asyncio.Event()
 
     async def start(
-        self, spec: EngineSpec, number: int, config: Files, timeout: float, folder: Path | None, what: str
+        self, spec: EngineSpec, number: int, config: Files, timeout: float, folder: Path | None, role: str
     ) -> dict[str, Any]:
         """Start the engine and return its description. Without `folder` on this machine, log to a temporary folder."""
         if config and not os.path.isdir(spec.model):
@@ -219,11 +219,11 @@ class EngineActor:
             spec = dataclasses.replace(spec, model=self._model.name)
         if folder is not None and not folder.is_dir():
             folder = Path(tempfile.mkdtemp(prefix="tfactory-engines-"))
-        log = None if folder is None else folder / f"{what}-{number}.log"
+        log = None if folder is None else folder / f"{role}-{number}.log"
         if spec.kind == "vllm":
-            places = LocalEngineLauncher(spec, start_timeout=timeout, folder=folder, what=what)
-            self._place = place = await places.make(number)
-            self._call, about = place.call, place.about
+            places = LocalEngineLauncher(spec, start_timeout=timeout, folder=folder, what=role)
+            self._engine = place = await places.make(number)
+            self._call, engine_info = place.call, place.about
         else:
             if log is not None:
                 with log.open("ab") as file:
@@ -231,9 +231,9 @@ class EngineActor:
                     os.dup2(file.fileno(), 2)
             engine = make_engine(spec)
             self._call = lambda method, *args: getattr(engine, method)(*args)
-            about = await engine.start()
+            engine_info = await engine.start()
         node = require_ray().get_runtime_context().get_node_id()
-        return {**about, "ray_node": node, "log": "" if log is None else str(log)}
+        return {**engine_info, "ray_node": node, "log": "" if log is None else str(log)}
 
     async def call(self, method: str, args: tuple[Any, ...]) -> Any:
         return await self._call(method, *args)
@@ -266,7 +266,7 @@ class EngineActor:
         return answers
 
     async def close(self) -> None:
-        await (self._place.close() if self._place is not None else self._call("close"))
+        await (self._engine.close() if self._engine is not None else self._call("close"))
         if self._model is not None:
             self._model.cleanup()
 
@@ -274,7 +274,7 @@ class EngineActor:
         """Load weights from another machine through this machine's shared memory."""
         with _write_files(files, "/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
             base = self._model.name if weights.base and self._model is not None else weights.base
-            await self.call("load", (dataclasses.replace(weights, where=folder, base=base),))
+            await self.call("load", (dataclasses.replace(weights, folder=folder, base=base),))
 
 
 def _read(folder: Path, pattern: str) -> dict[str, Any]:
@@ -282,8 +282,8 @@ def _read(folder: Path, pattern: str) -> dict[str, Any]:
     return {file.name: np.fromfile(file, np.uint8) for file in sorted(folder.glob(pattern)) if file.is_file()}
 
 
-def _write_files(files: Files, where: str | None) -> tempfile.TemporaryDirectory[str]:
-    folder = tempfile.TemporaryDirectory(prefix="tfactory-", dir=where)
+def _write_files(files: Files, directory: str | None) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="tfactory-", dir=directory)
     for name, content in files.items():
         content.tofile(os.path.join(folder.name, name))
     return folder

@@ -97,11 +97,11 @@ class RaySession:
                 require_ray().shutdown()
                 self._began.pop().cleanup()
 
-    def gpus(self, asked: float | None, usual: bool = True) -> float:
+    def gpus(self, requested: float | None, usual: bool = True) -> float:
         """Return the number of GPUs per process. asked=None: 1 if `usual` and the cluster has GPUs, else 0."""
-        return float(usual and "GPU" in require_ray().cluster_resources()) if asked is None else asked
+        return float(usual and "GPU" in require_ray().cluster_resources()) if requested is None else requested
 
-    async def check(self, bundles: Sequence[Resources], what: str) -> None:
+    async def check(self, bundles: Sequence[Resources], role: str) -> None:
         """Raise ValueError if the cluster could not hold the bundles even when idle."""
         nodes = [node["Resources"] for node in await in_thread(require_ray().nodes) if node["Alive"]]
         available, requested = _total(nodes), _total(bundles)
@@ -113,14 +113,14 @@ class RaySession:
             machines = "; ".join(map(_describe, nodes))
             reason = f"one machine must have {_describe(oversized[0])}, but the machines have {machines}"
         raise ValueError(
-            f"Cannot place {what}: {reason}. Request less (compute.samplers, gpus_per_sampler, cpus_per_sampler), or "
+            f"Cannot place {role}: {reason}. Request less (compute.samplers, gpus_per_sampler, cpus_per_sampler), or "
             "add machines with `ray start`"
         )
 
-    async def placed(self, bundles: Sequence[Resources], what: str, timeout: float) -> Any:
+    async def placed(self, bundles: Sequence[Resources], role: str, timeout: float) -> Any:
         """Allocate a placement group with these resource bundles, such as {"CPU": 1, "GPU": 1}. Raise ValueError at
         once if the cluster could never hold them, or after `timeout` seconds if they are not free."""
-        await self.check(bundles, what)
+        await self.check(bundles, role)
         ray = require_ray()
         # Ray rejects an empty bundle; one byte of memory is free on every machine.
         nonempty = [{k: v for k, v in bundle.items() if v} or {"memory": 1.0} for bundle in bundles]
@@ -130,7 +130,7 @@ class RaySession:
                 return group
             free = _describe(await in_thread(ray.available_resources))
             raise ValueError(
-                f"Could not place {what} within {timeout:g} s: requested {_describe(_total(nonempty))}, free are "
+                f"Could not place {role} within {timeout:g} s: requested {_describe(_total(nonempty))}, free are "
                 f"{free}. Wait until other jobs have ended, or request less (`tfactory cluster status`)"
             )
         except BaseException:
@@ -143,14 +143,14 @@ class RaySession:
         if ray.is_initialized():
             ray.util.remove_placement_group(group)
 
-    def options(self, what: str, group: Any = None, bundle: int = 0, **more: Any) -> dict[str, Any]:
-        """Return the options of an actor that `tfactory cluster status` shows as `what`, in a bundle of a placement
+    def options(self, role: str, group: Any = None, bundle: int = 0, **actor_options: Any) -> dict[str, Any]:
+        """Return the options of an actor that `tfactory cluster status` shows as `role`, in a bundle of a placement
         group if one is given. Ray must not restart it or retry its calls, because its state would be lost."""
         if group is not None:
-            in_bundle = require_ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy
-            more["scheduling_strategy"] = in_bundle(group, bundle)
-        name = f"{PREFIX}:{what}:{uuid.uuid4().hex[:8]}"
-        return {"num_cpus": 0, **more, "name": name, "max_restarts": 0, "max_task_retries": 0}
+            strategy = require_ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy
+            actor_options["scheduling_strategy"] = strategy(group, bundle)
+        name = f"{PREFIX}:{role}:{uuid.uuid4().hex[:8]}"
+        return {"num_cpus": 0, **actor_options, "name": name, "max_restarts": 0, "max_task_retries": 0}
 
     async def status(self) -> dict[str, Any]:
         """Return the cluster's machines with their resources, and TrainingFactory's actors."""
@@ -160,34 +160,35 @@ class RaySession:
 @contextmanager
 def _last_gpus(ray: Any, count: int | None) -> Iterator[None]:
     """Inside the block, show Ray only the last `count` GPUs, because the run's own process uses the first one."""
-    before = os.environ.get(VISIBLE)
+    previous = os.environ.get(VISIBLE)
     manager = ray._private.accelerators.get_accelerator_manager_for_resource("GPU")
     installed = range(manager.get_current_node_num_accelerators())
-    gpus = [*map(str, installed)] if before is None else before.split(",")
+    gpus = [*map(str, installed)] if previous is None else previous.split(",")
     if count is not None and len(gpus) > count:
         os.environ[VISIBLE] = ",".join(gpus[-count:])
     try:
         yield
     finally:
         os.environ.pop(VISIBLE, None)
-        os.environ |= {} if before is None else {VISIBLE: before}
+        os.environ |= {} if previous is None else {VISIBLE: previous}
 
 
 def _join(ray: Any, address: str, quiet: dict[str, Any]) -> None:
     host, _, port = address.rpartition(":")
     if address != "auto" and ("/" in host or not host or not port.isdigit()):
         raise ValueError(f"Invalid compute.address={address}: use auto, or HOST:PORT of the cluster's head")
-    tried = address
+    resolved = address
     try:
         # Ray itself would retry for minutes and then exit; it replaces 127.0.0.1 by the machine's own address.
-        tried = ray._private.services.canonicalize_bootstrap_address_or_die(address)
-        host, _, port = tried.rpartition(":")
+        resolved = ray._private.services.canonicalize_bootstrap_address_or_die(address)
+        host, _, port = resolved.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-        ray.init(address=tried, **quiet)
+        ray.init(address=resolved, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
-        at = "" if tried == address else f" (resolved to {tried})"
+        resolved_note = "" if resolved == address else f" (resolved to {resolved})"
         raise ValueError(
-            f"Cannot join the Ray cluster at compute.address={address}{at}: {str(error).strip().splitlines()[0]} Start "
+            f"Cannot join the Ray cluster at compute.address={address}{resolved_note}: "
+            f"{str(error).strip().splitlines()[0]} Start "
             "one with `ray start --head`, join it on every other machine with `ray start --address=HOST:PORT`, and run "
             "this command on one of them; or remove compute.address to start Ray on this machine"
         ) from error
@@ -220,7 +221,11 @@ def _fits(bundle: Resources, node: Resources) -> bool:
 
 
 def _total(bundles: Sequence[Resources]) -> dict[str, float]:
-    return {key: sum(other.get(key, 0.0) for other in bundles) for bundle in bundles for key in bundle}
+    return {
+        key: sum(bundle_resources.get(key, 0.0) for bundle_resources in bundles)
+        for bundle in bundles
+        for key in bundle
+    }
 
 
 def _describe(resources: Resources) -> str:

@@ -21,8 +21,8 @@ class RayWorker:
     """A `workers.Worker` in a Ray actor, which starts with the first call and again after it has died. `what` is its
     name for users. It reserves no CPU, so that it never waits for one, unless Ray's `options` say so."""
 
-    def __init__(self, target: str, settings: Any = None, *, what: str, **options: Any) -> None:
-        self.target, self.settings, self._what, self._options = target, settings, what, options
+    def __init__(self, target: str, settings: Any = None, *, role: str, **options: Any) -> None:
+        self.target, self.settings, self._role, self._options = target, settings, role, options
         self.starts = 0
         self._actor: Any = None
         self._starting = asyncio.Lock()
@@ -54,11 +54,11 @@ class RayWorker:
 
     async def _start(self) -> Any:
         options = {"scheduling_strategy": "SPREAD", "max_concurrency": MAX_CONCURRENCY} | self._options
-        options = RaySession().options(self._what, **options)
+        options = RaySession().options(self._role, **options)
         actor = require_ray().remote(FunctionActor).options(**options).remote()
         try:
-            started = actor.start.remote(self.target, self.settings, os.getcwd(), sys.path)
-            await _answer(started, START_SECONDS)
+            start_ref = actor.start.remote(self.target, self.settings, os.getcwd(), sys.path)
+            await _answer(start_ref, START_SECONDS)
         except BaseException:
             self._drop(actor)
             raise

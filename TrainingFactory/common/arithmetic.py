@@ -32,8 +32,8 @@ def tokens(expression: str) -> list[str]:
     while position < len(expression):
         match = _TOKEN.match(expression, position)
         if match is None:
-            rest = expression[position:].strip()[:10]
-            raise ValueError(f"cannot read {rest!r}: only numbers, + - * / and parentheses")
+            unparsed = expression[position:].strip()[:10]
+            raise ValueError(f"cannot read {unparsed!r}: only numbers, + - * / and parentheses")
         result.append(match.group(1))
         position = match.end()
     return result
@@ -48,15 +48,15 @@ class _Parser:
     def sum(self) -> Fraction | int:
         value = self.product()
         while operator := self.take("+", "-"):
-            other = self.product()
-            value = value + other if operator == "+" else value - other
+            operand = self.product()
+            value = value + operand if operator == "+" else value - operand
         return value
 
     def product(self) -> Fraction | int:
         value = self.factor()
         while operator := self.take("*", "/"):
-            other = self.factor()
-            value = value * other if operator == "*" else Fraction(value) / other
+            operand = self.factor()
+            value = value * operand if operator == "*" else Fraction(value) / operand
         return value
 
     def factor(self) -> Fraction | int:

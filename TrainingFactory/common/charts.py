@@ -44,7 +44,7 @@ class Chart:
         self, title: str, lines: Sequence[Curve], bottom: float | None = None, top: float | None = None
     ) -> None:
         self.title, self.lines = title, [line.thinned() for line in lines if line.points]
-        points = [p for line in self.lines for part in (line.points, line.low, line.high) for p in part]
+        points = [p for line in self.lines for series in (line.points, line.low, line.high) for p in series]
         steps, values = zip(*points, strict=True) if points else ([1.0], [1.0])
         self.bottom = min(values) if bottom is None else bottom
         self.top = max(values) if top is None else top
@@ -121,15 +121,15 @@ def thinned(points: Points) -> Points:
     points = [point for point in points if math.isfinite(point[1])]
     if len(points) <= MAX_POINTS:
         return points
-    starts = [len(points) * part // MAX_POINTS for part in range(MAX_POINTS + 1)]
+    starts = [len(points) * chunk // MAX_POINTS for chunk in range(MAX_POINTS + 1)]
     parts = [points[start:end] for start, end in pairwise(starts)]
-    return [tuple(sum(column) / len(part) for column in zip(*part, strict=True)) for part in parts]  # type: ignore[misc]
+    return [tuple(sum(column) / len(chunk) for column in zip(*chunk, strict=True)) for chunk in parts]  # type: ignore[misc]
 
 
 def running_mean(values: Sequence[float], window: int = 5) -> list[float]:
     """Return the mean of the last `window` values at each position."""
     parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-    return [sum(part) / len(part) for part in parts]
+    return [sum(chunk) / len(chunk) for chunk in parts]
 
 
 def chart_with_mean(

@@ -37,9 +37,9 @@ KEYS = {"https://api.openai.com": "OPENAI_API_KEY", "https://api.anthropic.com":
 class ModelError(Exception):
     """A failed request. `temporary`: a retry may succeed, after `wait` seconds if the endpoint sent Retry-After."""
 
-    def __init__(self, text: str, temporary: bool = False, wait: float | None = None) -> None:
+    def __init__(self, text: str, temporary: bool = False, retry_after: float | None = None) -> None:
         super().__init__(text)
-        self.temporary, self.wait = temporary, wait
+        self.temporary, self.wait = temporary, retry_after
 
 
 class Endpoint:
@@ -101,15 +101,15 @@ class Endpoint:
             text = " ".join(data.decode("utf-8", errors="replace").split())
             message = redact(text, _secrets(key))[:MAX_ERROR_CHARS]
             temporary = status in (408, 409, 425, 429) or status >= 500
-            wait = parse_retry_after(headers.get("retry-after"))
-            raise ModelError(f"{self.host} answered with status {status}: {message}", temporary, wait)
+            retry_after = parse_retry_after(headers.get("retry-after"))
+            raise ModelError(f"{self.host} answered with status {status}: {message}", temporary, retry_after)
         return data
 
-    def read(self, data: bytes, take: Callable[[Any], T]) -> T:
-        """Parse a response with `take`, with the key removed. Raise ModelError if it has another structure."""
+    def read(self, data: bytes, extract: Callable[[Any], T]) -> T:
+        """Parse a response with `extract`, with the key removed. Raise ModelError if it has another structure."""
         try:
             key = os.environ.get(self.api_key_env) if self.api_key_env else None
-            return take(redact(json.loads(data), _secrets(key)))
+            return extract(redact(json.loads(data), _secrets(key)))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             text = f"{self.host} did not return a chat completion ({describe(error)[:100]})"
             raise ModelError(text) from None

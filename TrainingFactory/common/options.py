@@ -47,18 +47,18 @@ class InvalidOption:
     value: Any = ...
 
     def __str__(self) -> str:
-        got = "" if self.value is ... else f" (got {show_value(self.option, self.value)})"
-        return f"{self.option} {self.text}{got}".strip()
+        given_value = "" if self.value is ... else f" (got {show_value(self.option, self.value)})"
+        return f"{self.option} {self.text}{given_value}".strip()
 
 
 class OptionError(ValueError):
     """All invalid options of an object. `Wrong.option` is empty if the problem concerns several options together."""
 
-    def __init__(self, *wrong: InvalidOption) -> None:
-        super().__init__("; ".join(map(str, wrong)))
-        self.wrong = wrong
+    def __init__(self, *invalid_options: InvalidOption) -> None:
+        super().__init__("; ".join(map(str, invalid_options)))
+        self.wrong = invalid_options
 
-    def within(self, option: str) -> OptionError:
+    def prefixed_with(self, option: str) -> OptionError:
         """Return this error for a mapping that is itself the value of `option`: its name becomes a prefix."""
         return OptionError(
             *(replace(wrong, option=f"{option}.{wrong.option}".strip(".")) for wrong in self.wrong)
@@ -73,33 +73,33 @@ class UnknownNameError(ValueError):
         self.name = name
 
 
-def make_from(target: Callable[..., Any], options: Mapping[str, Any], what: str) -> Any:
+def make_from(target: Callable[..., Any], options: Mapping[str, Any], subject: str) -> Any:
     """Call `target` with a user's options. Raise OptionError with all invalid options."""
     if not isinstance(options, Mapping):
         raise OptionError(
-            InvalidOption("", f"the options of {what} must be a mapping such as {{name: value}}", options)
+            InvalidOption("", f"the options of {subject} must be a mapping such as {{name: value}}", options)
         )
     options = {str(option): value for option, value in options.items()}
-    known = list(inspect.signature(target).parameters)
+    known_names = list(inspect.signature(target).parameters)
     try:
         callables = (target, getattr(target, "__init__", None))
-        marks = ("__pydantic_validator__", "raw_function")
-        if not any(hasattr(function, mark) for function in callables for mark in marks):
-            _bind(target, options, what)  # pydantic does not validate its options
+        markers = ("__pydantic_validator__", "raw_function")
+        if not any(hasattr(function, marker) for function in callables for marker in markers):
+            _bind(target, options, subject)  # pydantic does not validate its options
         return target(**options)
     except ValidationError as error:
         # `from None`: pydantic's message may repeat the values, which may be secrets.
-        raise OptionError(*_explain(error, options, known, what)) from None
+        raise OptionError(*_explain(error, options, known_names, subject)) from None
 
 
 def make_named(
-    kinds: Mapping[str, Callable[..., Any]], options: Mapping[str, Any] | str, key: str, what: str
+    kinds: Mapping[str, Callable[..., Any]], options: Mapping[str, Any] | str, key: str, subject: str
 ) -> Any:
     """Create the object of `kinds` that `options[key]` names, from the other options. A string is the name alone."""
     if isinstance(options, str):
         options = {key: options}
     if not isinstance(options, Mapping):
-        text = f"a {what} must be a name or a mapping such as {{{key}: {next(iter(kinds))}}}"
+        text = f"a {subject} must be a name or a mapping such as {{{key}: {next(iter(kinds))}}}"
         raise OptionError(InvalidOption("", text, options))
     name = options.get(key)
     if not isinstance(name, str) or name not in kinds:
@@ -107,24 +107,24 @@ def make_named(
         raise OptionError(
             InvalidOption(key, text, name) if key in options else InvalidOption(key, f"is missing; it {text}")
         )
-    rest = {option: value for option, value in options.items() if option != key}
-    return make_from(kinds[name], rest, f"{what} {name}")
+    other_options = {option: value for option, value in options.items() if option != key}
+    return make_from(kinds[name], other_options, f"{subject} {name}")
 
 
-def from_mapping(target: Callable[..., Any], what: str) -> BeforeValidator:
+def from_mapping(target: Callable[..., Any], subject: str) -> BeforeValidator:
     """Return an annotation that creates the object from a mapping and leaves other values unchanged."""
 
     def make(value: Any) -> Any:
-        return make_from(target, value, what) if isinstance(value, Mapping) else value
+        return make_from(target, value, subject) if isinstance(value, Mapping) else value
 
     return BeforeValidator(make)
 
 
 def choice_error(value: Any, choices: Iterable[str]) -> str:
     """Return the error text for a value that is none of the choices, with the closest one."""
-    known = list(choices)
-    near = nearest(value, known, cutoff=0.5) if isinstance(value, str) else None
-    return f"must be one of {', '.join(known)}" + did_you_mean(near)
+    known_names = list(choices)
+    closest = nearest(value, known_names, cutoff=0.5) if isinstance(value, str) else None
+    return f"must be one of {', '.join(known_names)}" + did_you_mean(closest)
 
 
 def explain_value(details: ErrorDetails) -> str:
@@ -142,8 +142,8 @@ def explain_value(details: ErrorDetails) -> str:
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the choice most similar to the word, ignoring case. None: no choice is similar enough."""
     by_lower = {choice.lower(): choice for choice in choices}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
-    return by_lower[found[0]] if found else None
+    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[matches[0]] if matches else None
 
 
 def did_you_mean(name: str | None) -> str:
@@ -162,47 +162,53 @@ def show_value(key: str, value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _bind(target: Callable[..., Any], options: Mapping[str, Any], what: str) -> None:
+def _bind(target: Callable[..., Any], options: Mapping[str, Any], subject: str) -> None:
     """Raise OptionError if the options do not match the signature of a function or class without validation."""
     signature = inspect.signature(target)
     try:
         signature.bind(**options)
     except TypeError as error:
-        text = f"{what} takes {', '.join(signature.parameters) or 'no options'}: {error}"
+        text = f"{subject} takes {', '.join(signature.parameters) or 'no options'}: {error}"
         raise OptionError(InvalidOption("", text)) from None
 
 
 def _explain(
-    error: ValidationError, options: Mapping[str, Any], known: Sequence[str], what: str
+    error: ValidationError, options: Mapping[str, Any], known_names: Sequence[str], subject: str
 ) -> list[InvalidOption]:
     errors = error.errors(include_url=False)
     unknown = [str(details["loc"][-1]) for details in errors if details["type"] in _UNKNOWN]
-    misspelled = {nearest(name, known) for name in unknown}
+    misspelled = {nearest(name, known_names) for name in unknown}
     by_key: dict[Key, list[InvalidOption]] = {}
     for details in errors:
         if details["type"] in _MISSING and details["loc"][-1] in misspelled:
             continue  # it is set, under a misspelled name
         key = _in_options(details, options)
-        by_key.setdefault(key, []).extend(_explain_one(details, key, known, what))
+        by_key.setdefault(key, []).extend(_explain_one(details, key, known_names, subject))
     # Every branch of a union reports its own error: the most deeply nested ones are the most specific.
-    deepest = [key for key in by_key if not any(other[: len(key)] == key != other for other in by_key)]
-    return [wrong for key in deepest for wrong in _merged(by_key[key])]
+    leaf_keys = [
+        key for key in by_key if not any(longer_key[: len(key)] == key != longer_key for longer_key in by_key)
+    ]
+    return [invalid for key in leaf_keys for invalid in _merged(by_key[key])]
 
 
-def _explain_one(details: ErrorDetails, key: Key, known: Sequence[str], what: str) -> list[InvalidOption]:
+def _explain_one(
+    details: ErrorDetails, key: Key, known_names: Sequence[str], subject: str
+) -> list[InvalidOption]:
     option, kind = ".".join(map(str, key)), details["type"]
     if kind in _MISSING:
-        return [InvalidOption(option, f"is missing; {what} needs it")]
+        return [InvalidOption(option, f"is missing; {subject} needs it")]
     if kind in _UNKNOWN and len(key) == 1:
-        hint = did_you_mean(nearest(option, known))
+        hint = did_you_mean(nearest(option, known_names))
         return [
-            InvalidOption(option, f"is not an option of {what}{hint} (options: {', '.join(known) or 'none'})")
+            InvalidOption(
+                option, f"is not an option of {subject}{hint} (options: {', '.join(known_names) or 'none'})"
+            )
         ]
     if kind in _UNKNOWN:
         return [InvalidOption(option, "is an unknown key")]
     inner = details.get("ctx", {}).get("error")
     if isinstance(inner, OptionError):
-        return list((inner.within(option) if option else inner).wrong)
+        return list((inner.prefixed_with(option) if option else inner).wrong)
     return [InvalidOption(option, explain_value(details), details["input"] if key else ...)]
 
 

@@ -35,15 +35,15 @@ def escape_control(text: str) -> str:
     )
 
 
-def pluralize(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+def pluralize(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def truncate_middle(text: str, limit: int) -> str:
     """Truncate a text to about `limit` characters, with a marker in the middle, and make it valid Unicode."""
     if len(text) > limit:
-        head, cut = limit * 3 // 4, len(text) - limit
-        text = f"{text[:head]}\n[... {cut} characters cut ...]\n{text[head + cut :]}"
+        head, num_hidden = limit * 3 // 4, len(text) - limit
+        text = f"{text[:head]}\n[... {num_hidden} characters cut ...]\n{text[head + num_hidden :]}"
     return valid_text(text)
 
 
@@ -84,8 +84,8 @@ def holds_secret(name: str, value: str) -> bool:
     """Return whether a value is itself a secret, not a reference to one (`*_env`, `${...}`) or a harmless "key"."""
     if not value or name.endswith("_env") or "${" in value:
         return False
-    long = len(value) >= 16 and re.search(r"\d", value) and " " not in value
-    return bool(_SURE.search(name) or _VALUE.search(value) or (_MAYBE.search(name) and long))
+    is_long = len(value) >= 16 and re.search(r"\d", value) and " " not in value
+    return bool(_SURE.search(name) or _VALUE.search(value) or (_MAYBE.search(name) and is_long))
 
 
 def secrets_in(data: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:

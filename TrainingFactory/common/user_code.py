@@ -40,8 +40,8 @@ def import_named(kind: str, name: str) -> tuple[ModuleType, Path, str]:
     file, member = split_name(name)
     path = Path(file).expanduser()
     if not path.is_file():
-        where = "" if path.is_absolute() else f" in {Path.cwd()}, nor next to the config file"
-        raise ValueError(f"{kind} {name!r}: there is no file {path}{where}")
+        searched = "" if path.is_absolute() else f" in {Path.cwd()}, nor next to the config file"
+        raise ValueError(f"{kind} {name!r}: there is no file {path}{searched}")
     with _loading:
         return _import_file(path), path, member
 
@@ -91,16 +91,16 @@ def _siblings(folder: Path) -> Iterator[None]:
     installed = [entry for entry in path if entry.startswith(INSTALLED)]
     sys.path[:] = [*installed, str(folder), *(entry for entry in path if entry not in installed)]
     siblings = {file.stem for file in folder.iterdir()} - {PACKAGE.name, *sys.stdlib_module_names}
-    loaded = siblings & sys.modules.keys()
-    clashes = {name for name in loaded if not _lies_in(sys.modules[name], (folder, *INSTALLED))}
-    hidden = _pop_modules(clashes)
+    loaded_siblings = siblings & sys.modules.keys()
+    clashes = {name for name in loaded_siblings if not _lies_in(sys.modules[name], (folder, *INSTALLED))}
+    hidden_modules = _pop_modules(clashes)
     sys.modules.update(_beside.get(folder, {}))
     try:
         yield
     finally:
         sys.path[:] = path if str(folder) in path else [*path, str(folder)]  # for imports inside functions
         _beside.setdefault(folder, {}).update(_pop_modules(clashes))
-        sys.modules.update(hidden)
+        sys.modules.update(hidden_modules)
 
 
 def _lies_in(module: ModuleType, folders: tuple[str | Path, ...]) -> bool:
@@ -145,13 +145,13 @@ def location_of(error: BaseException) -> str:
     return f" ({Path(frames[-1].file).name}:{frames[-1].line})" if frames else ""
 
 
-def describe_failure(error: BaseException, who: str = "") -> str:
+def describe_failure(error: BaseException, subject: str = "") -> str:
     """Describe in one line who failed (default: the user's reward function), where and why."""
-    frames, plain = user_frames(error), has_plain_message(error)
-    if not frames and not who:
-        return (message_of(error) if plain else "") or describe(error)
-    reason = f": {message_of(error)}" if plain else f" raised {describe(error)}"
-    return f"{who or f'the reward {frames[0].function}'}{location_of(error)}{reason}"
+    frames, is_plain = user_frames(error), has_plain_message(error)
+    if not frames and not subject:
+        return (message_of(error) if is_plain else "") or describe(error)
+    reason = f": {message_of(error)}" if is_plain else f" raised {describe(error)}"
+    return f"{subject or f'the reward {frames[0].function}'}{location_of(error)}{reason}"
 
 
 def has_plain_message(error: BaseException) -> bool:

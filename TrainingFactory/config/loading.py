@@ -42,7 +42,7 @@ class ConfigLoader(*BASES):  # pyright: ignore[reportGeneralTypeIssues]
         self._sizes: dict[str, int] = {}  # number of values under each anchor
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event, before = self.peek_event(), self._values
+        event, previous = self.peek_event(), self._values
         alias = isinstance(event, yaml.AliasEvent)
         # An alias to the node that contains it: the node's size is not known yet.
         size = self._sizes.get(event.anchor, MAX_VALUES if event.anchor in self.anchors else 0)
@@ -54,7 +54,7 @@ class ConfigLoader(*BASES):  # pyright: ignore[reportGeneralTypeIssues]
         node = super().compose_node(parent, index)
         self._depth -= 1
         if event.anchor and not alias:
-            self._sizes[event.anchor] = self._values - before
+            self._sizes[event.anchor] = self._values - previous
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -106,15 +106,15 @@ def read_yaml(
     path: Path,
     places: dict[Key, str],
     problems: list[Problem],
-    holds: str = "sections such as model and environment, written as `model:`",
+    expected_content: str = "sections such as model and environment, written as `model:`",
 ) -> dict[Any, Any]:
     """Read the mapping in a YAML file. Add the line of every key to `places`, and duplicate keys to `problems`.
-    `holds` describes the expected content in the error for any other file."""
+    `expected_content` describes the expected content in the error for any other file."""
     try:
         loader = ConfigLoader(path.read_text(encoding="utf-8-sig"))
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            raise _file_error(path, f"must contain {holds}")
+            raise _file_error(path, f"must contain {expected_content}")
         _locate_keys(node, (), str(path), places, problems)
         data = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
@@ -181,22 +181,22 @@ def _apply(override: str, data: dict[str, Any], places: dict[Key, str], problems
         places.setdefault(key[:end], COMMAND_LINE)  # a section that only the override created
 
 
-def _set(holder: Any, key: Key, value: Any) -> str | None:
+def _set(container: Any, key: Key, value: Any) -> str | None:
     """Set data["a"]["b"] for the key a.b, creating missing sections. Return the problem if that is impossible."""
     part: Any = key[0]
-    if isinstance(holder, list):
-        if not isinstance(part, int) or part > len(holder):
-            return f"no such list entry; the list has {len(holder)} entries, counted from 0"
-        if part == len(holder):
-            holder.append(None)
-    elif isinstance(holder, dict):
+    if isinstance(container, list):
+        if not isinstance(part, int) or part > len(container):
+            return f"no such list entry; the list has {len(container)} entries, counted from 0"
+        if part == len(container):
+            container.append(None)
+    elif isinstance(container, dict):
         part = str(part)
-        holder.setdefault(part)
+        container.setdefault(part)
     else:
         return "cannot be set, because its parent is not a section"
     if len(key) == 1:
-        holder[part] = value
+        container[part] = value
         return None
-    if holder[part] is None:
-        holder[part] = [] if isinstance(key[1], int) else {}
-    return _set(holder[part], key[1:], value)
+    if container[part] is None:
+        container[part] = [] if isinstance(key[1], int) else {}
+    return _set(container[part], key[1:], value)

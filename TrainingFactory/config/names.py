@@ -56,18 +56,25 @@ def expand(data: dict[Any, Any]) -> dict[str, Any]:
     """Return the full form of a config. An alias whose key is also set stays, so that the schema rejects it."""
     # YAML reads an empty section (all its lines commented out) as null: use its defaults.
     data = {str(key): value for key, value in data.items() if value is not None}
-    full = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+    expanded = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
     for section, key in SHORT_KEYS.items():
-        if isinstance(full.get(section), str | os.PathLike):
-            full[section] = {key: full[section]}
-    if isinstance(full.get("tools"), list):
-        full["tools"] = [{"name": entry} if isinstance(entry, str) else entry for entry in full["tools"]]
+        if isinstance(expanded.get(section), str | os.PathLike):
+            expanded[section] = {key: expanded[section]}
+    if isinstance(expanded.get("tools"), list):
+        expanded["tools"] = [
+            {"name": entry} if isinstance(entry, str) else entry for entry in expanded["tools"]
+        ]
     for alias, key in ALIASES.items():
         *parents, old = alias.split(".")
-        holder = full.get(parents[0]) if parents else full
+        container = expanded.get(parents[0]) if parents else expanded
         section, new = key.split(".")
-        target = full.get(section, {})
-        if isinstance(holder, dict) and old in holder and isinstance(target, dict) and new not in target:
-            target[new] = holder.pop(old)
-            full[section] = target
-    return full
+        target = expanded.get(section, {})
+        if (
+            isinstance(container, dict)
+            and old in container
+            and isinstance(target, dict)
+            and new not in target
+        ):
+            target[new] = container.pop(old)
+            expanded[section] = target
+    return expanded

@@ -26,8 +26,8 @@ class Problem:
 
     def __str__(self) -> str:
         key = dotted(self.key)
-        got = "" if self.value is ... else f" (got {show_value(key, self.value)})"
-        return ": ".join(part for part in (self.where, key, self.text + got) if part)
+        given_value = "" if self.value is ... else f" (got {show_value(key, self.value)})"
+        return ": ".join(part for part in (self.where, key, self.text + given_value) if part)
 
 
 @dataclass(slots=True)
@@ -64,8 +64,11 @@ class ConfigError(ValueError):
 
 def option_problems(error: OptionError, key: tuple[str | int, ...]) -> list[Problem]:
     """Return the invalid options of the mapping at `key`, as problems of the config."""
-    keys = [(*key, *filter(None, wrong.option.split("."))) for wrong in error.wrong]
-    return [Problem(full, wrong.text, wrong.value) for full, wrong in zip(keys, error.wrong, strict=True)]
+    keys = [(*key, *filter(None, invalid.option.split("."))) for invalid in error.wrong]
+    return [
+        Problem(full_key, invalid.text, invalid.value)
+        for full_key, invalid in zip(keys, error.wrong, strict=True)
+    ]
 
 
 def dotted(key: Iterable[str | int]) -> str:
@@ -97,8 +100,8 @@ def _explain(details: ErrorDetails, root: type[BaseModel]) -> Problem:
     key, kind, value = details["loc"], details["type"], details["input"]
     if kind == "extra_forbidden" and (name := ALIASES.get(dotted(key))):
         return Problem(key, f"is an alias of {name}, which is also set; remove one of them", value)
-    if kind == "extra_forbidden" and (instead := WRONG_GUESSES.get(dotted(key))):
-        return Problem(key, f"unknown key; set {instead}", value)
+    if kind == "extra_forbidden" and (alternative := WRONG_GUESSES.get(dotted(key))):
+        return Problem(key, f"unknown key; set {alternative}", value)
     if kind == "extra_forbidden":
         return Problem(key, f"unknown key{did_you_mean(_right_key(key, root))}", value)
     if kind in ("model_type", "model_attributes_type"):
@@ -115,9 +118,9 @@ def _explain(details: ErrorDetails, root: type[BaseModel]) -> Problem:
 def _option_of_algorithm(value: Any, root: type[BaseModel]) -> str | None:
     """Return the option that selects a variant which other libraries treat as an algorithm: dpo.loss_kind=orpo."""
     algorithms = get_args(fields_by_key(root)["training.algorithm"].annotation)
-    for full, info in fields_by_key(root).items():
-        if full.partition(".")[0] in algorithms and value in get_args(info.annotation):
-            return f"{full}={value}"
+    for full_key, info in fields_by_key(root).items():
+        if full_key.partition(".")[0] in algorithms and value in get_args(info.annotation):
+            return f"{full_key}={value}"
     return None
 
 
@@ -137,6 +140,6 @@ def _right_key(key: tuple[str | int, ...], root: type[BaseModel]) -> str | None:
     aliases = [name for section, _, name in split if section == dotted(parents)]
     if sibling := nearest(str(last), [*siblings, *aliases]):
         return dotted([*parents, sibling])
-    by_name = {full.rsplit(".", 1)[-1]: full for full in fields_by_key(root)}
+    by_name = {full_key.rsplit(".", 1)[-1]: full_key for full_key in fields_by_key(root)}
     name = nearest(str(last), by_name, cutoff=0.8)
     return by_name[name] if name else None

@@ -43,18 +43,20 @@ class Conversation:
         return next(n for n, role in enumerate(roles) if role == "assistant" and n >= self.context)
 
 
-def read_conversation(columns: Mapping[str, Any], name: str, bad: bool = False) -> list[Message]:
-    """Return the conversation in a column. `bad`: keep invalid calls as text instead of raising ValueError."""
+def read_conversation(columns: Mapping[str, Any], name: str, is_negative: bool = False) -> list[Message]:
+    """Return the conversation in a column. `is_negative`: keep invalid calls as text instead of raising ValueError."""
     rows = read_list(columns[name], name)
     if not rows:
         raise ValueError(f'has an empty "{name}"')
     if all(isinstance(row, Mapping) and "from" in row for row in rows):
-        rows = _from_sharegpt(rows, name, bad)
-    return name_tool_messages(with_system(columns, read_messages(rows, name, bad)))
+        rows = _from_sharegpt(rows, name, is_negative)
+    return name_tool_messages(with_system(columns, read_messages(rows, name, is_negative)))
 
 
-def text_or_messages(columns: Mapping[str, Any], name: str, role: str, bad: bool = False) -> list[Message]:
-    """Return the messages in a column of messages or strings of `role`. `bad` as in `conversation_in`."""
+def text_or_messages(
+    columns: Mapping[str, Any], name: str, role: str, is_negative: bool = False
+) -> list[Message]:
+    """Return the messages in a column of messages or strings of `role`. `is_negative` as in `conversation_in`."""
     value = columns[name]
     if isinstance(value, str) and value.lstrip().startswith("[{") and '"role"' in value:
         value = read_list(value, name)
@@ -64,30 +66,34 @@ def text_or_messages(columns: Mapping[str, Any], name: str, role: str, bad: bool
         value = [value]
     if not isinstance(value, list) or not value:
         raise ValueError(f'has an invalid "{name}": it must be a non-empty string or list of messages')
-    return read_messages(value, name, bad)
+    return read_messages(value, name, is_negative)
 
 
 def read_prompt(columns: Mapping[str, Any]) -> list[Message]:
     return with_system(columns, text_or_messages(columns, "prompt", "user"))
 
 
-def read_messages(rows: Sequence[Any], name: str, bad: bool = False) -> list[Message]:
+def read_messages(rows: Sequence[Any], name: str, is_negative: bool = False) -> list[Message]:
     messages = []
     if any(isinstance(row, Mapping) and row.get("role") in ("tool_call", "tool_response") for row in rows):
-        rows = _from_sharegpt([{"from": row["role"], "value": row.get("content")} for row in rows], name, bad)
+        rows = _from_sharegpt(
+            [{"from": row["role"], "value": row.get("content")} for row in rows], name, is_negative
+        )
     for number, row in enumerate(rows):
         try:
             message = message_from_dict(row)
         except ValueError as error:
             raise ValueError(f'has an invalid message {number} in "{name}": {error}') from error
-        broken = next((call for call in message.tool_calls if call.error or not call.name), None)
-        if broken and bad:
+        invalid_call = next((call for call in message.tool_calls if call.error or not call.name), None)
+        if invalid_call and is_negative:
             calls = [_call_text(call.get("function", call)) for call in row["tool_calls"]]
             message.content, message.tool_calls = "\n".join(filter(None, [message.content, *calls])), []
-        elif broken:
-            what = f"an invalid call of {broken.name!r}" if broken.name else "a call without a name"
-            reason = broken.error or "add the name of the tool"
-            raise ValueError(f'has {what} in message {number} of "{name}": {reason}')
+        elif invalid_call:
+            subject = (
+                f"an invalid call of {invalid_call.name!r}" if invalid_call.name else "a call without a name"
+            )
+            reason = invalid_call.error or "add the name of the tool"
+            raise ValueError(f'has {subject} in message {number} of "{name}": {reason}')
         messages.append(message)
     return messages
 
@@ -121,33 +127,39 @@ def read_list(value: Any, name: str) -> list[Any]:
 
 def check_roles(messages: Sequence[Message], name: str = "messages") -> list[Message]:
     """Check the roles, and return the messages up to the last assistant message: later ones are never trained."""
-    ends = [number for number, message in enumerate(messages) if message.role == "assistant"]
-    if not ends:
+    assistant_indices = [number for number, message in enumerate(messages) if message.role == "assistant"]
+    if not assistant_indices:
         raise ValueError(f'has no assistant message in "{name}", so there is nothing to train on')
-    if ends[0] == 0:
+    if assistant_indices[0] == 0:
         raise ValueError(f'has "{name}" that begins with the assistant; begin with a system or user message')
-    if twice := next((later for earlier, later in pairwise(ends) if later == earlier + 1), None):
-        raise ValueError(f'has two consecutive assistant messages, {twice - 1} and {twice}, in "{name}"')
-    for number in ends:
+    if repeated := next(
+        (later for previous, later in pairwise(assistant_indices) if later == previous + 1), None
+    ):
+        raise ValueError(
+            f'has two consecutive assistant messages, {repeated - 1} and {repeated}, in "{name}"'
+        )
+    for number in assistant_indices:
         if not (messages[number].content or messages[number].tool_calls or messages[number].reasoning):
             raise ValueError(f'has an empty assistant message {number} in "{name}"')
-    return list(messages[: ends[-1] + 1])
+    return list(messages[: assistant_indices[-1] + 1])
 
 
-def check_calls(conversation: Conversation, name: str, fits: CallChecker | None) -> None:
+def check_calls(conversation: Conversation, name: str, check_call: CallChecker | None) -> None:
     """Raise ValueError if a call in a positive example is invalid or does not match the row's tools."""
     specs = {spec.name: spec for spec in conversation.tools}
     for number, message in enumerate(conversation.messages):
-        place = f'in message {number} of "{name}"'
+        location = f'in message {number} of "{name}"'
         if number < conversation.start or number in conversation.bad or message.role != "assistant":
             continue
         if problem := _broken_text(message.content):
-            raise ValueError(f"has an invalid call {place}: {problem}")
+            raise ValueError(f"has an invalid call {location}: {problem}")
         for call in message.tool_calls if specs else []:
             if call.name not in specs:
-                raise ValueError(f'calls {call.name!r} {place}, which is not in "tools": {", ".join(specs)}')
-            if fits is not None and (problem := fits(specs[call.name], call.arguments)):
-                raise ValueError(f"has a call {place} with invalid arguments: {problem}")
+                raise ValueError(
+                    f'calls {call.name!r} {location}, which is not in "tools": {", ".join(specs)}'
+                )
+            if check_call is not None and (problem := check_call(specs[call.name], call.arguments)):
+                raise ValueError(f"has a call {location} with invalid arguments: {problem}")
 
 
 def name_tool_messages(messages: list[Message]) -> list[Message]:
@@ -159,8 +171,8 @@ def name_tool_messages(messages: list[Message]) -> list[Message]:
             names |= {call.id: call.name for call in message.tool_calls if call.id}
             pending = [call.name for call in message.tool_calls]
         elif message.role == "tool":
-            by_order = pending.pop(0) if pending else None
-            message.name = message.name or names.get(message.tool_call_id or "", by_order)
+            next_id = pending.pop(0) if pending else None
+            message.name = message.name or names.get(message.tool_call_id or "", next_id)
     return messages
 
 
@@ -174,11 +186,11 @@ def with_system(columns: Mapping[str, Any], messages: list[Message]) -> list[Mes
 
 def _broken_text(text: str) -> str | None:
     """Return the problem of a malformed <tool_call> block in a text, or None."""
-    for inside, end in re.findall(r"<tool_call>\s*(\{.*?)(</tool_call>|\Z)", text, re.DOTALL):
+    for body, end in re.findall(r"<tool_call>\s*(\{.*?)(</tool_call>|\Z)", text, re.DOTALL):
         if not end:
             return "its text has <tool_call> without </tool_call>"
         try:
-            json.loads(inside, strict=False)
+            json.loads(body, strict=False)
         except (ValueError, RecursionError) as error:
             return f"its text is not valid JSON: {error}"
     return None
@@ -191,29 +203,31 @@ def _call_text(function: Mapping[str, Any]) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {text}}}\n</tool_call>'
 
 
-def _from_sharegpt(rows: Sequence[Mapping[str, Any]], name: str, bad: bool) -> list[dict[str, Any]]:
-    """Convert ShareGPT rows to OpenAI-style dicts. `bad`: keep invalid calls as text."""
+def _from_sharegpt(rows: Sequence[Mapping[str, Any]], name: str, is_negative: bool) -> list[dict[str, Any]]:
+    """Convert ShareGPT rows to OpenAI-style dicts. `is_negative`: keep invalid calls as text."""
     messages: list[dict[str, Any]] = []
     for number, row in enumerate(rows):
         kind, value = str(row["from"]), row.get("value", "")
         if kind not in SHAREGPT_ROLES:
-            known = ", ".join(SHAREGPT_ROLES)
-            raise ValueError(f'has the unknown role {kind!r} in message {number} of "{name}"; known: {known}')
+            known_roles = ", ".join(SHAREGPT_ROLES)
+            raise ValueError(
+                f'has the unknown role {kind!r} in message {number} of "{name}"; known: {known_roles}'
+            )
         message = {"role": SHAREGPT_ROLES[kind], "content": value}
         if kind == "tool_response" and not isinstance(value, str):
             message["content"] = json.dumps(value, ensure_ascii=False)
         if kind in ("function_call", "tool_call"):
-            before = messages.pop() if messages and messages[-1]["role"] == "assistant" else {}  # same turn
+            previous = messages.pop() if messages and messages[-1]["role"] == "assistant" else {}  # same turn
             try:
                 calls = json.loads(value) if isinstance(value, str) else value
-                calls = before.get("tool_calls", []) + (calls if isinstance(calls, list) else [calls])
-                message = {"role": "assistant", "content": before.get("content"), "tool_calls": calls}
+                calls = previous.get("tool_calls", []) + (calls if isinstance(calls, list) else [calls])
+                message = {"role": "assistant", "content": previous.get("content"), "tool_calls": calls}
                 message_from_dict(message)
             except (ValueError, RecursionError) as error:
-                if not bad:
+                if not is_negative:
                     text = f'has an invalid call in message {number} of "{name}": not valid JSON: {error}'
                     raise ValueError(text) from error
-                texts = [before.get("content"), f"<tool_call>\n{value}\n</tool_call>"]
-                message = {**before, "role": "assistant", "content": "\n".join(filter(None, texts))}
+                texts = [previous.get("content"), f"<tool_call>\n{value}\n</tool_call>"]
+                message = {**previous, "role": "assistant", "content": "\n".join(filter(None, texts))}
         messages.append(message)
     return messages

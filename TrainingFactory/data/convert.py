@@ -175,18 +175,18 @@ def _pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str]) ->
         else:
             best, worst = pair[0].row, pair[1].row
             row = {key: value for key, value in best.items() if key not in ("reward", "completion")}
-            sides = {"chosen": best["completion"], "rejected": worst["completion"]}
-            rows.append(row | sides | {"id": name, "margin": margin})
+            pair_columns = {"chosen": best["completion"], "rejected": worst["completion"]}
+            rows.append(row | pair_columns | {"id": name, "margin": margin})
     return rows
 
 
 def _deduplicated(rows: list[dict[str, Any]], dropped: Counter[str]) -> list[dict[str, Any]]:
-    seen: dict[str, dict[str, Any]] = {}
+    first_rows: dict[str, dict[str, Any]] = {}
     for row in rows:
         content = {key: value for key, value in row.items() if key not in ("id", "reward", "margin")}
-        seen.setdefault(json.dumps(content, sort_keys=True), row)
-    dropped["--dedupe"] += len(rows) - len(seen)
-    return list(seen.values())
+        first_rows.setdefault(json.dumps(content, sort_keys=True), row)
+    dropped["--dedupe"] += len(rows) - len(first_rows)
+    return list(first_rows.values())
 
 
 def _limited(rows: list[dict[str, Any]], filters: Filters, dropped: Counter[str]) -> list[dict[str, Any]]:
@@ -195,10 +195,10 @@ def _limited(rows: list[dict[str, Any]], filters: Filters, dropped: Counter[str]
         by_task[row["task"]].append(number)
     rng = random.Random(filters.seed)
     limit = filters.max_per_task or 0
-    drawn = (rng.sample(indices, min(limit, len(indices))) for indices in by_task.values())
-    kept = sorted(chain.from_iterable(drawn))
-    dropped["--max-per-task"] += len(rows) - len(kept)
-    return [rows[number] for number in kept]
+    selections = (rng.sample(indices, min(limit, len(indices))) for indices in by_task.values())
+    kept_indices = sorted(chain.from_iterable(selections))
+    dropped["--max-per-task"] += len(rows) - len(kept_indices)
+    return [rows[number] for number in kept_indices]
 
 
 def swift_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def swift_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _swift_messages(
-    rows: Iterable[dict[str, Any]], marks: dict[str, Any] | None = None
+    rows: Iterable[dict[str, Any]], loss_fields: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for row in rows:
@@ -231,5 +231,5 @@ def _swift_messages(
         calls = [{"name": call["name"], "arguments": json.loads(call["arguments"])} for call in functions]
         parts = [("assistant", text)] if text or not calls else []
         parts += [("tool_call", json.dumps(call, ensure_ascii=False)) for call in calls]
-        messages += [{"role": kind, "content": content, **(marks or {})} for kind, content in parts]
+        messages += [{"role": kind, "content": content, **(loss_fields or {})} for kind, content in parts]
     return messages

@@ -86,16 +86,16 @@ def _of_lines(path: Path) -> Iterator[DatasetRow]:
         raise ValueError(f"{first}, and no line of the file is a JSON object; expected {SOURCES}")
 
 
-def _of_line(line: str, where: str) -> DatasetRow:
+def _of_line(line: str, location: str) -> DatasetRow:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return DatasetRow(where, {}, f"is not valid JSON: {error}")
+        return DatasetRow(location, {}, f"is not valid JSON: {error}")
     if not isinstance(row, dict):
         return DatasetRow(
-            where, {}, f"must be an object with the columns of the row, not {line.strip()[:40]}"
+            location, {}, f"must be an object with the columns of the row, not {line.strip()[:40]}"
         )
-    return DatasetRow(where, _without_nulls(row, deep=False))
+    return DatasetRow(location, _without_nulls(row, recursive=False))
 
 
 def _of_json(path: Path) -> Iterator[DatasetRow]:
@@ -138,7 +138,7 @@ def _of_folder(path: Path, split: str) -> Iterator[DatasetRow]:
     if (path / "trajectories.jsonl").is_file():  # a run folder
         return _of_lines(path / "trajectories.jsonl")
     if not any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
-        files = [path / f"{split}{ending}" for ending in FILE_SUFFIXES]
+        files = [path / f"{split}{suffix}" for suffix in FILE_SUFFIXES]
         if (split_file := next((file for file in files if file.is_file()), None)) is not None:
             return _rows(split_file, split)
         raise ValueError(
@@ -178,21 +178,23 @@ def _of_objects(source: Any, split: str) -> Iterator[DatasetRow]:
 
 def _of_dicts(rows: Iterable[Any], name: str | None, arrow: bool = False) -> Iterator[DatasetRow]:
     for number, row in enumerate(rows):
-        where = f"row {number} of the dataset" if name is None else f"{name}, row {number}"
+        location = f"row {number} of the dataset" if name is None else f"{name}, row {number}"
         if isinstance(row, DatasetRow):  # already read
             yield row
         elif isinstance(row, Mapping):
-            yield DatasetRow(where, _without_nulls(row, deep=arrow))
+            yield DatasetRow(location, _without_nulls(row, recursive=arrow))
         else:
-            yield DatasetRow(where, {}, f"must be an object with the columns of the row, not {str(row)[:40]}")
+            yield DatasetRow(
+                location, {}, f"must be an object with the columns of the row, not {str(row)[:40]}"
+            )
 
 
-def _without_nulls(value: Any, deep: bool) -> Any:
-    """Drop null keys. `deep`: also in nested objects, to which Arrow adds the keys of all rows."""
+def _without_nulls(value: Any, recursive: bool) -> Any:
+    """Drop null keys. `recursive`: also in nested objects, to which Arrow adds the keys of all rows."""
     if isinstance(value, Mapping):
         kept = {key: item for key, item in value.items() if item is not None}
-        return {key: _without_nulls(item, deep) for key, item in kept.items()} if deep else kept
-    return [_without_nulls(item, deep) for item in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item, recursive) for key, item in kept.items()} if recursive else kept
+    return [_without_nulls(item, recursive) for item in value] if isinstance(value, list) else value
 
 
 def column_at(columns: Mapping[str, Any], name: str) -> Any:
@@ -216,7 +218,7 @@ def _renamed(row: DatasetRow, names: Mapping[str, str]) -> DatasetRow:
 
 def parse_rows(
     source: Any,
-    what: str,
+    subject: str,
     read: Callable[[DatasetRow, int], T],
     split: str = "train",
     count: int | None = None,
@@ -237,11 +239,11 @@ def parse_rows(
         raise ValueError(join_problems(problems))
     if not results:
         name = source if isinstance(source, str | Path) else "the dataset"
-        raise ValueError(f"{name} is empty; it must contain {what}, one per row")
+        raise ValueError(f"{name} is empty; it must contain {subject}, one per row")
     return results
 
 
 def join_problems(problems: Sequence[str]) -> str:
     """Join the first `MAX_PROBLEMS` problems, with the number of further ones."""
-    more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
-    return "\n".join([*problems[:MAX_PROBLEMS], *more])
+    omitted = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+    return "\n".join([*problems[:MAX_PROBLEMS], *omitted])

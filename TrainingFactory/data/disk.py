@@ -78,21 +78,21 @@ def naming_file_on_error(path: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically, through a temporary file next to it."""
-    part = path.with_name(f".{path.name}.part")
+    partial_file = path.with_name(f".{path.name}.part")
     with naming_file_on_error(path):
-        part.write_text(text, encoding="utf-8", errors="surrogatepass", newline="\n")
-        sync(part)
-        os.replace(part, path)
+        partial_file.write_text(text, encoding="utf-8", errors="surrogatepass", newline="\n")
+        sync(partial_file)
+        os.replace(partial_file, path)
         sync(path.parent)
 
 
 def remove_folder(folder: Path) -> None:
     """Delete a folder. Rename it first, so that nobody mistakes a partly deleted folder for a complete one."""
     if folder.exists():
-        gone = folder.with_name(f".{folder.name.removeprefix('.')}.gone")
-        shutil.rmtree(gone, ignore_errors=True)
-        os.rename(folder, gone)
-        shutil.rmtree(gone)
+        renamed = folder.with_name(f".{folder.name.removeprefix('.')}.gone")
+        shutil.rmtree(renamed, ignore_errors=True)
+        os.rename(folder, renamed)
+        shutil.rmtree(renamed)
 
 
 def write_checksums(folder: Path) -> None:
@@ -115,17 +115,21 @@ def delete_training_state(folder: Path) -> None:
     digest, never a digest without its file."""
     present = [folder / name for name in TRAINING_STATE_FILES if (folder / name).exists()]
     if present and (sums := read_checksums(folder)):
-        kept = (f"{digest}  {name}\n" for name, digest in sums.items() if name not in TRAINING_STATE_FILES)
-        write_atomically(folder / CHECKSUM_FILE, "".join(kept))
+        remaining_lines = (
+            f"{digest}  {name}\n" for name, digest in sums.items() if name not in TRAINING_STATE_FILES
+        )
+        write_atomically(folder / CHECKSUM_FILE, "".join(remaining_lines))
     for path in present:
         path.unlink()
 
 
-def modified_files(folder: Path, but: Collection[str] = ()) -> list[str]:
-    """Return the files that are missing or no longer match their recorded digests, except those in `but`."""
-    sums = {name: digest for name, digest in read_checksums(folder).items() if name not in but}
-    intact = {n for n, digest in sums.items() if (folder / n).is_file() and file_digest(folder / n) == digest}
-    return sorted(sums.keys() - intact)
+def modified_files(folder: Path, ignored: Collection[str] = ()) -> list[str]:
+    """Return the files that are missing or no longer match their recorded digests, except those in `ignored`."""
+    sums = {name: digest for name, digest in read_checksums(folder).items() if name not in ignored}
+    unmodified = {
+        n for n, digest in sums.items() if (folder / n).is_file() and file_digest(folder / n) == digest
+    }
+    return sorted(sums.keys() - unmodified)
 
 
 def file_digest(path: Path) -> str:

@@ -81,14 +81,14 @@ def load_examples(
     split: str = "train",
     count: int | None = None,
     skip_bad_rows: bool = False,
-    fits: CallChecker | None = None,
+    check_call: CallChecker | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Examples:
     """Return the first `count` examples (None: all). Raise one ValueError with all invalid rows, or collect them in
-    `bad` with `skip_bad_rows`. `fits` validates tool calls. `names` are the `columns` of `read_rows`."""
+    `bad` with `skip_bad_rows`. `check_call` validates tool calls. `names` are the `columns` of `read_rows`."""
     examples, stem = Examples(form, []), Path(source).stem if isinstance(source, str | Path) else "row"
     groups: dict[str, Example] = {}  # recorded episodes by group name, for pairs
-    fits = fits and _with_shared_specs(fits)
+    check_call = check_call and _with_shared_specs(check_call)
     for row in read_rows(source, split, names):
         examples.rows += 1
         try:
@@ -105,7 +105,7 @@ def load_examples(
                     first.conversations.append(episode)
                     continue
             else:
-                example = Example(name, row.where, _conversations(row.columns, form, name, fits))
+                example = Example(name, row.where, _conversations(row.columns, form, name, check_call))
         except ValueError as error:
             examples.bad.append(f"{row.where} {error}")
             continue
@@ -126,12 +126,12 @@ def load_examples(
     return examples
 
 
-def _with_shared_specs(fits: CallChecker) -> CallChecker:
-    """Call `fits` with the same object for equal tools, because it compiles the schema of each object once."""
+def _with_shared_specs(check_call: CallChecker) -> CallChecker:
+    """Call `check_call` with the same object for equal tools, because it compiles the schema of each object once."""
     specs: dict[str, ToolSpec] = {}
 
     def shared(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
-        return fits(specs.setdefault(repr(spec), spec), arguments)
+        return check_call(specs.setdefault(repr(spec), spec), arguments)
 
     return shared
 
@@ -182,7 +182,7 @@ def _recorded(columns: Mapping[str, Any], form: str) -> Conversation | str:
     prompt, name = episode.prompt, episode.group or episode.task.id
     messages = [*prompt, *(message for turn in episode.turns for message in (turn.message, *turn.replies))]
     return Conversation(
-        name, messages, episode.tools, CompactTrajectory.of(episode), len(prompt), episode.reward
+        name, messages, episode.tools, CompactTrajectory.from_trajectory(episode), len(prompt), episode.reward
     )
 
 
@@ -197,41 +197,46 @@ def _why_empty(examples: Examples, source: Any) -> str:
 
 
 def _conversations(
-    columns: Mapping[str, Any], form: Form, name: str, fits: CallChecker | None
+    columns: Mapping[str, Any], form: Form, name: str, check_call: CallChecker | None
 ) -> list[Conversation]:
     columns = normalize_columns(columns)
     if not all(key in columns for key in COLUMNS.get(form, [])):
         raise ValueError(_missing(columns, form))
     if form in PAIRS:
-        return _pair(columns, name, fits)
+        return _pair(columns, name, check_call)
     if form == "prm":
-        return [_labelled_turns(columns, name, fits)]
-    good = form == "sft" or _label(columns["label"], "label")
-    conversation, column = _single(columns, form, name, bad=not good)
+        return [_labelled_turns(columns, name, check_call)]
+    is_positive = form == "sft" or _label(columns["label"], "label")
+    conversation, column = _single(columns, form, name, is_negative=not is_positive)
     if form == "kto":
-        conversation.reward = Reward(float(good))
-    check_calls(conversation, column, fits)
+        conversation.reward = Reward(float(is_positive))
+    check_calls(conversation, column, check_call)
     return [conversation]
 
 
-def _single(columns: Mapping[str, Any], form: Form, name: str, bad: bool = False) -> tuple[Conversation, str]:
-    """Return the conversation of a row, and the column of its calls. `bad`: negative example, allow invalid calls."""
+def _single(
+    columns: Mapping[str, Any], form: Form, name: str, is_negative: bool = False
+) -> tuple[Conversation, str]:
+    """Return the conversation of a row, and the column of its calls. `is_negative`: negative example, allow invalid
+    calls."""
     if (column := next((key for key in CONVERSATION_COLUMNS if key in columns), None)) is not None:
-        messages = check_roles(read_conversation(columns, column, bad), column)
-        return Conversation(name, messages, read_tools(columns), bad=_all_indices(messages, bad)), column
+        messages = check_roles(read_conversation(columns, column, is_negative), column)
+        return Conversation(
+            name, messages, read_tools(columns), bad=_all_indices(messages, is_negative)
+        ), column
     if "prompt" not in columns or "completion" not in columns:
         raise ValueError(_missing(columns, form))
     prompt = read_prompt(columns)
-    answer = text_or_messages(columns, "completion", "assistant", bad)
+    answer = text_or_messages(columns, "completion", "assistant", is_negative)
     messages = _joined(prompt, answer, "completion")
     tools = read_tools(columns)
     return Conversation(
-        name, messages, tools, context=len(prompt), bad=_all_indices(messages, bad)
+        name, messages, tools, context=len(prompt), bad=_all_indices(messages, is_negative)
     ), "completion"
 
 
-def _all_indices(messages: list[Message], bad: bool) -> frozenset[int]:
-    return frozenset(range(len(messages) if bad else 0))
+def _all_indices(messages: list[Message], is_negative: bool) -> frozenset[int]:
+    return frozenset(range(len(messages) if is_negative else 0))
 
 
 def _joined(prompt: list[Message], answer: list[Message], column: str) -> list[Message]:
@@ -240,7 +245,7 @@ def _joined(prompt: list[Message], answer: list[Message], column: str) -> list[M
     return check_roles(name_tool_messages([*prompt, *answer]), f"prompt and {column}")
 
 
-def _pair(columns: Mapping[str, Any], name: str, fits: CallChecker | None) -> list[Conversation]:
+def _pair(columns: Mapping[str, Any], name: str, check_call: CallChecker | None) -> list[Conversation]:
     tools = read_tools(columns)
     prompt = read_prompt(columns) if "prompt" in columns else []
     sides = [_side(columns, side, prompt) for side in ("chosen", "rejected")]
@@ -261,13 +266,13 @@ def _pair(columns: Mapping[str, Any], name: str, fits: CallChecker | None) -> li
         for messages, reward in zip(sides, (margin, 0.0), strict=True)
     )
     rejected.bad = _all_indices(rejected.messages, True)
-    check_calls(chosen, "chosen", fits)
+    check_calls(chosen, "chosen", check_call)
     return [chosen, rejected]
 
 
 def _side(columns: Mapping[str, Any], column: str, prompt: list[Message]) -> list[Message]:
     """Return the whole conversation of one side of a pair. The column may repeat the prompt."""
-    answer = text_or_messages(columns, column, "assistant", bad=column == "rejected")
+    answer = text_or_messages(columns, column, "assistant", is_negative=column == "rejected")
     if answer[0].role == "user":
         answer = with_system(columns, answer)
     if not prompt and answer[0].role == "assistant":
@@ -283,15 +288,15 @@ def _side(columns: Mapping[str, Any], column: str, prompt: list[Message]) -> lis
 def _common(chosen: list[Message], rejected: list[Message]) -> int:
     """Return the number of common messages before the assistant messages that differ."""
     pairs = list(zip(chosen, rejected, strict=False))
-    same = next((number for number, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    common_length = next((number for number, (left, right) in enumerate(pairs) if left != right), len(pairs))
     # If the assistant messages are equal and only the replies differ, split before those assistant messages.
-    answers = [n for n, (one, other) in enumerate(pairs) if one.role == other.role == "assistant"]
-    if common := max((number for number in answers if number <= same), default=0):
+    answers = [n for n, (left, right) in enumerate(pairs) if left.role == right.role == "assistant"]
+    if common := max((number for number in answers if number <= common_length), default=0):
         return common
     raise ValueError('has no common prompt before the differing answers in "chosen" and "rejected"')
 
 
-def _labelled_turns(columns: Mapping[str, Any], name: str, fits: CallChecker | None) -> Conversation:
+def _labelled_turns(columns: Mapping[str, Any], name: str, check_call: CallChecker | None) -> Conversation:
     labels = [_label(label, "labels") for label in read_list(columns["labels"], "labels")]
     if "completions" in columns and "prompt" in columns:
         steps = read_list(columns["completions"], "completions")
@@ -299,18 +304,20 @@ def _labelled_turns(columns: Mapping[str, Any], name: str, fits: CallChecker | N
             raise ValueError('has invalid "completions": they must be a list of non-empty strings')
         messages = [*read_prompt(columns), Message("assistant", "\n".join(steps))]
         conversation = Conversation(name, check_roles(messages), read_tools(columns), steps=steps)
-        count, what = len(steps), '"completions"'
+        count, source = len(steps), '"completions"'
     else:
-        conversation, column = _single(columns, "prm", name, bad=True)
+        conversation, column = _single(columns, "prm", name, is_negative=True)
         roles = [message.role for message in conversation.messages]
         turns = [n for n, role in enumerate(roles) if role == "assistant" and n >= conversation.start]
-        count, what = len(turns), "assistant turns"
+        count, source = len(turns), "assistant turns"
         # Turns with a negative label may contain invalid calls.
-        conversation.bad = frozenset(n for n, good in zip(turns, labels, strict=False) if not good)
-        check_calls(conversation, column, fits)
+        conversation.bad = frozenset(
+            n for n, is_positive in zip(turns, labels, strict=False) if not is_positive
+        )
+        check_calls(conversation, column, check_call)
     if len(labels) != count:
-        raise ValueError(f'has {len(labels)} "labels" for {count} {what}; give one label for each')
-    rewards = [1.0 if good else -1.0 for good in labels]
+        raise ValueError(f'has {len(labels)} "labels" for {count} {source}; give one label for each')
+    rewards = [1.0 if is_positive else -1.0 for is_positive in labels]
     conversation.reward = Reward(min(rewards), rewards)
     return conversation
 

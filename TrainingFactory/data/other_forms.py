@@ -44,14 +44,14 @@ def _split_masked(columns: dict[str, Any]) -> dict[str, Any]:
     masked = [n for n, row in rows if isinstance(row, Mapping) and row.get("loss") in (False, 0)]
     if not masked:
         return columns
-    trained = [n for n, row in rows if _has_role(row, "assistant", "tool_call") and n not in masked]
-    if not trained or trained[0] < masked[-1]:
+    trained_rows = [n for n, row in rows if _has_role(row, "assistant", "tool_call") and n not in masked]
+    if not trained_rows or trained_rows[0] < masked[-1]:
         raise ValueError(
             f'has "loss" false in message {masked[-1]}, but no trained message or one before it; only the first '
             "messages can be excluded from the loss"
         )
     messages = columns.pop("messages")
-    return columns | {"prompt": messages[: trained[0]], "completion": messages[trained[0] :]}
+    return columns | {"prompt": messages[: trained_rows[0]], "completion": messages[trained_rows[0] :]}
 
 
 def _has_role(row: Any, *roles: str) -> bool:

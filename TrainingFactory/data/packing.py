@@ -61,10 +61,10 @@ class Pack:
 
 
 def pack(
-    samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, below: int = 0
+    samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, min_shared: int = 0
 ) -> list[Pack]:
-    """Pack the rows. Without `sharing`, every row is its own tree, and the budget counts padded tokens. `below` is the
-    approximate number of tokens under the root of a tree; 0: no limit."""
+    """Pack the rows. Without `sharing`, every row is its own tree, and the budget counts padded tokens. `min_shared`
+    is the approximate number of tokens under the root of a tree; 0: no limit."""
     for number, sample in enumerate(samples):
         if sample.loss_mask and sample.loss_mask[0]:
             raise ValueError(f"row {number} trains its first token, which no earlier token predicts")
@@ -75,17 +75,17 @@ def pack(
     for unit in _units(samples, ids, sharing):
         longest = max(len(ids[number]) for number in unit)
         if sharing:
-            own = _tree_size(ids, unit)
-            together = size + own - (shared_prefix(ids[batch[-1][-1]], ids[unit[0]]) if batch else 0)
+            tree_size = _tree_size(ids, unit)
+            joint_size = size + tree_size - (shared_prefix(ids[batch[-1][-1]], ids[unit[0]]) if batch else 0)
         else:
-            own = longest * len(unit)
-            together = max(widest, longest) * (rows + len(unit))
-        if batch and together > token_budget:
-            packs += _packs(samples, ids, batch, token_budget, sharing, below)
-            batch, together, widest, rows = [], own, 0, 0
+            tree_size = longest * len(unit)
+            joint_size = max(widest, longest) * (rows + len(unit))
+        if batch and joint_size > token_budget:
+            packs += _packs(samples, ids, batch, token_budget, sharing, min_shared)
+            batch, joint_size, widest, rows = [], tree_size, 0, 0
         batch.append(unit)
-        size, widest, rows = together, max(widest, longest), rows + len(unit)
-    return packs + _packs(samples, ids, batch, token_budget, sharing, below) if batch else packs
+        size, widest, rows = joint_size, max(widest, longest), rows + len(unit)
+    return packs + _packs(samples, ids, batch, token_budget, sharing, min_shared) if batch else packs
 
 
 def _units(samples: Sequence[Sample], ids: list[np.ndarray], sharing: bool) -> list[list[int]]:
@@ -138,8 +138,8 @@ class _Tree:
             for row in range(first, last):
                 self.grow(row, row + 1, depth, parent)
             return
-        borders = [first, *(n for n in range(first + 1, last) if self.shared[n] == common), last]
-        for start, end in pairwise(borders):
+        boundaries = [first, *(n for n in range(first + 1, last) if self.shared[n] == common), last]
+        for start, end in pairwise(boundaries):
             self.grow(start, end, depth, parent)
 
     def _node(self, first: int, last: int, depth: int, end: int, parent: int, level: int) -> int:
@@ -164,48 +164,52 @@ def _packs(
     units: list[list[int]],
     budget: int,
     sharing: bool,
-    below: int,
+    min_shared: int,
 ) -> list[Pack]:
     """Build one pack, or several if the tree exceeds the budget: unlike `_tree_size`, it shares no short prefixes."""
     rows = [number for unit in units for number in unit]
     if sharing:
         rows.sort(key=lambda number: samples[number].token_ids)
     shared = [0, *(shared_prefix(ids[left], ids[right]) if sharing else 0 for left, right in pairwise(rows))]
-    tree = _Tree([ids[number] for number in rows], _parted([len(ids[row]) for row in rows], shared, below))
+    tree = _Tree(
+        [ids[number] for number in rows], _parted([len(ids[row]) for row in rows], shared, min_shared)
+    )
     half = len(units) // 2
     if half and tree.size > budget:
-        parts = (_packs(samples, ids, part, budget, sharing, below) for part in (units[:half], units[half:]))
+        parts = (
+            _packs(samples, ids, part, budget, sharing, min_shared) for part in (units[:half], units[half:])
+        )
         return [*chain.from_iterable(parts)]
     return [_pack(samples, ids, rows, tree)]
 
 
-def _parted(lengths: list[int], shared: list[int], below: int) -> list[int]:
+def _parted(lengths: list[int], shared: list[int], min_shared: int) -> list[int]:
     """Return `shared` with 0 where a new tree begins: at a row that shares no more than all rows of the tree before."""
-    parted = list(shared)
-    size = least = lengths[0]
-    for row in range(1, len(shared)) if below else ():
-        least = min(least, shared[row])
-        if shared[row] == least and size > max(below, COPY_SHARE * shared[row]):
-            parted[row] = size = 0
-            least = lengths[row]
-        size += lengths[row] - parted[row]
-    return parted
+    shared_lengths = list(shared)
+    size = shortest = lengths[0]
+    for row in range(1, len(shared)) if min_shared else ():
+        shortest = min(shortest, shared[row])
+        if shared[row] == shortest and size > max(min_shared, COPY_SHARE * shared[row]):
+            shared_lengths[row] = size = 0
+            shortest = lengths[row]
+        size += lengths[row] - shared_lengths[row]
+    return shared_lengths
 
 
 def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tree: _Tree) -> Pack:
     rows = [samples[number] for number in batch]
-    trained = [np.flatnonzero(sample.loss_mask) for sample in rows]
-    sizes = [len(at) for at in trained]
+    trained_positions = [np.flatnonzero(sample.loss_mask) for sample in rows]
+    sizes = [len(positions) for positions in trained_positions]
     places = [tree.places(index) for index in range(len(batch))]
     first: dict[int, Sample] = {}  # first row of each episode, in the order of the pack
     for sample in rows:
         first.setdefault(sample.episode, sample)
     order = {episode: number for number, episode in enumerate(first)}
 
-    def of(values: Iterable[Any], kind: Any, shift: int = 0) -> np.ndarray:
+    def gather_values(values: Iterable[Any], kind: Any, shift: int = 0) -> np.ndarray:
         """Return the values of all rows at their trained tokens, or `shift` tokens before them."""
-        pairs = zip(values, trained, strict=True)
-        return np.concatenate([np.asarray(value, kind)[at - shift] for value, at in pairs])
+        pairs = zip(values, trained_positions, strict=True)
+        return np.concatenate([np.asarray(value, kind)[positions - shift] for value, positions in pairs])
 
     references = [sample.reference for sample in rows]
     return Pack(
@@ -213,19 +217,21 @@ def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tr
         positions=np.concatenate([np.arange(node.depth, node.depth + node.length) for node in tree.nodes]),
         nodes=tree.nodes,
         rows=np.array(batch),
-        source=of(places, np.int64, shift=1),
-        place=of(places, np.int64),
-        target=of((ids[number] for number in batch), np.int64),
+        source=gather_values(places, np.int64, shift=1),
+        place=gather_values(places, np.int64),
+        target=gather_values((ids[number] for number in batch), np.int64),
         row=np.repeat(batch, sizes),
         episode=np.repeat([order[sample.episode] for sample in rows], sizes),
         labels=np.array([sample.label for sample in first.values()], np.float32),
         pairs=_pairs(first.values(), order),
-        logprobs=of((sample.logprobs for sample in rows), np.float32),
-        advantages=of((sample.advantages for sample in rows), np.float32),
-        rewards=of((sample.rewards for sample in rows), np.float32),
-        versions=of((sample.policy_version for sample in rows), np.int64),
+        logprobs=gather_values((sample.logprobs for sample in rows), np.float32),
+        advantages=gather_values((sample.advantages for sample in rows), np.float32),
+        rewards=gather_values((sample.rewards for sample in rows), np.float32),
+        versions=gather_values((sample.policy_version for sample in rows), np.int64),
         row_tokens=sum(len(sample.token_ids) for sample in rows),
-        reference=of(references, np.float32) if all(values is not None for values in references) else None,
+        reference=gather_values(references, np.float32)
+        if all(values is not None for values in references)
+        else None,
     )
 
 
@@ -255,15 +261,15 @@ class Batch:
 
 def make_batch(
     samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, mismatched: bool = False,
-    below: int = 0,
+    min_shared: int = 0,
 ) -> Batch:  # fmt: skip
-    """Pack the rows of a step. `sharing` and `below` are those of `pack`."""
-    packs = pack(samples, token_budget, sharing, below)
+    """Pack the rows of a step. `sharing` and `min_shared` are those of `pack`."""
+    packs = pack(samples, token_budget, sharing, min_shared)
     return Batch(
         packs,
         sum(len(p.rows) for p in packs),
         sum(len(p.target) for p in packs),
         sum(len(p.labels) for p in packs),
         sum(len(p.pairs) for p in packs),
-        mismatched=pack(mismatched_rows(samples), token_budget, sharing, below) if mismatched else [],
+        mismatched=pack(mismatched_rows(samples), token_budget, sharing, min_shared) if mismatched else [],
     )

@@ -25,8 +25,10 @@ def rerender(chat: ChatFormat, trajectory: Trajectory) -> Trajectory:
     for number, old in enumerate(trajectory.turns):
         if number:
             ids = ids + chat.extend(turns[-1], turns[-1].replies)
-        if broken := next((call.error for call in old.message.tool_calls if call.error), None):
-            raise UnparsableCallError(f"turn {number} cannot be rendered in another chat template: {broken}")
+        if call_error := next((call.error for call in old.message.tool_calls if call.error), None):
+            raise UnparsableCallError(
+                f"turn {number} cannot be rendered in another chat template: {call_error}"
+            )
         sampled = chat.write(old.message, ids, trajectory.tools)
         if old.completion.finish == "length":
             sampled = sampled[:-1] or sampled

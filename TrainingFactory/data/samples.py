@@ -37,18 +37,18 @@ def to_samples(
         if span.row == len(rows):
             rows.append(Sample([], [], [], [], [], [], pair=pair, label=label))
             rows[-1].episode, rows[-1].pair = rows[0].episode, rows[0].pair
-        row, sampled = rows[-1], turn.completion
+        row, completion = rows[-1], turn.completion
         context = turn.prompt_ids[len(row.token_ids) :]  # the part that the row does not have yet
-        old, new = len(context), len(sampled.token_ids)
+        old, new = len(context), len(completion.token_ids)
         assert new, "a turn has sampled at least one token"
-        trained = 0 if turns == "last" and number < count - 1 else 1 if tokens == "last" else new
-        masked = old + new - trained  # tokens before the trained ones
-        row.token_ids += context + sampled.token_ids
-        row.loss_mask += [False] * masked + [True] * trained
-        row.logprobs += [0.0] * masked + sampled.logprobs[new - trained :]
-        row.advantages += [0.0] * masked + [advantage] * trained
+        num_trained = 0 if turns == "last" and number < count - 1 else 1 if tokens == "last" else new
+        masked = old + new - num_trained  # tokens before the trained ones
+        row.token_ids += context + completion.token_ids
+        row.loss_mask += [False] * masked + [True] * num_trained
+        row.logprobs += [0.0] * masked + completion.logprobs[new - num_trained :]
+        row.advantages += [0.0] * masked + [advantage] * num_trained
         row.rewards += [0.0] * (old + new - 1) + [reward]
-        row.policy_version += [sampled.policy_version] * old + sampled.token_versions
+        row.policy_version += [completion.policy_version] * old + completion.token_versions
     return rows
 
 
@@ -82,16 +82,16 @@ def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
     rows: dict[tuple[int, ...], list[Sample]] = {}
     for row in first.values():
         rows.setdefault(tuple(row.token_ids[: row.loss_mask.index(True)]), []).append(row)
-    sides = [(prompt, row) for prompt, same in rows.items() for row in same]
-    shift = max((len(same) for same in rows.values()), default=0)
-    longest = max((len(sample.token_ids) for sample in samples), default=0)
+    candidates = [(prompt, row) for prompt, rows_of_prompt in rows.items() for row in rows_of_prompt]
+    shift = max((len(rows_of_prompt) for rows_of_prompt in rows.values()), default=0)
+    max_length = max((len(sample.token_ids) for sample in samples), default=0)
     mismatched_rows = []
-    for index, (prompt, _) in enumerate(sides):
-        other, answer = sides[index - shift]
-        if other == prompt or len(prompt) + len(answer.token_ids) - len(other) > longest:
+    for index, (prompt, _) in enumerate(candidates):
+        other_row, answer = candidates[index - shift]
+        if other_row == prompt or len(prompt) + len(answer.token_ids) - len(other_row) > max_length:
             continue
-        ids = [*prompt, *answer.token_ids[len(other) :]]
-        mask = [False] * len(prompt) + answer.loss_mask[len(other) :]
+        ids = [*prompt, *answer.token_ids[len(other_row) :]]
+        mask = [False] * len(prompt) + answer.loss_mask[len(other_row) :]
         zeros = [0.0] * len(ids)
         mismatched_rows.append(Sample(ids, mask, zeros, zeros, zeros, [0] * len(ids)))
     return mismatched_rows

@@ -54,13 +54,15 @@ def _task(row: dict[str, Any], default_id: str) -> Task:
     metadata = row.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise ValueError('has invalid "metadata": it must be an object')
-    rest = {key: value for key, value in row.items() if key not in ("id", "prompt", "answer", "metadata")}
+    other_columns = {
+        key: value for key, value in row.items() if key not in ("id", "prompt", "answer", "metadata")
+    }
     prompt: str | list[Message] = with_system(row, text_or_messages(row, "prompt", "user"))
     if prompt[-1].role == "assistant":
         raise ValueError('has a "prompt" that ends with the assistant; it must end before the model\'s turn')
     if prompt == [Message("user", row["prompt"])]:
         prompt = row["prompt"]
-    return Task(str(row.get("id", default_id)), prompt, row.get("answer"), rest | metadata)
+    return Task(str(row.get("id", default_id)), prompt, row.get("answer"), other_columns | metadata)
 
 
 def _prompt_column(row: Mapping[str, Any]) -> str:

@@ -74,10 +74,10 @@ def load_trajectories(path: str | Path, groups: str = "", growing: bool = False)
 
 
 def trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
-    turns, before = [], []
+    turns, previous_ids = [], []
     for turn in trajectory.turns:
-        turns.append(_turn_to_dict(turn, before))
-        before = turn.prompt_ids + turn.completion.token_ids
+        turns.append(_turn_to_dict(turn, previous_ids))
+        previous_ids = turn.prompt_ids + turn.completion.token_ids
     task, reward = trajectory.task, trajectory.reward
     prompt = task.prompt if isinstance(task.prompt, str) else [message_to_dict(m) for m in task.prompt]
     return {
@@ -95,11 +95,11 @@ def trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def trajectory_from_dict(row: dict[str, Any]) -> Trajectory:
-    turns, before = [], []
+    turns, previous_ids = [], []
     for item in row["turns"]:
-        turn = _turn_from_dict(item, before)
+        turn = _turn_from_dict(item, previous_ids)
         turns.append(turn)
-        before = turn.prompt_ids + turn.completion.token_ids
+        previous_ids = turn.prompt_ids + turn.completion.token_ids
     task, prompt = row["task"], row["task"]["prompt"]
     prompt = prompt if isinstance(prompt, str) else [message_from_dict(message) for message in prompt]
     return Trajectory(
@@ -129,24 +129,26 @@ class CompactTrajectory:
         return f"Kept({self.head!r}, {turns!r})"
 
     @classmethod
-    def of(cls, trajectory: Trajectory) -> CompactTrajectory:
-        turns, before = [], []
+    def from_trajectory(cls, trajectory: Trajectory) -> CompactTrajectory:
+        turns, previous_ids = [], []
         for turn in trajectory.turns:
-            continues, new_ids = _new_ids(turn, before)
+            continues, new_ids = _new_ids(turn, previous_ids)
             sampled = turn.completion
-            before = turn.prompt_ids + sampled.token_ids
+            previous_ids = turn.prompt_ids + sampled.token_ids
             bare = replace(turn, prompt_ids=[], completion=replace(sampled, token_ids=[], logprobs=[]))
             ids = np.asarray(sampled.token_ids, np.int32)
             turns.append((continues, np.asarray(new_ids, np.int32), ids, np.asarray(sampled.logprobs), bare))
         return cls(replace(trajectory, turns=[]), turns)
 
     def trajectory(self) -> Trajectory:
-        turns, before = [], []
-        for continues, new_ids, token_ids, logprobs, bare in self.turns:
-            sampled = replace(bare.completion, token_ids=token_ids.tolist(), logprobs=logprobs.tolist())
-            prompt_ids = (before if continues else []) + new_ids.tolist()
-            turns.append(replace(bare, prompt_ids=prompt_ids, completion=sampled))
-            before = prompt_ids + sampled.token_ids
+        turns, previous_ids = [], []
+        for is_continuation, new_ids, token_ids, logprobs, stripped_turn in self.turns:
+            completion = replace(
+                stripped_turn.completion, token_ids=token_ids.tolist(), logprobs=logprobs.tolist()
+            )
+            prompt_ids = (previous_ids if is_continuation else []) + new_ids.tolist()
+            turns.append(replace(stripped_turn, prompt_ids=prompt_ids, completion=completion))
+            previous_ids = prompt_ids + completion.token_ids
         return replace(self.head, turns=turns)
 
     @property
@@ -156,14 +158,14 @@ class CompactTrajectory:
         return max((len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns), default=0)
 
 
-def _new_ids(turn: Turn, before: list[int]) -> tuple[bool, list[int]]:
+def _new_ids(turn: Turn, previous_ids: list[int]) -> tuple[bool, list[int]]:
     """Return whether the turn's prompt continues the tokens of the turn before, and the prompt's new tokens."""
-    continues = bool(before) and turn.prompt_ids[: len(before)] == before
-    return continues, turn.prompt_ids[len(before) :] if continues else turn.prompt_ids
+    is_continuation = bool(previous_ids) and turn.prompt_ids[: len(previous_ids)] == previous_ids
+    return is_continuation, turn.prompt_ids[len(previous_ids) :] if is_continuation else turn.prompt_ids
 
 
-def _turn_to_dict(turn: Turn, before: list[int]) -> dict[str, Any]:
-    continues, new_ids = _new_ids(turn, before)
+def _turn_to_dict(turn: Turn, previous_ids: list[int]) -> dict[str, Any]:
+    is_continuation, new_ids = _new_ids(turn, previous_ids)
     completion = {name: getattr(turn.completion, name) for name in _COMPLETION}
     if completion["versions"] is None:  # `policy_version` applies to all tokens
         del completion["versions"]
@@ -172,15 +174,15 @@ def _turn_to_dict(turn: Turn, before: list[int]) -> dict[str, Any]:
         "replies": [message_to_dict(reply) for reply in turn.replies],
         "tool_results": [{name: getattr(result, name) for name in _RESULT} for result in turn.tool_results],
         "signals": turn.signals,
-        "continues": continues,
+        "continues": is_continuation,
         "new_ids": new_ids,
         "completion": completion,
     }
 
 
-def _turn_from_dict(row: dict[str, Any], before: list[int]) -> Turn:
+def _turn_from_dict(row: dict[str, Any], previous_ids: list[int]) -> Turn:
     return Turn(
-        prompt_ids=before + row["new_ids"] if row["continues"] else row["new_ids"],
+        prompt_ids=previous_ids + row["new_ids"] if row["continues"] else row["new_ids"],
         completion=Completion(**row["completion"]),
         message=message_from_dict(row["message"]),
         replies=[message_from_dict(reply) for reply in row["replies"]],

@@ -13,7 +13,13 @@ from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.evaluation import statistics
-from TrainingFactory.evaluation.records import EvaluationRecord, Say, TaskOutcome, all_records, read_records
+from TrainingFactory.evaluation.records import (
+    EvaluationRecord,
+    Notify,
+    TaskOutcome,
+    all_records,
+    read_records,
+)
 from TrainingFactory.evaluation.requests import RecordedEvaluation, ask, request_model
 from TrainingFactory.evaluation.suites import check_overrides, load_suite, suite_evaluations
 from TrainingFactory.resolve.model_names import find_model
@@ -32,36 +38,36 @@ class StoredRecord(NamedTuple):
 
 @dataclass(slots=True)
 class ComparedModel:
-    """One model of a comparison. `found` has a record for each entry of the suite, or one without a suite; None if
-    the evaluation at the same index of `wanted` has not run yet."""
+    """One model of a comparison. `stored` has a record for each entry of the suite, or one without a suite; None if
+    the evaluation at the same index of `pending` has not run yet."""
 
     name: str
-    found: list[StoredRecord | None] = field(default_factory=list)
-    wanted: list[RecordedEvaluation | None] = field(default_factory=list)
+    stored: list[StoredRecord | None] = field(default_factory=list)
+    pending: list[RecordedEvaluation | None] = field(default_factory=list)
 
-    def add(self, evaluation: RecordedEvaluation, again: bool = False) -> None:
-        """Reuse the record of an equal earlier evaluation, or schedule this one. `again`: never reuse."""
-        earlier = None if again else _earlier(evaluation)
-        if earlier is not None:
+    def add(self, evaluation: RecordedEvaluation, rerun: bool = False) -> None:
+        """Reuse the record of an equal earlier evaluation, or schedule this one. `rerun`: never reuse."""
+        earlier_record = None if rerun else _earlier(evaluation)
+        if earlier_record is not None:
             evaluation.discard()
-        self.found.append(earlier)
-        self.wanted.append(None if earlier else evaluation)
+        self.stored.append(earlier_record)
+        self.pending.append(None if earlier_record else evaluation)
 
     def take(self) -> None:
         """Add the records of scheduled evaluations that have run."""
-        for index, evaluation in enumerate(self.wanted):
+        for index, evaluation in enumerate(self.pending):
             if evaluation is not None and evaluation.record is not None:
-                self.found[index] = StoredRecord(evaluation.asked.records, evaluation.record)
+                self.stored[index] = StoredRecord(evaluation.request.records, evaluation.record)
 
     @property
     def records(self) -> list[EvaluationRecord]:
-        return [found.record for found in self.found if found is not None]
+        return [stored.record for stored in self.stored if stored is not None]
 
 
 class Flip(NamedTuple):
     """A task with different success rates on both sides. `members` are the episodes that show it, one of each side."""
 
-    place: int  # index of the suite entry
+    entry_index: int  # index of the suite entry
     task: str
     shares: tuple[float, float]
     members: tuple[int, int]
@@ -99,7 +105,10 @@ class Comparison:
         """Return the flips with the episode of each side; None if the episode was not saved."""
         flips = list(flips)
         sides = [_episodes(self.first, flips, 0), _episodes(self.second, flips, 1)]
-        return [(flip, [side.get((flip.place, flip.task)) for side in sides]) for flip in flips]
+        return [
+            (flip, [episodes_of_side.get((flip.entry_index, flip.task)) for episodes_of_side in sides])
+            for flip in flips
+        ]
 
 
 def sides(
@@ -107,41 +116,43 @@ def sides(
     overrides: Sequence[str] = (),
     env: str | None = None,
     suite: str | None = None,
-    say: Say = lambda _: None,
+    notify: Notify = lambda _: None,
     runs: str | Path = "runs",
     again: bool = False,
 ) -> tuple[list[ComparedModel], list[float]]:
     """Return the sides of a comparison with their existing records, and the weights of the suite's entries. Nothing is
     run. Without a suite, the tasks are those of `env`, or of the first run in `names`, preferably one that sampled
     episodes."""
-    recorded = {name: found for name in names if (found := _recorded(name, runs, say)) is not None}
-    if recorded and suite is not None:
-        name = next(iter(recorded))
+    stored_records = {name: stored for name in names if (stored := _recorded(name, runs, notify)) is not None}
+    if stored_records and suite is not None:
+        name = next(iter(stored_records))
         raise ValueError(f"cannot compare the single evaluation {name} on a suite. Name its model instead")
     sides = [ComparedModel(name) for name in names]
-    lead = None
-    models = [name for name in names if name not in recorded]
+    reference = None
+    models = [name for name in names if name not in stored_records]
     if suite is not None:
         check_overrides(overrides)
-        loaded, folder = load_suite(suite)
+        loaded_suite, folder = load_suite(suite)
         for side in sides:
             for evaluation in suite_evaluations(
-                loaded, request_model(side.name, overrides, runs), folder, say
+                loaded_suite, request_model(side.name, overrides, runs), folder, notify
             ):
                 side.add(evaluation, again)
-        return sides, [entry.weight for entry in loaded.entries]
+        return sides, [entry.weight for entry in loaded_suite.entries]
     if models:
-        makers = {name: maker for name in models if (maker := find_model(name, runs).maker) is not None}
-        samplers = [name for name, maker in makers.items() if _samples(maker.config)]
-        lead = ask([*samplers, *makers, *models][0], overrides, env, say, runs)
+        trained_by_name = {
+            name: trained_by for name in models if (trained_by := find_model(name, runs).maker) is not None
+        }
+        samplers = [name for name, trained_by in trained_by_name.items() if _samples(trained_by.config)]
+        reference = ask([*samplers, *trained_by_name, *models][0], overrides, env, notify, runs)
     for side in sides:
-        if side.name in recorded:
-            side.found.append(recorded[side.name])
-            side.wanted.append(None)
+        if side.name in stored_records:
+            side.stored.append(stored_records[side.name])
+            side.pending.append(None)
         else:
-            assert lead is not None
-            request = request_model(side.name, overrides, runs).under(lead.config)
-            side.add(RecordedEvaluation(request, say=say), again)
+            assert reference is not None
+            request = request_model(side.name, overrides, runs).with_conditions(reference.config)
+            side.add(RecordedEvaluation(request, notify=notify), again)
     return sides, [1.0]
 
 
@@ -173,43 +184,52 @@ def compare(first: ComparedModel, second: ComparedModel, weights: Sequence[float
     return Comparison(first, second, statistics.bootstrap(strata), p, count, better, worse, notes)
 
 
-def _recorded(name: str, runs: str | Path, say: Say) -> StoredRecord | None:
+def _recorded(name: str, runs: str | Path, notify: Notify) -> StoredRecord | None:
     """Return the evaluation record with this id, or the last record of a file; None if the name is neither."""
     if name.endswith(".jsonl"):
-        records = read_records(Path(name).expanduser(), say)
+        records = read_records(Path(name).expanduser(), notify)
         if not records:
             raise ValueError(f"{name} contains no valid evaluation record")
         return StoredRecord(Path(name).expanduser(), records[-1])
     if not name.startswith("eval-") or is_run(Path(runs) / name):
         return None
-    known = {record.id: StoredRecord(file, record) for file, record in all_records(runs, say)}
+    known = {record.id: StoredRecord(file, record) for file, record in all_records(runs, notify)}
     if name not in known:
-        near = did_you_mean(nearest(name, known))
-        raise ValueError(f"there is no evaluation record {name} in {runs}{near}")
+        hint = did_you_mean(nearest(name, known))
+        raise ValueError(f"there is no evaluation record {name} in {runs}{hint}")
     return known[name]
 
 
 def _earlier(evaluation: RecordedEvaluation) -> StoredRecord | None:
     """Return the last record of the same model under the same conditions."""
-    file, model = evaluation.asked.records, evaluation.model
+    file, model = evaluation.request.records, evaluation.model
     for record in reversed(read_records(file)):
-        recorded = record.model
-        same = recorded.digest == model.digest
-        if recorded.digest is None:  # evaluated during training
-            same = model.run_id is not None and (recorded.run_id, recorded.step) == (model.run_id, model.step)
-        if same and recorded.options == model.options and record.conditions == evaluation.conditions:
+        recorded_model = record.model
+        is_same_model = recorded_model.digest == model.digest
+        if recorded_model.digest is None:  # evaluated during training
+            is_same_model = model.run_id is not None and (recorded_model.run_id, recorded_model.step) == (
+                model.run_id,
+                model.step,
+            )
+        if (
+            is_same_model
+            and recorded_model.options == model.options
+            and record.conditions == evaluation.conditions
+        ):
             return StoredRecord(file, record)
     return None
 
 
 def paired(one: EvaluationRecord, other: EvaluationRecord) -> list[tuple[TaskOutcome, TaskOutcome]]:
     """Return the outcomes of the tasks that both records have scored, as pairs."""
-    second = {(outcome.task, outcome.digest): outcome for outcome in other.outcomes if outcome.scored}
-    first = [outcome for outcome in one.outcomes if outcome.scored]
+    second = {
+        (outcome.task, outcome.digest): outcome for outcome in other.outcomes if outcome.scored_episodes
+    }
+    first = [outcome for outcome in one.outcomes if outcome.scored_episodes]
     return [(a, b) for a in first if (b := second.get((a.task, a.digest))) is not None]
 
 
-def _differences(one: EvaluationRecord, other: EvaluationRecord, paired: int) -> list[str]:
+def _differences(one: EvaluationRecord, other: EvaluationRecord, num_paired: int) -> list[str]:
     """Return notes on everything besides the model that differs between two records."""
     notes = []
     if differences := one.conditions.differences(other.conditions):
@@ -218,13 +238,13 @@ def _differences(one: EvaluationRecord, other: EvaluationRecord, paired: int) ->
             texts = [text for text in texts if not text.startswith("rest ")]
             texts.append("environment, tools or reward differ")
         notes += [f"the conditions of {one.id} and {other.id} differ: {', '.join(texts)}"] if texts else []
-    if skipped := max(len(one.outcomes), len(other.outcomes)) - paired:
+    if skipped := max(len(one.outcomes), len(other.outcomes)) - num_paired:
         notes.append(f"skipped {pluralize(skipped, 'task')} for which only one model has a score")
     return notes
 
 
 def success_rate(outcome: TaskOutcome) -> float:
-    return sum(outcome.scored) / len(outcome.scored)
+    return sum(outcome.scored_episodes) / len(outcome.scored_episodes)
 
 
 def _flip(index: int, one: TaskOutcome, other: TaskOutcome) -> Flip:
@@ -237,14 +257,16 @@ def _flip(index: int, one: TaskOutcome, other: TaskOutcome) -> Flip:
     return Flip(index, one.task, (success_rate(one), success_rate(other)), members)
 
 
-def _episodes(side: ComparedModel, flips: Sequence[Flip], which: int) -> dict[tuple[int, str], Trajectory]:
-    """Load the episodes of `flips` from the files that the records of a side name; `which` is 0 or 1."""
+def _episodes(
+    model: ComparedModel, flips: Sequence[Flip], side_index: int
+) -> dict[tuple[int, str], Trajectory]:
+    """Load the episodes of `flips` from the files that the records of a side name; `side_index` is 0 or 1."""
     episodes: dict[tuple[int, str], Trajectory] = {}
-    for index, found in enumerate(side.found):
-        members = {(flip.task, flip.members[which]) for flip in flips if flip.place == index}
-        if not members or found is None or found.record.episodes_file is None:
+    for index, stored in enumerate(model.stored):
+        members = {(flip.task, flip.members[side_index]) for flip in flips if flip.entry_index == index}
+        if not members or stored is None or stored.record.episodes_file is None:
             continue
-        path = found.file.parent / found.record.episodes_file
+        path = stored.file.parent / stored.record.episodes_file
         if path.is_file():
             for episode in load_trajectories(path):
                 if (episode.task.id, episode.member) in members:

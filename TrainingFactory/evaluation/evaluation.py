@@ -29,12 +29,12 @@ class Evaluation(Rollouts):
         config: TrainingConfig,
         out: Path | None = None,
         replay: str | Path | None = None,
-        say: Callable[[str], None] = lambda _: None,
+        notify: Callable[[str], None] = lambda _: None,
     ) -> None:
-        config = resolve_ids(config, say)
-        self.scored_by = scored_by(config, evaluation_reward(assemble_rewards.check_reward(config), say))
+        config = resolve_ids(config, notify)
+        self.scored_by = scored_by(config, evaluation_reward(assemble_rewards.check_reward(config), notify))
         group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
-        super().__init__(config, out, group, replay=replay, choose=evaluation_reward, say=say)
+        super().__init__(config, out, group, replay=replay, choose=evaluation_reward, notify=notify)
 
     async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         report = await super().run_async(on_episode)
@@ -47,13 +47,15 @@ def config_sections(resolved: ResolvedModel) -> dict[str, dict[str, Any]]:
     held-out data, sampling and tools."""
     if resolved.maker is None:
         return {"model": resolved.section}
-    trained = with_original_paths(resolved.maker.config, resolved.maker.about)
-    model = trained.model.model_dump(exclude_unset=True, exclude={"tools_format"})  # a checkpoint carries it
+    training_config = with_original_paths(resolved.maker.config, resolved.maker.run_info)
+    model = training_config.model.model_dump(
+        exclude_unset=True, exclude={"tools_format"}
+    )  # a checkpoint carries it
     sections = {"model": model | resolved.section}
     for section in ("environment", "data", "sampling"):
-        sections[section] = getattr(trained, section).model_dump()
-    if trained.tools:
-        sections["tools"] = {str(n): entry.model_dump() for n, entry in enumerate(trained.tools)}
+        sections[section] = getattr(training_config, section).model_dump()
+    if training_config.tools:
+        sections["tools"] = {str(n): entry.model_dump() for n, entry in enumerate(training_config.tools)}
     data = sections["data"]
     data |= {
         "split": "heldout",
@@ -73,7 +75,7 @@ def overrides_of(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def training_task_options(run: TrainedBy) -> dict[str, Any]:
     """Return data options for the training tasks of a run. They are used only if the run has no held-out tasks and its
     environment generates none; otherwise the result is empty."""
-    config = with_original_paths(run.config, run.about)
+    config = with_original_paths(run.config, run.run_info)
     data = config.data
     if data.tasks is None or data.heldout or data.dataset:
         return {}
@@ -84,7 +86,7 @@ def training_task_options(run: TrainedBy) -> dict[str, Any]:
 
 def run_reward(run: TrainedBy) -> RewardSection | None:
     """Return the reward section of a run, valid from any folder; None if its reward was a Python object."""
-    if "reward" in run.about.get("objects", []):
+    if "reward" in run.run_info.get("objects", []):
         return None
     config = with_original_files(run.config, run)
 
@@ -94,6 +96,6 @@ def run_reward(run: TrainedBy) -> RewardSection | None:
     reward = config.reward
     if reward.type == "learned" and not reward.parts:
         return reward.model_copy(update=absolute(reward.model))
-    learned = {name: part for name, part in reward.parts.items() if part.get("type") == "learned"}
-    parts = {name: part | absolute(part.get("model")) for name, part in learned.items()}
+    learned_parts = {name: part for name, part in reward.parts.items() if part.get("type") == "learned"}
+    parts = {name: part | absolute(part.get("model")) for name, part in learned_parts.items()}
     return reward.model_copy(update={"parts": reward.parts | parts})

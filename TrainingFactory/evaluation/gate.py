@@ -40,7 +40,9 @@ class Guard(Section):
             "at least": self.at_least,
             "at most": self.at_most,
         }
-        return ", ".join(f"{word} {value:g}" for word, value in limits.items() if value is not None)
+        return ", ".join(
+            f"{limit_name} {value:g}" for limit_name, value in limits.items() if value is not None
+        )
 
 
 class Gate(Section):
@@ -64,26 +66,26 @@ class Gate(Section):
 
     def problems(self, entries: Sequence[str]) -> list[Problem]:
         """Return unknown entries and guards without a limit; `entries` are the names in the suite."""
-        named = [(("gate", "entry"), self.entry)]
-        named += [(("gate", "guards", n, "entry"), guard.entry) for n, guard in enumerate(self.guards)]
+        references = [(("gate", "entry"), self.entry)]
+        references += [(("gate", "guards", n, "entry"), guard.entry) for n, guard in enumerate(self.guards)]
         text = f"is not an entry of the suite. Its entries: {', '.join(entries)}"
-        unknown = [(key, name) for key, name in named if name is not None and name not in entries]
+        unknown = [(key, name) for key, name in references if name is not None and name not in entries]
         problems = [Problem(key, text, name) for key, name in unknown]
         text = "has no limit. Set worse_by, at_least or at_most"
         unlimited = [n for n, guard in enumerate(self.guards) if not guard.limits()]
         return problems + [Problem(("gate", "guards", n), text) for n in unlimited]
 
-    def asked(self, first: bool) -> list[Guard]:
+    def required_guards(self, first: bool) -> list[Guard]:
         """Return the guards to check. For the first champion these are the guards with an absolute limit."""
         return [g for g in self.guards if not first or (g.at_least, g.at_most) != (None, None)]
 
-    def stated(self, main: str, first: bool) -> list[str]:
+    def describe(self, main: str, first: bool) -> list[str]:
         """Return the conditions of the gate as text; `main` is the entry that decides."""
-        guards = [f"{g.metric} on {g.entry or main}: {g.limits()}" for g in self.asked(first)]
+        guards = [f"{g.metric} on {g.entry or main}: {g.limits()}" for g in self.required_guards(first)]
         if first:
             return guards or ["no condition for the first champion: no guard has at_least or at_most"]
-        than = f"not worse by {self.not_worse:g}" if self.not_worse else "better"
-        return [f"success on {main}: {than}, with alpha {self.alpha:g} (sequential test)", *guards]
+        criterion = f"not worse by {self.not_worse:g}" if self.not_worse else "better"
+        return [f"success on {main}: {criterion}, with alpha {self.alpha:g} (sequential test)", *guards]
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,10 +111,11 @@ def mean_metric(outcomes: Sequence[TaskOutcome], metric: Metric) -> float | None
 
 
 def check_guard(
-    guard: Guard, main: str, ours: Sequence[TaskOutcome], theirs: Sequence[TaskOutcome] | None
+    guard: Guard, main: str, challenger: Sequence[TaskOutcome], theirs: Sequence[TaskOutcome] | None
 ) -> GateCheck:
-    """Check a guard on outcomes of the challenger (`ours`) and the champion (`theirs`, or None) on the same tasks."""
-    value = mean_metric(ours, guard.metric)
+    """Check a guard on outcomes of the challenger (`challenger`) and the champion (`theirs`, or None) on the same
+    tasks."""
+    value = mean_metric(challenger, guard.metric)
     champion = None if theirs is None else mean_metric(theirs, guard.metric)
     name = f"{guard.metric} on {guard.entry or main}"
     if value is None and champion is None and guard.at_least is None:
@@ -120,8 +123,8 @@ def check_guard(
     if value is None:
         return GateCheck(name, False, f"the challenger has no values; limit: {guard.limits()}")
     worse = 0.0 if champion is None else (value - champion) * (1 if guard.metric in LOWER_IS_BETTER else -1)
-    holds = guard.worse_by is None or worse <= guard.worse_by + 1e-9  # tolerance for rounding errors
-    holds = holds and (guard.at_least is None or value >= guard.at_least)
-    holds = holds and (guard.at_most is None or value <= guard.at_most)
-    than = "" if champion is None else f", the champion's {champion:.4g}"
-    return GateCheck(name, holds, f"{value:.4g}{than}; limit: {guard.limits()}")
+    is_met = guard.worse_by is None or worse <= guard.worse_by + 1e-9  # tolerance for rounding errors
+    is_met = is_met and (guard.at_least is None or value >= guard.at_least)
+    is_met = is_met and (guard.at_most is None or value <= guard.at_most)
+    champion_note = "" if champion is None else f", the champion's {champion:.4g}"
+    return GateCheck(name, is_met, f"{value:.4g}{champion_note}; limit: {guard.limits()}")

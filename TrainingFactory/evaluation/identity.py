@@ -25,19 +25,25 @@ SPEED_OPTIONS = {"slots", "deterministic"}
 
 
 def identity(
-    model: ModelSection, name: str, run: RunFolder | None = None, step: int | None = None, saved: bool = True
+    model: ModelSection,
+    name: str,
+    run: RunFolder | None = None,
+    step: int | None = None,
+    is_saved: bool = True,
 ) -> ModelIdentity:
-    """Return the identity of a model: the digest of its weights, if they are `saved`, and its run and step."""
+    """Return the identity of a model: the digest of its weights, if they are `is_saved`, and its run and step."""
     options = {key: value for key in OUTPUT_OPTIONS if (value := getattr(model, key)) is not None}
-    about = {} if run is None else {"run": run.name, "run_id": run.about.get("id"), "step": step}
-    return ModelIdentity(name=name, digest=model_digest(model) if saved else None, options=options, **about)
+    run_info = {} if run is None else {"run": run.name, "run_id": run.run_info.get("id"), "step": step}
+    return ModelIdentity(
+        name=name, digest=model_digest(model) if is_saved else None, options=options, **run_info
+    )
 
 
 def conditions(
-    config: TrainingConfig, tasks: Sequence[Task], episodes: int, own: Sequence[str | None] = ()
+    config: TrainingConfig, tasks: Sequence[Task], episodes: int, extra_inputs: Sequence[str | None] = ()
 ) -> Conditions:
     """Return the conditions that two evaluations must share to be comparable. Files are identified by their contents,
-    Python objects that the config does not name by `own`."""
+    Python objects that the config does not name by `extra_inputs`."""
     hashed = map_files(config, _by_content)
     environment = config.environment.environment_id
     if environment is not None and is_file_name(environment):
@@ -45,7 +51,7 @@ def conditions(
     reward = hashed.reward.model_dump(exclude={"max_unscored", "max_equal_steps"})
     tools = [entry.model_dump() for entry in hashed.tools]
     if (program := hashed.environment).command is not None:
-        own = [*own, program.command, str(program.options)]
+        extra_inputs = [*extra_inputs, program.command, str(program.options)]
     return Conditions(
         environment=environment,
         tasks=tasks_digest(tasks),
@@ -54,7 +60,7 @@ def conditions(
         episodes=episodes,
         sampling=config.sampling.model_dump(exclude=SPEED_OPTIONS)
         | {"max_turns": config.environment.max_turns},
-        rest=digest_of([program.system_prompt, reward, program.environment_id, tools, *own]),
+        rest=digest_of([program.system_prompt, reward, program.environment_id, tools, *extra_inputs]),
     )
 
 

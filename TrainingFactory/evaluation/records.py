@@ -25,7 +25,7 @@ except ImportError:  # Windows: without a lock, two processes can write at the s
     fcntl = None
 
 VERSION = 1
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 class _Plain(BaseModel):
@@ -45,7 +45,7 @@ class EpisodeOutcome(_Plain):
     status: str
 
     @classmethod
-    def of(cls, episode: Trajectory) -> EpisodeOutcome:
+    def from_trajectory(cls, episode: Trajectory) -> EpisodeOutcome:
         results = [result.ok for turn in episode.turns for result in turn.tool_results]
         reward = episode.reward
         return cls(
@@ -66,7 +66,7 @@ class TaskOutcome(_Plain):
     episodes: list[EpisodeOutcome]
 
     @property
-    def scored(self) -> list[bool]:
+    def scored_episodes(self) -> list[bool]:
         """Return the success of each scored episode."""
         return [episode.success for episode in self.episodes if episode.success is not None]
 
@@ -96,11 +96,11 @@ class Conditions(_Plain):
 
     def differences(self, other: Conditions) -> list[str]:
         """Return a text for each key that differs."""
-        ours, theirs = _flat(self), _flat(other)
+        own_values, other_values = _flat(self), _flat(other)
         return [
-            f"{key} is {ours.get(key)} and {theirs.get(key)}"
-            for key in ours | theirs
-            if ours.get(key) != theirs.get(key)
+            f"{key} is {own_values.get(key)} and {other_values.get(key)}"
+            for key in own_values | other_values
+            if own_values.get(key) != other_values.get(key)
         ]
 
 
@@ -119,9 +119,9 @@ class EvaluationRecord(_Plain):
     episodes_file: str | None = None  # JSONL with the episodes, relative to the folder of the record
 
     @property
-    def scored(self) -> dict[str, list[bool]]:
+    def scored_episodes(self) -> dict[str, list[bool]]:
         """Return the success of each scored episode, by task."""
-        return {outcome.task: outcome.scored for outcome in self.outcomes if outcome.scored}
+        return {outcome.task: outcome.scored_episodes for outcome in self.outcomes if outcome.scored_episodes}
 
 
 def make_record(
@@ -129,7 +129,7 @@ def make_record(
     model: ModelIdentity,
     conditions: Conditions,
     metrics: dict[str, float],
-    **more: Any,
+    **fields: Any,
 ) -> EvaluationRecord:
     """Summarise episodes in a record. `metrics` are additional ones, such as seconds and the cost of judges."""
     by_task: dict[str, list[Trajectory]] = {}
@@ -137,32 +137,34 @@ def make_record(
         by_task.setdefault(episode.task.id, []).append(episode)
     outcomes = [
         TaskOutcome(
-            task=name, digest=task_digest(group[0].task), episodes=list(map(EpisodeOutcome.of, group))
+            task=name,
+            digest=task_digest(group[0].task),
+            episodes=list(map(EpisodeOutcome.from_trajectory, group)),
         )
         for name, group in by_task.items()
     ]
-    scored = [outcome.scored for outcome in outcomes if outcome.scored]
+    scored_episodes = [outcome.scored_episodes for outcome in outcomes if outcome.scored_episodes]
     record = EvaluationRecord(
         time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         model=model,
         conditions=conditions,
-        metrics=metrics | rollout_metrics(episodes) | success_metrics(scored, conditions.episodes),
+        metrics=metrics | rollout_metrics(episodes) | success_metrics(scored_episodes, conditions.episodes),
         outcomes=outcomes,
-        **more,
+        **fields,
     )
     return record.model_copy(update={"id": f"eval-{_digest(record.model_dump(), 5)}"})
 
 
-def success_metrics(scored: Sequence[Sequence[bool]], episodes: int) -> dict[str, float]:
+def success_metrics(successes: Sequence[Sequence[bool]], episodes: int) -> dict[str, float]:
     """Return the success rate with its interval; with several episodes per task also pass@k and pass^k."""
-    if not scored:
+    if not successes:
         return {}
-    rate = statistics.success(scored)
+    rate = statistics.success(successes)
     metrics = {"success": rate.value, "success_low": rate.low, "success_high": rate.high}
     for k in statistics.reported_ks(episodes) if episodes > 1 else ():
         for name, value in (
-            (f"pass@{k}", statistics.pass_at(k, scored)),
-            (f"pass^{k}", statistics.pass_all(k, scored)),
+            (f"pass@{k}", statistics.pass_at(k, successes)),
+            (f"pass^{k}", statistics.pass_all(k, successes)),
         ):
             if value is not None:
                 metrics[name] = value
@@ -185,7 +187,7 @@ def digest_of(value: Any) -> str:
 
 def _digest(value: Any, size: int) -> str:
     # A value that is not JSON, such as a user's object as the answer, is represented by its type.
-    text = json.dumps(value, sort_keys=True, default=lambda other: type(other).__name__)
+    text = json.dumps(value, sort_keys=True, default=lambda value_object: type(value_object).__name__)
     return blake2b(text.encode(errors="surrogatepass"), digest_size=size).hexdigest()
 
 
@@ -213,9 +215,9 @@ def append_record(path: Path, record: EvaluationRecord) -> None:
         os.fsync(file.fileno())
 
 
-def read_records(path: Path, say: Say = lambda _: None) -> list[EvaluationRecord]:
-    """Return the records of a file, oldest first. Invalid lines are reported with `say` and skipped. An incomplete last
-    line is skipped silently, because another process may be writing it."""
+def read_records(path: Path, notify: Notify = lambda _: None) -> list[EvaluationRecord]:
+    """Return the records of a file, oldest first. Invalid lines are reported with `notify` and skipped. An incomplete
+    last line is skipped silently, because another process may be writing it."""
     records = []
     for number, line in enumerate(read_lines(path), 1):
         if not line.strip():
@@ -224,7 +226,7 @@ def read_records(path: Path, say: Say = lambda _: None) -> list[EvaluationRecord
             records.append(_read(line))
         except ValueError as error:
             if line.endswith(b"\n"):
-                say(f"note: skipped {path}, line {number}: {error}")
+                notify(f"note: skipped {path}, line {number}: {error}")
     return records
 
 
@@ -248,13 +250,15 @@ def _read(line: bytes) -> EvaluationRecord:
         raise ValueError(f"not an evaluation record ({type(error).__name__})") from None
 
 
-def all_records(runs: str | Path = "runs", say: Say = lambda _: None) -> list[tuple[Path, EvaluationRecord]]:
+def all_records(
+    runs: str | Path = "runs", notify: Notify = lambda _: None
+) -> list[tuple[Path, EvaluationRecord]]:
     """Return all records in a folder of runs, each with its file."""
     files = [run.path / EVALUATIONS for run in list_runs(runs)] + [Path(runs).expanduser() / EVALUATIONS]
     records: list[tuple[Path, EvaluationRecord]] = []
     for file in files:
         try:
-            records += [(file, record) for record in read_records(file, say)]
+            records += [(file, record) for record in read_records(file, notify)]
         except ValueError as error:
-            say(f"note: {error}")
+            notify(f"note: {error}")
     return records

@@ -16,7 +16,13 @@ from TrainingFactory.config.names import full_key
 from TrainingFactory.evaluation import evaluation as evaluations
 from TrainingFactory.evaluation.evaluation import Evaluation
 from TrainingFactory.evaluation.identity import conditions, identity
-from TrainingFactory.evaluation.records import EvaluationRecord, Say, append_record, make_record, tasks_digest
+from TrainingFactory.evaluation.records import (
+    EvaluationRecord,
+    Notify,
+    append_record,
+    make_record,
+    tasks_digest,
+)
 from TrainingFactory.evaluation.rollouts import RolloutReport
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.registry.rows import Version
@@ -57,7 +63,7 @@ class EvaluationRequest:
         if self.version is not None and self.registry is not None:
             Catalogue(self.registry).add_evaluation(str(self.version), record.model_dump(mode="json"))
 
-    def under(
+    def with_conditions(
         self, config: TrainingConfig, suite: str | None = None, entry: str | None = None
     ) -> EvaluationRequest:
         """Return the same model under the conditions of another config."""
@@ -70,46 +76,46 @@ class RecordedEvaluation(Evaluation):
 
     def __init__(
         self,
-        asked: EvaluationRequest,
+        request: EvaluationRequest,
         out: Path | None = None,
         replay: str | Path | None = None,
-        say: Say = lambda _: None,
+        notify: Notify = lambda _: None,
     ) -> None:
-        super().__init__(asked.config, out, replay, say)
-        self.asked, self.record = asked, None
-        self.conditions = conditions(asked.config, self.tasks, self.group_size)
-        self.model = identity(asked.config.model, asked.name, asked.run, asked.step)
+        super().__init__(request.config, out, replay, notify)
+        self.request, self.record = request, None
+        self.conditions = conditions(request.config, self.tasks, self.group_size)
+        self.model = identity(request.config.model, request.name, request.run, request.step)
 
     async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         report = await super().run_async(on_episode)
         if report.interrupted or "success" not in report.metrics:
             return report
-        asked = self.asked
-        episodes_file = os.path.relpath(self.path.resolve(), asked.records.parent.resolve())
-        played = {episode.task.id for episode in report.trajectories}
-        tasks = [task for task in self.tasks if task.id in played]  # not all if a test stopped early
+        request = self.request
+        episodes_file = os.path.relpath(self.path.resolve(), request.records.parent.resolve())
+        played_tasks = {episode.task.id for episode in report.trajectories}
+        tasks = [task for task in self.tasks if task.id in played_tasks]  # not all if a test stopped early
         actual = self.conditions.model_copy(update={"tasks": tasks_digest(tasks), "count": len(tasks)})
         self.record: EvaluationRecord | None = make_record(
             report.trajectories, self.model, actual, report.metrics, by="eval", scored_by=self.scored_by,
-            suite=asked.suite, entry=asked.entry, episodes_file=episodes_file,
+            suite=request.suite, entry=request.entry, episodes_file=episodes_file,
         )  # fmt: skip
         report.metrics = self.record.metrics
-        await in_thread(asked.keep, self.record)
+        await in_thread(request.keep, self.record)
         return report
 
 
 def append_training_record(
-    config: TrainingConfig, run: RunFolder, tasks: Sequence[Task], scored_by: str, given: Sequence[str],
-    step: int, played: Sequence[Trajectory], metrics: dict[str, float],
+    config: TrainingConfig, run: RunFolder, tasks: Sequence[Task], scored_by: str, given_objects: Sequence[str],
+    step: int, episodes: Sequence[Trajectory], metrics: dict[str, float],
 ) -> None:  # fmt: skip
-    """Append the record of an evaluation during training, after `step` steps. `given` are the kinds of Python objects
-    that replace parts of the config. They have no digest, so the conditions then include the run's id and match no
-    other run."""
-    own = [*given, run.about.get("id")] if given else []
-    model = identity(config.model, f"{run.name}@step-{step}", run, step, saved=False)
-    scored_by = "a reward from Python" if "reward" in given else scored_by
-    under = conditions(config, tasks, 1, own)
-    record = make_record(played, model, under, metrics, by="training", scored_by=scored_by)
+    """Append the record of an evaluation during training, after `step` steps. `given_objects` are the kinds of Python
+    objects that replace parts of the config. They have no digest, so the conditions then include the run's id and
+    match no other run."""
+    extra_inputs = [*given_objects, run.run_info.get("id")] if given_objects else []
+    model = identity(config.model, f"{run.name}@step-{step}", run, step, is_saved=False)
+    scored_by = "a reward from Python" if "reward" in given_objects else scored_by
+    evaluation_conditions = conditions(config, tasks, 1, extra_inputs)
+    record = make_record(episodes, model, evaluation_conditions, metrics, by="training", scored_by=scored_by)
     append_record(run.path / EVALUATIONS, record)
 
 
@@ -119,32 +125,32 @@ def request_model(
     """Return a request with only the model's own options, for a suite or the conditions of another request."""
     resolved = find_model(model, runs, registry)
     defaults = evaluations.overrides_of({"model": evaluations.config_sections(resolved)["model"]})
-    own = [option for option in overrides if _key(option).startswith(MODEL_KEYS)]
-    return _request(resolved, load_config(None, [*defaults, *own]), registry_path(runs, registry))
+    model_overrides = [option for option in overrides if _key(option).startswith(MODEL_KEYS)]
+    return _request(resolved, load_config(None, [*defaults, *model_overrides]), registry_path(runs, registry))
 
 
 def ask(
-    model: str, overrides: Sequence[str] = (), env: str | None = None, say: Say = lambda _: None,
+    model: str, overrides: Sequence[str] = (), env: str | None = None, notify: Notify = lambda _: None,
     runs: str | Path = "runs", registry: str | Path | None = None,
 ) -> EvaluationRequest:  # fmt: skip
     """Return a request to evaluate a model on held-out tasks. For the checkpoint of a run, the environment, tasks,
     sampling and reward are by default the run's."""
     sections: dict[str, dict[str, Any]] = {"data": {"split": "heldout", "count": 64}}
-    resolved, learned = find_model(model, runs, registry), {}
+    resolved, task_options = find_model(model, runs, registry), {}
     sections |= evaluations.config_sections(resolved)
     if resolved.maker is not None:
         other_reward = any(_key(option) in OTHER_REWARD for option in overrides)
-        sections |= _reward(resolved.maker, other_reward, say)
-        learned = evaluations.training_task_options(resolved.maker) if env is None else {}
-        sections["data"] |= learned
+        sections |= _reward(resolved.maker, other_reward, notify)
+        task_options = evaluations.training_task_options(resolved.maker) if env is None else {}
+        sections["data"] |= task_options
     defaults = evaluations.overrides_of(sections)
     if env is not None:
         defaults.append(key_value("environment.environment_id", env))
     config = load_config(None, [*defaults, *overrides])
     if resolved.maker is not None:
         _check_objects(resolved.maker, config, env is not None)
-    if learned and config.data.tasks == learned["tasks"]:
-        say("note: the run has no held-out tasks, so its training tasks are used. To change: --tasks FILE")
+    if task_options and config.data.tasks == task_options["tasks"]:
+        notify("note: the run has no held-out tasks, so its training tasks are used. To change: --tasks FILE")
     return _request(resolved, config, registry_path(runs, registry))
 
 
@@ -160,13 +166,13 @@ def _request(model: ResolvedModel, config: TrainingConfig, registry: Path) -> Ev
     return EvaluationRequest(model.written, config, run, int(number[1]) if number else None)
 
 
-def _reward(run: TrainedBy, other_reward: bool, say: Say) -> dict[str, dict[str, Any]]:
+def _reward(run: TrainedBy, other_reward: bool, notify: Notify) -> dict[str, dict[str, Any]]:
     """Return the reward section of the run; empty if the user chose another reward."""
-    for name in changed_files(run.about):
-        say(f"note: {name} has changed since run {run.name} was started")
+    for name in changed_files(run.run_info):
+        notify(f"note: {name} has changed since run {run.name} was started")
     reward = None if other_reward else evaluations.run_reward(run)
     if reward is None and not other_reward:
-        say(
+        notify(
             f"note: the reward of run {run.name} was a Python object, which cannot be restored here. The environment's "
             "own reward scores instead"
         )
@@ -181,7 +187,7 @@ def _check_objects(run: TrainedBy, config: TrainingConfig, other_environment: bo
         "tools": config.tools or other_environment,
         "tasks": config.data.tasks or environment,
     }
-    objects = [kind for kind in run.about.get("objects", []) if kind in replaced]
+    objects = [kind for kind in run.run_info.get("objects", []) if kind in replaced]
     if missing := [NAMED_BY[kind] for kind in objects if not replaced[kind]]:
         raise ValueError(
             f"run {run.name} was started from Python with its own {' and '.join(objects)}, which cannot be restored "

@@ -53,19 +53,19 @@ class Rollouts:
         tools: Sequence[Any] = (),
         replay: str | Path | None = None,
         choose: Callable[[RewardFunction | None], RewardFunction | None] = lambda reward: reward,
-        say: Callable[[str], None] = lambda _: None,
+        notify: Callable[[str], None] = lambda _: None,
     ) -> None:
-        config = factories.resolve_ids(config, say)
-        objects = factories.with_dataset_rows(config, UserObjects(), say)
+        config = factories.resolve_ids(config, notify)
+        objects = factories.with_dataset_rows(config, UserObjects(), notify)
         self.config = config = with_resolved_model(config)
-        self.group_size, self._choose, self._say = group_size, choose, say
+        self.group_size, self._choose, self._notify = group_size, choose, notify
         self.tools = RunTools(config, tools, replay)
-        checked = check_reward(config)
-        check_group_size(choose(checked), group_size)
-        self.environment: EnvironmentFactory = make_environment(config, self.tools.wanted, say)
+        reward_section = check_reward(config)
+        check_group_size(choose(reward_section), group_size)
+        self.environment: EnvironmentFactory = make_environment(config, self.tools.is_needed, notify)
         with factories.listing_searched_places("datasets"):
             self.tasks = list(objects.tasks or ()) or make_tasks(config, self.environment)
-        build_rewards.check_tasks(checked, self.tasks)
+        build_rewards.check_tasks(reward_section, self.tasks)
         # Fail now, not after the episodes, if a task cannot be saved.
         save_trajectories(os.devnull, (Trajectory(task, group="") for task in self.tasks))
         # A partition of the tasks. Rounds run one after the other until `enough` returns True.
@@ -77,7 +77,7 @@ class Rollouts:
         self.path = out.expanduser() if out is not None else unused_path(folder, name, ".jsonl")
         self._target = self.path.resolve()  # replace the target of a link, not the link
         self._recording = self._new_recording()
-        self._part = create_part_file(self._target)
+        self._partial_file = create_part_file(self._target)
         self._interrupts = Interrupts(lambda _: None)
         self._ended: list[Trajectory] = []
         self._reward: RewardFunction | None = None
@@ -88,18 +88,18 @@ class Rollouts:
 
     async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         """Sample all episodes on the running event loop."""
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         interrupted = False
         try:
             async with AsyncExitStack() as stack:
                 stack.push_async_callback(self.tools.close)
                 stack.callback(self.tools.commit)
                 with self._interrupts.watching():
-                    started = await self._interrupts.interruptible(self._play(stack, on_episode))
+                    start_time = await self._interrupts.interruptible(self._play(stack, on_episode))
         except StopRequested:
             interrupted = True
         finally:
-            seconds = time.perf_counter() - started
+            seconds = time.perf_counter() - start_time
             await in_thread(self._finish)
         metrics = rollout_metrics(self._ended) | self.tools.metrics() | judge_metrics(self._reward)
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
@@ -108,30 +108,32 @@ class Rollouts:
     async def _play(self, stack: AsyncExitStack, on_episode: Callable[[Trajectory], None]) -> float:
         """Create environment, sampler and reward, and run the episodes. Return the start time of the first one."""
 
-        def ended(trajectory: Trajectory) -> None:
+        def on_ended(trajectory: Trajectory) -> None:
             self._ended.append(trajectory)
-            save_trajectories(self._part, [trajectory], append=True)
+            save_trajectories(self._partial_file, [trajectory], append=True)
             on_episode(trajectory)
 
         config = self.config
         await join_cluster(config, stack)
         environment = await self.tools.equip(self.environment)
-        chat, sampler = await in_thread(make_sampler, config, self.total, self._say)
+        chat, sampler = await in_thread(make_sampler, config, self.total, self._notify)
         stack.push_async_callback(sampler.close)
         await await_engines(sampler)
         self._reward = make_reward(config)
-        await build_rewards.open_reward(self._reward, stack, self._say)
+        await build_rewards.open_reward(self._reward, stack, self._notify)
         reward = self._choose(self._reward)
-        engine = make_rollouts(config, environment, chat, ended, reward, self.tools.runtime, sampler=sampler)
+        engine = make_rollouts(
+            config, environment, chat, on_ended, reward, self.tools.runtime, sampler=sampler
+        )
         self._record()
         await check_tools(environment, self.tasks[0], chat, reward)
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         heldout = "eval" if config.data.split == "heldout" else None
         for tasks in self.rounds:
             await engine.rollout_batch(tasks, sampler, self.group_size, recorded_as=heldout)
             if self.enough(self._ended):
                 break
-        return started
+        return start_time
 
     def _new_recording(self) -> Path | None:
         """Return the folder for recorded tool calls; None unless logging.record_tools is set to true."""
@@ -154,15 +156,15 @@ class Rollouts:
 
     def discard(self) -> None:
         """Remove the temporary file."""
-        self._part.unlink(missing_ok=True)
+        self._partial_file.unlink(missing_ok=True)
 
     def _finish(self) -> None:
         """Write the episodes to the target file, sorted by task and member."""
         order = {task.id: number for number, task in enumerate(self.tasks)}
         self._ended.sort(key=lambda trajectory: (order[trajectory.task.id], trajectory.member))
         if self._ended:
-            save_trajectories(self._part, self._ended)
-            os.replace(self._part, self._target)
+            save_trajectories(self._partial_file, self._ended)
+            os.replace(self._partial_file, self._target)
         self.discard()
 
 
@@ -170,10 +172,10 @@ def create_part_file(path: Path) -> Path:
     """Create a temporary file beside `path` and return it; raise ValueError if it cannot be written."""
     if path.exists() and not path.is_file():  # a device or pipe must not be replaced
         raise ValueError(f"{path} is not a regular file. Choose a file name, such as episodes.jsonl")
-    part = path.with_name(path.name + ".part")
+    partial_file = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(b"")
+        partial_file.write_bytes(b"")
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}") from error
-    return part
+    return partial_file

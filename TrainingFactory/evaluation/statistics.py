@@ -48,8 +48,8 @@ def effective_size(tasks: Sequence[TaskSuccesses]) -> float:
         return float(episodes)
     if successes in (0, episodes) or count < 2:
         return float(count)
-    spread = sum((sum(task) - rate * len(task)) ** 2 for task in tasks)
-    variance = spread / episodes**2 * count / (count - 1)
+    squared_error = sum((sum(task) - rate * len(task)) ** 2 for task in tasks)
+    variance = squared_error / episodes**2 * count / (count - 1)
     return min(float(episodes), max(float(count), rate * (1 - rate) / variance if variance else episodes))
 
 
@@ -68,9 +68,9 @@ def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def reported_ks(most: int) -> list[int]:
-    """Return the values of k to report for `most` episodes per task: powers of two and `most` itself."""
-    return sorted({most, *(2**n for n in range(most.bit_length()) if 2**n <= most)})
+def reported_ks(max_k: int) -> list[int]:
+    """Return the values of k to report for `max_k` episodes per task: powers of two and `max_k` itself."""
+    return sorted({max_k, *(2**n for n in range(max_k.bit_length()) if 2**n <= max_k)})
 
 
 def bootstrap(strata: Sequence[tuple[float, Sequence[float]]], seed: int = 0) -> Estimate:
@@ -91,6 +91,6 @@ def bootstrap(strata: Sequence[tuple[float, Sequence[float]]], seed: int = 0) ->
 
 def exact_test(better: int, worse: int) -> float:
     """Return the two-sided p-value of McNemar's exact test for the numbers of tasks that became better and worse."""
-    changed, fewer = better + worse, min(better, worse)
-    tail = sum(math.comb(changed, n) for n in range(fewer + 1))
-    return min(1.0, 2 * tail / 2**changed)
+    num_changed, num_fewer = better + worse, min(better, worse)
+    tail_count = sum(math.comb(num_changed, n) for n in range(num_fewer + 1))
+    return min(1.0, 2 * tail_count / 2**num_changed)

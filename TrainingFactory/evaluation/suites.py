@@ -18,7 +18,7 @@ from TrainingFactory.config.schema import RewardSection, SamplingSection, ToolEn
 from TrainingFactory.config.section import PathText, Section
 from TrainingFactory.evaluation import statistics
 from TrainingFactory.evaluation.gate import Gate
-from TrainingFactory.evaluation.records import EvaluationRecord, Say
+from TrainingFactory.evaluation.records import EvaluationRecord, Notify
 from TrainingFactory.evaluation.requests import MODEL_KEYS, EvaluationRequest, RecordedEvaluation
 
 
@@ -83,19 +83,19 @@ class Suite(Section):
     gate: Gate | None = None
     """Conditions for the promotion of a model."""
 
-    def asked(self, model: EvaluationRequest, folder: Path | None = None) -> list[EvaluationRequest]:
+    def requests(self, model: EvaluationRequest, folder: Path | None = None) -> list[EvaluationRequest]:
         """Return one request per entry. Files are searched in the current folder and in the suite's `folder`."""
         requests = []
         for entry in self.entries:
             config = entry.config(model.config)
             config = config if folder is None else with_files_beside(config, folder)
-            requests.append(model.under(config, self.name, entry.title))
+            requests.append(model.with_conditions(config, self.name, entry.title))
         return requests
 
     def total(self, records: Sequence[EvaluationRecord]) -> statistics.Estimate:
         """Return the weighted mean of the entries' success rates, with an interval over tasks."""
         strata = [
-            (entry.weight, [sum(successes) / len(successes) for successes in record.scored.values()])
+            (entry.weight, [sum(successes) / len(successes) for successes in record.scored_episodes.values()])
             for entry, record in zip(self.entries, records, strict=True)
         ]
         return statistics.bootstrap(strata)
@@ -110,12 +110,14 @@ BUILTIN: dict[str, dict[str, Any]] = {
 
 def load_suite(source: str) -> tuple[Suite, Path | None]:
     """Load a suite by name or file; return it and its folder, None if built in. Raise ConfigError if it is invalid."""
-    path, known = Path(source).expanduser(), ", ".join(BUILTIN)
+    path, known_names = Path(source).expanduser(), ", ".join(BUILTIN)
     if source in BUILTIN and not path.exists():
         return Suite(**BUILTIN[source]), None
     if not path.exists() and path.suffix not in (".yaml", ".yml"):
-        near = did_you_mean(nearest(source, BUILTIN))
-        raise ValueError(f"there is no suite {source!r}. Use a YAML file or a built-in suite: {known}{near}")
+        hint = did_you_mean(nearest(source, BUILTIN))
+        raise ValueError(
+            f"there is no suite {source!r}. Use a YAML file or a built-in suite: {known_names}{hint}"
+        )
     problems: list[Problem] = []
     places: dict[Key, str] = {}
     data = read_yaml(path, places, problems, "a list `entries:`, each with an environment or tasks")
@@ -154,13 +156,13 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def suite_evaluations(
-    suite: Suite, model: EvaluationRequest, folder: Path | None = None, say: Say = lambda _: None
+    suite: Suite, model: EvaluationRequest, folder: Path | None = None, notify: Notify = lambda _: None
 ) -> list[RecordedEvaluation]:
     """Return an evaluation for each entry; raise ValueError with the name of an invalid entry before anything runs."""
     evaluations: list[RecordedEvaluation] = []
-    for request in suite.asked(model, folder):
+    for request in suite.requests(model, folder):
         try:
-            evaluations.append(RecordedEvaluation(request, say=say))
+            evaluations.append(RecordedEvaluation(request, notify=notify))
         except ValueError as error:
             for evaluation in evaluations:
                 evaluation.discard()

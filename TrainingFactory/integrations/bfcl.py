@@ -65,18 +65,20 @@ class BfclEnvironment(ToolEnvironment):
         if task.id not in rows:
             raise ValueError(f"BFCL's {self.category} has no task {task.id!r}. Remove data.tasks.")
         self.row = rows[task.id]
-        missed: dict[str, list[str]] = self.row.get("missed_function", {})
-        self._release_turn = {name: int(turn) for turn, names in missed.items() for name in names}
+        missing_functions: dict[str, list[str]] = self.row.get("missed_function", {})
+        self._release_turn = {name: int(turn) for turn, names in missing_functions.items() for name in names}
         self._model_scenario, self._true_scenario = _Scenario(self.row), _Scenario(self.row)
         self._results: list[str] = []  # results of all calls so far
         self._earlier_results = 0  # number of results from before the present request
         self.passed: list[bool] = []  # one entry for each answered request
         functions = [_Function(self, spec) for name in self.row["involved_classes"] for spec in _specs(name)]
         super().__init__(task, [*functions, *tools], **options)
-        shown = [function for function in functions if function.spec.name not in self._release_turn]
+        visible_functions = [
+            function for function in functions if function.spec.name not in self._release_turn
+        ]
         if self.short:
-            shown = [_Function(self, _shortened(function.spec)) for function in shown]
-        self.tools = [*shown, *self.tools[len(functions) :]]
+            visible_functions = [_Function(self, _shortened(function.spec)) for function in visible_functions]
+        self.tools = [*visible_functions, *self.tools[len(functions) :]]
 
     async def step(self, message: Message) -> Step:
         if message.tool_calls:
@@ -159,8 +161,8 @@ class _Scenario:
             value = self._methods[name](**deepcopy(arguments))
         except Exception as error:  # foreign code
             return ToolResult(f"Error during execution: {error}", ok=False, error="exception")
-        failed = isinstance(value, dict) and "error" in value
-        return ToolResult(_text(value), ok=not failed, error="exception" if failed else None)
+        is_failed = isinstance(value, dict) and "error" in value
+        return ToolResult(_text(value), ok=not is_failed, error="exception" if is_failed else None)
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the public attributes of each object, as BFCL compares them."""
@@ -174,10 +176,10 @@ class _Scenario:
 def environment(name: str) -> type[BfclEnvironment]:
     """Return the environment of one category: `multi_turn_base`, or `multi_turn_base/short`."""
     category, *variant = name.split("/")
-    known = [*CATEGORIES, *(f"{category}/short" for category in CATEGORIES)]
-    if name not in known:
-        hint = did_you_mean(nearest(name, known))
-        raise ValueError(f"there is no environment bfcl/{name}{hint} (known: {', '.join(known)})")
+    known_names = [*CATEGORIES, *(f"{category}/short" for category in CATEGORIES)]
+    if name not in known_names:
+        hint = did_you_mean(nearest(name, known_names))
+        raise ValueError(f"there is no environment bfcl/{name}{hint} (known: {', '.join(known_names)})")
     _rows(category)  # raises if the package or its data is missing
     return type(f"bfcl/{name}", (BfclEnvironment,), {"category": category, "short": bool(variant)})
 

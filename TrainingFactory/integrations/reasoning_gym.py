@@ -63,8 +63,8 @@ def environment(name: str) -> type[ReasoningGymEnvironment]:
     datasets = _datasets()
     if dataset not in datasets:
         hint = did_you_mean(nearest(dataset, datasets))
-        known = ", ".join(sorted(datasets))
-        raise ValueError(f"reasoning-gym has no dataset {dataset!r}{hint} (known: {known})")
+        known_names = ", ".join(sorted(datasets))
+        raise ValueError(f"reasoning-gym has no dataset {dataset!r}{hint} (known: {known_names})")
     if slash and variant != "partial":
         raise ValueError(f"there is no environment reasoning_gym/{name}; did you mean {dataset}/partial?")
     fault = _scorer_fault(dataset, partial=bool(variant))
@@ -112,21 +112,21 @@ def _scorer_fault(name: str, partial: bool) -> str | None:
     """Test a scorer with junk and with correct answers. Return its fault; None: it passed."""
     entries = [_entry(name, number) for number in range(PROBES)]
     answers = [_answer_of(entry) for entry in entries]
-    others = [
-        next((other for other in answers[i:] + answers if other != answers[i]), "") for i in range(PROBES)
+    wrong_answers = [
+        next((answer for answer in answers[i:] + answers if answer != answers[i]), "") for i in range(PROBES)
     ]
     # Correct answers are not junk and are skipped below; so is 0 if the correct answer contains a 0.
     zeros = [answer if re.search(r"(?<![\d.])0(\.0+)?(?![\d.])", answer) else "0" for answer in answers]
-    junk = {
+    junk_scores = {
         "an empty text": [""] * PROBES,
         "random words": [RANDOM_WORDS] * PROBES,
         "the question itself": [entry["question"].strip() for entry in entries],
-        "the answer of another task": others,
+        "the answer of another task": wrong_answers,
         "a plain 0": zeros,
     }
-    for kind, texts in junk.items():
-        wrong = [None if text == entries[i]["answer"] else text for i, text in enumerate(texts)]
-        scores = _probe_scores(name, wrong)
+    for kind, texts in junk_scores.items():
+        wrong_texts = [None if text == entries[i]["answer"] else text for i, text in enumerate(texts)]
+        scores = _probe_scores(name, wrong_texts)
         if not partial:
             scores = [float(score >= 1) for score in scores]
         if scores and (mean := sum(scores) / len(scores)) > MAX_JUNK_REWARD:

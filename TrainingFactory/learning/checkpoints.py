@@ -68,26 +68,31 @@ def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state:
     folder = Path(folder)
     weights = learner.processes.state_of(learner.model, learner.dtype)
     tensors, numbers = _state(learner)
-    about = {"format": FORMAT, "steps": learner.steps, "model": _identity(learner), "optimizers": numbers}
-    files = {"learner.json": json.dumps(about, indent=1), "state.json": json.dumps(state, indent=1)}
-    part, failed = folder.with_name(f".{folder.name}.part"), ""
+    learner_info = {
+        "format": FORMAT,
+        "steps": learner.steps,
+        "model": _identity(learner),
+        "optimizers": numbers,
+    }
+    files = {"learner.json": json.dumps(learner_info, indent=1), "state.json": json.dumps(state, indent=1)}
+    partial_folder, failure = folder.with_name(f".{folder.name}.part"), ""
     try:
         if learner.processes.rank == 0:
-            remove_folder(part)
-            part.mkdir(parents=True)
-            _write(part, learner, tokenizer, weights, tensors)
+            remove_folder(partial_folder)
+            partial_folder.mkdir(parents=True)
+            _write(partial_folder, learner, tokenizer, weights, tensors)
             for name, content in files.items():
-                (part / name).write_text(content, encoding="utf-8")
-            write_checksums(part)
-            sync(*part.rglob("*"), part)
+                (partial_folder / name).write_text(content, encoding="utf-8")
+            write_checksums(partial_folder)
+            sync(*partial_folder.rglob("*"), partial_folder)
             remove_folder(folder)
-            os.rename(part, folder)
+            os.rename(partial_folder, folder)
             sync(folder.parent)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(part, ignore_errors=True)
-        failed = getattr(error, "strerror", None) or str(error)
-    if failed := learner.processes.agree(failed):
-        raise OSError(f"Could not write checkpoint {folder}: {failed}")
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        failure = getattr(error, "strerror", None) or str(error)
+    if failure := learner.processes.agree(failure):
+        raise OSError(f"Could not write checkpoint {folder}: {failure}")
 
 
 def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
@@ -98,10 +103,12 @@ def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
         raise DamagedCheckpoint(
             f"{folder} is damaged: missing, or different from {CHECKSUM_FILE}: {', '.join(files[:3])}"
         )
-    about, state = _read_json(folder / "learner.json"), _read_json(folder / "state.json")
-    if about.get("format") != FORMAT:
-        raise ValueError(f"{folder} has format {about.get('format')}; this version reads format {FORMAT}")
-    if differences := _differences(about["model"], _identity(learner)):
+    learner_info, state = _read_json(folder / "learner.json"), _read_json(folder / "state.json")
+    if learner_info.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder} has format {learner_info.get('format')}; this version reads format {FORMAT}"
+        )
+    if differences := _differences(learner_info["model"], _identity(learner)):
         raise ValueError(f"{folder} is not a checkpoint of this model: {'; '.join(differences[:3])}")
     state_file = next((folder / name for name in TRAINING_STATE_FILES if (folder / name).exists()), None)
     if state_file is None:
@@ -111,11 +118,11 @@ def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
         )
     try:
         with safe_open(state_file, "pt") as file:
-            _load_optimizers(learner, file, about["optimizers"])
+            _load_optimizers(learner, file, learner_info["optimizers"])
             _load_weights(learner, file)
     except (OSError, SafetensorError) as error:
         raise DamagedCheckpoint(f"Cannot read {state_file}: {error}") from error
-    learner.steps = about["steps"]
+    learner.steps = learner_info["steps"]
     return state
 
 
@@ -128,20 +135,22 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _write(part: Path, learner: Learner, tokenizer: Any, weights: Tensors | None, tensors: Tensors) -> None:
+def _write(
+    partial_folder: Path, learner: Learner, tokenizer: Any, weights: Tensors | None, tensors: Tensors
+) -> None:
     """Write the model's files and the training state; `weights` and `tensors` are gathered, not sharded."""
     hf_logging.disable_progress_bar()  # transformers would draw one per file over the run's own progress
     adapter = {"save_embedding_layers": False} if learner.model is not learner.causal else {}
-    learner.model.save_pretrained(part, state_dict=weights, **adapter)
+    learner.model.save_pretrained(partial_folder, state_dict=weights, **adapter)
     if weights is not None and not adapter:  # trained in float32, saved in the dtype in which it was loaded
         learner.causal.config.dtype = learner.dtype
-        learner.causal.config.save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    if learner.head is not None and learner.head.about is not None:  # not a critic's head
+        learner.causal.config.save_pretrained(partial_folder)
+    tokenizer.save_pretrained(partial_folder)
+    if learner.head is not None and learner.head.model_info is not None:  # not a critic's head
         head = {name: tensors[f"weight/head.{name}"] for name, _ in learner.head.named_parameters()}
-        save_head(part, learner.head.about, head)
-    (part / TRAINING_STATE_FILES[0]).parent.mkdir()
-    save_file(tensors, part / TRAINING_STATE_FILES[0])
+        save_head(partial_folder, learner.head.model_info, head)
+    (partial_folder / TRAINING_STATE_FILES[0]).parent.mkdir()
+    save_file(tensors, partial_folder / TRAINING_STATE_FILES[0])
 
 
 def _state(learner: Learner) -> tuple[Tensors, list[dict[str, dict[str, Any]]]]:
@@ -161,9 +170,9 @@ def _state(learner: Learner) -> tuple[Tensors, list[dict[str, dict[str, Any]]]]:
                     numbers[index].setdefault(name, {})[key] = value
     tensors: Tensors = {}
     for name, value in shards.items():
-        whole = processes.whole(value.detach())
+        gathered = processes.gather(value.detach())
         if processes.rank == 0:
-            tensors[name] = whole.cpu().contiguous()
+            tensors[name] = gathered.cpu().contiguous()
     return tensors, numbers
 
 
@@ -181,21 +190,21 @@ def _load_weights(learner: Learner, file: Any) -> None:
 def _load_optimizers(learner: Learner, file: Any, numbers: list[dict[str, dict[str, Any]]]) -> None:
     masters = _masters(learner)
     names = {id(master): name for name, master in masters.items()}
-    stored: dict[tuple[int, str], dict[str, Any]] = {}
-    for full in file.keys():  # noqa: SIM118  (a safetensors object, not a mapping)
-        if full.startswith("optimizer/"):
-            _, index, key, name = full.split("/", 3)
-            value = file.get_tensor(full)
+    state_by_parameter: dict[tuple[int, str], dict[str, Any]] = {}
+    for tensor_name in file.keys():  # noqa: SIM118  (a safetensors object, not a mapping)
+        if tensor_name.startswith("optimizer/"):
+            _, index, key, name = tensor_name.split("/", 3)
+            value = file.get_tensor(tensor_name)
             if value.dim():  # a scalar is a step count, which is not sharded
                 value = learner.processes.share(value, masters[name])
-            stored.setdefault((int(index), name), {})[key] = value
+            state_by_parameter.setdefault((int(index), name), {})[key] = value
     for index, optimizer in enumerate(learner.optimizers):
         # torch numbers parameters consecutively over all groups
         params = [param for group in optimizer.param_groups for param in group["params"]]
         slots = {}
         for number, param in enumerate(params):
             name = names[id(param)]
-            restored = stored.get((index, name), {}) | numbers[index].get(name, {})
+            restored = state_by_parameter.get((index, name), {}) | numbers[index].get(name, {})
             if restored:
                 slots[number] = restored
         optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -211,20 +220,20 @@ def _identity(learner: Learner) -> dict[str, Any]:
     }
 
 
-def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    if saved["architecture"] != current["architecture"]:
-        return [f"it holds a {saved['architecture']}, the model is a {current['architecture']}"]
-    old, new, differences = saved["trained"], current["trained"], []
+def _differences(saved_model: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    if saved_model["architecture"] != current["architecture"]:
+        return [f"it holds a {saved_model['architecture']}, the model is a {current['architecture']}"]
+    old, new, differences = saved_model["trained"], current["trained"], []
     for name in sorted(old | new):
         if old.get(name) != new.get(name):
             shapes = f"{old.get(name, 'not trained')} in it and {new.get(name, 'not trained')} in the model"
             differences.append(f"{name} is {shapes}")
-    if not differences and saved["frozen"] != current["frozen"]:
+    if not differences and saved_model["frozen"] != current["frozen"]:
         differences.append(
             "the adapter was trained on a base model with other weights (a builtin:tiny run started before version "
             "0.2 resumes only on the processor type that started it)"
         )
-    if saved["optimizers"] != current["optimizers"]:
-        old, new = " and ".join(saved["optimizers"]), " and ".join(current["optimizers"])
+    if saved_model["optimizers"] != current["optimizers"]:
+        old, new = " and ".join(saved_model["optimizers"]), " and ".join(current["optimizers"])
         differences.append(f"it was trained with {old}, this run uses {new}")
     return differences

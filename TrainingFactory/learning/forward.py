@@ -26,17 +26,17 @@ def causal_model(model: Any) -> PreTrainedModel:
 
 
 @contextlib.contextmanager
-def tree_mode(model: PreTrainedModel, on: bool = True) -> Iterator[None]:
+def tree_mode(model: PreTrainedModel, enabled: bool = True) -> Iterator[None]:
     """Run the model with tree attention inside the block; backward passes too, which may run the layers again."""
     config = model.config.get_text_config()
-    before = config._attn_implementation
-    config._attn_implementation = ATTENTION if on else before
-    use_fused = on and model.device.type == "cuda"
+    previous = config._attn_implementation
+    config._attn_implementation = ATTENTION if enabled else previous
+    use_fused = enabled and model.device.type == "cuda"
     try:
         with fused(model, tree_attention) if use_fused else contextlib.nullcontext():
             yield
     finally:
-        config._attn_implementation = before
+        config._attn_implementation = previous
 
 
 def tree_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
@@ -55,11 +55,11 @@ def row_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
     assert all(node.parent < 0 for node in pack.nodes), "pack with make_batch(..., sharing=learner.sharing)"
     starts, lengths = np.array([(node.start, node.length) for node in pack.nodes]).T
     columns = np.arange(lengths.max())
-    real = columns < lengths[:, None]  # [n, T]
-    places = np.where(real, starts[:, None] + columns, 0)
+    is_token = columns < lengths[:, None]  # [n, T]
+    places = np.where(is_token, starts[:, None] + columns, 0)
     ids = torch.from_numpy(pack.token_ids[places]).to(model.device)
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
-    return states.index_select(0, torch.from_numpy(np.flatnonzero(real)).to(model.device))
+    return states.index_select(0, torch.from_numpy(np.flatnonzero(is_token)).to(model.device))
 
 
 def output_head(model: PreTrainedModel) -> Head:
@@ -85,11 +85,11 @@ def check_head(model: PreTrainedModel) -> None:
     ids = torch.from_numpy(_probe(model, sharing=False).token_ids[:32]).to(model.device)[None]
     model.eval()  # `update` switches back to train mode
     expected = model(input_ids=ids, use_cache=False).logits[0].float()
-    computed = output_head(model)(
+    head_logits = output_head(model)(
         model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
     ).float()
     limit = 1e-2 if model.dtype != torch.float32 else 1e-4
-    if computed.shape != expected.shape or not _relative_error(computed, expected) <= limit:
+    if head_logits.shape != expected.shape or not _relative_error(head_logits, expected) <= limit:
         raise ValueError(
             f"Cannot train a {model.config.model_type!r} model: its forward transforms the logits after the output "
             "layer in a way that the learner does not support"
@@ -103,17 +103,19 @@ def sharing_problem(model: PreTrainedModel) -> str | None:
     if unsupported := sorted({*map(str, getattr(config, "layer_types", None) or ())} - {"full_attention"}):
         return f"it has {' and '.join(unsupported)} layers"
     model.eval()
-    alone, probe = _probe(model, sharing=False), _probe(model, sharing=True)
+    unshared, probe = _probe(model, sharing=False), _probe(model, sharing=True)
     try:
         # With gradients, a GPU compiles here what training needs. Not with FSDP, which expects a backward afterwards.
         train = model.device.type == "cuda" and not hasattr(next(model.parameters()), "device_mesh")
         with tree_mode(model), torch.set_grad_enabled(train):
             shared = tree_states(model, probe).detach()
     except Exception as error:  # third-party code may reject our keyword, or need another argument
-        row_states(model, alone)  # an aborted forward leaves its layer unsharded; a complete one reshards it
+        row_states(
+            model, unshared
+        )  # an aborted forward leaves its layer unsharded; a complete one reshards it
         return f"its layers do not run over a tree ({(str(error) or type(error).__name__).splitlines()[0]})"
     # The probe trains all tokens but the first, so `source` lists the positions of the rows' tokens.
-    rows, trees = row_states(model, alone)[_positions(alone)], shared[_positions(probe)]
+    rows, trees = row_states(model, unshared)[_positions(unshared)], shared[_positions(probe)]
     rounding = max(5e-2, 1.5e-2 * config.num_hidden_layers**0.5)  # 16-bit errors grow like a random walk
     limit = rounding if model.dtype != torch.float32 else 1e-3
     if not (error := _relative_error(trees, rows)) <= limit:
@@ -135,9 +137,9 @@ def _probe(model: PreTrainedModel, sharing: bool) -> Pack:
     vocabulary = model.config.get_text_config().vocab_size
     ids = [(13 + 7919 * place) % vocabulary for place in range(200)]
     samples = []
-    for rest in (ids[40:90] + ids[100:107], ids[40:90] + ids[110:122], ids[130:150]):
-        row = ids[:30] + rest
+    for suffix_ids in (ids[40:90] + ids[100:107], ids[40:90] + ids[110:122], ids[130:150]):
+        row = ids[:30] + suffix_ids
         zeros = [0.0] * len(row)
         samples.append(Sample(row, [False] + [True] * (len(row) - 1), zeros, zeros, zeros, [0] * len(row)))
-    (only,) = pack(samples, 10_000, sharing)
-    return only
+    (only_pack,) = pack(samples, 10_000, sharing)
+    return only_pack

@@ -15,13 +15,14 @@ REWARD_MODEL_FILE = "reward_model.json"
 
 
 class ScalarHead(nn.Module):
-    """A linear layer to one output, in float32 and initialised to zero. `about` is written to reward_model.json."""
+    """A linear layer to one output, in float32 and initialised to zero. `model_info` is written to
+    reward_model.json."""
 
     def __init__(
-        self, width: int, device: torch.device | str = "cpu", about: dict[str, Any] | None = None
+        self, width: int, device: torch.device | str = "cpu", model_info: dict[str, Any] | None = None
     ) -> None:
         super().__init__()
-        self.about = about
+        self.model_info = model_info
         self.weight = nn.Parameter(torch.zeros(1, width, device=device))
         self.bias = nn.Parameter(torch.zeros(1, device=device))
 
@@ -31,13 +32,13 @@ class ScalarHead(nn.Module):
         return nn.functional.linear(states.float(), self.weight, self.bias).sum(-1)
 
 
-def make_head(causal: Any, about: dict[str, Any] | None = None) -> ScalarHead:
-    return ScalarHead(causal.config.get_text_config().hidden_size, causal.device, about)
+def make_head(causal: Any, model_info: dict[str, Any] | None = None) -> ScalarHead:
+    return ScalarHead(causal.config.get_text_config().hidden_size, causal.device, model_info)
 
 
-def save_head(folder: Path, about: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+def save_head(folder: Path, model_info: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
     save_file(weights, folder / HEAD_FILE)
-    (folder / REWARD_MODEL_FILE).write_text(json.dumps(about, indent=1), encoding="utf-8")
+    (folder / REWARD_MODEL_FILE).write_text(json.dumps(model_info, indent=1), encoding="utf-8")
 
 
 def load_head(folder: Path, causal: Any) -> ScalarHead:

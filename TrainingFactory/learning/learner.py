@@ -72,24 +72,26 @@ class Learner:
         self.dtype, self.frozen = self.causal.dtype, frozen_digest(model)  # before the weights are sharded
         self.processes = processes or Processes()
         for module in models:
-            scored = module is (critic or model)
-            self.processes.shard(module, head if scored else None)
+            has_scores = module is (critic or model)
+            self.processes.shard(module, head if has_scores else None)
             self.processes.run(module, partial(check_head, causal_model(module)))
         run = self.processes.run
         self.sharing = all(run(module, partial(_can_share, causal_model(module))) for module in models)
         self._weights = MixedPrecision(self._named_parameters())
-        named = list(zip(self._weights.names, self._weights.masters, strict=True))
-        self._critic_weights = [weight for name, weight in named if name.startswith(CRITIC_PREFIXES)]
-        self._policy_weights = [weight for name, weight in named if not name.startswith(CRITIC_PREFIXES)]
-        self.optimizers = make_optimizers(named, options, self.processes)
+        named_masters = list(zip(self._weights.names, self._weights.masters, strict=True))
+        self._critic_weights = [weight for name, weight in named_masters if name.startswith(CRITIC_PREFIXES)]
+        self._policy_weights = [
+            weight for name, weight in named_masters if not name.startswith(CRITIC_PREFIXES)
+        ]
+        self.optimizers = make_optimizers(named_masters, options, self.processes)
         if not self.optimizers:
             raise ValueError("The model has no trainable weights")
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield from self.model.named_parameters()
-        for prefix, part in (("head", self.head), ("critic", self.critic)):
-            if part is not None:
-                yield from ((f"{prefix}.{name}", param) for name, param in part.named_parameters())
+        for prefix, module in (("head", self.head), ("critic", self.critic)):
+            if module is not None:
+                yield from ((f"{prefix}.{name}", param) for name, param in module.named_parameters())
 
     def _trained_models(self) -> list[Any]:
         return [self.model] if self.critic is None else [self.model, self.critic]
@@ -160,14 +162,14 @@ class Learner:
         self, pack: Pack, batch: Batch, loss: Loss, needs: frozenset[str]
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the pack's share of the step's loss and metrics; a pack without rows yields 0 and no metrics."""
-        trained = self._trained(pack, batch, needs)
+        tokens = self._trained(pack, batch, needs)
         if not len(pack.rows):
-            outputs = (trained.logprobs, trained.values, trained.scores)
+            outputs = (tokens.logprobs, tokens.values, tokens.scores)
             return torch.stack([output.sum() for output in outputs if output is not None]).sum() * 0.0, {}
-        value, metrics = loss(trained)
+        value, metrics = loss(tokens)
         metrics["loss"] = float(value.detach())
         if torch.is_grad_enabled() and "scores" not in needs:  # a reward model has no token distribution
-            metrics["entropy"] = float(trained.entropy.detach().sum()) / batch.tokens
+            metrics["entropy"] = float(tokens.entropy.detach().sum()) / batch.tokens
         return value, metrics
 
     def states(self, pack: Pack, model: PreTrainedModel | None = None) -> torch.Tensor:
@@ -203,32 +205,42 @@ class Learner:
         def policy() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not values_only):
                 states = self.states(pack)
-                chosen, entropy = self.logprobs(pack, states=states) if logprobs else (empty, empty)
-            return chosen, entropy, None if places is None or self.critic is not None else scalars(states)
+                token_logprobs, entropy = self.logprobs(pack, states=states) if logprobs else (empty, empty)
+            return (
+                token_logprobs,
+                entropy,
+                None if places is None or self.critic is not None else scalars(states),
+            )
 
         if self.critic is None:
             return self.processes.run(self.model, policy)
-        chosen, entropy, _ = self.processes.run(self.model, policy) if logprobs else (empty, empty, None)
+        token_logprobs, entropy, _ = (
+            self.processes.run(self.model, policy) if logprobs else (empty, empty, None)
+        )
         if places is None:
-            return chosen, entropy, None
+            return token_logprobs, entropy, None
         critic = causal_model(self.critic)
-        return chosen, entropy, self.processes.run(self.critic, lambda: scalars(self.states(pack, critic)))
+        return (
+            token_logprobs,
+            entropy,
+            self.processes.run(self.critic, lambda: scalars(self.states(pack, critic))),
+        )
 
     def _trained(self, pack: Pack, batch: Batch, needs: frozenset[str]) -> TrainedTokens:
-        scored, valued = "scores" in needs, "values" in needs
-        places = pack.place if scored else pack.source if valued else None
-        logprobs, entropy, scalars = self._outputs(pack, not scored, places, batch.values_only)
-        sampled, advantages, rewards = self._on_device(pack.logprobs, pack.advantages, pack.rewards)
+        needs_scores, needs_values = "scores" in needs, "values" in needs
+        places = pack.place if needs_scores else pack.source if needs_values else None
+        logprobs, entropy, scalars = self._outputs(pack, not needs_scores, places, batch.values_only)
+        sampled_logprobs, advantages, rewards = self._on_device(pack.logprobs, pack.advantages, pack.rewards)
         episode, labels, pairs = self._on_device(pack.episode, pack.labels, pack.pairs)
         extra = (pack.reference, pack.old, pack.values, pack.returns)
         reference, old, old_values, returns = (
             None if array is None else self._on_device(array)[0] for array in extra
         )
         return TrainedTokens(
-            logprobs, entropy, sampled, advantages, rewards, episode, labels, pairs,
+            logprobs, entropy, sampled_logprobs, advantages, rewards, episode, labels, pairs,
             batch.tokens, batch.episodes, batch.pairs,
             reference=reference, old=old, old_values=old_values, returns=returns, baseline=batch.baseline,
-            values=scalars if valued else None, scores=scalars if scored else None,
+            values=scalars if needs_values else None, scores=scalars if needs_scores else None,
         )  # fmt: skip
 
     def _on_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
@@ -248,7 +260,7 @@ class Learner:
         # A separate critic is clipped separately: its large initial errors must not slow the policy down.
         parts = [self._policy_weights, self._critic_weights] if self.critic else [self._weights.masters]
         limit = self.options.max_grad_norm
-        norms = (self.processes.whole(torch.nn.utils.clip_grad_norm_(part, limit)) for part in parts)
+        norms = (self.processes.gather(torch.nn.utils.clip_grad_norm_(part, limit)) for part in parts)
         norm = math.hypot(*(float(part_norm) for part_norm in norms))
         if not math.isfinite(norm):
             log.warning("step %d: gradient norm is %s; skipping the update", self.steps, norm)

@@ -28,13 +28,13 @@ class _Pick(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scaled = logits.float() if temperature == 1 else logits.float() / temperature
         logprobs = scaled.log_softmax(-1)
-        chosen = logprobs.gather(-1, target[:, None])[:, 0]
+        target_logprobs = logprobs.gather(-1, target[:, None])[:, 0]
         probabilities = logprobs.exp()
         entropy = -logprobs.mul_(probabilities).sum(-1)
         ctx.save_for_backward(probabilities, target, entropy)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.set_materialize_grads(False)  # most losses have no use for the entropy
-        return chosen, entropy
+        return target_logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
@@ -65,8 +65,8 @@ def logits_gradient(
     logprob_grad: torch.Tensor, entropy_grad: torch.Tensor | None, temperature: float, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     logs = logits.float() / temperature - total
-    probabilities, hit = logs.exp(), torch.arange(logits.shape[-1], device=logits.device) == target
-    gradient = (hit.float() - probabilities) * logprob_grad
+    probabilities, is_target = logs.exp(), torch.arange(logits.shape[-1], device=logits.device) == target
+    gradient = (is_target.float() - probabilities) * logprob_grad
     if entropy_grad is not None:
         gradient = gradient - probabilities * (logs + entropy) * entropy_grad
     return (gradient / temperature).to(dtype)
@@ -92,11 +92,13 @@ class _PlainHead(torch.autograd.Function):
         for places, targets in zip(source.split(size), target.split(size), strict=True):
             logits = float32_logits(hidden.index_select(0, places), weight)
             parts.append(compiled(target_logprobs)(logits[None], targets[None, :, None], temperature))
-        chosen, entropy, total = (torch.cat(outputs, 1) for outputs in zip(*parts, strict=True))  # [1, M, 1]
+        token_logprobs, entropy, total = (
+            torch.cat(outputs, 1) for outputs in zip(*parts, strict=True)
+        )  # [1, M, 1]
         ctx.save_for_backward(hidden, weight, source, target, total, entropy)
         ctx.temperature, ctx.size = temperature, size
         ctx.set_materialize_grads(False)  # most losses have no use for the entropy
-        return chosen[0, :, 0], entropy[0, :, 0]
+        return token_logprobs[0, :, 0], entropy[0, :, 0]
 
     @staticmethod
     @once_differentiable
@@ -109,14 +111,14 @@ class _PlainHead(torch.autograd.Function):
         hidden_grad = torch.zeros_like(hidden)
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, len(source), ctx.size):
-            part = slice(start, start + ctx.size)
-            rows = hidden.index_select(0, source[part])
+            chunk = slice(start, start + ctx.size)
+            rows = hidden.index_select(0, source[chunk])
             logits_grad = compiled(logits_gradient)(
-                float32_logits(rows, weight)[None], target[None, part, None], total[:, part], entropy[:, part],
-                logprob_grad[:, part], None if entropy_grad is None else entropy_grad[:, part],
+                float32_logits(rows, weight)[None], target[None, chunk, None], total[:, chunk], entropy[:, chunk],
+                logprob_grad[:, chunk], None if entropy_grad is None else entropy_grad[:, chunk],
                 ctx.temperature, rows.dtype,
             )[0]  # fmt: skip
-            hidden_grad.index_add_(0, source[part], logits_grad @ weight)
+            hidden_grad.index_add_(0, source[chunk], logits_grad @ weight)
             if weight_grad is not None:
                 weight_grad.addmm_(logits_grad.t(), rows)
         return hidden_grad, weight_grad, None, None, None, None
@@ -124,8 +126,8 @@ class _PlainHead(torch.autograd.Function):
 
 def _is_plain(head: Any, states: torch.Tensor) -> bool:
     """Return whether the head is a bias-free linear layer on a GPU with the dtype of the states."""
-    plain = states.is_cuda and type(head) is torch.nn.Linear and head.bias is None
-    return plain and states.dtype == head.weight.dtype
+    is_plain = states.is_cuda and type(head) is torch.nn.Linear and head.bias is None
+    return is_plain and states.dtype == head.weight.dtype
 
 
 def token_logprobs(

@@ -64,8 +64,8 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[param]
                 buffer = state.setdefault("momentum", torch.zeros_like(param))
                 buffer.lerp_(param.grad, 1 - group["momentum"])
-                mixed = self._processes.whole(param.grad.lerp(buffer, group["momentum"]))
-                direction = self._processes.share(orthogonal(mixed), param)
+                update = self._processes.gather(param.grad.lerp(buffer, group["momentum"]))
+                direction = self._processes.share(orthogonal(update), param)
                 param.add_(direction, alpha=-group["lr"] * max(1, param.shape[0] / param.shape[1]) ** 0.5)
 
 
@@ -82,12 +82,14 @@ def orthogonal(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 def make_optimizers(
-    named: Iterable[tuple[str, nn.Parameter]], options: OptimizerOptions, processes: Processes | None = None
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    options: OptimizerOptions,
+    processes: Processes | None = None,
 ) -> list[torch.optim.Optimizer]:
     """Group the parameters and return their optimizers. Norms, biases, embeddings and heads get no weight decay. With
     Muon, it updates the policy's inner matrices and AdamW the rest. Head and critic have their own learning rate."""
     matrices, decayed, plain, critic_decayed, critic_plain = [], [], [], [], []
-    for name, param in named:
+    for name, param in named_parameters:
         inner = param.dim() == 2 and "embed" not in name and "head." not in name
         if name.startswith(CRITIC_PREFIXES):
             (critic_decayed if inner else critic_plain).append(param)
@@ -129,10 +131,10 @@ def check_adamw_8bit(device: str = "auto") -> None:
 class MixedPrecision:
     """Trains 16-bit weights through float32 master copies, because 16 bits would round small updates away."""
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        trained = [(name, param) for name, param in named if param.requires_grad]
-        self.names = [name for name, _ in trained]
-        self.params = [param for _, param in trained]
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        trainable = [(name, param) for name, param in named_parameters if param.requires_grad]
+        self.names = [name for name, _ in trainable]
+        self.params = [param for _, param in trainable]
         self.masters = [
             param if param.dtype in (torch.float32, torch.float64) else nn.Parameter(param.detach().float())
             for param in self.params
@@ -142,8 +144,8 @@ class MixedPrecision:
         """Add gradients to the masters' in float32. Call after every backward pass: sums in 16 bits lose precision."""
         for param, master in zip(self.params, self.masters, strict=True):
             if master is not param and param.grad is not None:
-                exact = param.grad.float()
-                master.grad = exact if master.grad is None else master.grad.add_(exact)
+                full_precision = param.grad.float()
+                master.grad = full_precision if master.grad is None else master.grad.add_(full_precision)
                 param.grad = None
 
     def clear_grads(self) -> None:

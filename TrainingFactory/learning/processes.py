@@ -41,12 +41,12 @@ class Processes:
         """Return the text of rank 0."""
         return text
 
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the full tensor of a sharded weight, gradient or optimizer state."""
         return tensor
 
-    def share(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return this process's shard of a full tensor, sharded like `like`."""
+    def share(self, tensor: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+        """Return this process's shard of a full tensor, sharded like `reference`."""
         return tensor
 
     def state_of(self, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:

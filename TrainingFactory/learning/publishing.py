@@ -44,14 +44,18 @@ class Publisher:
                 "Remove it, or use sampling.engine=native without Ray"
             )
         size = sum(param.numel() * param.element_size() for param in self._causal.parameters())
-        fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (KEPT_VERSIONS + 1) * size
-        self._is_writer, home, self._guard = learner.processes.rank == 0, "", None
+        fits_in_memory = (
+            SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (KEPT_VERSIONS + 1) * size
+        )
+        self._is_writer, temp_folder, self._guard = learner.processes.rank == 0, "", None
         if self._is_writer:
-            home = tempfile.mkdtemp(prefix="tfactory-weights-", dir=SHARED_MEMORY if fits else None)
+            temp_folder = tempfile.mkdtemp(
+                prefix="tfactory-weights-", dir=SHARED_MEMORY if fits_in_memory else None
+            )
             # Removes the folder when this process has ended, even by a kill: shared memory would leak until a reboot.
-            guard = ["sh", "-c", 'cat >/dev/null; rm -rf "$1"', "sh", home]
+            guard = ["sh", "-c", 'cat >/dev/null; rm -rf "$1"', "sh", temp_folder]
             self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, env={}, start_new_session=True)
-        self._home = Path(learner.processes.agree(home))
+        self._home = Path(learner.processes.agree(temp_folder))
         with torch.device("meta"):
             self._skeleton = type(self._causal)(copy.deepcopy(self._causal.config))
         config = self._skeleton.config
@@ -64,25 +68,25 @@ class Publisher:
             config.save_pretrained(self.model_folder)
         rng, vocabulary = random.Random(0), config.get_text_config().vocab_size
         self._canary = tuple(rng.randrange(vocabulary) for _ in range(CANARY_TOKENS))
-        self._numbers, self._kept = itertools.count(), list[Path]()
+        self._numbers, self._published = itertools.count(), list[Path]()
 
     def publish(self, version: int) -> Weights:
         """Write the current weights, and return their folder with their log-probs of the canary. Rank 0 writes."""
-        where = self._home / f"{next(self._numbers):06d}-version-{version}"
+        target = self._home / f"{next(self._numbers):06d}-version-{version}"
         if self.rank is None:
-            self._write(where, merged=True)
+            self._write(target, merged=True)
         else:
             model = self._learner.model
             weights = self._learner.processes.state_of(model, self._learner.dtype)
             options = {"state_dict": weights, "save_embedding_layers": False}
-            self._write_folder(where, lambda part: model.save_pretrained(part, **options))
-        self._kept.append(where)
-        while len(self._kept) > KEPT_VERSIONS:
-            old = self._kept.pop(0)
+            self._write_folder(target, lambda folder: model.save_pretrained(folder, **options))
+        self._published.append(target)
+        while len(self._published) > KEPT_VERSIONS:
+            old = self._published.pop(0)
             if self._is_writer:
                 shutil.rmtree(old)
         kind, base = ("full", "") if self.rank is None else ("adapter", self.model_folder)
-        return Weights(version, str(where), kind, base, (self._canary, self._score()))
+        return Weights(version, str(target), kind, base, (self._canary, self._score()))
 
     def close(self) -> None:
         """Remove all published folders. Further calls do nothing."""
@@ -98,24 +102,24 @@ class Publisher:
                 if self._is_writer:
                     weights[name] = weight.cpu()
 
-        def write(part: Path) -> None:
-            self._skeleton.config.save_pretrained(part)
-            saved = to_checkpoint_names(self._skeleton, weights)
-            save_file({name: weight.contiguous() for name, weight in saved.items()}, part / WEIGHTS)
+        def write(folder: Path) -> None:
+            self._skeleton.config.save_pretrained(folder)
+            renamed = to_checkpoint_names(self._skeleton, weights)
+            save_file({name: weight.contiguous() for name, weight in renamed.items()}, folder / WEIGHTS)
 
         self._write_folder(folder, write)
 
     def _write_folder(self, folder: Path, write: Callable[[Path], object]) -> None:
         """Write to a temporary folder and rename it, on rank 0. On failure raise OSError on all ranks."""
-        part, failed = self._home / ".part", ""
+        partial_folder, failure = self._home / ".part", ""
         try:
             if self._is_writer:
-                write(part)
-                part.rename(folder)
+                write(partial_folder)
+                partial_folder.rename(folder)
         except (OSError, SafetensorError) as error:
-            failed = str(error)
-        if failed := self._learner.processes.agree(failed):
-            raise OSError(f"Could not write the weights to {self._home}: {failed}")
+            failure = str(error)
+        if failure := self._learner.processes.agree(failure):
+            raise OSError(f"Could not write the weights to {self._home}: {failure}")
 
     def _score(self) -> tuple[float, ...]:
         """Return the learner's log-probs of the canary at temperature 1, and restore the learner's settings."""
@@ -136,28 +140,28 @@ def _adapter_rank(model: Any) -> int | None:
     if not isinstance(model, PeftModel):
         return None
     config: Any = model.active_peft_config
-    trained = [name for name, param in model.named_parameters() if param.requires_grad]
-    plain = all(re.search(r"\.lora_[AB]\.", name) and "lm_head" not in name for name in trained)
+    trainable = [name for name, param in model.named_parameters() if param.requires_grad]
+    is_lora_only = all(re.search(r"\.lora_[AB]\.", name) and "lm_head" not in name for name in trainable)
     unsupported = config.use_dora or config.bias != "none" or isinstance(config.init_lora_weights, str)
     unsupported = unsupported or bool(config.modules_to_save)  # even frozen ones
-    return max([config.r, *config.rank_pattern.values()]) if plain and not unsupported else None
+    return max([config.r, *config.rank_pattern.values()]) if is_lora_only and not unsupported else None
 
 
 def _weights(learner: Learner, skeleton: Any, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights under their names without PEFT, in the model's dtype, with the adapter `merged` or without.
     PEFT's wrapper around fully trained modules needs no case of its own: it forwards attribute access to them."""
-    whole = learner.processes.whole
+    gather = learner.processes.gather
     for name in skeleton.state_dict():
         path, _, leaf = name.rpartition(".")
         module = learner.causal.get_submodule(path)
         if isinstance(module, BaseTunerLayer):
             if merged:
                 params = {
-                    id(param): torch.nn.Parameter(whole(param.detach()).clone())
+                    id(param): torch.nn.Parameter(gather(param.detach()).clone())
                     for param in module.parameters()
                 }
                 module = copy.deepcopy(module, params)
                 module.merge()
             module = module.get_base_layer()
-        weight = whole(getattr(module, leaf).detach())
+        weight = gather(getattr(module, leaf).detach())
         yield name, weight.to(learner.dtype) if weight.is_floating_point() else weight

@@ -59,7 +59,7 @@ def read_reward_model_info(folder: Path) -> RewardModelInfo:
 
 class RewardScorer:
     """Scores episodes with a reward model; thread-safe. `chat` is its chat format: episodes in another format are
-    rewritten. Rounding depends on the batch; `together=False` scores one by one, for bit-identical scores."""
+    rewritten. Rounding depends on the batch; `score_together=False` scores one by one, for bit-identical scores."""
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class RewardScorer:
         kind: Kind,
         *,
         token_budget: int = 16_384,
-        together: bool = True,
+        score_together: bool = True,
     ) -> None:
         self.kind: Kind = kind
         self._model, self._causal, self._head, self._chat = model.eval(), causal_model(model), head, chat
-        self._token_budget, self._together = token_budget, together
+        self._token_budget, self._together = token_budget, score_together
         self._sharing = sharing_problem(self._causal) is None
         self._lock = threading.Lock()
 
@@ -86,25 +86,37 @@ class RewardScorer:
         dtype: str = "auto",
         device: str = "auto",
         token_budget: int = 16_384,
-        together: bool = True,
+        score_together: bool = True,
         trust_remote_code: bool = False,
     ) -> RewardScorer:
         """Load a reward model's checkpoint. Under an adapter, load `base` (None: the base named in the checkpoint)."""
         folder = Path(folder).expanduser()
-        about = read_reward_model_info(folder)
+        model_info = read_reward_model_info(folder)
         adapter = str(folder) if (folder / "adapter_config.json").is_file() else None
-        loaded = load_model(
-            base or str(about.base) if adapter else str(folder),
+        loaded_model = load_model(
+            base or str(model_info.base) if adapter else str(folder),
             dtype=dtype,
             device=device,
             adapter=adapter,
-            revision=about.revision if adapter else None,
+            revision=model_info.revision if adapter else None,
             trust_remote_code=trust_remote_code,
-            quantization=about.quantization if adapter else "none",
+            quantization=model_info.quantization if adapter else "none",
         )
-        chat = chat_format(loaded.tokenizer, about.family, thinking=about.thinking, stop_ids=loaded.stop_ids)
-        head = load_head(folder, causal_model(loaded.model))
-        return cls(loaded.model, head, chat, about.kind, token_budget=token_budget, together=together)
+        chat = chat_format(
+            loaded_model.tokenizer,
+            model_info.family,
+            thinking=model_info.thinking,
+            stop_ids=loaded_model.stop_ids,
+        )
+        head = load_head(folder, causal_model(loaded_model.model))
+        return cls(
+            loaded_model.model,
+            head,
+            chat,
+            model_info.kind,
+            token_budget=token_budget,
+            score_together=score_together,
+        )
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
         """Score episodes; raise ValueError if one does not fit the chat template or is too long."""
@@ -132,22 +144,22 @@ class RewardScorer:
                 outputs = self._head(states.index_select(0, places)).tolist()
                 for number, score in zip(pack.row.tolist(), outputs, strict=True):
                     by_row[number].append(score)
-        rest = iter(by_row)
-        return [[score for _ in episode for score in next(rest)] for episode in rows]
+        row_scores = iter(by_row)
+        return [[score for _ in episode for score in next(row_scores)] for episode in rows]
 
     def _rows(self, trajectory: Trajectory) -> list[Sample]:
-        written = rerender(self._chat, trajectory)
-        rows = to_samples(written, turns="all" if self.kind == "process" else "last", tokens="last")
+        rendered = rerender(self._chat, trajectory)
+        rows = to_samples(rendered, turns="all" if self.kind == "process" else "last", tokens="last")
         limit = getattr(self._causal.config.get_text_config(), "max_position_embeddings", None)
-        longest = max(len(row.token_ids) for row in rows)
-        if limit is not None and longest > limit:
+        max_length = max(len(row.token_ids) for row in rows)
+        if limit is not None and max_length > limit:
             raise ValueError(
-                f"The episode of task {trajectory.task.id} has {longest} tokens; the reward model's limit is {limit}"
+                f"The episode of task {trajectory.task.id} has {max_length} tokens; the reward model's limit is {limit}"
             )
         return rows
 
 
 def _process_reward(scores: Sequence[float]) -> Reward:
-    good = torch.tensor(scores, dtype=torch.float64).sigmoid().tolist()
-    least = list(accumulate(good, min, initial=1.0))  # m_0 ... m_T
-    return Reward(2 * least[-1] - 1, [now - before for before, now in pairwise(least)])
+    probabilities = torch.tensor(scores, dtype=torch.float64).sigmoid().tolist()
+    minima = list(accumulate(probabilities, min, initial=1.0))  # m_0 ... m_T
+    return Reward(2 * minima[-1] - 1, [now - previous for previous, now in pairwise(minima)])

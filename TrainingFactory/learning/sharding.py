@@ -58,15 +58,15 @@ class ShardedProcesses(Processes):
 
     def _divide(self, module: nn.Module, offload: OffloadPolicy) -> None:
         unsharded = (param for param in module.parameters() if not isinstance(param, DTensor))
-        trained = [param for param in unsharded if param.requires_grad]
-        dtypes = {param.dtype for param in trained}
+        trainable = [param for param in unsharded if param.requires_grad]
+        dtypes = {param.dtype for param in trainable}
         if len(dtypes) > 1:
             raise ValueError(
                 f"Cannot shard {type(module).__name__}: its trained weights have several dtypes "
                 f"({', '.join(sorted(map(str, dtypes)))}). Set model.dtype to float32 or bfloat16"
             )
         low = next(iter(dtypes - {torch.float32, torch.float64}), None)
-        for param in trained if low is not None else ():
+        for param in trainable if low is not None else ():
             param.data = param.data.float()
         reduce_dtype = None if low is None else torch.float32
         policy = MixedPrecisionPolicy(low, reduce_dtype, cast_forward_inputs=False)
@@ -86,26 +86,26 @@ class ShardedProcesses(Processes):
         if not (remainder := len(batch.packs) % self.count):
             return batch
         tokens = sum(len(pack.token_ids) for pack in batch.packs)
-        even = tokens / (len(batch.packs) - remainder + self.count)
-        candidates = [make(min(token_budget, int(even * slack))) for slack in (1.02, 1.15, 1.4)]
+        tokens_per_pack = tokens / (len(batch.packs) - remainder + self.count)
+        candidates = [make(min(token_budget, int(tokens_per_pack * slack))) for slack in (1.02, 1.15, 1.4)]
         return min([batch, *candidates], key=lambda candidate: rounds_cost(candidate.packs, self.count))
 
     def deal(self, packs: Sequence[Pack]) -> list[Pack]:
-        ordered = sorted(packs, key=lambda pack: len(pack.token_ids), reverse=True)
-        own = ordered[self.rank :: self.count]
-        return own if len(own) * self.count >= len(ordered) else [*own, _dummy_pack()]
+        by_length = sorted(packs, key=lambda pack: len(pack.token_ids), reverse=True)
+        own_packs = by_length[self.rank :: self.count]
+        return own_packs if len(own_packs) * self.count >= len(by_length) else [*own_packs, _dummy_pack()]
 
     def exchange(self, packs: Sequence[Pack], names: Sequence[str]) -> None:
-        own = {id(pack) for pack in self.deal(packs)}
+        own_packs = {id(pack) for pack in self.deal(packs)}
         sizes = [len(pack.target) for pack in packs for _ in names]
         arrays = [
-            getattr(pack, name) if id(pack) in own else np.zeros(len(pack.target))
+            getattr(pack, name) if id(pack) in own_packs else np.zeros(len(pack.target))
             for pack in packs
             for name in names
         ]
-        flat = torch.from_numpy(np.concatenate([np.zeros(0), *arrays]).astype(np.float32))
-        dist.all_reduce(flat)  # each number is nonzero in at most one process
-        parts = iter(flat.split(sizes))
+        values = torch.from_numpy(np.concatenate([np.zeros(0), *arrays]).astype(np.float32))
+        dist.all_reduce(values)  # each number is nonzero in at most one process
+        parts = iter(values.split(sizes))
         for item in packs:
             for name in names:
                 setattr(item, name, next(parts).numpy())
@@ -126,29 +126,31 @@ class ShardedProcesses(Processes):
         dist.all_gather_object(values, value)
         return values
 
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self._enter()
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def share(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def share(self, tensor: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
         self._enter()
-        if not isinstance(like, DTensor):
+        if not isinstance(reference, DTensor):
             return tensor
-        local = tensor.to(like.device)
-        return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
+        local = tensor.to(reference.device)
+        return distribute_tensor(local, reference.device_mesh, reference.placements, src_data_rank=None)
 
     def state_of(self, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Gather weight by weight into rank 0's CPU memory; of a PEFT model, only the adapter."""
         state = model.state_dict(keep_vars=True)  # tied weights are one object
         adapter = isinstance(model, PeftModel)
-        saved = get_peft_model_state_dict(model, state, save_embedding_layers=False) if adapter else state
-        gathered = {id(tensor): tensor for tensor in state.values()}
-        for tensor in {id(tensor): tensor for tensor in saved.values()}.values():
-            whole = self.whole(tensor.detach())
+        adapter_state = (
+            get_peft_model_state_dict(model, state, save_embedding_layers=False) if adapter else state
+        )
+        tensors_by_id = {id(tensor): tensor for tensor in state.values()}
+        for tensor in {id(tensor): tensor for tensor in adapter_state.values()}.values():
+            whole = self.gather(tensor.detach())
             if self.rank == 0:
                 cast = tensor.requires_grad and not adapter
-                gathered[id(tensor)] = (whole.to(dtype) if cast else whole).cpu()
-        return {name: gathered[id(tensor)] for name, tensor in state.items()}
+                tensors_by_id[id(tensor)] = (whole.to(dtype) if cast else whole).cpu()
+        return {name: tensors_by_id[id(tensor)] for name, tensor in state.items()}
 
     def _enter(self) -> None:
         if self._device.type == "cuda":  # the current device is a per-thread setting

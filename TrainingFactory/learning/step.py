@@ -36,7 +36,7 @@ def train_step(
     seed = turn_seed(options.seed, step, "update", 0, 0)
     torch.manual_seed(seed + learner.processes.rank)
     parts = split_minibatches(rows, options.minibatches, seed)
-    batches = [_annotated(learner, algorithm.needs, part, options.token_budget) for part in parts]
+    batches = [_annotated(learner, algorithm.needs, minibatch, options.token_budget) for minibatch in parts]
     algorithm.prepare(batches, step)
     measured = mismatch_metrics(batches, step) if "old" in algorithm.needs else {}
     updates = [learner.update(batch, algorithm.loss, algorithm.needs) for batch in batches * options.epochs]
@@ -49,13 +49,13 @@ def mismatch_metrics(batches: Sequence[Batch], step: int) -> dict[str, float]:
     of older weights. A metric without tokens is omitted."""
     packs = [pack for batch in batches for pack in batch.packs if pack.old is not None]
     gaps = np.concatenate([np.zeros(0), *(np.abs(pack.old - pack.logprobs) for pack in packs)])
-    fresh = np.concatenate([np.zeros(0, bool), *(pack.versions == step for pack in packs)])
+    is_on_policy = np.concatenate([np.zeros(0, bool), *(pack.versions == step for pack in packs)])
     metrics: dict[str, float] = {}
-    for name, values in (("mismatch", gaps[fresh]), ("staleness_gap", gaps[~fresh])):
+    for name, values in (("mismatch", gaps[is_on_policy]), ("staleness_gap", gaps[~is_on_policy])):
         if len(values):
             metrics[name] = float(values.mean())
-    if fresh.any():
-        metrics["mismatch_max"] = float(gaps[fresh].max())
+    if is_on_policy.any():
+        metrics["mismatch_max"] = float(gaps[is_on_policy].max())
     return metrics
 
 

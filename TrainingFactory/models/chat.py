@@ -57,9 +57,9 @@ class TemplateChatFormat:
         options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         self._template = ChatTemplate(tokenizer, options, day)
         self._marks = self._template.marks
-        mark = self._marks[0]
-        self._start = self._template.text([probes.user(mark)])
-        self._header = self._start.rpartition(mark)[2].rstrip()
+        placeholder = self._marks[0]
+        self._start = self._template.text([probes.user(placeholder)])
+        self._header = self._start.rpartition(placeholder)[2].rstrip()
         self._style = probes.find_call_style(self._template)
         self._end = probes.end_of_turn(self._template, self._encoder.control_texts)
         self.family = requested or self._detect() or FAMILIES["generic"]
@@ -109,17 +109,17 @@ class TemplateChatFormat:
         return self._fill(pieces, texts)
 
     def extend(self, turn: Turn, replies: Sequence[Message | Mapping[str, Any]]) -> list[int]:
-        sampled = turn.completion.token_ids
-        if not sampled or sampled[-1] not in self.stop_ids:
+        sampled_ids = turn.completion.token_ids
+        if not sampled_ids or sampled_ids[-1] not in self.stop_ids:
             raise ValueError("cannot extend a turn that was cut before its stop token")
         messages = self._as_user([as_message(reply) for reply in replies])
         texts: Texts = ["", ""]  # marks 0 and 1 are in the part before the replies
         for message in messages:
-            content = self._outlines.shown(message.role, message.content) if message.content else ""
+            content = self._outlines.hide_marks(message.role, message.content) if message.content else ""
             texts += [content, message.name or "tool"]
         ids = self._fill(self._continuation(messages), texts)
         # if the template has no end-of-turn token, the stop token is the first token of the next message (GLM)
-        return ids[1:] if self._end is None and ids[:1] == sampled[-1:] else ids
+        return ids[1:] if self._end is None and ids[:1] == sampled_ids[-1:] else ids
 
     def write(
         self,
@@ -129,12 +129,12 @@ class TemplateChatFormat:
         exact: bool = True,
     ) -> list[int]:
         message = as_message(message)
-        opened = self.opens_thought(prompt_ids)
+        opens_thought = self.opens_thought(prompt_ids)
         problem: ValueError | None = None
         for compose in (self._as_template, self._in_parts):
             texts: Texts = [""]  # mark 0 is the user's message
             try:
-                body = compose(message, texts, opened)
+                body = compose(message, texts, opens_thought)
             except ValueError as error:
                 problem = problem or error
                 continue
@@ -147,39 +147,43 @@ class TemplateChatFormat:
         assert problem is not None
         raise problem
 
-    def _as_template(self, message: Message, texts: Texts, opened: bool) -> str:
+    def _as_template(self, message: Message, texts: Texts, opens_thought: bool) -> str:
         """Return a turn as the template writes it, from the model's first token to the end."""
         write_calls = self._calls_text if message.tool_calls else None
         outline = self._outlines.message(replace(message, tool_calls=[]) if write_calls else message, texts)
         body = self._turn(json.dumps(outline))
         if write_calls:
             body += write_calls([self._outlines.call(call, texts) for call in message.tool_calls])
-        if opened == self._opens_thinking:
+        if opens_thought == self._opens_thinking:
             return body
-        if opened:
+        if opens_thought:
             raise ValueError("the chat template opens a thought in this turn, but not in the first turn")
         # the header of the first turn opens a thought, the header of this turn does not
-        opening, closing = self.family.think
-        thought, _, rest = body.partition(closing)
-        return f"{opening}\n{thought.strip()}\n{closing}{rest}" if message.reasoning else rest.lstrip("\n")
+        think_start, think_end = self.family.think
+        thought, _, rest = body.partition(think_end)
+        return (
+            f"{think_start}\n{thought.strip()}\n{think_end}{rest}" if message.reasoning else rest.lstrip("\n")
+        )
 
     def _written_turn(self, outline: str) -> str:
         """Return the template's text of an outline, which is given as JSON to be cacheable."""
         body = probes.assistant_body(self._template, self._start, json.loads(outline), self.family.think)
         return self._cut_end(body)
 
-    def _in_parts(self, message: Message, texts: Texts, opened: bool) -> str:
+    def _in_parts(self, message: Message, texts: Texts, opens_thought: bool) -> str:
         """Compose a turn of thought, text and calls, each rendered alone, for templates that cannot combine them."""
-        opening, closing = self.family.think
+        think_start, think_end = self.family.think
         parts = [Message("assistant", message.content)] if message.content else []
         parts += [Message("assistant", tool_calls=message.tool_calls)] if message.tool_calls else []
-        opens = self._opens_thinking
-        bodies = [self._as_template(part, texts, opens) for part in parts]
-        text = "\n".join(probes.after_thought(body, self.family.think, opens).strip("\n") for body in bodies)
-        if not (opened or message.reasoning):
+        opens_thinking = self._opens_thinking
+        bodies = [self._as_template(part, texts, opens_thinking) for part in parts]
+        text = "\n".join(
+            probes.after_thought(body, self.family.think, opens_thinking).strip("\n") for body in bodies
+        )
+        if not (opens_thought or message.reasoning):
             return text
         thought = self._outlines.mark(message.reasoning.strip("\n"), texts) if message.reasoning else ""
-        return f"{'' if opened else opening + chr(10)}{thought}\n{closing}\n\n{text}"
+        return f"{'' if opens_thought else think_start + chr(10)}{thought}\n{think_end}\n\n{text}"
 
     def _cut_end(self, body: str) -> str:
         return body[: body.rindex(self._end)] if self._end and self._end in body else body
@@ -201,13 +205,13 @@ class TemplateChatFormat:
         """Parse an assistant's text as a message; tags in it count as control tokens."""
         return self._read(text, self._opens_thinking, tools)
 
-    def _read(self, text: str, opened: bool, tools: Sequence[ToolSpec]) -> Message:
+    def _read(self, text: str, opens_thought: bool, tools: Sequence[ToolSpec]) -> Message:
         """Parse a turn. Calls inside its reasoning are ignored."""
-        opening, closing = self.family.think
+        think_start, think_end = self.family.think
         reasoning = None
-        closes = closing in text and closing in self._encoder.control_texts
-        if opened or closes or text.lstrip().startswith(opening):
-            thought, closed, rest = text.lstrip().removeprefix(opening).partition(closing)
+        is_control_token = think_end in text and think_end in self._encoder.control_texts
+        if opens_thought or is_control_token or text.lstrip().startswith(think_start):
+            thought, closed, rest = text.lstrip().removeprefix(think_start).partition(think_end)
             if not closed:
                 return Message("assistant", reasoning=thought.strip())
             reasoning, text = thought.strip(), rest
@@ -241,8 +245,8 @@ class TemplateChatFormat:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._encoder.decode(token_ids)
 
-    def cut(self, text: str, max_tokens: int) -> str:
-        return self._encoder.cut(text, max_tokens)
+    def truncate(self, text: str, max_tokens: int) -> str:
+        return self._encoder.truncate(text, max_tokens)
 
     # marks and pieces
 
@@ -294,12 +298,12 @@ class TemplateChatFormat:
         """Join the tool results of a turn into one user message, if the template does not render tool messages."""
         if not self._replies_as_user:
             return list(messages)
-        joined: list[Message] = []
+        merged: list[Message] = []
         for are_results, group in groupby(messages, lambda message: message.role == "tool"):
             run = list(group)
             texts = [f"Result of {message.name or 'the tool'}:\n{message.content}" for message in run]
-            joined += [Message("user", "\n\n".join(texts))] if are_results else run
-        return joined
+            merged += [Message("user", "\n\n".join(texts))] if are_results else run
+        return merged
 
     def _put_tools_into_system(
         self, outlines: list[dict[str, Any]], specs: list[ToolSpec], texts: Texts
@@ -339,13 +343,13 @@ class TemplateChatFormat:
 
     def _learned(self) -> Family | None:
         """Return a family whose parser is learned from the template's rendering of calls; None if that fails."""
-        plain = Family("template", lambda text, tools: (text, []))
+        template_family = Family("template", lambda text, tools: (text, []))
         try:
-            reader = learn_reader(self._calls_body(plain.think), self._marks)
+            reader = learn_reader(self._calls_body(template_family.think), self._marks)
         except ValueError:
             return None
-        learned = replace(plain, read_calls=reader or plain.read_calls)
-        return learned if self._reads_template(learned) else None
+        learned_syntax = replace(template_family, read_calls=reader or template_family.read_calls)
+        return learned_syntax if self._reads_template(learned_syntax) else None
 
     def _misread(self) -> str:
         """Return an error text for the first canary turn that does not parse back as written; "" if all do."""

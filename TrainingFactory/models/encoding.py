@@ -49,17 +49,19 @@ class TextEncoder:
                 f"{type(tokenizer).__name__} is a slow tokenizer; use one with a tokenizer.json (fast tokenizer)"
             )
         state = json.loads(backend.to_str()) | {"post_processor": None}
-        added = {token["content"]: token for token in state["added_tokens"]}
+        added_tokens = {token["content"]: token for token in state["added_tokens"]}
         self.control_texts: dict[str, int] = {
             text: token["id"]
-            for text, token in added.items()
+            for text, token in added_tokens.items()
             if text and (token["special"] or MARKUP.fullmatch(text))
         }
-        state["added_tokens"] = [token for text, token in added.items() if text not in self.control_texts]
+        state["added_tokens"] = [
+            token for text, token in added_tokens.items() if text not in self.control_texts
+        ]
         for part in ("normalizer", "pre_tokenizer"):
             state[part] = _without_prefix_space(state.get(part))
         self._plain = Tokenizer.from_str(json.dumps(state))
-        self._whole = backend
+        self._whole_tokenizer = backend
         byte_level = (state["decoder"] or {}).get("type") == "ByteLevel"
         self._bytes_of = lru_cache(maxsize=None)(self._token_bytes) if byte_level else None
         # The clone renumbers the remaining added tokens, except those that are in the vocabulary itself.
@@ -72,7 +74,7 @@ class TextEncoder:
         # Mostly for names of tools and arguments.
         self.may_form_control_token = lru_cache(maxsize=512)(self._can_join)
         self._joined = "\0".join(["", *self.control_texts, ""])
-        self._words = {_word(text) for text in self.control_texts} - {""}
+        self._words = {_first_word(text) for text in self.control_texts} - {""}
         self._longest = max(map(len, self.control_texts), default=0)
         ids = self._encode(CANARY)
         if self.decode(ids) != CANARY and tokenizer.unk_token_id not in ids:
@@ -115,10 +117,10 @@ class TextEncoder:
     def decode(self, token_ids: Sequence[int]) -> str:
         if self._bytes_of is not None:  # ten times as fast as the library
             return b"".join(map(self._bytes_of, token_ids)).decode("utf-8", errors="replace")
-        return self._whole.decode(list(token_ids), skip_special_tokens=False)
+        return self._whole_tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def _token_bytes(self, number: int) -> bytes:
-        text = self._whole.id_to_token(number) or ""
+        text = self._whole_tokenizer.id_to_token(number) or ""
         return bytes(map(_BYTES.__getitem__, text)) if _BYTES.keys() >= set(text) else text.encode()
 
     def quoted(self, token_ids: Sequence[int], quote: Callable[[str], str]) -> str:
@@ -138,12 +140,12 @@ class TextEncoder:
         text = text.strip()
         sizes = range(1, min(len(text), self._longest) + 1)
         return bool(text) and (
-            _word(text) in self._words
+            _first_word(text) in self._words
             or self._control.search(text) is not None
             or any("\0" + text[-end:] in self._joined or text[:end] + "\0" in self._joined for end in sizes)
         )
 
-    def cut(self, text: str, max_tokens: int) -> str:
+    def truncate(self, text: str, max_tokens: int) -> str:
         """Return the text if it fits into `max_tokens`, else its beginning and end with a marker between them."""
         text = valid_text(text)
         # Tokens have a maximum length, so most of a huge text need not be encoded.
@@ -175,7 +177,7 @@ class TextEncoder:
         return ""
 
 
-def _word(text: str) -> str:
+def _first_word(text: str) -> str:
     return re.sub(r"^\W+|\W+$", "", text)
 
 

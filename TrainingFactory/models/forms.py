@@ -35,26 +35,26 @@ ReadAt = Callable[[str, int, Sequence[ToolSpec]], Parsed | None]
 CallSyntax = tuple[int, int, Callable[[str], ReadAt]]
 
 
-def learn_reader(body: Body, marks: Marks) -> CallReader | None:
+def learn_reader(body: Body, placeholders: Marks) -> CallReader | None:
     """Return a parser of the calls that this template writes; None if their syntax is unknown."""
-    arguments = {marks[2]: marks[3], marks[4]: marks[5]}
-    one = body([ToolCall(marks[1], arguments)])
+    arguments = {placeholders[2]: placeholders[3], placeholders[4]: placeholders[5]}
+    one_call = body([ToolCall(placeholders[1], arguments)])
     try:
-        two = body([ToolCall(marks[1], arguments), ToolCall(marks[6], arguments)])
+        two_calls = body([ToolCall(placeholders[1], arguments), ToolCall(placeholders[6], arguments)])
     except ValueError:  # this template accepts only one call per turn
-        two = one
+        two_calls = one_call
     for find_syntax in (_json, _named, _python, _pairs):
-        first = find_syntax(one, marks[1], marks)
+        first = find_syntax(one_call, placeholders[1], placeholders)
         if first is None:
             continue
         start, end, make_reader = first
-        second = find_syntax(two, marks[6], marks)
-        head, tail, between = one[:start], one[end:], two[end : second[0]] if second else ""
-        begin = _common_end(head, between) if between else head
-        close = _common_start(tail, between.removesuffix(begin)) if between else tail
-        if begin.strip():
-            outer_begin, outer_close = head.removesuffix(begin), tail.removeprefix(close)
-            return _TaggedCallReader(outer_begin, begin, close, outer_close, make_reader(close))
+        second = find_syntax(two_calls, placeholders[6], placeholders)
+        head, tail, separator = one_call[:start], one_call[end:], two_calls[end : second[0]] if second else ""
+        call_start = _common_end(head, separator) if separator else head
+        close = _common_start(tail, separator.removesuffix(call_start)) if separator else tail
+        if call_start.strip():
+            outer_begin, outer_close = head.removesuffix(call_start), tail.removeprefix(close)
+            return _TaggedCallReader(outer_begin, call_start, close, outer_close, make_reader(close))
     return None
 
 
@@ -71,18 +71,18 @@ class _TaggedCallReader:
     def __call__(self, text: str, tools: Sequence[ToolSpec]) -> tuple[str, list[ToolCall]]:
         tag, close = _literal(self.begin), _literal(self.close)
         outside, calls, position = "", list[ToolCall](), 0
-        while opening := tag.search(text, position):
-            outside += text[position : opening.start()]
-            parsed = self.read_at(text, opening.end(), tools)
+        while start_match := tag.search(text, position):
+            outside += text[position : start_match.start()]
+            parsed = self.read_at(text, start_match.end(), tools)
             if parsed is None:
                 calls.append(malformed_call(f"what follows {self.begin.strip()} is not a whole call"))
-                position = opening.end()
-                closing = close.search(text, position) if self.close.strip() else None
-                position = closing.end() if closing else len(text)
+                position = start_match.end()
+                end_match = close.search(text, position) if self.close.strip() else None
+                position = end_match.end() if end_match else len(text)
             else:
                 calls += parsed[0]
-                closing = close.match(text, parsed[1])
-                position = closing.end() if closing else parsed[1]
+                end_match = close.match(text, parsed[1])
+                position = end_match.end() if end_match else parsed[1]
         if not calls:
             return text, []
         outside += text[position:]
@@ -91,11 +91,11 @@ class _TaggedCallReader:
         return outside.strip(), calls
 
 
-def _json(text: str, name: str, marks: Marks) -> CallSyntax | None:
+def _json(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     """Find {"name": NAME, "arguments": {...}}, with any keys in any order, or a list of such objects."""
     for start in (bracket.start() for bracket in re.finditer(r"[\[{]", text)):
         value, end = _decode(text, start) or (None, 0)
-        path = _path(value[-1] if isinstance(value, list) and value else value, name, marks[2])
+        path = _path(value[-1] if isinstance(value, list) and value else value, name, placeholders[2])
         if path is None:
             continue
 
@@ -112,41 +112,46 @@ def _json(text: str, name: str, marks: Marks) -> CallSyntax | None:
     return None
 
 
-def _named(text: str, name: str, marks: Marks) -> CallSyntax | None:
+def _named(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     """Find NAME, a separator and {...}, as JSON or with bare keys and a special quote."""
     start = text.find(name)
     name_end = start + len(name)
     brace = text.find("{", name_end) if start >= 0 else -1
     if brace < 0:
         return None
-    bare = re.compile(rf"\{{{marks[2]}:(?P<quote>\S+?){marks[3]}(?P=quote),").match(text, brace)
-    decode = _decode_with(bare["quote"]) if bare else _decode
+    bare_key = re.compile(rf"\{{{placeholders[2]}:(?P<quote>\S+?){placeholders[3]}(?P=quote),").match(
+        text, brace
+    )
+    decode = _decode_with(bare_key["quote"]) if bare_key else _decode
     arguments = decode(text, brace)
-    if arguments is None or arguments[0] != {marks[2]: marks[3], marks[4]: marks[5]}:
+    if arguments is None or arguments[0] != {
+        placeholders[2]: placeholders[3],
+        placeholders[4]: placeholders[5],
+    }:
         return None
     middle = re.compile(_loose(text[name_end:brace]) + r"\s*(?=\{)")
 
     def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> Parsed | None:
-        between = middle.search(text, position)
-        decoded = decode(text, between.end()) if between else None
-        if between is None or decoded is None:
+        separator = middle.search(text, position)
+        decoded = decode(text, separator.end()) if separator else None
+        if separator is None or decoded is None:
             return None
-        return [make_call(text[position : between.start()], decoded[0])], decoded[1]
+        return [make_call(text[position : separator.start()], decoded[0])], decoded[1]
 
     return start, arguments[1], lambda close: read_at
 
 
-def _python(text: str, name: str, marks: Marks) -> CallSyntax | None:
+def _python(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     """Find [NAME(KEY=VALUE, ...), ...]."""
-    calls = re.search(rf"\[[^\[]*\b{name}\({marks[2]}\s*=.*\)\s*\]", text, re.DOTALL)
+    calls = re.search(rf"\[[^\[]*\b{name}\({placeholders[2]}\s*=.*\)\s*\]", text, re.DOTALL)
     if calls is None:
         return None
 
     def make_reader(close: str) -> ReadAt:
-        ending = _literal(close) if close.strip() else re.compile(r"\Z")
+        end_pattern = _literal(close) if close.strip() else re.compile(r"\Z")
 
         def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> Parsed | None:
-            end = ending.search(text, position)
+            end = end_pattern.search(text, position)
             return _python_calls(text[position : end.start()].strip(), end.start()) if end else None
 
         return read_at
@@ -163,30 +168,40 @@ def _python_calls(code: str, end: int) -> Parsed | None:
             continue
         rows = tree.elts if isinstance(tree, ast.List) else [tree]
         calls = [row for row in rows if isinstance(row, ast.Call)]
-        named = all(isinstance(call.func, ast.Name | ast.Attribute) for call in calls)
-        if rows and named and len(calls) == len(rows):
+        are_names = all(isinstance(call.func, ast.Name | ast.Attribute) for call in calls)
+        if rows and are_names and len(calls) == len(rows):
             return [call_from_tree(ast.unparse(call.func), call) for call in calls], end
     return None
 
 
-def _pairs(text: str, name: str, marks: Marks) -> CallSyntax | None:
+def _pairs(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     """Find NAME and any number of pairs, each with a tag before the key, before the value and after the value."""
     start = text.find(name)
-    pieces = re.split("|".join(marks[n] for n in range(2, 6)), text[start + len(name) :])
+    pieces = re.split("|".join(placeholders[n] for n in range(2, 6)), text[start + len(name) :])
     if start < 0 or len(pieces) < 5:
         return None
-    to_key, to_value, between, again, tail = pieces[:5]
-    opening = _common_end(to_key, between)
-    closing = between.removesuffix(opening)
-    if again != to_value or not to_value.strip() or not opening.strip() or not tail.startswith(closing):
+    to_key, to_value, separator, next_to_value, call_tail = pieces[:5]
+    key_start = _common_end(to_key, separator)
+    pair_end = separator.removesuffix(key_start)
+    if (
+        next_to_value != to_value
+        or not to_value.strip()
+        or not key_start.strip()
+        or not call_tail.startswith(pair_end)
+    ):
         return None
-    end = start + len(name) + len(text[start + len(name) :].partition(marks[5])[0]) + len(marks[5] + closing)
-    ahead = to_key.removesuffix(opening)
+    end = (
+        start
+        + len(name)
+        + len(text[start + len(name) :].partition(placeholders[5])[0])
+        + len(placeholders[5] + pair_end)
+    )
+    preamble = to_key.removesuffix(key_start)
 
     def make_reader(close: str) -> ReadAt:
-        first_key, no_key = _literal(ahead + opening), _literal(ahead + close)
-        next_key = re.compile(_tight(closing) + _loose(opening))
-        call_end = re.compile(f"{_tight(closing)}(?={_loose(close)})")
+        first_key, no_key = _literal(preamble + key_start), _literal(preamble + close)
+        next_key = re.compile(_tight(pair_end) + _loose(key_start))
+        call_end = re.compile(f"{_tight(pair_end)}(?={_loose(close)})")
         return _PairReader(first_key, no_key, re.compile(_tight(to_value)), next_key, call_end).read_at
 
     return start, end, make_reader
@@ -203,9 +218,9 @@ class _PairReader:
     end: re.Pattern[str]
 
     def read_at(self, text: str, position: int, tools: Sequence[ToolSpec]) -> Parsed | None:
-        first, ending = self.first_key.search(text, position), self.no_key.search(text, position)
-        if ending and (first is None or ending.start() < first.start()):
-            return [make_call(text[position : ending.start()], {})], ending.start()
+        first, end_match = self.first_key.search(text, position), self.no_key.search(text, position)
+        if end_match and (first is None or end_match.start() < first.start()):
+            return [make_call(text[position : end_match.start()], {})], end_match.start()
         if first is None:
             return None
         name, values, position = text[position : first.start()].strip(), dict[str, Any](), first.end()
@@ -215,13 +230,16 @@ class _PairReader:
             if middle is None:
                 return None
             key = text[position : middle.start()].strip()
-            following, ending = self.next_key.search(text, middle.end()), self.end.search(text, middle.end())
-            stop = min((tag for tag in (following, ending) if tag), key=re.Match.start, default=None)
+            next_match, end_match = (
+                self.next_key.search(text, middle.end()),
+                self.end.search(text, middle.end()),
+            )
+            stop = min((tag for tag in (next_match, end_match) if tag), key=re.Match.start, default=None)
             if stop is None:
                 return None
             values[key] = _typed(text[middle.end() : stop.start()], types.get(key))
             position = stop.end()
-            if stop is ending:
+            if stop is end_match:
                 return [make_call(name, values)], position
 
 
@@ -254,12 +272,14 @@ def _decode_with(quote: str) -> Callable[[str, int], tuple[Any, int] | None]:
         if match[1] is not None:
             return match[1], position
         if match[3] is not None:
-            bare = match[3].strip()
+            bare_value = match[3].strip()
             constants = {"None": None, "True": True, "False": False}
-            return constants[bare] if bare in constants else (_decode(bare, 0) or (bare, 0))[0], position
+            return constants[bare_value] if bare_value in constants else (
+                _decode(bare_value, 0) or (bare_value, 0)
+            )[0], position
         is_object = match[2] == "{"
         items = list[tuple[str, Any]]()
-        while not (closing := re.compile(r"\s*,?\s*[}\]]").match(text, position)):
+        while not (end_match := re.compile(r"\s*,?\s*[}\]]").match(text, position)):
             comma = re.compile(r"\s*,").match(text, position)
             position, key = comma.end() if comma else position, ""
             if is_object:
@@ -269,7 +289,7 @@ def _decode_with(quote: str) -> Callable[[str, int], tuple[Any, int] | None]:
                 key, position = label[1].strip().removeprefix(quote).removesuffix(quote), label.end()
             value, position = value_at(text, position, depth + 1)
             items.append((key, value))
-        return dict(items) if is_object else [value for _, value in items], closing.end()
+        return dict(items) if is_object else [value for _, value in items], end_match.end()
 
     def decode(text: str, position: int) -> tuple[Any, int] | None:
         try:
@@ -284,10 +304,12 @@ def _path(value: Any, name: str, key: str) -> tuple[list[str], str, str] | None:
     """Return the path of keys to the object of a call, and its keys of name and arguments; None if there is none."""
     for field, inner in value.items() if isinstance(value, dict) else ():
         if inner == name:
-            arguments = [other for other, item in value.items() if other != field and key in str(item)]
+            arguments = [
+                argument for argument, item in value.items() if argument != field and key in str(item)
+            ]
             return ([], field, arguments[0]) if arguments else None
-        if deeper := _path(inner, name, key):
-            return [field, *deeper[0]], deeper[1], deeper[2]
+        if inner_path := _path(inner, name, key):
+            return [field, *inner_path[0]], inner_path[1], inner_path[2]
     return None
 
 

@@ -103,11 +103,13 @@ def _check_finite(name: str, model: Any) -> None:
     finite = bounds.isfinite().all(dim=1).tolist()
     invalid = [key for key, is_finite in zip(weights, finite, strict=True) if not is_finite]
     if invalid:
-        others = f" and {len(invalid) - 1} others" if len(invalid) > 1 else ""
+        others_note = f" and {len(invalid) - 1} others" if len(invalid) > 1 else ""
         advice = "download or export the model again"
         if model.dtype == torch.float16:
             advice += ", or set model.dtype=bfloat16, whose range is larger"
-        raise ValueError(f"model {name!r}: weight {invalid[0]}{others} has NaN or infinite values; {advice}")
+        raise ValueError(
+            f"model {name!r}: weight {invalid[0]}{others_note} has NaN or infinite values; {advice}"
+        )
 
 
 def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -137,15 +139,15 @@ def _freeze_imports() -> None:
 def pick_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = torch.device(device)
-    if chosen.type == "cuda" and not torch.cuda.is_available():
+    torch_device = torch.device(device)
+    if torch_device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"model.device is {device!r}, but this machine has no CUDA device; use auto or cpu")
-    return chosen
+    return torch_device
 
 
-def pick_dtype(dtype: str, place: torch.device = CPU) -> torch.dtype:
+def pick_dtype(dtype: str, device: torch.device = CPU) -> torch.dtype:
     if dtype == "auto":
-        return torch.bfloat16 if place.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     if dtype not in DTYPES:
         raise ValueError(f"model.dtype is {dtype!r}, but it must be one of: auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
@@ -217,10 +219,10 @@ def _load_pretrained(name: str, target: str, options: Options, weight_options: O
         with reading("tokenizer.json"):
             tokenizer = _read_tokenizer(source, options)
         with reading("config.json"):  # or the weights, if they do not match it
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            pretrained: Any = AutoModelForCausalLM.from_pretrained(
                 source, output_loading_info=True, **options, **weight_options
             )
-    model, report = loaded
+    model, report = pretrained
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would continue with random weights
         raise ValueError(
@@ -331,7 +333,7 @@ def set_adapter_dtype(adapted: Any, dtype: torch.dtype) -> Any:
 
 
 @contextmanager
-def _reading(task: str, source: str, options: dict[str, Any], part: str) -> Iterator[None]:
+def _reading(task: str, source: str, options: dict[str, Any], component: str) -> Iterator[None]:
     """Convert any error of the block, except device errors, to a ValueError of one line: task, file, cause, remedy."""
     try:
         yield
@@ -340,7 +342,7 @@ def _reading(task: str, source: str, options: dict[str, Any], part: str) -> Iter
     except LOADING_ERRORS as error:
         if "allocate memory" in str(error):
             raise
-        raise ValueError(f"{task}: {_cause(error, source, options, part)}") from error
+        raise ValueError(f"{task}: {_cause(error, source, options, component)}") from error
 
 
 def _check_config(source: str, options: dict[str, Any]) -> None:
@@ -354,9 +356,9 @@ def _check_config(source: str, options: dict[str, Any]) -> None:
         raise ValueError(damage)
 
 
-def _cause(error: Exception, source: str, options: dict[str, Any], part: str) -> str:
+def _cause(error: Exception, source: str, options: dict[str, Any], component: str) -> str:
     """Return why a model could not be loaded, and what to do. Names the missing or damaged file if there is one;
-    otherwise quotes the library's error for the file `part`."""
+    otherwise quotes the library's error for the file `component`."""
     from huggingface_hub import try_to_load_from_cache
 
     folder = Path(source)
@@ -369,7 +371,7 @@ def _cause(error: Exception, source: str, options: dict[str, Any], part: str) ->
         folder = Path(cached).parent if isinstance(cached, str) else folder
     if damaged := _damaged_file(folder):
         return damaged
-    patterns = TOKENIZER_FILES if part == "tokenizer.json" and folder.is_dir() else ()
+    patterns = TOKENIZER_FILES if component == "tokenizer.json" and folder.is_dir() else ()
     if patterns and not any(file for pattern in patterns for file in folder.glob(pattern)):
         return (
             f"{folder} has no tokenizer (such as tokenizer.json): copy the model's tokenizer files into it, or write "
@@ -378,9 +380,7 @@ def _cause(error: Exception, source: str, options: dict[str, Any], part: str) ->
     unsupported = "trust_remote_code" in str(error) or "model type" in str(error)
     if unsupported or isinstance(error, OSError):  # the files may be intact
         return _first_line(error)
-    return (
-        f"{folder / part} is damaged or does not fit the other files ({_first_line(error)}): {RECOPY_ADVICE}"
-    )
+    return f"{folder / component} is damaged or does not fit the other files ({_first_line(error)}): {RECOPY_ADVICE}"
 
 
 def _damaged_file(folder: Path) -> str | None:

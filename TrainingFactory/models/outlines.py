@@ -38,25 +38,25 @@ class Outlines:
         known, marks replace usual strings from now on, so that calls with other strings have the same outline."""
         self._calls_as_json = calls_as_json
         with suppress(ValueError):
-            self._marks_arguments = not calls_as_json and self.shown("argument", "") == ""
+            self._marks_arguments = not calls_as_json and self.hide_marks("argument", "") == ""
 
     def mark(self, text: str, texts: Texts) -> str:
         texts.append(text)
         return self._template.marks[len(texts) - 1]
 
-    def shown(self, what: str, text: str) -> str:
-        """Return the text as the template writes it at the place `what`: some strip it, some encode it as JSON."""
-        if self._calls_as_json and what.endswith("argument"):
+    def hide_marks(self, context: str, text: str) -> str:
+        """Return the text as the template writes it at the place `context`: some strip it, some encode it as JSON."""
+        if self._calls_as_json and context.endswith("argument"):
             return json_inner(text)
-        if what not in self._transforms:
-            render = probes.make_renderer(self._template, what, self._style)
-            self._transforms[what] = self._template.transform(what, render)
-        return self._transforms[what](text)
+        if context not in self._transforms:
+            render = probes.make_renderer(self._template, context, self._style)
+            self._transforms[context] = self._template.transform(context, render)
+        return self._transforms[context](text)
 
-    def shield(self, value: Any, texts: Texts, what: str, key: str = "nested argument") -> Any:
-        """Return a copy of JSON data with marks for all strings that could produce a control token. `what` is the place
-        of its strings in the conversation, `key` that of its object keys."""
-        inner = "nested argument" if what == "argument" else what
+    def shield(self, value: Any, texts: Texts, context: str, key: str = "nested argument") -> Any:
+        """Return a copy of JSON data with marks for all strings that could produce a control token. `context` is the
+        place of its strings in the conversation, `key` that of its object keys."""
+        inner = "nested argument" if context == "argument" else context
         if isinstance(value, dict):
             return {
                 self.shield(name, texts, key): self.shield(item, texts, key if name == "name" else inner, key)
@@ -69,7 +69,7 @@ class Outlines:
             and value not in SCHEMA_WORDS
             and self._encoder.may_form_control_token(value)
         ):
-            return self.mark(self.shown(what, value), texts)
+            return self.mark(self.hide_marks(context, value), texts)
         return value
 
     def schemas(self, specs: list[ToolSpec]) -> tuple[list[dict[str, Any]], str, Texts]:
@@ -96,12 +96,12 @@ class Outlines:
             and value.strip()
             and SIMPLE_TEXT.fullmatch(value)
         ):
-            return self.mark(self.shown("argument", value), texts)
+            return self.mark(self.hide_marks("argument", value), texts)
         return self.shield(value, texts, "argument")
 
     def message(self, message: Message, texts: Texts) -> dict[str, Any]:
         """Return the message as templates expect it, with marks in place of its texts."""
-        content = self.mark(self.shown(message.role, message.content), texts) if message.content else ""
+        content = self.mark(self.hide_marks(message.role, message.content), texts) if message.content else ""
         outline: dict[str, Any] = {"role": message.role, "content": content}
         if message.tool_calls:
             if self._style is None:

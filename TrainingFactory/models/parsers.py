@@ -36,15 +36,15 @@ def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[To
             value, end = DECODER.raw_decode(text, _SPACE.match(text, position).end())  # type: ignore[union-attr]
         except (ValueError, RecursionError):
             value, end = None, position
-        closing = _TAG.search(text, end)
-        if closing is None or closing.group() == "<tool_call>":
+        end_match = _TAG.search(text, end)
+        if end_match is None or end_match.group() == "<tool_call>":
             calls.append(malformed_call("found <tool_call> without </tool_call> after it"))
-            position = closing.start() if closing else len(text)
+            position = end_match.start() if end_match else len(text)
         else:
-            decoded = end > position and not text[end : closing.start()].strip()
-            inside = text[position : closing.start()]
-            calls.append(call_from_value(value) if decoded else _call_from_json(inside))
-            position = closing.end()
+            decoded = end > position and not text[end : end_match.start()].strip()
+            call_text = text[position : end_match.start()]
+            calls.append(call_from_value(value) if decoded else _call_from_json(call_text))
+            position = end_match.end()
     return (outside + text[position:]).strip() if calls else text, calls
 
 
@@ -100,8 +100,8 @@ def read_deepseek(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[
     content, *blocks = text.split(begin)
     calls = []
     for block in blocks:
-        inside, closed, _ = block.partition(end)
-        first, separator, second = inside.partition(sep)
+        call_text, closed, _ = block.partition(end)
+        first, separator, second = call_text.partition(sep)
         if not closed or not separator:
             calls.append(malformed_call(f"a call needs {sep} inside and {end} at its end"))
         elif first.strip() == "function":

@@ -63,30 +63,32 @@ def renders_tools(template: ChatTemplate) -> bool:
 
 def end_of_turn(template: ChatTemplate, control_texts: Iterable[str]) -> str | None:
     """Return the control token with which the template ends an assistant message; None if there is none."""
-    mark = template.marks[1]
-    text = template.text([user("m"), {"role": "assistant", "content": mark}], header=False)
-    if mark not in text:
+    placeholder = template.marks[1]
+    text = template.text([user("m"), {"role": "assistant", "content": placeholder}], header=False)
+    if placeholder not in text:
         raise ValueError("the chat template drops assistant messages without tool calls")
-    rest = text.rpartition(mark)[2]
-    ends = [(rest.index(control), -len(control), control) for control in control_texts if control in rest]
-    return min(ends)[2] if ends else None
+    rest = text.rpartition(placeholder)[2]
+    candidates = [
+        (rest.index(control), -len(control), control) for control in control_texts if control in rest
+    ]
+    return min(candidates)[2] if candidates else None
 
 
 def end_of_calls(template: ChatTemplate, style: CallStyle | None, control_texts: Iterable[str]) -> str | None:
     """Return the control token that ends a turn with calls, unless it also occurs inside the turn (Gemma 4)."""
     try:
         turns = [style.message([ToolCall("f", {"a": "b"})] * count) if style else {} for count in (1, 2)]
-        one, two = (template.text([user("m"), turn], header=False).rstrip() for turn in turns)
+        one_call, two_calls = (template.text([user("m"), turn], header=False).rstrip() for turn in turns)
     except ValueError:
         return None
-    ends = [text for text in control_texts if one.endswith(text) and two.endswith(text)]
-    return next((text for text in ends if one.count(text) == two.count(text)), None)
+    shared_ends = [text for text in control_texts if one_call.endswith(text) and two_calls.endswith(text)]
+    return next((text for text in shared_ends if one_call.count(text) == two_calls.count(text)), None)
 
 
-def after_thought(body: str, think: tuple[str, str], opened: bool) -> str:
+def after_thought(body: str, think: tuple[str, str], is_thinking_open: bool) -> str:
     """Return a turn without its leading thought."""
-    thinks = opened or body.lstrip().startswith(think[0])
-    return body.partition(think[1])[2] if thinks and think[1] in body else body
+    has_thought = is_thinking_open or body.lstrip().startswith(think[0])
+    return body.partition(think[1])[2] if has_thought and think[1] in body else body
 
 
 def shows_tool_results(template: ChatTemplate, style: CallStyle | None, end_text: str | None) -> bool:
@@ -101,14 +103,14 @@ def assistant_body(
 ) -> str:
     """Return the assistant's part of a rendering, from the model's first token. `start` is the template's prompt for a
     user message that is mark 0."""
-    whole = template.text([user(template.marks[0]), outline], header=False)
-    if whole.startswith(start):
-        return whole[len(start) :]
+    conversation = template.text([user(template.marks[0]), outline], header=False)
+    if conversation.startswith(start):
+        return conversation[len(start) :]
     # The header opens a thought that the finished turn no longer shows.
-    before, opened, _ = start.rpartition(think[0])
-    if not opened or not whole.startswith(before):
+    before, opens_thought, _ = start.rpartition(think[0])
+    if not opens_thought or not conversation.startswith(before):
         raise ValueError("the chat template begins an assistant turn differently from its generation prompt")
-    rest = whole[len(before) :]
+    rest = conversation[len(before) :]
     if start.rstrip().endswith(think[1]):
         return rest
     if rest.startswith(think[0]):  # an empty thought, without the white space after the header's tag
@@ -117,30 +119,30 @@ def assistant_body(
     return thought + rest if rest.startswith(think[1]) else f"{thought}\n{think[1]}\n\n{rest}"
 
 
-def make_renderer(template: ChatTemplate, what: str, style: CallStyle | None) -> Callable[[str], str]:
-    """Return a function that renders the shortest conversation with its text at `what`: a role or part of a tool."""
+def make_renderer(template: ChatTemplate, context: str, style: CallStyle | None) -> Callable[[str], str]:
+    """Return a function that renders the shortest conversation with its text at `context`: a role or part of a tool."""
 
     def render(text: str) -> str:
         tools: list[dict[str, Any]] = []
         calls = {"argument": ToolCall("f", {"a": text}), "nested argument": ToolCall("f", {"a": [text]})}
-        call = calls.get(what)
+        call = calls.get(context)
         turn = {"role": "assistant", "content": "m"}
         if style:
             turn = style.message([call or ToolCall("f", {"a": "b"})])
         conversation = [user("m")]
-        if what == "system":
+        if context == "system":
             conversation = [{"role": "system", "content": text}, user("m")]
-        elif what == "user":
+        elif context == "user":
             conversation = [user(text)]
-        elif what == "assistant":
+        elif context == "assistant":
             conversation = [user("m"), {"role": "assistant", "content": text}]
-        elif what == "tool":
+        elif context == "tool":
             reply = {"role": "tool", "tool_call_id": f"{CALL_ID}0", "name": "f", "content": text}
             conversation = [user("m"), turn, reply]
         elif call:
             conversation = [user("m"), turn]
         else:
-            tools = [tool(text, "d") if what == "tool name" else tool("f", text)]
+            tools = [tool(text, "d") if context == "tool name" else tool("f", text)]
         return template.text(conversation, tools, header=False)
 
     return render
@@ -150,38 +152,41 @@ def continuation(
     template: ChatTemplate, style: CallStyle | None, end_text: str | None, replies: Sequence[Message]
 ) -> str:
     """Return the template's text after a sampled turn: the rest of its end, the replies, the next generation prompt."""
-    marks = template.marks
+    placeholders = template.marks
     tool_replies = [number for number, reply in enumerate(replies) if reply.role == "tool"]
     failure: ValueError | None = None
     # Some templates accept only one call per turn, but any number of results.
     for count in dict.fromkeys((len(tool_replies), min(1, len(tool_replies)))):
-        calls = [ToolCall(marks[3 + 2 * number], {"a": marks[1]}) for number in tool_replies[:count]]
-        turn = style.message(calls) if style and calls else {"role": "assistant", "content": marks[1]}
+        calls = [
+            ToolCall(placeholders[3 + 2 * number], {"a": placeholders[1]}) for number in tool_replies[:count]
+        ]
+        turn = style.message(calls) if style and calls else {"role": "assistant", "content": placeholders[1]}
         answers: list[dict[str, Any]] = []
         # mark 2 + 2i is the text of reply i, mark 3 + 2i the name of its tool
         for number, reply in enumerate(replies):
-            answer = {"role": reply.role, "content": marks[2 + 2 * number] if reply.content else ""}
+            answer = {"role": reply.role, "content": placeholders[2 + 2 * number] if reply.content else ""}
             if reply.role == "tool":
                 call_id = f"{CALL_ID}{min(len(answers), max(count - 1, 0))}"
-                answer |= {"tool_call_id": call_id, "name": marks[3 + 2 * number]}
+                answer |= {"tool_call_id": call_id, "name": placeholders[3 + 2 * number]}
             answers.append(answer)
         try:
-            alone = template.text([user(marks[0]), turn], header=False)
-            whole = template.text([user(marks[0]), turn, *answers])
+            without_answers = template.text([user(placeholders[0]), turn], header=False)
+            conversation = template.text([user(placeholders[0]), turn, *answers])
         except ValueError as error:
             failure = error
             continue
-        return _between(alone, whole, marks[1], end_text)
+        return _between(without_answers, conversation, placeholders[1], end_text)
     assert failure is not None
     raise failure
 
 
-def _between(alone: str, whole: str, last: str, end_text: str | None) -> str:
-    """Return the part of `whole` after the turn that `alone` ends with; `last` is the last mark inside the turn."""
-    ending, rest = alone.rpartition(last)[2], whole.rpartition(last)[2]
-    if last not in whole:
+def _between(without_answers: str, conversation: str, last: str, end_text: str | None) -> str:
+    """Return the part of `conversation` after the turn that `without_answers` ends with; `last` is the last mark
+    inside the turn."""
+    ending, rest = without_answers.rpartition(last)[2], conversation.rpartition(last)[2]
+    if last not in conversation:
         raise ValueError("the chat template drops an assistant turn that has a reply")
-    cut = ending.rindex(end_text) + len(end_text) if end_text and end_text in ending else len(ending)
-    if not rest.startswith(ending[:cut]):
+    turn_end = ending.rindex(end_text) + len(end_text) if end_text and end_text in ending else len(ending)
+    if not rest.startswith(ending[:turn_end]):
         raise ValueError("the chat template ends an assistant turn differently if it has a reply")
-    return rest[cut:]
+    return rest[turn_end:]

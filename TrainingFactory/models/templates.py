@@ -81,13 +81,13 @@ def _bounded(render: Callable[[], str]) -> str:
             raise ValueError(f"it did not finish within {MAX_STEPS} steps")
         return count
 
-    before = sys.gettrace()
+    previous_trace = sys.gettrace()
     # A step limit, unlike a time limit, is reproducible and works on every thread.
     sys.settrace(lambda frame, *_: count if frame.f_code.co_filename == "<template>" else None)
     try:
         return render()
     finally:
-        sys.settrace(before)
+        sys.settrace(previous_trace)
 
 
 class ChatTemplate:
@@ -119,20 +119,23 @@ class ChatTemplate:
         except Exception as error:  # templates are third-party code
             raise ValueError(f"the chat template cannot render this conversation: {error}") from error
 
-    def transform(self, what: str, render: Callable[[str], str]) -> Transform:
-        """Find how the template changes a text at the place `what`, by rendering canaries there."""
-        mark = self.marks[0]
-        pattern = render(mark)
-        if mark not in pattern and what.startswith("tool "):
+    def transform(self, context: str, render: Callable[[str], str]) -> Transform:
+        """Find how the template changes a text at the place `context`, by rendering canaries there."""
+        placeholder = self.marks[0]
+        pattern = render(placeholder)
+        if placeholder not in pattern and context.startswith("tool "):
             return str  # the template does not render this part of a tool
-        if mark not in pattern:
+        if placeholder not in pattern:
             raise ValueError(
-                f"the chat template drops or rewrites a text ({what}), so conversations with one cannot be rendered"
+                f"the chat template drops or rewrites a text ({context}), so conversations with one cannot be rendered"
             )
-        shown = [render(canary) for canary in CANARIES]
+        rendered = [render(canary) for canary in CANARIES]
         for transform in TRANSFORMS:
-            if all(pattern.replace(mark, transform(c)) == s for c, s in zip(CANARIES, shown, strict=True)):
+            if all(
+                pattern.replace(placeholder, transform(c)) == s
+                for c, s in zip(CANARIES, rendered, strict=True)
+            ):
                 return transform
         raise ValueError(
-            f"the chat template rewrites a text ({what}) in an unknown way, so its tokens cannot be attributed"
+            f"the chat template rewrites a text ({context}) in an unknown way, so its tokens cannot be attributed"
         )

@@ -53,8 +53,8 @@ def _trained_tokenizer() -> str:
     state = json.loads(tokenizer.to_str())
     vocabulary = state["model"]["vocab"]
     for word in NAMES + PLACES + THINGS + SENTENCE_WORDS:
-        for form in (word, "Ġ" + word):  # the byte-level spelling of a leading space
-            vocabulary.setdefault(form, len(vocabulary))
+        for spelling in (word, "Ġ" + word):  # the byte-level spelling of a leading space
+            vocabulary.setdefault(spelling, len(vocabulary))
     state["model"]["ignore_merges"] = True  # use the vocabulary's whole words directly
     tokenizer = Tokenizer.from_str(json.dumps(state))
     special = [AddedToken(text, normalized=False, special=True) for text in SPECIAL_TOKENS]
@@ -109,8 +109,8 @@ def _draw_weights(model: Any, seed: int, deviation: float) -> None:
         if weight.dim() < 2:
             continue
         raw = stream.random_raw(3 * weight.numel()).astype("<u8").view("<u2").reshape(-1, 12)
-        doubled = 2 * raw.sum(axis=1, dtype=np.int64) - 12 * 65535  # mean 0, deviation 2 x 65536
-        values = (doubled * (deviation / (2 * 65536))).astype(np.float32)
+        centered = 2 * raw.sum(axis=1, dtype=np.int64) - 12 * 65535  # mean 0, deviation 2 x 65536
+        values = (centered * (deviation / (2 * 65536))).astype(np.float32)
         weight.data.copy_(torch.from_numpy(values).view_as(weight))
 
 

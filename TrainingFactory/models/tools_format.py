@@ -18,33 +18,37 @@ TAGS = {"hermes": ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_res
 
 
 def add_tools_format(
-    loaded: LoadedModel, name: str, frozen: bool = False, say: Callable[[str], None] = lambda _: None
+    loaded_model: LoadedModel, name: str, frozen: bool = False, notify: Callable[[str], None] = lambda _: None
 ) -> None:
-    """Add tokens, embeddings and a template for tools to a model in place, and report it with `say`. Change nothing if
-    the template renders tools already. `frozen`: an adapter is trained over the model, or the weights are quantized."""
-    tokenizer = loaded.tokenizer
+    """Add tokens, embeddings and a template for tools to a model in place, and report it with `notify`. Change nothing
+    if the template renders tools already. `frozen`: an adapter is trained over the model, or the weights are
+    quantized."""
+    tokenizer = loaded_model.tokenizer
     tools_template = _template(name)
     chat_template = tokenizer.chat_template
     if chat_template and chat_template.startswith(tools_template):  # a checkpoint of a model that has it
         return
     if probes.renders_tools(ChatTemplate(tokenizer)):
-        say(f"note: model.tools_format={name} is ignored: the chat template of {loaded.name} renders tools")
+        notify(
+            f"note: model.tools_format={name} is ignored: the chat template of {loaded_model.name} renders tools"
+        )
         return
     if frozen:
         raise ValueError(
-            f"model.tools_format={name} adds tokens to {loaded.name}, and an adapter does not train their embeddings. "
+            f"model.tools_format={name} adds tokens to {loaded_model.name}, and an adapter does not train their "
+            "embeddings. "
             "First train all weights once (sft, without lora, model.adapter and model.quantization); then train the "
             "adapter on the model of that run, without model.tools_format"
         )
     vocabulary = tokenizer.get_vocab()
     new = [tag for tag in TAGS[name] if tag not in vocabulary]
-    used = len(tokenizer)
+    vocabulary_size = len(tokenizer)
     tokenizer.add_tokens(new)  # not as special tokens, which decoding may skip
     tokenizer.chat_template = tools_template + chat_template
-    _add_rows(loaded.model, tokenizer.convert_tokens_to_ids(new), used)
+    _add_rows(loaded_model.model, tokenizer.convert_tokens_to_ids(new), vocabulary_size)
     tokens = f"the tokens {', '.join(new)} (embeddings: the mean of the others)" if new else "no new token"
-    say(
-        f"note: {loaded.name} has no chat template for tools. model.tools_format={name} adds them, and {tokens}"
+    notify(
+        f"note: {loaded_model.name} has no chat template for tools. model.tools_format={name} adds them, and {tokens}"
     )
 
 
@@ -53,10 +57,11 @@ def _template(name: str) -> str:
 
 
 @torch.no_grad()
-def _add_rows(model: Any, tokens: list[int], used: int) -> None:
-    """Add embedding rows for new tokens, each the mean of the first `used` rows. Some models have spare rows to use."""
+def _add_rows(model: Any, tokens: list[int], vocabulary_size: int) -> None:
+    """Add embedding rows for new tokens, each the mean of the first `vocabulary_size` rows. Some models have spare
+    rows to use."""
     size = max([model.get_input_embeddings().weight.shape[0], *(token + 1 for token in tokens)])
     model.resize_token_embeddings(size, mean_resizing=False)
     layers = model.get_input_embeddings(), model.get_output_embeddings()
     for weight in {id(layer.weight): layer.weight for layer in layers}.values():  # tied weights once
-        weight[tokens] = weight[:used].float().mean(0).to(weight.dtype)
+        weight[tokens] = weight[:vocabulary_size].float().mean(0).to(weight.dtype)

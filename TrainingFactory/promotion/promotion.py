@@ -10,7 +10,7 @@ from pathlib import Path
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.evaluation.comparison import ComparedModel, Comparison, compare
 from TrainingFactory.evaluation.gate import KEYS, Gate, GateCheck, Guard, check_guard
-from TrainingFactory.evaluation.records import EvaluationRecord, Say, TaskOutcome
+from TrainingFactory.evaluation.records import EvaluationRecord, Notify, TaskOutcome
 from TrainingFactory.evaluation.requests import RecordedEvaluation, request_model
 from TrainingFactory.evaluation.suites import check_overrides, load_suite, suite_evaluations
 from TrainingFactory.promotion import sequential
@@ -42,17 +42,17 @@ class SequentialTest:
     alpha: float
 
     @classmethod
-    def of(cls, champion: EvaluationRecord, gate: Gate) -> SequentialTest:
-        scored = champion.scored
-        order = list(scored)
+    def from_record(cls, champion: EvaluationRecord, gate: Gate) -> SequentialTest:
+        champion_scores = champion.scored_episodes
+        order = list(champion_scores)
         random.Random(f"promotion {champion.conditions.seed}").shuffle(order)
-        return cls(order, [_share(scored[task]) for task in order], gate.level, gate.alpha)
+        return cls(order, [_share(champion_scores[task]) for task in order], gate.level, gate.alpha)
 
-    def differences(self, ours: Mapping[str, Sequence[bool]]) -> list[float]:
+    def differences(self, challenger_scores: Mapping[str, Sequence[bool]]) -> list[float]:
         """Return the challenger's success rates minus the champion's, in order. Unscored tasks count as failed, so that
         a challenger cannot gain by making hard tasks unscorable."""
         pairs = zip(self.order, self.shares, strict=True)
-        return [_share(ours[task]) - share for task, share in pairs if task in ours]
+        return [_share(challenger_scores[task]) - share for task, share in pairs if task in challenger_scores]
 
     def is_proved(self, differences: Sequence[float]) -> bool:
         return sequential.first_rejection(differences, self.level, self.alpha) is not None
@@ -61,10 +61,10 @@ class SequentialTest:
         """Return whether the test would pass if the challenger solved all remaining tasks."""
         return self.is_proved([*differences, *(1 - share for share in self.shares[len(differences) :])])
 
-    def decided(self, played: Sequence[Trajectory]) -> bool:
+    def decided(self, trajectories: Sequence[Trajectory]) -> bool:
         """Return whether no further task can change the result."""
-        successes: dict[str, list[bool]] = {episode.task.id: [] for episode in played}
-        for episode in played:
+        successes: dict[str, list[bool]] = {episode.task.id: [] for episode in trajectories}
+        for episode in trajectories:
             if episode.reward is not None:
                 successes[episode.task.id].append(episode.reward.outcome > 0)
         differences = self.differences(successes)
@@ -72,13 +72,13 @@ class SequentialTest:
 
 
 class Promotion:
-    """A promotion of `name` to `alias`. The constructor checks all arguments and runs nothing; `stated` is the gate as
-    text. The champion plays all tasks, or an earlier record is reused. The challenger plays in rounds until the
+    """A promotion of `name` to `alias`. The constructor checks all arguments and runs nothing; `criteria` is the gate
+    as text. The champion plays all tasks, or an earlier record is reused. The challenger plays in rounds until the
     sequential test is decided."""
 
     def __init__(
         self, registry: Catalogue, name: str, alias: str, suite: str, first: bool = False,
-        overrides: Sequence[str] = (), runs: str | Path = "runs", say: Say = lambda _: None,
+        overrides: Sequence[str] = (), runs: str | Path = "runs", notify: Notify = lambda _: None,
     ) -> None:  # fmt: skip
         check_name(alias, "alias")
         check_overrides(overrides)
@@ -102,16 +102,16 @@ class Promotion:
         self.main = self.gate.entry or self.suite.entries[0].title
         titles = [self.main, *(guard.entry or self.main for guard in self.gate.guards)]
         self.entries = list(dict.fromkeys(titles))  # other entries of the suite are not played
-        needed = self.suite.model_copy(update={"entries": [entries[title] for title in self.entries]})
+        required_suite = self.suite.model_copy(update={"entries": [entries[title] for title in self.entries]})
         options = [*overrides, key_value("logging.output_dir", str(runs))]
         self.sides = [
             ComparedModel(str(model)) for model in (self.champion, self.version) if model is not None
         ]
         for side in self.sides:
             model = request_model(side.name, options, runs, registry.path)
-            for evaluation in suite_evaluations(needed, model, folder, say):
+            for evaluation in suite_evaluations(required_suite, model, folder, notify):
                 side.add(evaluation)
-        self.stated = self.gate.stated(self.main, first)
+        self.criteria = self.gate.describe(self.main, first)
 
     def run(self, play: Play | None = None) -> Decision:
         """Run the evaluations that are needed, decide, and record the decision in the registry."""
@@ -122,9 +122,9 @@ class Promotion:
                 for index in range(len(self.entries)):
                     for side in self.sides:
                         self._play(side, index, play)
-                checks += [self._guard(guard) for guard in self.gate.asked(self.champion is None)]
+                checks += [self._guard(guard) for guard in self.gate.required_guards(self.champion is None)]
         finally:
-            for evaluation in (evaluation for side in self.sides for evaluation in side.wanted):
+            for evaluation in (evaluation for side in self.sides for evaluation in side.pending):
                 if evaluation is not None and evaluation.record is None:
                     evaluation.discard()
         return self._decide(checks)
@@ -133,38 +133,47 @@ class Promotion:
         """Run the sequential test: the challenger plays in rounds until the test is decided."""
         champion, challenger = self.sides
         self._play(champion, 0, play)
-        duel = SequentialTest.of(champion.records[0], self.gate)
-        if not duel.can_be_proved([]):
-            score = f"{sum(duel.shares):g} of {len(duel.shares)} tasks"
+        sequential_test = SequentialTest.from_record(champion.records[0], self.gate)
+        if not sequential_test.can_be_proved([]):
+            score = f"{sum(sequential_test.shares):g} of {len(sequential_test.shares)} tasks"
             problem = f"{champion.name} already solves {score}, so no challenger can pass the test"
-            return GateCheck(self.stated[0], False, f"{problem}; use more or harder tasks, or set not_worse")
-        if (evaluation := challenger.wanted[0]) is not None:
+            return GateCheck(
+                self.criteria[0], False, f"{problem}; use more or harder tasks, or set not_worse"
+            )
+        if (evaluation := challenger.pending[0]) is not None:
             tasks, size = {task.id: task for task in evaluation.tasks}, self.gate.round
-            order = [tasks[task] for task in duel.order]
-            evaluation.rounds = [order[at : at + size] for at in range(0, len(order), size)]
-            evaluation.enough = duel.decided
+            order = [tasks[task] for task in sequential_test.order]
+            evaluation.rounds = [order[start : start + size] for start in range(0, len(order), size)]
+            evaluation.enough = sequential_test.decided
         self._play(challenger, 0, play)
-        scored = {name: outcome.scored for name, outcome in _by_task(challenger, 0).items()}
-        differences = duel.differences(scored)
-        count, bound = len(differences), sequential.lower_bound(differences, duel.alpha)
-        text = f"difference {sum(differences) / count:+.3f} after {count} of {len(duel.order)} tasks, lower bound "
-        text += f"{bound:+.3f}; needed: above {duel.level:+.3f}"
-        return GateCheck(self.stated[0], duel.is_proved(differences), text)
+        challenger_scores = {
+            name: outcome.scored_episodes for name, outcome in _by_task(challenger, 0).items()
+        }
+        differences = sequential_test.differences(challenger_scores)
+        count, bound = len(differences), sequential.lower_bound(differences, sequential_test.alpha)
+        num_tasks = len(sequential_test.order)
+        text = f"difference {sum(differences) / count:+.3f} after {count} of {num_tasks} tasks, lower bound "
+        text += f"{bound:+.3f}; needed: above {sequential_test.level:+.3f}"
+        return GateCheck(self.criteria[0], sequential_test.is_proved(differences), text)
 
     def _guard(self, guard: Guard) -> GateCheck:
         index = self.entries.index(guard.entry or self.main)
         outcomes = [_by_task(side, index) for side in self.sides]
-        both = [task for task in outcomes[-1] if task in outcomes[0]]
-        *theirs, ours = [[by_task[task] for task in both] for by_task in outcomes]
-        return check_guard(guard, self.main, ours, theirs[0] if theirs else None)
+        common_tasks = [task for task in outcomes[-1] if task in outcomes[0]]
+        *champion_outcomes, challenger_outcomes = [
+            [by_task[task] for task in common_tasks] for by_task in outcomes
+        ]
+        return check_guard(
+            guard, self.main, challenger_outcomes, champion_outcomes[0] if champion_outcomes else None
+        )
 
     def _play(self, side: ComparedModel, index: int, play: Play) -> None:
         """Run the evaluation of a side on one entry, unless it has a record."""
-        evaluation = side.wanted[index]
-        if side.found[index] is None and evaluation is not None:
+        evaluation = side.pending[index]
+        if side.stored[index] is None and evaluation is not None:
             play(side.name, evaluation)
             side.take()
-            if side.found[index] is None:
+            if side.stored[index] is None:
                 raise ValueError(
                     f"no decision: the evaluation of {side.name} on {self.entries[index]} was interrupted, or no "
                     "episode could be scored"
@@ -172,9 +181,9 @@ class Promotion:
 
     def _decide(self, checks: list[GateCheck]) -> Decision:
         """Move the alias if all checks hold, and record the decision with its evidence."""
-        failed = [str(check_guard) for check_guard in checks if not check_guard.holds]
-        complete = [i for i in range(len(self.entries)) if all(side.found[i] for side in self.sides)]
-        sides = [ComparedModel(side.name, [side.found[i] for i in complete]) for side in self.sides]
+        failed_checks = [str(check_guard) for check_guard in checks if not check_guard.holds]
+        complete = [i for i in range(len(self.entries)) if all(side.stored[i] for side in self.sides)]
+        sides = [ComparedModel(side.name, [side.stored[i] for i in complete]) for side in self.sides]
         comparison = compare(sides[0], sides[1], [1.0] * len(complete)) if complete and sides[1:] else None
         evidence = {
             "suite": self.suite.name,
@@ -183,16 +192,16 @@ class Promotion:
             "records": {side.name: [record.id for record in side.records] for side in sides},
             "comparison": None if comparison is None else comparison.as_json(),
         }
-        was = None if self.champion is None else self.champion.number
-        if not failed:
+        previous_number = None if self.champion is None else self.champion.number
+        if not failed_checks:
             try:
-                self.registry.set_alias(str(self.version), self.alias, "promote", evidence, was)
+                self.registry.set_alias(str(self.version), self.alias, "promote", evidence, previous_number)
             except ValueError as error:  # another process moved the alias in the meantime
-                failed = [str(error)]
-        text = "; ".join(failed) or "the gate holds"
-        if failed:
+                failed_checks = [str(error)]
+        text = "; ".join(failed_checks) or "the gate holds"
+        if failed_checks:
             self.registry.decide(str(self.version), self.alias, "refuse", evidence | {"reason": text})
-        return Decision(not failed, text, checks, sides, comparison)
+        return Decision(not failed_checks, text, checks, sides, comparison)
 
 
 def _run_evaluation(name: str, evaluation: RecordedEvaluation) -> None:
@@ -200,9 +209,9 @@ def _run_evaluation(name: str, evaluation: RecordedEvaluation) -> None:
 
 
 def _by_task(side: ComparedModel, index: int) -> dict[str, TaskOutcome]:
-    found = side.found[index]
-    assert found is not None
-    return {outcome.task: outcome for outcome in found.record.outcomes}
+    stored = side.stored[index]
+    assert stored is not None
+    return {outcome.task: outcome for outcome in stored.record.outcomes}
 
 
 def _share(successes: Sequence[bool]) -> float:

@@ -26,7 +26,7 @@ def run_node(run: RunFolder, checkpoint: Path) -> LineageNode:
         "path": str(run.path.resolve()),
         "step": step,
         "config": run.config.model_dump(),
-        "about": run.about,
+        "about": run.run_info,
         "tools": tools_of(run),
         "metrics": metrics[-1] if metrics else {},
     }

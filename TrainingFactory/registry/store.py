@@ -142,7 +142,7 @@ def checksums_of(folder: Path) -> dict[str, str]:
     """Return the digests of a model's files. Raise ValueError if a file is damaged or missing, there are no safetensors
     weights, or a file is a link out of the folder, which may expose an unrelated file. Links of a hub cache, from
     `snapshots/REVISION` to the `blobs` beside it, are allowed."""
-    if damaged := modified_files(folder, but=TRAINING_STATE_FILES):
+    if damaged := modified_files(folder, ignored=TRAINING_STATE_FILES):
         raise ValueError(
             f"{folder} is damaged: {', '.join(damaged)}: missing or different from {CHECKSUM_FILE}"
         )

@@ -33,7 +33,7 @@ KINDS = {
     "compute": ("compute.allocation_id",),
 }
 Entries = dict[str, dict[str, TrainingConfig]]
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 def read_entries() -> Entries:
@@ -128,7 +128,7 @@ def model_target(name: str) -> str | None:
     return None if entry is None else entry.model.name
 
 
-def resolve_ids(config: TrainingConfig, say: Say = lambda _: None) -> TrainingConfig:
+def resolve_ids(config: TrainingConfig, notify: Notify = lambda _: None) -> TrainingConfig:
     """Return the config with its ids replaced by their targets in factories.yaml. Further keys of an entry apply where
     the config does not set them."""
     known = read_entries()
@@ -143,7 +143,7 @@ def resolve_ids(config: TrainingConfig, say: Say = lambda _: None) -> TrainingCo
             config = _fill(config, entry, id_keys)
             if kind != "compute":  # a resumed run looks its allocation up again
                 config = _with(config, section, {key: target})
-            say(f"{id_key} {name} is {target or 'a conversation with tools'} ({FILE})")
+            notify(f"{id_key} {name} is {target or 'a conversation with tools'} ({FILE})")
     return config
 
 
@@ -164,31 +164,33 @@ def _with(config: TrainingConfig, section: str, keys: Mapping[str, Any]) -> Trai
     return config.model_copy(update={section: getattr(config, section).model_copy(update=dict(keys))})
 
 
-def with_dataset_rows(config: TrainingConfig, given: UserObjects, say: Say = lambda _: None) -> UserObjects:
+def with_dataset_rows(
+    config: TrainingConfig, given: UserObjects, notify: Notify = lambda _: None
+) -> UserObjects:
     """Return a copy of `given` with the rows of datasets that DataFactory resolves. Files, and data that is given as
-    Python objects, stay as they are. Report each resolved id with `say`."""
+    Python objects, stay as they are. Report each resolved id with `notify`."""
     objects = dataclasses.replace(given)
     no_heldout = given.heldout is None and given.heldout_tasks is None
     evaluates = no_heldout and config.training.eval_every is not None
     needed = {"tasks": given.tasks is None, "dataset": given.examples is None, "heldout": evaluates}
     data = config.data
-    rows = {key: _rows(key, getattr(data, key), say) if read else None for key, read in needed.items()}
+    rows = {key: _rows(key, getattr(data, key), notify) if read else None for key, read in needed.items()}
     read_objects(config, objects, **rows)
     return objects
 
 
-def _rows(key: str, name: str | None, say: Say) -> Any:
+def _rows(key: str, name: str | None, notify: Notify) -> Any:
     if name is None or is_path(name) or Path(name).exists():
         return None
     if (dataset := DATA.ask(name)) is not None:
-        say(f"data.{key} {name} is a dataset of {DATA.package}")
+        notify(f"data.{key} {name} is a dataset of {DATA.package}")
         return rows_of(dataset)
     if builtin_dataset(name) is not None:
-        say(f"data.{key} {name} is a small dataset that comes with TrainingFactory")
+        notify(f"data.{key} {name} is a small dataset that comes with TrainingFactory")
     return None
 
 
-def find_allocation(config: TrainingConfig, say: Say) -> Allocation | None:
+def find_allocation(config: TrainingConfig, notify: Notify) -> Allocation | None:
     """Return the ComputeFactory allocation that the config names; None if it names none or factories.yaml has it."""
     name = config.compute.allocation_id
     if name is None or name in read_entries()["compute"]:
@@ -199,14 +201,14 @@ def find_allocation(config: TrainingConfig, say: Say) -> Allocation | None:
     if not COMPUTE.installed or COMPUTE.method(COMPUTE.find) is not None:
         error = f"there is no allocation {name!r}. To use this machine without one, set compute.num_gpus=N"
         raise unknown_id_error("compute", name, error)
-    say(
+    notify(
         f"note: cannot look up the GPUs of allocation {name}, because ComputeFactory's {COMPUTE.manager} has no method "
         f"{COMPUTE.find}. The run uses this machine. Pass the allocation object instead: allocation_id=allocation"
     )
     return Allocation.of(SimpleNamespace(allocation_id=name))
 
 
-def with_allocation(config: TrainingConfig, allocation: Allocation | None, say: Say) -> TrainingConfig:
+def with_allocation(config: TrainingConfig, allocation: Allocation | None, notify: Notify) -> TrainingConfig:
     """Return the config with the allocation's GPUs and backend where its compute section does not set them. Raise
     ValueError if the config asks for more GPUs than the allocation has."""
     if allocation is None:
@@ -218,7 +220,7 @@ def with_allocation(config: TrainingConfig, allocation: Allocation | None, say: 
     entry = TrainingConfig(compute={key: value for key, value in options.items() if value is not None})
     filled = _fill(config, entry, ())
     if available is not None:
-        say(f"allocation {allocation.id} has {available} GPUs: compute.num_gpus={filled.compute.num_gpus}")
+        notify(f"allocation {allocation.id} has {available} GPUs: compute.num_gpus={filled.compute.num_gpus}")
     return filled
 
 

@@ -46,7 +46,7 @@ class TrainedBy(Protocol):
     @property
     def config(self) -> TrainingConfig: ...
     @property
-    def about(self) -> dict[str, Any]: ...
+    def run_info(self) -> dict[str, Any]: ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,7 +55,7 @@ class RecordedRun:
 
     name: str
     config: TrainingConfig
-    about: dict[str, Any]
+    run_info: dict[str, Any]
 
 
 @dataclass(slots=True, frozen=True)
@@ -175,7 +175,7 @@ def _node(model: ResolvedModel) -> dict[str, Any] | None:
 
 def with_original_model(maker: TrainedBy, config: TrainingConfig | None = None) -> TrainingConfig:
     """Return `config`, by default the run's own, with the model section that the run was started with."""
-    about = maker.about.get(MODEL_KEY) or {}
+    about = maker.run_info.get(MODEL_KEY) or {}
     started = _with_section(config or maker.config, about.get("meant", {}))
     model = started.model
     if (
@@ -190,7 +190,7 @@ def with_original_model(maker: TrainedBy, config: TrainingConfig | None = None) 
 
 def check_original_model(maker: TrainedBy) -> None:
     """Raise ValueError if the files of the model that a run was started from are missing or changed."""
-    about = maker.about.get(MODEL_KEY) or {}
+    about = maker.run_info.get(MODEL_KEY) or {}
     folder, digest, problem = _model_folder(about.get("meant", {})), about.get("digest"), ""
     if folder is not None and not folder.exists():
         problem = "is missing"
@@ -256,7 +256,7 @@ def _damaged(folder: Path) -> list[str]:
 
 @functools.lru_cache(64)
 def _read_damage(folder: Path, state: tuple[Any, ...]) -> list[str]:
-    return modified_files(folder, but=TRAINING_STATE_FILES)
+    return modified_files(folder, ignored=TRAINING_STATE_FILES)
 
 
 def _registered(written: str, version: Version, catalogue: Catalogue) -> ResolvedModel:

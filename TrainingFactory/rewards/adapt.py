@@ -128,16 +128,20 @@ class AdaptedReward:
             "task_id": [task.id for task in tasks],
         }
         parameters = inspect.signature(self.function).parameters.values()
-        named = [parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
-        required = {parameter.name for parameter in named if parameter.default is parameter.empty}
+        named_parameters = [parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+        required = {parameter.name for parameter in named_parameters if parameter.default is parameter.empty}
         if missing := sorted(required - columns.keys()):
             raise Unscored(
                 f"the reward {self.name} requires the columns {', '.join(missing)}, which the tasks do not have; "
                 f"available columns: {', '.join(sorted(columns))}"
             )
-        if len(named) < len(parameters):  # **columns takes all
+        if len(named_parameters) < len(parameters):  # **columns takes all
             return columns
-        return {parameter.name: columns[parameter.name] for parameter in named if parameter.name in columns}
+        return {
+            parameter.name: columns[parameter.name]
+            for parameter in named_parameters
+            if parameter.name in columns
+        }
 
     async def _limited(self, call: Coroutine[Any, Any, Any]) -> Any:
         async def contain_exit() -> Any:  # SystemExit would stop the event loop
@@ -207,29 +211,29 @@ def _completion(trajectory: Trajectory) -> str | list[dict[str, Any]]:
 
 def validate_reward(value: Any, turns: int, name: str) -> Reward:
     """Return the value as a `Reward`; raise Unscored if it is None, not a finite number, or has the wrong length."""
-    who = f"the reward {name}"
+    subject = f"the reward {name}"
     if value is None:
-        raise NoReward(f"{who} returned None, so the episode is unscored")
+        raise NoReward(f"{subject} returned None, so the episode is unscored")
     if not isinstance(value, Reward):
-        return Reward(finite_float(value, who))
+        return Reward(finite_float(value, subject))
     if value.steps and len(value.steps) != turns:
-        raise Unscored(f"{who} returned {len(value.steps)} step rewards for {turns} turns")
+        raise Unscored(f"{subject} returned {len(value.steps)} step rewards for {turns} turns")
     return Reward(
-        finite_float(value.outcome, who, "as outcome"),
-        [finite_float(step, who, f"for turn {turn}") for turn, step in enumerate(value.steps)],
-        {part: finite_float(number, who, f"as part {part}") for part, number in value.parts.items()},
+        finite_float(value.outcome, subject, "as outcome"),
+        [finite_float(step, subject, f"for turn {turn}") for turn, step in enumerate(value.steps)],
+        {part: finite_float(number, subject, f"as part {part}") for part, number in value.parts.items()},
     )
 
 
-def finite_float(value: Any, who: str, what: str = "") -> float:
-    """Return a number of any library as a float; raise Unscored if it is not finite. `what` names a reward's part."""
+def finite_float(value: Any, subject: str, field: str = "") -> float:
+    """Return a number of any library as a float; raise Unscored if it is not finite. `field` names a reward's part."""
     try:
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # such as an array of several numbers
         number = math.nan
     if not math.isfinite(number):
         raise Unscored(
-            f"{who} returned {short_repr(value)} {what}".rstrip() + "; it must return a finite number"
+            f"{subject} returned {short_repr(value)} {field}".rstrip() + "; it must return a finite number"
         )
     return number
 

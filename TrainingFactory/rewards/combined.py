@@ -63,12 +63,12 @@ class Combined:
         return [self._sum(dict(zip(self.rewards, row, strict=True))) for row in zip(*columns, strict=True)]
 
     def _sum(self, results: Mapping[str, Reward | Exception]) -> Reward | Exception:
-        failed = {name: error for name, error in results.items() if isinstance(error, Exception)}
-        if failed:
+        failures = {name: error for name, error in results.items() if isinstance(error, Exception)}
+        if failures:
             unscored = Unscored(
-                "; ".join(f"part {name}: {describe_failure(error)}" for name, error in failed.items())
+                "; ".join(f"part {name}: {describe_failure(error)}" for name, error in failures.items())
             )
-            unscored.__cause__ = next(iter(failed.values()))
+            unscored.__cause__ = next(iter(failures.values()))
             return unscored
         rewards = {name: result for name, result in results.items() if isinstance(result, Reward)}
         return weighted_sum(rewards, self.weights)

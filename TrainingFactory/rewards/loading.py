@@ -63,10 +63,10 @@ def _resolve(target: str) -> Any:
     return _member(module, module_name, name)
 
 
-def _member(module: ModuleType, where: str, name: str) -> Any:
+def _member(module: ModuleType, location: str, name: str) -> Any:
     members = vars(module)
     if name in members:
         return members[name]
     functions = [value.__name__ for value in own_definitions(module) if inspect.isroutine(value)]
     hint = did_you_mean(nearest(name, functions)) or f"; it has {', '.join(functions) or 'none'}"
-    raise ValueError(f"{where} has no function {name!r}{hint}")
+    raise ValueError(f"{location} has no function {name!r}{hint}")

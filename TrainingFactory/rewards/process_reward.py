@@ -92,16 +92,18 @@ def valid_arguments(trajectory: Trajectory, turn: int) -> bool:
 
 def no_repeated_call(trajectory: Trajectory, turn: int) -> bool:
     """Return whether the turn has calls, and none repeats an earlier call with the same arguments."""
-    earlier = {_key(call) for past in trajectory.turns[:turn] for call in past.message.tool_calls}
+    earlier_calls = {
+        _key(call) for earlier_turn in trajectory.turns[:turn] for call in earlier_turn.message.tool_calls
+    }
     current = [_key(call) for call in trajectory.turns[turn].message.tool_calls]
-    return bool(current) and len(set(current)) == len(current) and earlier.isdisjoint(current)
+    return bool(current) and len(set(current)) == len(current) and earlier_calls.isdisjoint(current)
 
 
 def error_recovered(trajectory: Trajectory, turn: int) -> bool:
     """Return whether a call of the turn succeeds with a tool whose last call had failed."""
     last: dict[str, bool] = {}
-    for past in trajectory.turns[:turn]:
-        last |= {call.name: _succeeded(result) for call, result in _answered(past)}
+    for earlier_turn in trajectory.turns[:turn]:
+        last |= {call.name: _succeeded(result) for call, result in _answered(earlier_turn)}
     current = _answered(trajectory.turns[turn])
     return any(_succeeded(result) and last.get(call.name) is False for call, result in current)
 
@@ -112,14 +114,16 @@ def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
     words = _words(_reasoning(trajectory.turns[turn]))
     if len({word for word in words if not word.isdigit()}) < MIN_WORDS:
         return False
-    earlier = trajectory.turns[:turn]
+    earlier_turns = trajectory.turns[:turn]
     task = trajectory.task.prompt
     prompt = trajectory.prompt or ([Message("user", task)] if isinstance(task, str) else task)
-    messages = [*prompt, *(reply for past in earlier for reply in past.replies)]
-    results = [result.content for past in earlier for result in past.tool_results if result.ok]
+    messages = [*prompt, *(reply for earlier_turn in earlier_turns for reply in earlier_turn.replies)]
+    results = [
+        result.content for earlier_turn in earlier_turns for result in earlier_turn.tool_results if result.ok
+    ]
     sources = [message.content for message in messages if message.role == "user"]
     sources += [result[:MAX_SEARCHED_CHARS] for result in reversed(results)]
-    if any(words == _words(text) for text in (*sources, *map(_reasoning, earlier))):
+    if any(words == _words(text) for text in (*sources, *map(_reasoning, earlier_turns))):
         return False
     reason = f" {' '.join(words)} "
     return any(f" {' '.join(_words(value))} " in reason for text in sources for value in _values(text))
@@ -134,10 +138,10 @@ def efficient_path(trajectory: Trajectory, turn: int) -> float:
     shortest = trajectory.task.metadata.get("shortest")
     if shortest is None:
         wasted = sum(
-            not all(_succeeded(result) for _, result in _answered(past))
+            not all(_succeeded(result) for _, result in _answered(earlier_turn))
             or not no_repeated_call(trajectory, number)
-            for number, past in enumerate(trajectory.turns)
-            if past.message.tool_calls
+            for number, earlier_turn in enumerate(trajectory.turns)
+            if earlier_turn.message.tool_calls
         )
         return outcome * (1.0 - wasted / (turn + 1))
     if not shortest > 0:
@@ -174,8 +178,8 @@ def _words(text: str) -> list[str]:
 
 def _values(text: str) -> list[str]:
     """Return the numbers, names and quoted texts in a text, and the text itself if it is short."""
-    whole = [text] if len(_words(text)) <= MAX_VALUE_WORDS else []
-    return whole + [match[1] or match[0] for match in VALUE.finditer(text)]
+    candidates = [text] if len(_words(text)) <= MAX_VALUE_WORDS else []
+    return candidates + [match[1] or match[0] for match in VALUE.finditer(text)]
 
 
 def _key(call: ToolCall) -> str:
@@ -264,8 +268,8 @@ class ProcessReward:
             capped += excess
             steps.append(earned - excess)
             total += earned - excess
-        wrong = self.claw_back == "wrong" and outcome is not None and outcome.outcome <= 0
-        if steps and self.claw_back and (trajectory.status != "done" or wrong) and total > 0:
+        is_wrong = self.claw_back == "wrong" and outcome is not None and outcome.outcome <= 0
+        if steps and self.claw_back and (trajectory.status != "done" or is_wrong) and total > 0:
             clawed_back = total
             steps[-1] -= total
         # Included even if zero, because the logged means are over all episodes.
@@ -274,9 +278,9 @@ class ProcessReward:
 
     def add_outcome(self, outcome: Reward, process: Reward) -> Reward:
         """Return the sum of the weighted outcome and the step rewards, with the parts of both."""
-        both = weighted_sum({OUTCOME: outcome, "": process}, {OUTCOME: self.outcome_weight, "": 1.0})
-        outcome_parts = {name: value for name, value in both.parts.items() if name.startswith(OUTCOME)}
-        return Reward(both.outcome, both.steps, outcome_parts | process.parts)
+        combined = weighted_sum({OUTCOME: outcome, "": process}, {OUTCOME: self.outcome_weight, "": 1.0})
+        outcome_parts = {name: value for name, value in combined.parts.items() if name.startswith(OUTCOME)}
+        return Reward(combined.outcome, combined.steps, outcome_parts | process.parts)
 
 
 def calculate_process_reward(

@@ -50,9 +50,17 @@ class RolloutEngine:
     ) -> None:
         params = dataclasses.replace(params, stop_ids=params.stop_ids or chat.stop_ids)
         self.group_reward = as_group_reward(reward)
-        single = reward if self.group_reward is None else None
+        single_reward = reward if self.group_reward is None else None
         self.rules = EpisodeSettings(
-            environment, chat, params, single, max_turns, episode_timeout, max_reply_tokens, runtime, clock
+            environment,
+            chat,
+            params,
+            single_reward,
+            max_turns,
+            episode_timeout,
+            max_reply_tokens,
+            runtime,
+            clock,
         )
         self.max_concurrency, self.gate = max_concurrency, gate
         self.seed = seed
@@ -84,7 +92,7 @@ class RolloutEngine:
         finally:  # including episodes that were cancelled before they started
             for episode in runs:
                 episode.leave()
-        end_times = sorted(episode.left for episode in runs)
+        end_times = sorted(episode.session_closed_at for episode in runs)
         self.tail += end_times[-1] - end_times[3 * len(end_times) // 4] if end_times else 0.0
         return [[episode.trajectory for episode in group] for group in groups]
 
@@ -137,9 +145,9 @@ class RolloutEngine:
 
 def _names(tasks: Sequence[Task]) -> list[str]:
     """Return a unique name per group: a task that occurs twice in a batch gets a second name, with its own seeds."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     names = []
     for task in tasks:
-        seen[task.id] += 1
-        names.append(task.id if seen[task.id] == 1 else f"{task.id}#{seen[task.id]}")
+        counts[task.id] += 1
+        names.append(task.id if counts[task.id] == 1 else f"{task.id}#{counts[task.id]}")
     return names

@@ -73,18 +73,18 @@ class _Over(Exception):
 class _user_code:  # three times as fast as a generator-based context manager
     """Context manager around user code: an exception ends only its own episode."""
 
-    what: str
+    subject: str
     caught: type[Exception] = Exception
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, ToolFailure):
-            raise _Over("tool_failure", f"{self.what}: {error}") from error
+            raise _Over("tool_failure", f"{self.subject}: {error}") from error
         # SamplersLost passes: an environment may use a sampler itself, and losing it ends the run.
         if isinstance(error, (self.caught, SystemExit)) and not isinstance(error, SamplersLost):
-            log.info("%s failed", self.what, exc_info=True)
-            raise _Over("error", f"{self.what}{location_of(error)} raised {describe(error)}") from error
+            log.info("%s failed", self.subject, exc_info=True)
+            raise _Over("error", f"{self.subject}{location_of(error)} raised {describe(error)}") from error
 
 
 class EpisodeRun:
@@ -104,21 +104,21 @@ class EpisodeRun:
         self.key = key or EpisodeKey(0, trajectory.task.id, trajectory.member)
         self.environment: Environment | None = None  # open from `play` to `close`
         self._ended = False
-        self.left = 0.0  # time at which the sampling session was closed
+        self.session_closed_at = 0.0  # time at which the sampling session was closed
 
     async def run(self) -> Trajectory:
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             await self.play()
             await self._score()
         finally:
             await self.close()
-        self.trajectory.seconds = time.perf_counter() - started
+        self.trajectory.seconds = time.perf_counter() - start_time
         return self.trajectory
 
     async def play(self) -> None:
         """Play all turns. The environment stays open for the reward."""
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             with _user_code("making the environment"):
                 self.environment = self.rules.environment(self.trajectory.task)
@@ -133,17 +133,19 @@ class EpisodeRun:
         except SelfCancelled:
             self._end("error", "the environment cancelled its own episode")
         self._check()
-        self.trajectory.seconds = time.perf_counter() - started
+        self.trajectory.seconds = time.perf_counter() - start_time
 
     def _check(self) -> None:
-        for turn, following in pairwise(self.trajectory.turns):
-            so_far = turn.prompt_ids + turn.completion.token_ids
-            assert following.prompt_ids[: len(so_far)] == so_far, "a prompt must extend the sampled tokens"
+        for turn, next_turn in pairwise(self.trajectory.turns):
+            previous_ids = turn.prompt_ids + turn.completion.token_ids
+            assert next_turn.prompt_ids[: len(previous_ids)] == previous_ids, (
+                "a prompt must extend the sampled tokens"
+            )
 
     def leave(self) -> None:
         """Close the sampling session. Further calls do nothing."""
-        if not self.left:
-            self.left = time.perf_counter()
+        if not self.session_closed_at:
+            self.session_closed_at = time.perf_counter()
             self.session.close()
 
     def episode(self) -> OpenEpisode | None:
@@ -184,13 +186,13 @@ class EpisodeRun:
             return await in_thread(render, prompt, tools) if _large(prompt) else render(prompt, tools)
 
     async def _sample(self, ids: list[int], number: int) -> Completion:
-        room = self.max_length - len(ids)
-        if room < 1:
+        tokens_left = self.max_length - len(ids)
+        if tokens_left < 1:
             text = f"the prompt of turn {number} has {len(ids)} tokens, the limit is {self.max_length}"
             raise _Over("truncated", text)
         if self._ended:  # timed out, and the environment ignored the cancellation
             raise asyncio.CancelledError
-        max_tokens = min(self.rules.params.max_tokens, room)
+        max_tokens = min(self.rules.params.max_tokens, tokens_left)
         params = dataclasses.replace(self.rules.params, seed=self.seed_of(number), max_tokens=max_tokens)
         completion = await self.session.sample(list(ids), params)  # a copy, because `ids` is trained on
         assert completion.token_ids, "the sampler returned no token"
@@ -208,8 +210,8 @@ class EpisodeRun:
             replies = _check_messages("step", step.replies)
         if self._ended:
             raise asyncio.CancelledError
-        large = _large(replies)
-        turn.replies = await in_thread(self._cut, replies) if large else self._cut(replies)
+        is_large = _large(replies)
+        turn.replies = await in_thread(self._cut, replies) if is_large else self._cut(replies)
         turn.tool_results = list(step.tool_results)
         turn.signals = dict(step.signals)
         # End the episode without a reward: a model must not learn to avoid tools because a server was down.
@@ -218,14 +220,16 @@ class EpisodeRun:
         if step.done:
             raise _Over("done")
         with _user_code("the chat template", ValueError):
-            extend, so_far = self.rules.chat.extend, turn.prompt_ids + turn.completion.token_ids
-            reply_ids = await in_thread(extend, turn, turn.replies) if large else extend(turn, turn.replies)
-            return so_far + reply_ids
+            extend, previous_ids = self.rules.chat.extend, turn.prompt_ids + turn.completion.token_ids
+            reply_ids = (
+                await in_thread(extend, turn, turn.replies) if is_large else extend(turn, turn.replies)
+            )
+            return previous_ids + reply_ids
 
     def _cut(self, replies: Sequence[Message]) -> list[Message]:
         """Truncate the contents of replies to `max_reply_tokens`, before they are rendered."""
-        cut, limit = self.rules.chat.cut, self.rules.max_reply_tokens
-        contents = [cut(valid_text(reply.content), limit) for reply in replies]
+        truncate, limit = self.rules.chat.truncate, self.rules.max_reply_tokens
+        contents = [truncate(valid_text(reply.content), limit) for reply in replies]
         pairs = zip(replies, contents, strict=True)
         return [dataclasses.replace(reply, content=content) for reply, content in pairs]
 
@@ -234,7 +238,7 @@ class EpisodeRun:
         try:
             if (episode := self.episode()) is None:
                 return
-            with episode.executor.part("reward"):
+            with episode.executor.measure("reward"):
                 scoring = score(episode, self.rules.reward)
                 trajectory.reward = await run_within(self.rules.timeout, scoring)
         except OutOfTime:

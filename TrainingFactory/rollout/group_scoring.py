@@ -44,10 +44,12 @@ class GroupRun:
 
     async def _score(self) -> None:
         """Score all episodes that did not fail, even a single one."""
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         episodes = [episode for run in self.runs if (episode := self._episode(run)) is not None]
         rewards = await self._rewards(episodes) if episodes else []
-        seconds = (time.perf_counter() - started) / (len(episodes) or 1)  # each episode's share of the time
+        seconds = (time.perf_counter() - start_time) / (
+            len(episodes) or 1
+        )  # each episode's share of the time
         for episode, reward in zip(episodes, rewards, strict=True):
             trajectory = episode.trajectory
             trajectory.seconds += seconds
@@ -69,7 +71,7 @@ class GroupRun:
         try:
             with contextlib.ExitStack() as parts:
                 for episode in episodes:
-                    parts.enter_context(episode.executor.part("reward"))
+                    parts.enter_context(episode.executor.measure("reward"))
                 rewards = await run_within(timeout, _call_reward(self.reward, episodes))
         except OutOfTime:
             return [f"scoring the group took longer than {timeout:g} s"] * len(episodes)
@@ -91,9 +93,9 @@ async def _call_reward(reward: GroupReward, episodes: Sequence[OpenEpisode]) -> 
     return rewards
 
 
-async def gather_or_cancel(running: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Return all results. If one fails or the caller is cancelled, cancel the others and wait until they have ended."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in running]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:

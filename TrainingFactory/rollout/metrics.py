@@ -44,15 +44,19 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics = rollout_metrics(trajectories)
     outcomes = [trajectory.reward.outcome for trajectory in trajectories if trajectory.reward is not None]
     if outcomes:
-        won = sum(outcome > 0 for outcome in outcomes)
-        metrics["success"] = won / len(outcomes)
-        metrics["success_low"], metrics["success_high"] = wilson_interval(won, len(outcomes))
+        num_solved = sum(outcome > 0 for outcome in outcomes)
+        metrics["success"] = num_solved / len(outcomes)
+        metrics["success_low"], metrics["success_high"] = wilson_interval(num_solved, len(outcomes))
     return metrics
 
 
-def wilson_interval(won: float, tried: float) -> tuple[float, float]:
+def wilson_interval(num_successes: float, num_trials: float) -> tuple[float, float]:
     """Return the 95 % Wilson interval of a proportion, which unlike the normal approximation is right near 0 and 1."""
-    share, square = won / tried, Z95**2
-    middle = (share + square / (2 * tried)) / (1 + square / tried)
-    half = Z95 * math.sqrt(share * (1 - share) / tried + square / (4 * tried**2)) / (1 + square / tried)
-    return max(0.0, middle - half), min(1.0, middle + half)
+    share, square = num_successes / num_trials, Z95**2
+    middle = (share + square / (2 * num_trials)) / (1 + square / num_trials)
+    half_width = (
+        Z95
+        * math.sqrt(share * (1 - share) / num_trials + square / (4 * num_trials**2))
+        / (1 + square / num_trials)
+    )
+    return max(0.0, middle - half_width), min(1.0, middle + half_width)

@@ -39,10 +39,10 @@ class Diagnosis:
         if finding not in self.findings:  # one check may run twice: alone, and as part of a larger one
             self.findings.append(finding)
 
-    def tried(self, name: str, do: Callable[[], T]) -> T | None:
+    def tried(self, name: str, check: Callable[[], T]) -> T | None:
         """Return the result of the function; if it raises ValueError or OSError, add a finding and return None."""
         try:
-            return do()
+            return check()
         except (ValueError, OSError) as error:
             self.add(name, str(error))
             return None

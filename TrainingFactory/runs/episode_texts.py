@@ -42,8 +42,8 @@ def best_and_worst(episodes: Sequence[Trajectory]) -> dict[str, Trajectory]:
     if not totals:
         return {"not scored": episodes[0]} if episodes else {}
     ranked = sorted(totals, key=lambda pair: -pair[0])
-    same = ranked[0][0] == ranked[-1][0]
-    return {"all alike": ranked[0][1]} if same else {"best": ranked[0][1], "worst": ranked[-1][1]}
+    are_equal = ranked[0][0] == ranked[-1][0]
+    return {"all alike": ranked[0][1]} if are_equal else {"best": ranked[0][1], "worst": ranked[-1][1]}
 
 
 def ending_text(episode: Trajectory) -> str:

@@ -60,13 +60,15 @@ class FindingTracker:
     uninterrupted one. `updates` is the number of optimizer updates in a step: with more than one, a larger difference
     between the log-probs of learner and sampler is normal."""
 
-    def __init__(self, earlier: Sequence[StepMetrics] = (), updates: int = 1, steps: int = STEPS) -> None:
+    def __init__(
+        self, earlier_metrics: Sequence[StepMetrics] = (), updates: int = 1, steps: int = STEPS
+    ) -> None:
         self._steps = steps
         self._max_logprob_diff = 0.05 if updates == 1 else 0.2
         self._start: list[StepMetrics] = []
         self._recent: list[StepMetrics] = []
         self._absent_steps: dict[str, int] = {}  # name of a reported finding -> consecutive steps without it
-        for metrics in earlier:
+        for metrics in earlier_metrics:
             self.look(int(metrics["step"]), metrics, ())
 
     def look(self, step: int, metrics: StepMetrics, episodes: Sequence[Trajectory]) -> list[FindingChange]:
@@ -78,8 +80,8 @@ class FindingTracker:
             self._start.append(metrics)
         if len(self._recent) < self._steps:
             return []
-        last, before = self._recent[-self._steps :], self._recent[: -self._steps]
-        window = StepWindow(last, self._start, before, episodes, self._max_logprob_diff)
+        last, earlier = self._recent[-self._steps :], self._recent[: -self._steps]
+        window = StepWindow(last, self._start, earlier, episodes, self._max_logprob_diff)
         changes: list[FindingChange] = []
         for rule in FINDING_RULES:
             if (sentence := rule.detect(window)) is not None:
@@ -98,10 +100,10 @@ def find_unparsed_call(episodes: Sequence[Trajectory]) -> str | None:
     """Return an excerpt of the first reply that looks like a tool call but was not parsed as one."""
     for episode in episodes:
         names = [re.escape(tool.name) for tool in episode.tools]
-        named = re.compile(rf"\b({'|'.join(names)})\s*[({{]") if names else CALL
+        tool_call = re.compile(rf"\b({'|'.join(names)})\s*[({{]") if names else CALL
         for turn in episode.turns:
             text = f"{turn.message.reasoning or ''}\n{turn.message.content}"
-            if not turn.message.tool_calls and (match := CALL.search(text) or named.search(text)):
+            if not turn.message.tool_calls and (match := CALL.search(text) or tool_call.search(text)):
                 return text[max(0, match.start() - 20) :].strip()[:160]
     return None
 
@@ -124,11 +126,15 @@ def _truncated(window: StepWindow) -> str | None:
 def _tied(window: StepWindow) -> str | None:
     rewards = [episode.reward for episode in window.episodes if episode.reward is not None]
     distinct = {(reward.outcome, *reward.steps) for reward in rewards}
-    same = len(distinct) < 2 and not any(row.get("reward_std", 1.0) for row in window.last)
-    learned = window.mean("accuracy") > 0.9 and len(window.before) >= START_STEPS
-    if learned or not window.values("reward") or (not same and any(row.get("rows") for row in window.last)):
+    are_equal = len(distinct) < 2 and not any(row.get("reward_std", 1.0) for row in window.last)
+    is_solved = window.mean("accuracy") > 0.9 and len(window.before) >= START_STEPS
+    if (
+        is_solved
+        or not window.values("reward")
+        or (not are_equal and any(row.get("rows") for row in window.last))
+    ):
         return None
-    if same:
+    if are_equal:
         return f"All episodes got the same reward ({window.last[-1]['reward']:g}), so all advantages are zero"
     return "In every group all episodes got the same reward, so all advantages are zero"
 
@@ -148,35 +154,35 @@ def _entropy(window: StepWindow) -> str | None:
 
 
 def _length(window: StepWindow) -> str | None:
-    now, before = window.values("length"), _values(window.before, "length")
-    if len(before) < START_STEPS or window.mean("reward") > fmean(_values(window.before, "reward") or [0.0]):
+    values, earlier = window.values("length"), _values(window.before, "length")
+    if len(earlier) < START_STEPS or window.mean("reward") > fmean(_values(window.before, "reward") or [0.0]):
         return None
-    if now and min(now) > 2 * median(before):
-        return f"Sampled tokens per episode rose from {median(before):.0f} to {now[-1]:.0f} without a higher reward"
+    if values and min(values) > 2 * median(earlier):
+        return f"Sampled tokens per episode rose from {median(earlier):.0f} to {values[-1]:.0f} without a higher reward"
 
 
 def _logprobs(window: StepWindow) -> str | None:
     # With policy lag, tokens of older weights differ anyway and importance weights correct for it.
     name = "mismatch" if "staleness_gap" in window.last[-1] else "logprob_diff"
-    if (now := window.values(name)) and min(now) > (limit := window.max_logprob_diff):
-        return f"Log-probs of sampler and learner differ by {now[-1]:.3g} per token (limit {limit:g})"
+    if (values := window.values(name)) and min(values) > (limit := window.max_logprob_diff):
+        return f"Log-probs of sampler and learner differ by {values[-1]:.3g} per token (limit {limit:g})"
 
 
 def _gradient(window: StepWindow) -> str | None:
     if all(row.get("skipped") for row in window.last):
         return "The gradient is not finite, so the optimizer skips every update"
-    now, before = window.values("grad_norm"), _values(window.before, "grad_norm")
-    if not now or len(before) < START_STEPS:
+    values, earlier = window.values("grad_norm"), _values(window.before, "grad_norm")
+    if not values or len(earlier) < START_STEPS:
         return None
-    usual = max(median(before), median(_values(window.start, "grad_norm") or [0.0]))
-    if min(now) > 5 * usual:
-        return f"The gradient norm rose from {usual:.3g} to {now[-1]:.3g}"
+    usual = max(median(earlier), median(_values(window.start, "grad_norm") or [0.0]))
+    if min(values) > 5 * usual:
+        return f"The gradient norm rose from {usual:.3g} to {values[-1]:.3g}"
 
 
 def _judge(window: StepWindow) -> str | None:
     totals = [row.get("judge/requests", 0.0) + row.get("judge/cached", 0.0) for row in window.last]
     failures = [sum(v for name, v in row.items() if name.startswith("judge/failed_")) for row in window.last]
-    if all(total and failed > 0.2 * total for failed, total in zip(failures, totals, strict=True)):
+    if all(total and num_failed > 0.2 * total for num_failed, total in zip(failures, totals, strict=True)):
         return f"{failures[-1]:.0f} of {totals[-1]:.0f} judge requests failed"
 
 
@@ -189,8 +195,8 @@ def _tool_success(window: StepWindow) -> str | None:
 
 
 def _tools_failing(window: StepWindow) -> str | None:
-    if (now := window.values("tool_success")) and max(now) < 0.1:
-        return f"Only {now[-1]:.0%} of the tool calls succeeded"
+    if (values := window.values("tool_success")) and max(values) < 0.1:
+        return f"Only {values[-1]:.0%} of the tool calls succeeded"
 
 
 def _values(rows: Sequence[StepMetrics], name: str) -> list[float]:

@@ -105,13 +105,13 @@ class RunFolder:
         return self.path.name
 
     @property
-    def shown(self) -> str:
+    def display_path(self) -> str:
         """Return the run as an argument of a shell command: its name if it is in `runs`, else its path."""
         return shlex.quote(self.name if self.path.parent == Path("runs") else str(self.path))
 
     @property
     def resume_command(self) -> str:
-        return f"tfactory runs resume {self.shown}"
+        return f"tfactory runs resume {self.display_path}"
 
     @property
     def mend(self) -> str:
@@ -121,8 +121,8 @@ class RunFolder:
     # creating and opening
 
     @classmethod
-    def create(cls, config: TrainingConfig, name: str, about: dict[str, Any], steps: int = 0) -> RunFolder:
-        """Create and lock a new run. `about` is added to the `fingerprint` in environment.json. The folder has a
+    def create(cls, config: TrainingConfig, name: str, run_info: dict[str, Any], steps: int = 0) -> RunFolder:
+        """Create and lock a new run. `run_info` is added to the `fingerprint` in environment.json. The folder has a
         temporary name until it is complete; a temporary folder that a killed process left is reused."""
         check_run_name(name)
         path = Path(config.logging.output_dir).expanduser() / name
@@ -139,7 +139,7 @@ class RunFolder:
             run.lock()
             write_atomically(run.path / CONFIG, yaml.safe_dump(redact_environment(options), sort_keys=False))
             write_atomically(
-                run.path / ENVIRONMENT, json.dumps(redact_environment(fingerprint() | about), indent=1)
+                run.path / ENVIRONMENT, json.dumps(redact_environment(fingerprint() | run_info), indent=1)
             )
             run.write_status(Status("running", steps=steps))
             os.rename(run.path, path)
@@ -160,8 +160,8 @@ class RunFolder:
             raise ValueError(
                 f"{path} is not a complete run: {CONFIG} or {ENVIRONMENT} is missing. Restore or remove it"
             )
-        known = ", ".join(run.name for run in list_runs(runs)) or "none"
-        raise ValueError(f"there is no run {name!r} in {runs}. Existing runs: {known}")
+        known_names = ", ".join(run.name for run in list_runs(runs)) or "none"
+        raise ValueError(f"there is no run {name!r} in {runs}. Existing runs: {known_names}")
 
     def lock(self) -> None:
         """Lock the run against other writers; the operating system releases the lock when this process exits."""
@@ -197,17 +197,17 @@ class RunFolder:
         return load_config(self.path / CONFIG)
 
     @property
-    def about(self) -> dict[str, Any]:
+    def run_info(self) -> dict[str, Any]:
         """Return the contents of environment.json; raise ValueError if the file is damaged."""
         try:
-            about = json.loads(read_whole(self.path / ENVIRONMENT))
-            date.fromisoformat(itemgetter("day", "versions", "commit", "started")(about)[0])
+            run_info = json.loads(read_whole(self.path / ENVIRONMENT))
+            date.fromisoformat(itemgetter("day", "versions", "commit", "started")(run_info)[0])
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
                 f"cannot read {self.path / ENVIRONMENT} ({error!r}), so run {self.name} cannot be resumed. Start a new "
                 f"run: tfactory train {self.path / CONFIG} --name NAME"
             ) from error
-        return about
+        return run_info
 
     @property
     def status(self) -> Status:
@@ -260,7 +260,7 @@ class RunFolder:
     def best(self) -> Path | None:
         """Return the existing checkpoint with the best held-out score; None if no checkpoint has one."""
         folders = {_step_of(path): path for path in self.checkpoints()}
-        best = Scores.of(row for row in self.metrics() if row.get("step") in folders).best
+        best = Scores.from_rows(row for row in self.metrics() if row.get("step") in folders).best
         return None if best is None else folders[best[0]]
 
     # writing
@@ -291,12 +291,12 @@ class RunFolder:
                 sizes[name] = path.stat().st_size
         return sizes
 
-    def prune(self, last: int, every: int | None, best: bool = False, states: str = "all") -> None:
-        """Remove all checkpoints but the last `last`, those at multiples of `every` steps, and, with `best`, the best.
-        If `states` is "newest", remove the optimizer state of all but the newest."""
-        kept = self.best() if best else None
+    def prune(self, last: int, keep_every: int | None, best: bool = False, states: str = "all") -> None:
+        """Remove all checkpoints but the last `last`, those at multiples of `keep_every` steps, and, with `best`, the
+        best. If `states` is "newest", remove the optimizer state of all but the newest."""
+        best_checkpoint = self.best() if best else None
         for old in self.checkpoints()[:-last]:
-            if old != kept and (every is None or _step_of(old) % every):
+            if old != best_checkpoint and (keep_every is None or _step_of(old) % keep_every):
                 remove_folder(old)
         if states == "newest":
             for old in self.checkpoints()[:-1]:
@@ -314,10 +314,10 @@ class RunFolder:
                     "a new run"
                 )
             if size > offset:
-                kept = self._requested_evaluations(offset) if name == EVALUATIONS else b""
+                kept_bytes = self._requested_evaluations(offset) if name == EVALUATIONS else b""
                 os.truncate(path, offset)
                 with path.open("ab") as file:
-                    file.write(kept)
+                    file.write(kept_bytes)
         for leftover in (self.path / "checkpoints").glob(".*"):
             shutil.rmtree(leftover, ignore_errors=True)
 

@@ -16,10 +16,12 @@ class Scores:
 
     stop_when: Mapping[Any, float] = field(default_factory=dict)
     measure: str | None = None
-    found: list[tuple[int, float]] = field(default_factory=list)  # (step, value)
+    points: list[tuple[int, float]] = field(default_factory=list)  # (step, value)
 
     @classmethod
-    def of(cls, rows: Iterable[Mapping[str, Any]], stop_when: Mapping[Any, float] | None = None) -> Scores:
+    def from_rows(
+        cls, rows: Iterable[Mapping[str, Any]], stop_when: Mapping[Any, float] | None = None
+    ) -> Scores:
         scores = cls(stop_when or {})
         for row in rows:
             scores.add(row)
@@ -30,13 +32,13 @@ class Scores:
         if self.measure is None:
             self.measure = next((name for name in MEASURES if name in row), None)
         if self.measure is not None and self.measure in row:
-            self.found.append((row["step"], row[self.measure]))
+            self.points.append((row["step"], row[self.measure]))
 
     @property
     def best(self) -> tuple[int, float] | None:
         """Return step and value of the best evaluation; of equal ones the first."""
         sign = MEASURES.get(self.measure or "", 1)
-        return max(self.found, key=lambda score: sign * score[1], default=None)
+        return max(self.points, key=lambda score: sign * score[1], default=None)
 
     def verdict(self) -> str | None:
         """Return the reason to stop the run now, or None to continue."""
@@ -51,10 +53,10 @@ class Scores:
                 )
             if value >= target:
                 return f"{self.measure} reached {value:.3f} at step {step} (training.stop_when.target={target:g})"
-        waited = len(self.found) - 1 - self.found.index((step, value))
-        if (patience := self.stop_when.get("patience")) is not None and waited >= patience:
+        steps_since = len(self.points) - 1 - self.points.index((step, value))
+        if (patience := self.stop_when.get("patience")) is not None and steps_since >= patience:
             return (
-                f"{self.measure} has not improved on {value:.3f} (step {step}) for {waited} evaluations "
+                f"{self.measure} has not improved on {value:.3f} (step {step}) for {steps_since} evaluations "
                 f"(training.stop_when.patience={patience:g})"
             )
         return None

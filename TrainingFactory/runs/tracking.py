@@ -52,6 +52,6 @@ def metrics_line(metrics: dict[str, float]) -> str:
         if not metrics.get("rows"):
             groups = "all groups of scored episodes" if unscored else "all groups"
             parts.append(f"equal rewards in {groups}, nothing to learn")
-    if lost := int(metrics.get("episodes/tool_failure", 0)):
-        parts.append(f"{pluralize(lost, 'episode')} lost to unavailable tools")
+    if num_lost := int(metrics.get("episodes/tool_failure", 0)):
+        parts.append(f"{pluralize(num_lost, 'episode')} lost to unavailable tools")
     return "  ".join(parts)

@@ -19,25 +19,25 @@ class DraftTable:
     @staticmethod
     def _entry(context: np.ndarray) -> np.ndarray:
         """Return the table index [M] of each context [M, CONTEXT]."""
-        mixed = context[:, 0].astype(np.uint64)
+        hashed = context[:, 0].astype(np.uint64)
         for column in range(1, CONTEXT):
-            mixed = mixed * np.uint64(0x9E3779B97F4A7C15) + context[:, column].astype(np.uint64)
-        return (mixed * np.uint64(0xD6E8FEB86659FD93) >> np.uint64(48)).astype(np.int64)
+            hashed = hashed * np.uint64(0x9E3779B97F4A7C15) + context[:, column].astype(np.uint64)
+        return (hashed * np.uint64(0xD6E8FEB86659FD93) >> np.uint64(48)).astype(np.int64)
 
-    def guess(self, context: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    def guess(self, context: np.ndarray, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the drafts after each context [M, CONTEXT]: tokens [M, most], and how many of them to use [M]."""
         count = len(context)
-        tokens, lengths = np.zeros((count, most), np.int64), np.zeros(count, np.int64)
+        tokens, lengths = np.zeros((count, max_tokens), np.int64), np.zeros(count, np.int64)
         rows = np.arange(count)  # rows whose drafts continue
-        for position in range(most):
+        for position in range(max_tokens):
             entry = self._entry(context)
             trusted = self._trust[entry] >= TRUSTED
             if not trusted.any():
                 break
-            rows, following = rows[trusted], self._next[entry[trusted]]
-            tokens[rows, position] = following
+            rows, next_tokens = rows[trusted], self._next[entry[trusted]]
+            tokens[rows, position] = next_tokens
             lengths[rows] += 1
-            context = np.column_stack((context[trusted][:, 1:], following))
+            context = np.column_stack((context[trusted][:, 1:], next_tokens))
         return tokens, lengths
 
     def learn(self, context: np.ndarray, tokens: np.ndarray) -> None:

@@ -41,9 +41,9 @@ class LegInputs(NamedTuple, Generic[Data]):
 
     tokens: Data  # [N] ids; -1 - slot: the token that this slot samples in the previous leg or launch
     positions: Data  # [N]
-    where: Data  # [N] flat cache positions to write
+    cache_positions: Data  # [N] flat cache positions to write
     keep: Data  # [M] tokens whose logits are drawn from; empty in the second leg: all
-    into: Data  # [M] slot whose latest token the draw becomes; `table.slots`: the draw is not used
+    target_slots: Data  # [M] slot whose latest token the draw becomes; `table.slots`: the draw is not used
 
 
 Leg = tuple[LegInputs[Data], DrawInputs[Data]]
@@ -89,27 +89,29 @@ class AsyncRunner(Runner):
     def tiled(self) -> bool:
         return self._kernels is not None
 
-    def _tile(self, step: StepContext, at: torch.Tensor) -> StepContext:
+    def _tile(self, step: StepContext, positions: torch.Tensor) -> StepContext:
         if self._kernels is not None:
-            step.attend, step.positions, first = self._kernels.attend, at, self._span[:1]
+            step.attend, step.positions, first = self._kernels.attend, positions, self._span[:1]
             step.rows = Tiles(1, 1) if step.tokens else None
-            step.pieces = None if step.tokens else Tiles(len(at), 1, at, first, first + len(at))
+            step.pieces = (
+                None if step.tokens else Tiles(len(positions), 1, positions, first, first + len(positions))
+            )
         return step
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Start a plan without guesses, and advance the table as if its tokens were known; `land` returns them."""
         table, plan.twice = self.table, True
-        flat, picked = self._begin(plan)
-        slots, offsets = flat.rows[flat.live], flat.offsets[flat.live]
-        ready = None
+        batch, picked = self._begin(plan)
+        slots, offsets = batch.rows[batch.live], batch.offsets[batch.live]
+        copied_event = None
         if picked is not None and picked.is_cuda:
             host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True)
-            picked, ready = host.copy_(picked, non_blocking=True), torch.cuda.Event()
-            ready.record()
+            picked, copied_event = host.copy_(picked, non_blocking=True), torch.cuda.Event()
+            copied_event.record()
         first = int((offsets == 0).sum())
         flight = InFlightStep(
-            slots, table.known[slots] + offsets, first, table.epoch[slots], flat.live, picked, ready
+            slots, table.lengths[slots] + offsets, first, table.epoch[slots], batch.live, picked, copied_event
         )
         table.advance(plan.dense, 1)
         if len(plan.slots):
@@ -127,9 +129,9 @@ class AsyncRunner(Runner):
         tokens, logprobs = (array[flight.live] for array in split_picked(flight.picked, flight.live))
         valid = table.epoch[flight.slots] == flight.epochs
         if first < len(tokens):  # drop second tokens after a stop
-            ended = np.zeros(table.slots, bool)
-            ended[flight.slots[:first]] = table.stopped(flight.slots[:first], tokens[:first])
-            valid[first:] &= ~ended[flight.slots[first:]]
+            is_ended = np.zeros(table.slots, bool)
+            is_ended[flight.slots[:first]] = table.stopped(flight.slots[:first], tokens[:first])
+            valid[first:] &= ~is_ended[flight.slots[first:]]
         slots = flight.slots[valid]
         table.flying -= np.bincount(slots, minlength=table.slots)
         return SampledTokens(slots, flight.places[valid], tokens[valid], require_finite(logprobs[valid]))
@@ -141,13 +143,15 @@ class AsyncRunner(Runner):
             return super()._feed(plan, cache, dense_end, chunk_end)
         kernels, table, shape = self._kernels, self.table, self.shapes[0]
         layout = plan_tiles(plan, table, shape.queries // shape.heads)
-        flat = self._flat(plan, cache, 0, layout)
-        draws = self._draws(flat)
-        into = np.where(flat.live, flat.rows, table.slots)
-        legs = [(LegInputs(flat.tokens, flat.positions, flat.where, flat.keep, into), draws)]
+        batch = self._flat(plan, cache, 0, layout)
+        draws = self._draws(batch)
+        target_slots = np.where(batch.live, batch.rows, table.slots)
+        legs = [
+            (LegInputs(batch.tokens, batch.positions, batch.cache_positions, batch.keep, target_slots), draws)
+        ]
         recorded = layout.recorded and not draws.filters
         if recorded and plan.twice and plan.rows:
-            legs.append(self._second_leg(plan, flat, cache, scaled=draws.temperature is not None))
+            legs.append(self._second_leg(plan, batch, cache, scaled=draws.temperature is not None))
         leg_arrays = [array for inputs, draws in legs for array in (*inputs, *draws.present)]
         arrays = [*leg_arrays, *layout.arrays]
 
@@ -156,18 +160,18 @@ class AsyncRunner(Runner):
             leg_tensors = [_next_leg(remaining, leg) for leg in legs]
             tiles = list(remaining)
             for number, (inputs, draws) in enumerate(leg_tensors):
-                context = StepContext(cache, inputs.where, tokens=plan.rows * (plan.span or 1))
+                context = StepContext(cache, inputs.cache_positions, tokens=plan.rows * (plan.span or 1))
                 context.attend, context.positions = kernels.attend, inputs.positions
                 layout.enter(context, plan, tiles)
                 has_chunks = len(plan.slots) and not number
                 context.pieces = context.pieces if has_chunks else None
                 keep = inputs.keep if has_chunks else 0
-                logits = self._logits(self._known(inputs.tokens), inputs.positions, context, keep)
+                logits = self._logits(self._known_tokens(inputs.tokens), inputs.positions, context, keep)
                 if draws.filters:
                     picked = pick(logits, draws.uniform, draws.temperature, draws.filters)
                 else:
                     picked = kernels.sample_tokens(logits, draws.uniform, draws.temperature)
-                self._latest.index_copy_(0, inputs.into, picked[0].long())
+                self._latest.index_copy_(0, inputs.target_slots, picked[0].long())
                 results.append(picked)
             return torch.cat(results, 1) if len(results) > 1 else results[0]
 
@@ -178,25 +182,27 @@ class AsyncRunner(Runner):
             picked = self._graphs.run(key, arrays, step)
         if picked is None:
             picked = step(to_device(arrays, self.device))
-        return flat, picked
+        return batch, picked
 
-    def _second_leg(self, plan: StepPlan, flat: FlatBatch, cache: SlotCache, scaled: bool) -> Leg[np.ndarray]:
+    def _second_leg(
+        self, plan: StepPlan, batch: FlatBatch, cache: SlotCache, scaled: bool
+    ) -> Leg[np.ndarray]:
         """Return a leg that feeds the tokens of the first leg, in rows whose turn may continue, and add its rows of
-        logits to `flat`. Two legs pay because a launch takes the host as long as a token takes the GPU."""
+        logits to `batch`. Two legs pay because a launch takes the host as long as a token takes the GPU."""
         table, rows = self.table, np.arange(plan.rows)
-        slots = flat.rows[flat.live]
-        slots = slots[(slots < plan.rows) & (table.known[slots] + 1 < table.limit[slots])]
-        live, places = np.zeros(plan.rows, bool), table.known[slots]
+        slots = batch.rows[batch.live]
+        slots = slots[(slots < plan.rows) & (table.lengths[slots] + 1 < table.limit[slots])]
+        live, places = np.zeros(plan.rows, bool), table.lengths[slots]
         live[slots] = True
-        tokens, positions = np.where(live, -1 - rows, 0), flat.positions[: plan.rows].copy()
+        tokens, positions = np.where(live, -1 - rows, 0), batch.positions[: plan.rows].copy()
         positions[slots] = places
-        where = np.full(plan.rows, cache.slots * cache.capacity)
-        where[slots] = slots * cache.capacity + places
-        flat.rows, flat.live = np.concatenate((flat.rows, rows)), np.concatenate((flat.live, live))
-        flat.offsets = np.concatenate((flat.offsets, np.ones(plan.rows, np.int64)))
-        uniform = uniforms(table.seed[: plan.rows], table.known[: plan.rows] + 1)
+        cache_positions = np.full(plan.rows, cache.slots * cache.capacity)
+        cache_positions[slots] = slots * cache.capacity + places
+        batch.rows, batch.live = np.concatenate((batch.rows, rows)), np.concatenate((batch.live, live))
+        batch.offsets = np.concatenate((batch.offsets, np.ones(plan.rows, np.int64)))
+        uniform = uniforms(table.seed[: plan.rows], table.lengths[: plan.rows] + 1)
         draws = DrawInputs(uniform, table.temperature[: plan.rows] if scaled else None)
-        return LegInputs(tokens, positions, where, EMPTY, np.where(live, rows, table.slots)), draws
+        return LegInputs(tokens, positions, cache_positions, EMPTY, np.where(live, rows, table.slots)), draws
 
 
 def _next_leg(tensors: Iterator[torch.Tensor], arrays: Leg[np.ndarray]) -> Leg[torch.Tensor]:

@@ -92,7 +92,7 @@ class NativeEngine:
         if on_cuda and not self._runner.tiled:
             # Steps that only decode are by far the cheapest, so decoding rows feed short replies token by token.
             self._table.ride = 32
-        self._runner.ahead = self._runner.tiled
+        self._runner.launches_ahead = self._runner.tiled
         # The contents of the draft table depend on timing, so deterministic mode has none.
         self._drafts = DraftTable() if guesses and not deterministic else None
         budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
@@ -110,7 +110,9 @@ class NativeEngine:
         self._lock = threading.RLock()  # the garbage collector may close a session in a thread that has it
         self._inbox: deque[SamplingRequest | SessionSlot] = deque()
         self._working = False
-        self._held: Callable[[], object] | None = None  # hold new turns, and call this once when no turn runs
+        self._on_idle: Callable[[], object] | None = (
+            None  # hold new turns, and call this once when no turn runs
+        )
         # Used by the worker only.
         self._waiting: deque[SamplingRequest] = deque()
         self._sparse = 0  # consecutive steps with fewer than half of the rows in use
@@ -134,15 +136,15 @@ class NativeEngine:
 
     async def update(self, weights: Weights) -> None:
         """Switch to new weights: hold new turns, let the running turns finish, invalidate the cache, then resume."""
-        if weights.where != "shared":
+        if weights.folder != "shared":
             raise ValueError(
-                f"the native engine shares the learner's weights; it cannot load {weights.where}"
+                f"the native engine shares the learner's weights; it cannot load {weights.folder}"
             )
         loop = asyncio.get_running_loop()
         idle = loop.create_future()
         with self._lock:
-            assert self._held is None, "one update at a time"
-            self._held = lambda: loop.call_soon_threadsafe(_settle, [(idle, None)])
+            assert self._on_idle is None, "one update at a time"
+            self._on_idle = lambda: loop.call_soon_threadsafe(_settle, [(idle, None)])
             if not self._working:
                 idle.set_result(None)
         try:
@@ -154,15 +156,15 @@ class NativeEngine:
             self.policy_version = weights.version
         finally:
             with self._lock:
-                self._held = None
+                self._on_idle = None
                 self._wake()
 
     @torch.no_grad()
     def _copy(self) -> None:
         """Copy the trained weights in place, because CUDA graphs read these tensors. Other weights are shared."""
-        for target, trained in zip(self._model.parameters(), self._source.parameters(), strict=True):
-            if target is not trained:
-                target.copy_(trained)
+        for target, source in zip(self._model.parameters(), self._source.parameters(), strict=True):
+            if target is not source:
+                target.copy_(source)
 
     async def close(self) -> None:
         """Stop the worker thread. Afterwards the engine cannot sample."""
@@ -171,10 +173,10 @@ class NativeEngine:
     # -- called from event loops
 
     async def _submit(
-        self, seat: SessionSlot, prompt_ids: Sequence[int], params: SamplingParams
+        self, session_slot: SessionSlot, prompt_ids: Sequence[int], params: SamplingParams
     ) -> Completion:
         future = asyncio.get_running_loop().create_future()
-        request = SamplingRequest(seat, self._checked(prompt_ids), params, future)
+        request = SamplingRequest(session_slot, self._checked(prompt_ids), params, future)
         self._post(request)
         try:
             return await request.future
@@ -184,11 +186,13 @@ class NativeEngine:
             raise
 
     def _checked(self, prompt_ids: Sequence[int]) -> np.ndarray:
-        size, most = len(prompt_ids), self.max_length - 1
+        size, max_prompt = len(prompt_ids), self.max_length - 1
         if not size:
             raise ValueError("the prompt is empty; it needs at least one token")
-        if size > most:
-            raise ValueError(f"the prompt has {size} tokens, but max_length={most + 1} allows at most {most}")
+        if size > max_prompt:
+            raise ValueError(
+                f"the prompt has {size} tokens, but max_length={max_prompt + 1} allows at most {max_prompt}"
+            )
         vocabulary = self._runner.vocabulary
         prompt = np.frombuffer(pack(f"{size}q", *prompt_ids), np.int64)  # twice as fast as np.array
         if prompt.view(np.uint64).max() >= vocabulary:  # unsigned, so that negative ids are large
@@ -203,7 +207,7 @@ class NativeEngine:
 
     def _wake(self) -> None:
         """Start the worker if a request is waiting. The caller must have the lock."""
-        if self._working or self._held is not None:
+        if self._working or self._on_idle is not None:
             return
         if self._waiting or any(isinstance(item, SamplingRequest) for item in self._inbox):
             self._working = True
@@ -216,25 +220,25 @@ class NativeEngine:
         while True:
             with self._lock:
                 # One by one: the garbage collector may close a session in this thread, which appends to the inbox.
-                items, held = [self._inbox.popleft() for _ in range(len(self._inbox))], self._held
+                items, on_idle = [self._inbox.popleft() for _ in range(len(self._inbox))], self._on_idle
             try:
                 self._receive(items)
-                if held is None:
+                if on_idle is None:
                     self._admit()
-                running = bool(self._table.running.any()) or self._flight is not None
-                if running:
+                is_running = bool(self._table.running.any()) or self._flight is not None
+                if is_running:
                     self._step()
             except BaseException as error:  # the model may raise anything, and all requests must get it
                 self._fail(error)
                 continue
-            if running:
+            if is_running:
                 continue
             with self._lock:
-                if not self._inbox and self._held is held:
+                if not self._inbox and self._on_idle is on_idle:
                     self._working = False
                     break
-        if held is not None:
-            held()
+        if on_idle is not None:
+            on_idle()
 
     def _receive(self, items: list[SamplingRequest | SessionSlot]) -> None:
         """Queue new requests, drop cancelled ones, and release the slots of closed sessions."""
@@ -242,9 +246,9 @@ class NativeEngine:
             if isinstance(item, SamplingRequest) and not item.cancelled:
                 self._waiting.append(item)
                 continue
-            seat = item if isinstance(item, SessionSlot) else item.seat
-            running = None if seat.slot is None else self._table.requests[seat.slot]
-            for request in [*self._waiting, running]:
+            session_slot = item if isinstance(item, SessionSlot) else item.seat
+            running_request = None if session_slot.slot is None else self._table.requests[session_slot.slot]
+            for request in [*self._waiting, running_request]:
                 if request is not None and (request is item or request.seat is item):
                     self._drop(request)
             if isinstance(item, SessionSlot):
@@ -263,20 +267,20 @@ class NativeEngine:
         """Start the waiting requests that get a slot, first come first served, and copy the prefixes they share."""
         if not self._waiting:
             return
-        admission, place = AdmissionRound(), self._table.place
-        self._waiting = deque([request for request in self._waiting if not place(request, admission)])
-        if admission.moved:
-            length = int(self._table.stored[list(admission.moved)].max())
-            self._runner.copy([(source, target) for target, source in admission.moved.items()], length)
+        admission, place_request = AdmissionRound(), self._table.place
+        self._waiting = deque([request for request in self._waiting if not place_request(request, admission)])
+        if admission.source_slots:
+            length = int(self._table.stored[list(admission.source_slots)].max())
+            self._runner.copy([(source, target) for target, source in admission.source_slots.items()], length)
 
     def _step(self) -> None:
         self._compact()
-        if self._runner.ahead and (self._drafts is None or 0 <= self._ahead < MAX_STEPS_AHEAD):
+        if self._runner.launches_ahead and (self._drafts is None or 0 <= self._ahead < MAX_STEPS_AHEAD):
             self._launch(self._planner.plan(guess=False))
             return
         self._land()
         plan = self._planner.plan()
-        if self._runner.ahead and plan.guesses is None:
+        if self._runner.launches_ahead and plan.guesses is None:
             self._launch(plan)
         elif len(plan.dense) or len(plan.slots):
             self._count(plan)
@@ -329,8 +333,8 @@ class NativeEngine:
         pairs = self._table.scattered()
         if not pairs:
             return
-        both = [slot for pair in pairs for slot in pair]
-        self._runner.copy([*pairs, *((b, a) for a, b in pairs)], int(self._table.stored[both].max()))
+        moved_slots = [slot for pair in pairs for slot in pair]
+        self._runner.copy([*pairs, *((b, a) for a, b in pairs)], int(self._table.stored[moved_slots].max()))
         self._table.exchange(pairs)
 
     def _deliver(self, results: Sequence[tuple[SamplingRequest, Completion | BaseException]]) -> None:
@@ -345,13 +349,13 @@ class NativeEngine:
     def _fail(self, error: BaseException) -> None:
         """Raise the error of a failed step in every request, and reset the engine."""
         with self._lock:
-            failed = [item for item in self._inbox if isinstance(item, SamplingRequest)]
+            failed_requests = [item for item in self._inbox if isinstance(item, SamplingRequest)]
             self._inbox = deque(item for item in self._inbox if isinstance(item, SessionSlot))
         self._flight = None
-        failed += [*self._waiting, *self._table.clear()]
+        failed_requests += [*self._waiting, *self._table.clear()]
         self._waiting.clear()
         self._runner.cache = None
-        self._deliver([(request, error) for request in failed if not request.cancelled])
+        self._deliver([(request, error) for request in failed_requests if not request.cancelled])
 
 
 def _settle(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:

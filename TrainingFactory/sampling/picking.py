@@ -51,15 +51,15 @@ def apply_filters(
     weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
     """Zero the weights [M, V] that top-k, then top-p (of the rest), then min-p (of the largest) exclude; limits [M]."""
-    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+    sorted_weights, order = weights.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(weights.shape[-1], device=weights.device)
     top_k = torch.where(top_k > 0, top_k, weights.shape[-1])  # 0 is off
-    kept = torch.where(ranks < top_k[:, None], ordered, 0.0)
-    total = kept.cumsum(-1, dtype=torch.float64)
-    before = total - kept  # the mass of everything more likely
-    inside = (before < top_p[:, None] * total[:, -1:]) | (top_p[:, None] >= 1)
-    inside &= ordered >= min_p[:, None] * ordered[:, :1]
-    return torch.zeros_like(weights).scatter_(-1, order, torch.where(inside, kept, 0.0))
+    kept_mass = torch.where(ranks < top_k[:, None], sorted_weights, 0.0)
+    total = kept_mass.cumsum(-1, dtype=torch.float64)
+    mass_before = total - kept_mass  # the mass of everything more likely
+    in_top_p = (mass_before < top_p[:, None] * total[:, -1:]) | (top_p[:, None] >= 1)
+    in_top_p &= sorted_weights >= min_p[:, None] * sorted_weights[:, :1]
+    return torch.zeros_like(weights).scatter_(-1, order, torch.where(in_top_p, kept_mass, 0.0))
 
 
 def draw(
@@ -69,8 +69,8 @@ def draw(
     and that total, both [M, 1]; never a token of weight zero. With `rows` [M], draw i uses the weights `rows[i]`."""
     # Choose the block of tokens first, then the token in it. This takes one pass over the vocabulary and no long sum in
     # float32, in which a token of probability 3e-8 would be lost.
-    if rest := -weights.shape[-1] % BLOCK:
-        weights = torch.nn.functional.pad(weights, (0, rest))
+    if padding := -weights.shape[-1] % BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, padding))
     blocks = weights.unflatten(-1, (-1, BLOCK))
     sums = blocks.sum(-1).double()  # [M, blocks]
     ends = sums.cumsum(-1)
@@ -83,12 +83,12 @@ def draw(
     # Relative position in the block; below 1 despite rounding, so that the point is before the block's end.
     share = ((point - ends.gather(1, block)) / size + 1).clamp_(0, BELOW_ONE)
     if rows is None:
-        inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
+        block_values = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
     else:
-        inside = blocks[rows, block[:, 0]]
-    inner = inside.cumsum(-1, dtype=torch.float64)
-    passed = (inner <= share * inner[:, -1:]).sum(-1, keepdim=True)
-    return block * BLOCK + passed, total
+        block_values = blocks[rows, block[:, 0]]
+    inner = block_values.cumsum(-1, dtype=torch.float64)
+    num_before = (inner <= share * inner[:, -1:]).sum(-1, keepdim=True)
+    return block * BLOCK + num_before, total
 
 
 def pick(
@@ -113,13 +113,13 @@ def pick(
         tokens = torch.where(temperature[:, None] > 0, tokens, logits.argmax(-1, keepdim=True))
     # NaN logits can give a token out of range; the caller detects them by the log-prob.
     tokens = tokens.clamp_(max=logits.shape[-1] - 1)
-    chosen = shifted.gather(-1, tokens) if rows is None else shifted[rows, tokens[:, 0]][:, None]
-    logprobs = chosen - total.log()
+    token_logprobs = shifted.gather(-1, tokens) if rows is None else shifted[rows, tokens[:, 0]][:, None]
+    logprobs = token_logprobs - total.log()
     return torch.cat((tokens.double(), logprobs), 1).T
 
 
-def split_picked(picked: torch.Tensor | None, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    tokens, logprobs = np.zeros((2, len(live))) if picked is None else picked.cpu().numpy()
+def split_picked(picked: torch.Tensor | None, is_used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    tokens, logprobs = np.zeros((2, len(is_used))) if picked is None else picked.cpu().numpy()
     return tokens.astype(np.int64), logprobs
 
 

@@ -46,28 +46,28 @@ class StepPlanner:
         """Return a plan for all decoding rows and for as many chunks as fit into the budget, oldest first."""
         table = self.table
         # A row whose in-flight token reaches the limit has nothing more to feed.
-        running = np.flatnonzero(table.running & ((table.flying == 0) | (table.known < table.limit)))
-        chunking = table.stored[running] < table.chunked[running]
-        dense, queue = running[~chunking], running[chunking]
+        running_slots = np.flatnonzero(table.running & ((table.flying == 0) | (table.lengths < table.limit)))
+        chunking = table.stored[running_slots] < table.chunked[running_slots]
+        dense, queue = running_slots[~chunking], running_slots[chunking]
         if table.deterministic:
             return self._fixed(dense, queue)
         rows = int(dense[-1]) + 1 if len(dense) else 0
         if self.few_shapes and rows:
             rows = graph_rows(rows, table.slots)
-        taken, counts, longest, budget = [], [], 0, self.prefill_tokens
+        admitted, counts, longest, budget = [], [], 0, self.prefill_tokens
         if self.tiled and rows:
-            waiting = (table.chunked[queue] - table.stored[queue]).sum()
-            budget = min(budget, next((size for size in PIECES[1:] if waiting <= 2 * size), budget))
+            waiting_tokens = (table.chunked[queue] - table.stored[queue]).sum()
+            budget = min(budget, next((size for size in PIECES[1:] if waiting_tokens <= 2 * size), budget))
         for slot in queue[table.used[queue].argsort(kind="stable")].tolist():
             count = min(int(table.chunked[slot] - table.stored[slot]), budget)
-            size = sum(counts) + count if self.tiled else (len(taken) + 1) * max(longest, count)
-            if taken and size > budget:
+            size = sum(counts) + count if self.tiled else (len(admitted) + 1) * max(longest, count)
+            if admitted and size > budget:
                 continue
             longest = max(longest, count)
-            taken.append(slot)
+            admitted.append(slot)
             counts.append(count)
-        order = np.argsort(taken)
-        slots, tokens = np.array(taken, np.int64)[order], np.array(counts, np.int64)[order]
+        order = np.argsort(admitted)
+        slots, tokens = np.array(admitted, np.int64)[order], np.array(counts, np.int64)[order]
         plan = StepPlan(dense, rows, self.few_shapes, slots=slots, counts=tokens)
         if len(dense) and guess:
             self._follow(plan)
@@ -77,28 +77,32 @@ class StepPlanner:
         """Add further tokens to the rows: draft tokens, and with CUDA graphs known tokens that are not yet cached."""
         table, count = self.table, len(plan.dense)
         rows = plan.rows if plan.fixed else count
-        most = min(max(SPANS) - 1 if self.few_shapes else self.guesses, GUESSED_TOKENS // rows - 1)
-        if most < 1:
+        max_guesses = min(max(SPANS) - 1 if self.few_shapes else self.guesses, GUESSED_TOKENS // rows - 1)
+        if max_guesses < 1:
             return
-        known = table.known[plan.dense]
-        guesses, counts = np.zeros((count, most), np.int64), np.zeros(count, np.int64)
+        known_lengths = table.lengths[plan.dense]
+        guesses, counts = np.zeros((count, max_guesses), np.int64), np.zeros(count, np.int64)
         if self.drafts is not None:
-            guesses, counts = self.drafts.guess(table.recent(plan.dense, known, CONTEXT), most)
-            counts = np.minimum(counts, table.limit[plan.dense] - known - 1)
+            guesses, counts = self.drafts.guess(table.recent(plan.dense, known_lengths, CONTEXT), max_guesses)
+            counts = np.minimum(counts, table.limit[plan.dense] - known_lengths - 1)
         if self.few_shapes:
-            self._ride(plan.dense, known, guesses, counts)
-            plan.span = graph_span(counts, plan.rows, 1 + most)
+            self._ride(plan.dense, known_lengths, guesses, counts)
+            plan.span = graph_span(counts, plan.rows, 1 + max_guesses)
             counts = np.minimum(counts, max(plan.span - 1, 0))
         if counts.any():
             plan.guesses, plan.guessed = guesses, counts
 
-    def _ride(self, dense: np.ndarray, known: np.ndarray, guesses: np.ndarray, counts: np.ndarray) -> None:
+    def _ride(
+        self, dense: np.ndarray, known_lengths: np.ndarray, guesses: np.ndarray, counts: np.ndarray
+    ) -> None:
         """Replace the guesses of rows with known tokens that are not yet cached by these tokens."""
-        stored = self.table.stored[dense]
-        for row in np.flatnonzero(stored + 1 < known):
-            rest = self.table.ids[dense[row], stored[row] + 1 : known[row]][: guesses.shape[1]]
-            guesses[row, : len(rest)] = rest
-            counts[row] = len(rest)
+        stored_lengths = self.table.stored[dense]
+        for row in np.flatnonzero(stored_lengths + 1 < known_lengths):
+            unsent_ids = self.table.ids[dense[row], stored_lengths[row] + 1 : known_lengths[row]][
+                : guesses.shape[1]
+            ]
+            guesses[row, : len(unsent_ids)] = unsent_ids
+            counts[row] = len(unsent_ids)
 
     def _fixed(self, dense: np.ndarray, queue: np.ndarray) -> StepPlan:
         """Return a plan for deterministic mode: a single chunk, or one decoding row per slot."""

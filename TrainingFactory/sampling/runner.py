@@ -26,7 +26,7 @@ class FlatBatch:
 
     tokens: np.ndarray  # [N]
     positions: np.ndarray  # [N]
-    where: np.ndarray  # [N] flat cache positions to write
+    cache_positions: np.ndarray  # [N] flat cache positions to write
     fed: np.ndarray  # [R] tokens of each dense row
     rows: np.ndarray  # [M] slot
     offsets: np.ndarray  # [M] 0: after the row's last known token; k: after k guesses; negative: before it
@@ -39,7 +39,7 @@ class StepInputs(NamedTuple, Generic[Data]):
 
     tokens: Data  # [U]
     positions: Data  # [U]
-    where: Data  # [N] flat cache positions to write
+    cache_positions: Data  # [N] flat cache positions to write
     keep: Data  # [L] computed tokens whose logits are needed; L = M without twins
     source: Data  # [N] the computed token for each token; empty without twins
     logit_rows: Data  # [M] the row of logits for each draw; empty without twins
@@ -83,7 +83,7 @@ class Runner:
         self._hidden = torch.full((), -torch.inf, dtype=self.dtype, device=self.device)
         same_sizes = all(shape.key_size == shape.value_size for shape in self.shapes)
         self._fused = same_sizes and self.device.type == "cpu"  # the CPU's fused kernel supports these layers
-        self.ahead = False  # steps are launched before the tokens of the previous step are known
+        self.launches_ahead = False  # steps are launched before the tokens of the previous step are known
         self._trunks: dict[tuple[int, bytes], int] = {}
         self._latest = torch.zeros(table.slots + 1, dtype=torch.long, device=self.device)  # by slot
         self._graphs = DecodeGraphs(self.device, self._latest) if self.device.type == "cuda" else None
@@ -117,18 +117,25 @@ class Runner:
         ids = (self._span[:15] + 1000) % self.vocabulary  # the first ids are special tokens
         expected = shared_view(self.model, "eager")(input_ids=ids[None], use_cache=False).logits[0].float()
         cache, logits = SlotCache(1, 64, self.shapes), []
-        for at in self._span[:15].split([8] + 7 * [1]):
-            part = AttentionPart(slice(0, 1), self._mask(at[None], 64), 64)
-            parts: Any = {"dense": part, "tokens": 1} if len(at) == 1 else {"chunks": part}
-            logits.append(self._logits(ids[at], at, self._tile(StepContext(cache, at, **parts), at), 0))
+        for positions in self._span[:15].split([8] + 7 * [1]):
+            part = AttentionPart(slice(0, 1), self._mask(positions[None], 64), 64)
+            parts: Any = {"dense": part, "tokens": 1} if len(positions) == 1 else {"chunks": part}
+            logits.append(
+                self._logits(
+                    ids[positions],
+                    positions,
+                    self._tile(StepContext(cache, positions, **parts), positions),
+                    0,
+                )
+            )
         errors = (torch.cat(logits).float() - expected).abs().mean(1) / expected.std(1).clamp(min=1e-6)
-        error = max(float(part.median()) for part in errors.split([8, 7]))
+        error = max(float(errors_of_part.median()) for errors_of_part in errors.split([8, 7]))
         if not error < (0.01 if self.dtype == torch.float32 else 0.1):
             raise unsupported_model(
                 self.kind, f"its logits through the slot cache are off by {error:.1%} of their spread"
             )
 
-    def _tile(self, step: StepContext, at: torch.Tensor) -> StepContext:
+    def _tile(self, step: StepContext, positions: torch.Tensor) -> StepContext:
         """Prepare the step of `_compare` for the kernels, in subclasses that have them."""
         return step
 
@@ -178,14 +185,14 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> SampledTokens:
         """Run the plan and advance the table's `stored`. The caller appends the new tokens to the table."""
-        flat, picked = self._begin(plan)
-        return self._settle(plan, flat, picked)
+        batch, picked = self._begin(plan)
+        return self._settle(plan, batch, picked)
 
     def _begin(self, plan: StepPlan) -> tuple[FlatBatch, torch.Tensor | None]:
         table = self.table
-        stored, guessed = table.stored, plan.guessed if plan.guesses is not None else 0
-        dense_end = int((stored[plan.dense] + guessed).max()) + 1 if len(plan.dense) else 0
-        chunk_end = int((stored[plan.slots] + plan.counts).max()) if len(plan.slots) else 0
+        stored_lengths, guessed = table.stored, plan.guessed if plan.guesses is not None else 0
+        dense_end = int((stored_lengths[plan.dense] + guessed).max()) + 1 if len(plan.dense) else 0
+        chunk_end = int((stored_lengths[plan.slots] + plan.counts).max()) if len(plan.slots) else 0
         cache = self.reserve(max(dense_end, chunk_end) + plan.twice)
         return self._feed(plan, cache, dense_end, chunk_end)
 
@@ -193,61 +200,65 @@ class Runner:
         self, plan: StepPlan, cache: SlotCache, dense_end: int, chunk_end: int
     ) -> tuple[FlatBatch, torch.Tensor | None]:
         trunk = self.trunk(plan.dense)
-        flat = self._flat(plan, cache, trunk)
-        draws = self._draws(flat)
+        batch = self._flat(plan, cache, trunk)
+        draws = self._draws(batch)
         widths = self.width(dense_end), self.width(chunk_end)
         picked = None
         if self._graphs is not None and not len(plan.slots) and not draws.filters:
-            picked = self._replay(plan, cache, flat, draws, widths[0])
+            picked = self._replay(plan, cache, batch, draws, widths[0])
         if picked is None:
-            picked = self._forward(plan, flat, StepContext(cache=cache), draws, widths, trunk)
-        return flat, picked
+            picked = self._forward(plan, batch, StepContext(cache=cache), draws, widths, trunk)
+        return batch, picked
 
-    def _known(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _known_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Replace the ids of in-flight tokens, which the host does not know, by the tokens on the device."""
         return torch.where(tokens < 0, self._latest[(-1 - tokens).clamp_(min=0)], tokens)
 
     def _forward(
-        self, plan: StepPlan, flat: FlatBatch, step: StepContext, draws: DrawInputs[np.ndarray],
+        self, plan: StepPlan, batch: FlatBatch, step: StepContext, draws: DrawInputs[np.ndarray],
         widths: tuple[int, int], trunk: int,
     ) -> torch.Tensor | None:  # fmt: skip
         """Return tokens and log-probs [2, M]; None if no drawn token is used."""
-        twins = self._twins(plan, flat)
-        merged = plan if twins is None else _leaders_only(plan, twins)
-        rows, fed = slice(0, plan.rows), flat.fed
+        twin_rows = self._twins(plan, batch)
+        merged = plan if twin_rows is None else _leaders_only(plan, twin_rows)
+        rows, fed = slice(0, plan.rows), batch.fed
         if not plan.fixed:
-            rows, fed = _covered(merged.dense, flat.fed[merged.dense])
+            rows, fed = _covered(merged.dense, batch.fed[merged.dense])
         chunks, counts = _covered(merged.slots, merged.counts)
-        arrays = _step_inputs(flat, twins, fed, counts)
+        arrays = _step_inputs(batch, twin_rows, fed, counts)
         tensors = to_device([*arrays, *draws.present], self.device)
         inputs = StepInputs(*tensors[: len(arrays)])
-        step.where, step.tokens = inputs.where, int(fed.sum())
-        step.source = inputs.source if twins is not None else None
+        step.cache_positions, step.tokens = inputs.cache_positions, int(fed.sum())
+        step.source = inputs.source if twin_rows is not None else None
         if plan.rows:
             positions = inputs.positions[: step.tokens]
-            step.dense = self._part(rows, positions, inputs.dense_pad, inputs.dense_unpad, widths[0])
+            step.dense = self._attention_part(
+                rows, positions, inputs.dense_pad, inputs.dense_unpad, widths[0]
+            )
             step.dense.trunk, step.dense.trunk_slot = trunk, int(merged.dense[0])
         if len(merged.slots):
             positions = inputs.positions[step.tokens :]
-            step.chunks = self._part(chunks, positions, inputs.chunk_pad, inputs.chunk_unpad, widths[1])
+            step.chunks = self._attention_part(
+                chunks, positions, inputs.chunk_pad, inputs.chunk_unpad, widths[1]
+            )
             step.chunks.trunk, step.chunks.trunk_slot = self.trunk(merged.slots), int(merged.slots[0])
-        ids = inputs.tokens if not self.table.flying.any() else self._known(inputs.tokens)
+        ids = inputs.tokens if not self.table.flying.any() else self._known_tokens(inputs.tokens)
         logits = self._logits(ids, inputs.positions, step, inputs.keep if len(plan.slots) else 0)
-        if not flat.live.any():
+        if not batch.live.any():
             return None
-        drawn = DrawInputs(*tensors[len(arrays) :])
-        logit_rows = inputs.logit_rows if twins is not None else None
-        picked = pick(logits, drawn.uniform, drawn.temperature, drawn.filters, logit_rows)
-        if self.ahead:
-            self._latest[flat.rows[flat.live]] = picked[0, flat.live].long()
+        draw_inputs = DrawInputs(*tensors[len(arrays) :])
+        logit_rows = inputs.logit_rows if twin_rows is not None else None
+        picked = pick(logits, draw_inputs.uniform, draw_inputs.temperature, draw_inputs.filters, logit_rows)
+        if self.launches_ahead:
+            self._latest[batch.rows[batch.live]] = picked[0, batch.live].long()
         return picked
 
-    def _twins(self, plan: StepPlan, flat: FlatBatch) -> TwinRows | None:
+    def _twins(self, plan: StepPlan, batch: FlatBatch) -> TwinRows | None:
         rows = np.concatenate((plan.dense, plan.slots))
         if plan.fixed or len(rows) < 2:  # with fixed shapes, a row less saves nothing
             return None
-        counts = np.concatenate((flat.fed[plan.dense], plan.counts))
-        return find_twins(self.table.hashes[rows], self.table.marks(flat.tokens, flat.positions), counts)
+        counts = np.concatenate((batch.fed[plan.dense], plan.counts))
+        return find_twins(self.table.hashes[rows], self.table.marks(batch.tokens, batch.positions), counts)
 
     def _logits(
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext, keep: torch.Tensor | int
@@ -260,18 +271,18 @@ class Runner:
         return result.logits[0]
 
     def _replay(
-        self, plan: StepPlan, cache: SlotCache, flat: FlatBatch, draws: DrawInputs[np.ndarray], width: int
+        self, plan: StepPlan, cache: SlotCache, batch: FlatBatch, draws: DrawInputs[np.ndarray], width: int
     ) -> torch.Tensor | None:
         """Run a plan that only decodes, without filters, as a CUDA graph; None if it cannot be recorded."""
         assert self._graphs is not None
-        arrays = [flat.tokens, flat.positions, flat.where, flat.keep, *draws.present]
+        arrays = [batch.tokens, batch.positions, batch.cache_positions, batch.keep, *draws.present]
 
         def step(tensors: list[torch.Tensor]) -> torch.Tensor:
-            ids, positions, where, _, *draw_tensors = tensors
+            ids, positions, cache_positions, _, *draw_tensors = tensors
             draws = DrawInputs(*draw_tensors)
             mask = self._mask(positions.unflatten(0, (plan.rows, -1)), width)
             part = AttentionPart(slice(0, plan.rows), mask, width)
-            context = StepContext(cache=cache, where=where, dense=part, tokens=len(ids))
+            context = StepContext(cache=cache, cache_positions=cache_positions, dense=part, tokens=len(ids))
             return pick(self._logits(ids, positions, context, 0), draws.uniform, draws.temperature)
 
         self._check_graphs(cache)
@@ -282,23 +293,26 @@ class Runner:
             self._graphs.check(self.model, [layer.keys for layer in cache.layers])
             self._moved = False
 
-    def _settle(self, plan: StepPlan, flat: FlatBatch, picked: torch.Tensor | None) -> SampledTokens:
+    def _settle(self, plan: StepPlan, batch: FlatBatch, picked: torch.Tensor | None) -> SampledTokens:
         """Return the tokens that were drawn after correct guesses only, and advance the table's `stored`."""
-        table, live = self.table, flat.live
-        tokens, logprobs = split_picked(picked, live)
-        fresh: np.ndarray | int = 1
+        table, is_used = self.table, batch.live
+        tokens, logprobs = split_picked(picked, is_used)
+        num_new: np.ndarray | int = 1
         if plan.guesses is not None:
-            live = live & _accepted(flat, tokens, table.stops)
-            dense = int(flat.fed.sum())
-            drawn = np.bincount(flat.rows[:dense][live[:dense]], minlength=plan.rows)[plan.dense]
-            reply = table.known[plan.dense] - table.stored[plan.dense] > 1
-            fresh = np.where(reply, plan.guessed + 1, drawn)
-        table.advance(plan.dense, fresh)
+            is_used = is_used & _accepted(batch, tokens, table.stops)
+            dense = int(batch.fed.sum())
+            num_drawn = np.bincount(batch.rows[:dense][is_used[:dense]], minlength=plan.rows)[plan.dense]
+            reply = table.lengths[plan.dense] - table.stored[plan.dense] > 1
+            num_new = np.where(reply, plan.guessed + 1, num_drawn)
+        table.advance(plan.dense, num_new)
         if len(plan.slots):
             table.advance(plan.slots, plan.counts)
-        rows = flat.rows[live]
+        rows = batch.rows[is_used]
         return SampledTokens(
-            rows, table.known[rows] + flat.offsets[live], tokens[live], require_finite(logprobs[live])
+            rows,
+            table.lengths[rows] + batch.offsets[is_used],
+            tokens[is_used],
+            require_finite(logprobs[is_used]),
         )
 
     def _flat(
@@ -315,97 +329,107 @@ class Runner:
         size = start + (CHUNK if table.deterministic and len(plan.slots) else int(plan.counts.sum()))
         size = size if layout is None else start + layout.extra
         tokens, positions = np.zeros(size, np.int64), np.full(size, trunk)
-        where = np.full(size, cache.slots * capacity)
+        cache_positions = np.full(size, cache.slots * capacity)
         first = fed.cumsum() - fed  # [R] flat index of each row's first token
-        at, place = table.stored[plan.dense], first[plan.dense]
-        tokens[place] = table.ids[plan.dense, at]
-        positions[place] = at
-        where[place] = plan.dense * capacity + at
+        stored_lengths, start_rows = table.stored[plan.dense], first[plan.dense]
+        tokens[start_rows] = table.ids[plan.dense, stored_lengths]
+        positions[start_rows] = stored_lengths
+        cache_positions[start_rows] = plan.dense * capacity + stored_lengths
         if plan.guesses is not None:
             row, column = np.nonzero(np.arange(plan.guesses.shape[1]) < plan.guessed[:, None])
-            guess = place[row] + 1 + column
+            guess = start_rows[row] + 1 + column
             tokens[guess] = plan.guesses[row, column]
-            positions[guess] = at[row] + 1 + column
-            where[guess] = plan.dense[row] * capacity + positions[guess]
+            positions[guess] = stored_lengths[row] + 1 + column
+            cache_positions[guess] = plan.dense[row] * capacity + positions[guess]
         if len(plan.slots):
             start = int(table.stored[plan.slots[0]]) % CHUNK if table.deterministic else start
-            slot, before = np.repeat(plan.slots, plan.counts), plan.counts.cumsum() - plan.counts
-            at = table.stored[slot] + np.arange(len(slot)) - np.repeat(before, plan.counts)
+            slot, starts = np.repeat(plan.slots, plan.counts), plan.counts.cumsum() - plan.counts
+            stored_lengths = table.stored[slot] + np.arange(len(slot)) - np.repeat(starts, plan.counts)
             part = slice(start, start + len(slot))
-            tokens[part], positions[part], where[part] = table.ids[slot, at], at, slot * capacity + at
+            tokens[part], positions[part], cache_positions[part] = (
+                table.ids[slot, stored_lengths],
+                stored_lengths,
+                slot * capacity + stored_lengths,
+            )
         logit_rows = self._logit_rows(plan, fed, first)
         if layout is not None and layout.recorded:  # pad the rows of logits to the shape of the graph
             rows = int(fed.sum()) + layout.pieces
             logit_rows = [pad_to(array, rows) for array in logit_rows]
-        return FlatBatch(tokens, positions, where, fed, *logit_rows)
+        return FlatBatch(tokens, positions, cache_positions, fed, *logit_rows)
 
     def _logit_rows(
         self, plan: StepPlan, fed: np.ndarray, first: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return rows, offsets, live and keep of a `Flat`, for all dense tokens and the last tokens of prompts."""
         table = self.table
-        behind = np.zeros(plan.rows, np.int64)  # [R] known tokens after the row's first fed token
-        behind[plan.dense] = table.known[plan.dense] - table.stored[plan.dense] - 1
+        known_after = np.zeros(plan.rows, np.int64)  # [R] known tokens after the row's first fed token
+        known_after[plan.dense] = table.lengths[plan.dense] - table.stored[plan.dense] - 1
         if plan.fixed and plan.guesses is None and not len(plan.slots):  # one token per row
-            live = np.zeros(plan.rows, bool)
-            live[plan.dense] = behind[plan.dense] == 0
-            return first, -behind, live, first
-        most = np.full(plan.rows, -1)  # [R] largest offset whose drawn token is used
-        most[plan.dense] = (0 if plan.guesses is None else plan.guessed) - behind[plan.dense]
+            is_used = np.zeros(plan.rows, bool)
+            is_used[plan.dense] = known_after[plan.dense] == 0
+            return first, -known_after, is_used, first
+        last_used = np.full(plan.rows, -1)  # [R] largest offset whose drawn token is used
+        last_used[plan.dense] = (0 if plan.guesses is None else plan.guessed) - known_after[plan.dense]
         rows = np.repeat(np.arange(plan.rows), fed)
         keep = np.arange(len(rows))
-        offsets = keep - np.repeat(first + behind, fed)
-        live = (offsets >= 0) & (offsets <= most[rows])
+        offsets = keep - np.repeat(first + known_after, fed)
+        is_used = (offsets >= 0) & (offsets <= last_used[rows])
         if not len(plan.slots):
-            return rows, offsets, live, keep
-        ended = np.flatnonzero(table.stored[plan.slots] + plan.counts == table.known[plan.slots])
+            return rows, offsets, is_used, keep
+        finished_rows = np.flatnonzero(table.stored[plan.slots] + plan.counts == table.lengths[plan.slots])
         return (
-            np.concatenate((rows, plan.slots[ended])),
-            np.concatenate((offsets, np.zeros(len(ended), np.int64))),
-            np.concatenate((live, np.ones(len(ended), bool))),
-            np.concatenate((keep, len(rows) + plan.counts.cumsum()[ended] - 1)),
+            np.concatenate((rows, plan.slots[finished_rows])),
+            np.concatenate((offsets, np.zeros(len(finished_rows), np.int64))),
+            np.concatenate((is_used, np.ones(len(finished_rows), bool))),
+            np.concatenate((keep, len(rows) + plan.counts.cumsum()[finished_rows] - 1)),
         )
 
-    def _part(
+    def _attention_part(
         self, slots: slice | np.ndarray, positions: torch.Tensor, pad: torch.Tensor, unpad: torch.Tensor, width: int
     ) -> AttentionPart:  # fmt: skip
         rows = slots.stop - slots.start if isinstance(slots, slice) else len(slots)
         padded = len(pad) > 0
         positions = (positions[pad] if padded else positions).unflatten(0, (rows, -1))
-        where = slots if isinstance(slots, slice) else torch.from_numpy(slots).to(self.device)
+        slot_index = slots if isinstance(slots, slice) else torch.from_numpy(slots).to(self.device)
         mask = self._mask(positions, width)
-        return AttentionPart(where, mask, width, pad, unpad) if padded else AttentionPart(where, mask, width)
+        return (
+            AttentionPart(slot_index, mask, width, pad, unpad)
+            if padded
+            else AttentionPart(slot_index, mask, width)
+        )
 
     def _mask(self, positions: torch.Tensor, width: int) -> torch.Tensor:
         """Return the causal mask of positions [rows, T], additive, as [rows, 1, T, width]."""
-        hidden = self._span[:width] > positions[:, None, :, None]
-        return torch.where(hidden, self._hidden, self._seen)
+        is_masked = self._span[:width] > positions[:, None, :, None]
+        return torch.where(is_masked, self._hidden, self._seen)
 
-    def _draws(self, flat: FlatBatch) -> DrawInputs[np.ndarray]:
-        table, rows, live = self.table, flat.rows, flat.rows[flat.live]
-        uniform = uniforms(table.seed[rows], table.known[rows] + flat.offsets)
-        if (table.top_p[live] < 1).any() or table.top_k[live].any() or table.min_p[live].any():
+    def _draws(self, batch: FlatBatch) -> DrawInputs[np.ndarray]:
+        table, rows, live_rows = self.table, batch.rows, batch.rows[batch.live]
+        uniform = uniforms(table.seed[rows], table.lengths[rows] + batch.offsets)
+        if (table.top_p[live_rows] < 1).any() or table.top_k[live_rows].any() or table.min_p[live_rows].any():
             filters = table.top_p[rows], table.top_k[rows], table.min_p[rows]
             return DrawInputs(uniform, table.temperature[rows], *filters)
-        scaled = not (table.temperature[live] == 1).all()
+        scaled = not (table.temperature[live_rows] == 1).all()
         return DrawInputs(uniform, table.temperature[rows] if scaled else None)
 
 
-def _leaders_only(plan: StepPlan, twins: TwinRows) -> StepPlan:
-    dense, chunks = twins.leaders[: len(plan.dense)], twins.leaders[len(plan.dense) :]
+def _leaders_only(plan: StepPlan, twin_rows: TwinRows) -> StepPlan:
+    dense, chunks = twin_rows.leaders[: len(plan.dense)], twin_rows.leaders[len(plan.dense) :]
     return replace(plan, dense=plan.dense[dense], slots=plan.slots[chunks], counts=plan.counts[chunks])
 
 
 def _step_inputs(
-    flat: FlatBatch, twins: TwinRows | None, fed: np.ndarray, counts: np.ndarray
+    batch: FlatBatch, twin_rows: TwinRows | None, fed: np.ndarray, counts: np.ndarray
 ) -> StepInputs[np.ndarray]:
     """Return the inputs of a forward; `fed` and `counts` [rows] are the tokens of each dense row and of each chunk."""
     padding = *_padding(fed), *_padding(counts)
-    if twins is None:
-        return StepInputs(flat.tokens, flat.positions, flat.where, flat.keep, EMPTY, EMPTY, *padding)
-    keep, logit_rows = np.unique(twins.source[flat.keep], return_inverse=True)
-    tokens, positions = flat.tokens[twins.kept], flat.positions[twins.kept]
-    return StepInputs(tokens, positions, flat.where, keep, twins.source, logit_rows, *padding)
+    if twin_rows is None:
+        return StepInputs(
+            batch.tokens, batch.positions, batch.cache_positions, batch.keep, EMPTY, EMPTY, *padding
+        )
+    keep, logit_rows = np.unique(twin_rows.source[batch.keep], return_inverse=True)
+    tokens, positions = batch.tokens[twin_rows.is_leader], batch.positions[twin_rows.is_leader]
+    return StepInputs(tokens, positions, batch.cache_positions, keep, twin_rows.source, logit_rows, *padding)
 
 
 def _covered(slots: np.ndarray, counts: np.ndarray) -> tuple[slice | np.ndarray, np.ndarray]:
@@ -414,9 +438,9 @@ def _covered(slots: np.ndarray, counts: np.ndarray) -> tuple[slice | np.ndarray,
     if not len(slots) or slots[-1] - slots[0] + 1 > 1.5 * len(slots):
         return slots, counts
     first, end = int(slots[0]), int(slots[-1]) + 1
-    covered = np.zeros(end - first, np.int64)
-    covered[slots - first] = counts
-    return slice(first, end), covered
+    counts_by_slot = np.zeros(end - first, np.int64)
+    counts_by_slot[slots - first] = counts
+    return slice(first, end), counts_by_slot
 
 
 def _padding(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -430,13 +454,13 @@ def _padding(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.maximum(pad.ravel(), 0), np.flatnonzero(columns < counts[:, None])
 
 
-def _accepted(flat: FlatBatch, drawn: np.ndarray, stops: np.ndarray) -> np.ndarray:
+def _accepted(batch: FlatBatch, drawn_tokens: np.ndarray, stops: np.ndarray) -> np.ndarray:
     """Return [M] whether all guesses before a row of logits equal the tokens drawn there, and none is a stop token."""
-    rejected = np.zeros(len(drawn), bool)
-    guesses = np.flatnonzero(flat.offsets > 0)
-    expected = drawn[guesses - 1]
-    is_stop = (stops[flat.rows[guesses]] == expected[:, None]).any(1)
-    rejected[guesses] = (flat.tokens[guesses] != expected) | is_stop
-    first = np.full(len(stops), len(drawn))  # [S] offset of each slot's first rejected guess
-    np.minimum.at(first, flat.rows[rejected], flat.offsets[rejected])
-    return flat.offsets < first[flat.rows]
+    is_rejected = np.zeros(len(drawn_tokens), bool)
+    guesses = np.flatnonzero(batch.offsets > 0)
+    expected = drawn_tokens[guesses - 1]
+    is_stop = (stops[batch.rows[guesses]] == expected[:, None]).any(1)
+    is_rejected[guesses] = (batch.tokens[guesses] != expected) | is_stop
+    first = np.full(len(stops), len(drawn_tokens))  # [S] offset of each slot's first rejected guess
+    np.minimum.at(first, batch.rows[is_rejected], batch.offsets[is_rejected])
+    return batch.offsets < first[batch.rows]

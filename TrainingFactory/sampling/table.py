@@ -25,7 +25,7 @@ class EngineStats:
 
     prefilled: int = 0  # prompt and reply tokens fed in chunks, including twins that are computed only once
     shared: int = 0  # prompt tokens copied from another slot, or still present in a freed one
-    kept: int = 0  # tokens of earlier turns that are still in the session's slot
+    kept_tokens: int = 0  # tokens of earlier turns that are still in the session's slot
     sampled: int = 0
     forwards: int = 0
     decodes: int = 0  # forwards with decoding rows
@@ -58,7 +58,7 @@ class SamplingRequest:
 class AdmissionRound:
     """State of one round of admissions. The engine makes its copies together, at the end of the round."""
 
-    moved: dict[int, int] = field(default_factory=dict)  # target slot of a prefix: its source slot
+    source_slots: dict[int, int] = field(default_factory=dict)  # target slot of a prefix: its source slot
     must_wait: set[bytes] = field(default_factory=set)  # prompts that wait; equal prompts wait too
     full: bool = False  # no slot is free, and no idle session can be evicted
 
@@ -72,7 +72,7 @@ class SlotTable:
         self.ids = np.zeros((slots, max_length), np.int32)
         self.logprobs = np.zeros((slots, max_length), np.float32)
         self.stored = np.zeros(slots, np.int64)  # tokens whose keys and values are in the cache
-        self.known = np.zeros(slots, np.int64)  # tokens of the sequence; stored < known while running
+        self.lengths = np.zeros(slots, np.int64)  # tokens of the sequence; stored < known while running
         self.pure = np.zeros(slots, np.int64)  # leading tokens that other sessions may copy
         self.chunked = np.zeros(slots, np.int64)  # tokens before this position are prefilled in chunks
         self.running = np.zeros(slots, bool)
@@ -102,79 +102,88 @@ class SlotTable:
 
     # -- sessions
 
-    def close(self, seat: SessionSlot) -> None:
+    def close(self, session_slot: SessionSlot) -> None:
         """Release the session's slot. Its keys and values stay in the cache until they are overwritten."""
-        if seat.slot is not None:
-            self.seats[seat.slot], self.free[seat.slot] = None, True
-            seat.slot = None
+        if session_slot.slot is not None:
+            self.seats[session_slot.slot], self.free[session_slot.slot] = None, True
+            session_slot.slot = None
         if self.deterministic:
-            self._closed.add(seat.order)
-            slot = seat.order % self.slots
+            self._closed.add(session_slot.order)
+            slot = session_slot.order % self.slots
             while self._next_session[slot] in self._closed:
                 self._closed.remove(self._next_session[slot])
                 self._next_session[slot] += self.slots
 
     def forget(self) -> None:
         """Invalidate all cached keys and values, because the weights have changed."""
-        for array in (self.stored, self.pure, self.chunked, self.known):
+        for array in (self.stored, self.pure, self.chunked, self.lengths):
             array[:] = 0
 
     def clear(self) -> list[SamplingRequest]:
         """Release all slots and invalidate the cache after a failed step; return the requests that were running."""
-        failed = [request for request in self.requests if request is not None]
-        for seat in self.seats:
-            if seat is not None:
-                seat.slot = None
+        failed_requests = [request for request in self.requests if request is not None]
+        for session_slot in self.seats:
+            if session_slot is not None:
+                session_slot.slot = None
         self.seats, self.requests = [None] * self.slots, [None] * self.slots
         self.running[:], self.free[:] = False, True
         self.flying[:] = 0
         self.epoch += 1
         self.forget()
-        return failed
+        return failed_requests
 
     # -- prefixes
 
     def common(self, prompt: np.ndarray) -> np.ndarray:
         """Return the length [slots] of the common prefix of each slot's sequence and the prompt."""
-        width = min(len(prompt), int(self.known.max()))
+        width = min(len(prompt), int(self.lengths.max()))
         if width == 0:
             return np.zeros(self.slots, np.int64)
         differ = self.ids[:, :width] != prompt[:width]
         first = differ.argmax(1)
         first[~differ[np.arange(self.slots), first]] = width
-        return np.minimum(first, self.known)
+        return np.minimum(first, self.lengths)
 
     def trunk(self, slots: np.ndarray) -> int:
         """Return the length of the prefix that all these slots share and have in the cache."""
         width = int(self.stored[slots].min())
-        same = (self.ids[slots, :width] == self.ids[slots[0], :width]).all(0)
-        return width if same.all() else int(same.argmin())
+        is_common = (self.ids[slots, :width] == self.ids[slots[0], :width]).all(0)
+        return width if is_common.all() else int(is_common.argmin())
 
     def place(self, request: SamplingRequest, admission: AdmissionRound) -> bool:
         """Start the request if a slot is available and no longer prefix is being computed. Return whether it did."""
-        current, need = request.seat.slot, len(request.prompt) - 1
+        current, num_needed = request.seat.slot, len(request.prompt) - 1
         if current is None and not self._has_slot(request.seat, admission):
             return False
         if current is None and request.prompt.tobytes() in admission.must_wait:
             return False
-        stored = 0 if current is None else int(self.stored[current])
-        continues = 0 < stored <= need and np.array_equal(self.ids[current, :stored], request.prompt[:stored])
-        if current is not None and continues:
-            self.stats.kept += stored
-            self._start(request, current, stored, continues=True)
+        stored_length = 0 if current is None else int(self.stored[current])
+        is_continuation = 0 < stored_length <= num_needed and np.array_equal(
+            self.ids[current, :stored_length], request.prompt[:stored_length]
+        )
+        if current is not None and is_continuation:
+            self.stats.kept_tokens += stored_length
+            self._start(request, current, stored_length, is_continuation=True)
             return True
         if current is None and not self.deterministic:
             # A session that began with this prompt and has it in the cache: no other prefix is longer.
-            equal = (self.mark == self.marks(request.prompt, np.arange(need + 1)).sum()) & (self.pure >= need)
+            equal = (self.mark == self.marks(request.prompt, np.arange(num_needed + 1)).sum()) & (
+                self.pure >= num_needed
+            )
             if equal.any():
-                self._copy(request, admission, int(equal.argmax()), need, np.where(equal, need, 0))
+                self._copy(
+                    request, admission, int(equal.argmax()), num_needed, np.where(equal, num_needed, 0)
+                )
                 return True
-        common = np.minimum(self.common(request.prompt), need)
+        common = np.minimum(self.common(request.prompt), num_needed)
         reusable = np.minimum(common, self.pure)
-        if current is not None and (kept := min(int(common[current]), stored)) > reusable[current]:
+        if (
+            current is not None
+            and (kept_length := min(int(common[current]), stored_length)) > reusable[current]
+        ):
             # Deterministic mode: only this session may reuse the tokens that it has decoded.
-            self.stats.kept += kept
-            self._start(request, current, kept)
+            self.stats.kept_tokens += kept_length
+            self._start(request, current, kept_length)
             return True
         source = int(reusable.argmax())
         best = int(reusable[source])
@@ -195,33 +204,33 @@ class SlotTable:
     ) -> None:
         """Start the request in a slot that has its first `best` tokens, or that gets them copied from `source`.
         `reusable` [slots] is the length of the prefix that the request could reuse from each slot."""
-        seat = request.seat
-        previous, slot = seat.slot, self._slot_for(seat, reusable, best)
+        session_slot = request.seat
+        previous, slot = session_slot.slot, self._slot_for(session_slot, reusable, best)
         if reusable[slot] == best:
             source = slot
         else:
-            admission.moved[slot] = admission.moved.get(source, source)
+            admission.source_slots[slot] = admission.source_slots.get(source, source)
             self.used[source] = time.monotonic()
         if previous == source:
-            self.stats.kept += best
+            self.stats.kept_tokens += best
         else:
             self.stats.shared += best
-        self.seats[slot], self.free[slot], seat.slot = seat, False, slot
+        self.seats[slot], self.free[slot], session_slot.slot = session_slot, False, slot
         self.pure[slot] = best
         self._start(request, slot, best)
 
-    def _has_slot(self, seat: SessionSlot, admission: AdmissionRound) -> bool:
+    def _has_slot(self, session_slot: SessionSlot, admission: AdmissionRound) -> bool:
         if self.deterministic:
-            return self._next_session[seat.order % self.slots] == seat.order
+            return self._next_session[session_slot.order % self.slots] == session_slot.order
         admission.full = admission.full or (not self.free.any() and self._longest_idle() is None)
         return not admission.full
 
-    def _slot_for(self, seat: SessionSlot, reusable: np.ndarray, best: int) -> int:
+    def _slot_for(self, session_slot: SessionSlot, reusable: np.ndarray, best: int) -> int:
         """Return the session's slot, a free one, or that of an evicted session; `_has_slot` must be true."""
-        if seat.slot is not None:
-            return seat.slot
+        if session_slot.slot is not None:
+            return session_slot.slot
         if self.deterministic:
-            return seat.order % self.slots
+            return session_slot.order % self.slots
         free = np.flatnonzero(self.free)
         if best and (fitting := free[reusable[free] == best]).size:
             return int(fitting[0])
@@ -255,14 +264,16 @@ class SlotTable:
 
     # -- turns
 
-    def _start(self, request: SamplingRequest, slot: int, stored: int, *, continues: bool = False) -> None:
+    def _start(
+        self, request: SamplingRequest, slot: int, stored: int, *, is_continuation: bool = False
+    ) -> None:
         prompt, params, size = request.prompt, request.params, len(request.prompt)
-        first = bool(stored <= self.pure[slot]) if self.deterministic else not continues
+        first = bool(stored <= self.pure[slot]) if self.deterministic else not is_continuation
         self.changes += 1
         self.ids[slot, :size] = prompt
-        self.known[slot] = size
+        self.lengths[slot] = size
         self.hashes[slot] = self.marks(prompt, np.arange(size)).sum()
-        if not continues or stored < self.head[slot]:
+        if not is_continuation or stored < self.head[slot]:
             self.head[slot], self.mark[slot] = size - 1, self.hashes[slot]
         self.stored[slot] = stored
         self.pure[slot] = min(int(self.pure[slot]), stored)
@@ -284,17 +295,17 @@ class SlotTable:
 
     def advance(self, slots: np.ndarray, counts: np.ndarray | int) -> None:
         """Record that `counts` more tokens of these slots are in the cache."""
-        before = self.stored[slots]
-        self.stored[slots] = after = before + counts
+        previous = self.stored[slots]
+        self.stored[slots] = stored_lengths = previous + counts
         if self.deterministic:  # other sessions may not copy what decoding rows have computed
-            pure = (self.pure[slots] == before) & (before < self.chunked[slots])
-            after = np.where(pure, after, self.pure[slots])
-        self.pure[slots] = after
+            pure = (self.pure[slots] == previous) & (previous < self.chunked[slots])
+            stored_lengths = np.where(pure, stored_lengths, self.pure[slots])
+        self.pure[slots] = stored_lengths
 
     def expect(self, slots: np.ndarray) -> None:
         """Count an in-flight token as known, with the id -1 - slot, so that the next step can be planned."""
-        self.ids[slots, self.known[slots]] = -1 - slots
-        self.known[slots] += 1
+        self.ids[slots, self.lengths[slots]] = -1 - slots
+        self.lengths[slots] += 1
         self.flying[slots] += 1
 
     def accept(
@@ -303,10 +314,10 @@ class SlotTable:
         """Append sampled tokens to their sequences; return the slots whose turn has ended."""
         self.ids[slots, places] = tokens
         self.logprobs[slots, places] = logprobs
-        np.maximum.at(self.known, slots, places + 1)
+        np.maximum.at(self.lengths, slots, places + 1)
         np.add.at(self.hashes, slots, self.marks(tokens, places))
-        done = (places + 1 >= self.limit[slots]) | self.stopped(slots, tokens)
-        return slots[done].tolist() if done.any() else []
+        is_finished = (places + 1 >= self.limit[slots]) | self.stopped(slots, tokens)
+        return slots[is_finished].tolist() if is_finished.any() else []
 
     def stopped(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return which of the tokens are stop tokens of their slots."""
@@ -314,7 +325,7 @@ class SlotTable:
 
     def finish(self, slot: int, version: int) -> tuple[SamplingRequest, Completion]:
         request = self.stop(slot)
-        new = slice(len(request.prompt), int(self.known[slot]))
+        new = slice(len(request.prompt), int(self.lengths[slot]))
         tokens = self.ids[slot, new].tolist()
         finish = "stop" if tokens[-1] in request.params.stop_ids else "length"
         return request, Completion(tokens, self.logprobs[slot, new].tolist(), finish, version)
@@ -325,7 +336,7 @@ class SlotTable:
         self.requests[slot] = None
         self.running[slot] = False
         self.used[slot] = time.monotonic()
-        for array in (self.known, self.stored):  # drop tokens in flight
+        for array in (self.lengths, self.stored):  # drop tokens in flight
             array[slot] -= self.flying[slot]
         self.pure[slot] = min(self.pure[slot], self.stored[slot])
         self.flying[slot] = 0
@@ -336,27 +347,27 @@ class SlotTable:
 
     def scattered(self) -> list[tuple[int, int]]:
         """Return pairs of slots whose exchange moves the running slots to the front, if that halves the rows."""
-        running = np.flatnonzero(self.running)
-        count = len(running)
-        if self.deterministic or not count or running[-1] + 1 < max(2 * count, 4):
+        running_slots = np.flatnonzero(self.running)
+        count = len(running_slots)
+        if self.deterministic or not count or running_slots[-1] + 1 < max(2 * count, 4):
             return []
-        high = running[running >= count]
+        high = running_slots[running_slots >= count]
         low = np.flatnonzero(~self.running[:count])
         return list(zip(low.tolist(), high.tolist(), strict=True))
 
     def exchange(self, pairs: list[tuple[int, int]]) -> None:
         low, high = (np.array(side) for side in zip(*pairs, strict=True))
-        both, swapped = np.concatenate((low, high)), np.concatenate((high, low))
+        all_slots, swapped = np.concatenate((low, high)), np.concatenate((high, low))
         self.changes += 1
         for array in (
-            self.ids, self.logprobs, self.stored, self.known, self.pure, self.chunked, self.running,
+            self.ids, self.logprobs, self.stored, self.lengths, self.pure, self.chunked, self.running,
             self.used, self.limit, self.seed, self.stops, self.temperature, self.top_p, self.top_k,
             self.min_p, self.hashes, self.head, self.mark, self.free,
         ):  # fmt: skip
-            array[both] = array[swapped]
+            array[all_slots] = array[swapped]
         for a, b in pairs:
             self.seats[a], self.seats[b] = self.seats[b], self.seats[a]
             self.requests[a], self.requests[b] = self.requests[b], self.requests[a]
             for slot in (a, b):
-                if (seat := self.seats[slot]) is not None:
-                    seat.slot = slot
+                if (session_slot := self.seats[slot]) is not None:
+                    session_slot.slot = slot

@@ -60,8 +60,8 @@ def plan_tiles(plan: StepPlan, table: SlotTable, heads: int) -> TileLayout:
     if len(plan.slots):
         pieces = _pieces(plan, dense, tokens)
         layout.pieces = len(pieces.slots)
-        most = 2 * max(layout.extra, PIECES[1])  # larger sizes would waste too much on padding
-        sizes = [size for size in PIECES if layout.extra <= size < most]
+        max_size = 2 * max(layout.extra, PIECES[1])  # larger sizes would waste too much on padding
+        sizes = [size for size in PIECES if layout.extra <= size < max_size]
         fitting = [size for size in sizes if layout.pieces <= size // 8]
         if fitting:
             layout.extra, layout.pieces = fitting[0], fitting[0] // 8
@@ -77,9 +77,9 @@ def plan_tiles(plan: StepPlan, table: SlotTable, heads: int) -> TileLayout:
 
 def pad_to(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
     """Return the array padded to a size; ten times as fast as np.pad."""
-    longer = np.full(size, value, array.dtype)
-    longer[: len(array)] = array
-    return longer
+    padded = np.full(size, value, array.dtype)
+    padded[: len(array)] = array
+    return padded
 
 
 def _padded(tiles: TileArrays, count: int, tokens: int) -> TileArrays:
@@ -91,10 +91,10 @@ def _pieces(plan: StepPlan, start: int, tokens: int) -> TileArrays:
     """Return tiles of the chunks, whose tokens are consecutive from `start` on."""
     counts, tiles = plan.counts, -(-plan.counts // tokens)
     chunk = np.repeat(np.arange(len(counts)), tiles)
-    before = (np.arange(len(chunk)) - np.repeat(tiles.cumsum() - tiles, tiles)) * tokens
+    starts = (np.arange(len(chunk)) - np.repeat(tiles.cumsum() - tiles, tiles)) * tokens
     column = np.arange(tokens)
-    members = (start + (counts.cumsum() - counts)[chunk] + before)[:, None] + column
-    members[column >= (counts[chunk] - before)[:, None]] = -1
+    members = (start + (counts.cumsum() - counts)[chunk] + starts)[:, None] + column
+    members[column >= (counts[chunk] - starts)[:, None]] = -1
     return TileArrays(members, plan.slots[chunk], np.full(len(chunk), 1 << 30))
 
 
@@ -104,16 +104,16 @@ def _groups(plan: StepPlan, table: SlotTable, tokens: int) -> tuple[TileArrays |
     rows = dense[(table.head[dense] >= MIN_SHARED_PREFIX) & (table.stored[dense] >= table.head[dense])]
     rows = rows[table.mark[rows].argsort(kind="stable")]
     _, first, counts = np.unique(table.mark[rows], return_index=True, return_counts=True)
-    place = np.arange(len(rows)) - np.repeat(first, counts)
+    offset = np.arange(len(rows)) - np.repeat(first, counts)
     keep = np.repeat(counts, counts) > 1
-    rows, place = rows[keep], place[keep] % tokens
-    tile = (place == 0).cumsum() - 1
-    leaders = rows[place == 0]
-    saved = table.head[rows].sum() - table.head[leaders].sum()
-    if saved < MIN_SAVED_SHARE * table.stored[dense].sum() or len(leaders) > plan.rows // 2:
+    rows, offset = rows[keep], offset[keep] % tokens
+    tile = (offset == 0).cumsum() - 1
+    leaders = rows[offset == 0]
+    saved_tokens = table.head[rows].sum() - table.head[leaders].sum()
+    if saved_tokens < MIN_SAVED_SHARE * table.stored[dense].sum() or len(leaders) > plan.rows // 2:
         return None, EMPTY
     members = np.full((len(leaders), tokens), -1)
-    members[tile, place] = rows
+    members[tile, offset] = rows
     begins = np.zeros(plan.rows, np.int64)
     begins[rows] = table.head[rows]
     return TileArrays(members, leaders, table.head[leaders]), begins

@@ -12,20 +12,20 @@ class TwinRows(NamedTuple):
     """The U tokens to compute, of the N tokens of a forward."""
 
     leaders: np.ndarray  # [rows] whether a row is the first of its kind
-    kept: np.ndarray  # [N] whether a token belongs to a leader
+    is_leader: np.ndarray  # [N] whether a token belongs to a leader
     source: np.ndarray  # [N] which of the U computed tokens equals each token
 
 
-def find_twins(histories: np.ndarray, marks: np.ndarray, counts: np.ndarray) -> TwinRows | None:
+def find_twins(histories: np.ndarray, prompt_hashes: np.ndarray, counts: np.ndarray) -> TwinRows | None:
     """Return the twins of rows that feed `counts` [rows] tokens; None if all rows differ. `histories` [rows] are hashes
-    of the rows' sequences, `marks` [N] are hashes of the tokens with their positions."""
+    of the rows' sequences, `prompt_hashes` [N] are hashes of the tokens with their positions."""
     starts = counts.cumsum() - counts
-    hashes = histories + np.add.reduceat(marks, starts)
+    hashes = histories + np.add.reduceat(prompt_hashes, starts)
     _, first, kind = np.unique(hashes, return_index=True, return_inverse=True)
     if len(first) == len(counts):
         return None
     leader = first[kind]
     leaders = leader == np.arange(len(counts))
-    kept = np.repeat(leaders, counts)
-    leader_token = np.arange(len(marks)) + np.repeat(starts[leader] - starts, counts)  # [N]
-    return TwinRows(leaders, kept, (kept.cumsum() - 1)[leader_token])
+    is_leader = np.repeat(leaders, counts)
+    leader_token = np.arange(len(prompt_hashes)) + np.repeat(starts[leader] - starts, counts)  # [N]
+    return TwinRows(leaders, is_leader, (is_leader.cumsum() - 1)[leader_token])

@@ -79,8 +79,8 @@ class VllmEngine:
         versions = {name: metadata.version(name) for name in ("torch", "transformers")}
         versions |= {"TrainingFactory": __version__, "python": platform.python_version()}
         versions["vllm"] = import_module("vllm").__version__  # its package has several names
-        about = {"pid": os.getpid(), "node": platform.node(), "vocabulary": self._vocabulary}
-        return {**about, "versions": versions}
+        process_info = {"pid": os.getpid(), "node": platform.node(), "vocabulary": self._vocabulary}
+        return {**process_info, "versions": versions}
 
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, session: int = -1
@@ -118,11 +118,13 @@ class VllmEngine:
     # -- requests
 
     def _check(self, token_ids: Sequence[int]) -> None:
-        size, most = len(token_ids), self._spec.max_length - 1
+        size, max_prompt = len(token_ids), self._spec.max_length - 1
         if not size:
             raise ValueError("the prompt is empty; it needs at least one token")
-        if size > most:
-            raise ValueError(f"the prompt has {size} tokens, but max_length={most + 1} allows at most {most}")
+        if size > max_prompt:
+            raise ValueError(
+                f"the prompt has {size} tokens, but max_length={max_prompt + 1} allows at most {max_prompt}"
+            )
         if invalid := [token for token in token_ids if not 0 <= token < self._vocabulary]:
             raise ValueError(f"token id {invalid[0]} is not in the model's vocabulary of {self._vocabulary}")
 
@@ -130,10 +132,10 @@ class VllmEngine:
         from vllm import SamplingParams as Params  # pyright: ignore[reportMissingImports]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
-        most = min(params.max_tokens, self._spec.max_length - len(prompt_ids))
+        max_tokens = min(params.max_tokens, self._spec.max_length - len(prompt_ids))
         vllm_params = Params(
             temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p,
-            seed=(params.seed + SEED_STRIDE * len(prompt_ids)) % 2**63, max_tokens=most,
+            seed=(params.seed + SEED_STRIDE * len(prompt_ids)) % 2**63, max_tokens=max_tokens,
             stop_token_ids=list(params.stop_ids), ignore_eos=True,  # only the caller's stop ids end a turn
             logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
@@ -147,8 +149,10 @@ class VllmEngine:
         # Turns with an adapter keep the version that they started with.
         spans = output.weight_versions if self._spans and not has_adapter else ()
         versions = [int(span.version) for span in spans for _ in range(span.start, span.end)] or [version]
-        changed = len(set(versions)) > 1
-        return Completion(tokens, logprobs, output.finish_reason, versions[0], versions if changed else None)
+        has_new_version = len(set(versions)) > 1
+        return Completion(
+            tokens, logprobs, output.finish_reason, versions[0], versions if has_new_version else None
+        )
 
     async def _ask(self, token_ids: Sequence[int], params: Any) -> Any:
         """Return vLLM's last output of a request with the current adapter. Cancelling aborts the request."""
@@ -175,7 +179,7 @@ class VllmEngine:
         and values, and vLLM reports the version of each token. Requests with an adapter finish before the load."""
         from TrainingFactory.models.saved import WEIGHTS, check_weights, checkpoint_shapes
 
-        spec, file = self._spec, Path(weights.where) / WEIGHTS
+        spec, file = self._spec, Path(weights.folder) / WEIGHTS
         if self._shapes is None:
             self._shapes = await asyncio.to_thread(checkpoint_shapes, spec.model, spec.trust_remote_code)
         await asyncio.to_thread(check_weights, file, self._shapes)
@@ -187,7 +191,7 @@ class VllmEngine:
             self._unusable = f"could not load {file}: {error}"
             raise RuntimeError(f"vLLM {self._unusable}") from error
         self._adapter = None
-        self._base = weights.where
+        self._base = weights.folder
         self._unusable = ""
         await self._set_version(weights.version)
         await self._llm.resume_generation()
@@ -207,16 +211,16 @@ class VllmEngine:
             raise ValueError("the engine was started without adapters: set enable_lora in its options")
         if weights.base != self._base:
             await self._load_full(Weights(weights.version, weights.base))
-        file = Path(weights.where) / ADAPTER  # the first adapter defines the names and shapes of all
+        file = Path(weights.folder) / ADAPTER  # the first adapter defines the names and shapes of all
         self._adapter_shapes = await asyncio.to_thread(check_weights, file, self._adapter_shapes)
-        request = LoRARequest(f"v{weights.version}", next(self._numbers), weights.where)
+        request = LoRARequest(f"v{weights.version}", next(self._numbers), weights.folder)
         first = self._adapter is None
         if first:  # let requests without an adapter finish: next to requests with one they give wrong results
             await self._llm.pause_generation(mode="wait", clear_cache=True)
         try:
             await self._llm.add_lora(request)
         except Exception as error:
-            self._unusable = f"could not load the adapter {weights.where}: {error}"
+            self._unusable = f"could not load the adapter {weights.folder}: {error}"
             raise RuntimeError(f"vLLM {self._unusable}") from error
         self._adapter = request
         await self._set_version(weights.version)

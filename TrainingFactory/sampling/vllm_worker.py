@@ -61,8 +61,8 @@ def _repack_tied_head(model: Any) -> None:
     a reload does not update that of a tied head, because the file has no weights for it."""
     from vllm.model_executor.layers import vocab_parallel_embedding  # pyright: ignore[reportMissingImports]
 
-    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
-    if tied and next(model.parameters()).device.type == "cpu":
+    is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if is_tied and next(model.parameters()).device.type == "cpu":
         for module in model.modules():
             if isinstance(module, vocab_parallel_embedding.ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)

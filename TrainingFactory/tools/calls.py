@@ -20,11 +20,12 @@ _held_states: ContextVar[tuple[ToolState, ...]] = ContextVar("states locked by t
 
 
 class CallOutcome(NamedTuple):
-    """`lost`: no answer arrived, so the tool may or may not have executed the call. `made`: the tool was called."""
+    """`is_lost`: no answer arrived, so the tool may or may not have executed the call. `was_called`: the tool was
+    called."""
 
     result: ToolResult
-    lost: bool = False
-    made: bool = True
+    is_lost: bool = False
+    was_called: bool = True
 
 
 @dataclass(slots=True)
@@ -78,8 +79,8 @@ class ToolState:
         """Execute the skipped calls in order, so that the state matches the conversation."""
         while self._skipped:
             call, content = self._skipped[0]
-            result, lost, _ = await call.make(call, time.monotonic() + call.seconds)
-            if lost or result.error == "unavailable":
+            result, is_lost, _ = await call.make(call, time.monotonic() + call.seconds)
+            if is_lost or result.error == "unavailable":
                 raise ToolFailure(
                     f"{call.name} was answered from the cache, but executing it on {self.server or 'the tool'} "
                     f"afterwards failed: {result.content}"

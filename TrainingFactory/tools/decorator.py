@@ -58,9 +58,9 @@ class FunctionTool:
 
     def _values(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Convert the arguments to the function's types; omitted arguments keep their Python defaults."""
-        parsed = self._model.model_validate(arguments)
-        passed = parsed.model_fields_set
-        return {alias: getattr(parsed, name) for name, alias in _aliases(self._model) if name in passed}
+        model = self._model.model_validate(arguments)
+        given_names = model.model_fields_set
+        return {alias: getattr(model, name) for name, alias in _aliases(self._model) if name in given_names}
 
 
 @functools.cache

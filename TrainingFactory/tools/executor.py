@@ -103,7 +103,7 @@ class AsyncToolExecutor:
         await asyncio.gather(*(session.close() for session in sessions), return_exceptions=True)
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def measure(self, name: str) -> Iterator[None]:
         """Mark the calls inside as made by `name`, such as a reward, not by the model. Their order may vary, so a
         recording identifies them by this name, the tool and the arguments."""
         token = _callers.set((*_callers.get(), (self, name)))
@@ -118,8 +118,8 @@ class AsyncToolExecutor:
             return [await self._execute(calls[0], positions[0])]
         # Exceptions are collected, so that a ToolFailure of one call leaves no other call running unobserved. Tasks
         # start in call order and queue for their shared state before their first await, so that order is kept.
-        running = map(self._execute, calls, positions)
-        results = await asyncio.gather(*running, return_exceptions=True)
+        executions = map(self._execute, calls, positions)
+        results = await asyncio.gather(*executions, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -145,7 +145,7 @@ class AsyncToolExecutor:
         recorder = self._runtime.recorder
         if recorder is None:
             return await self._run_call(call)
-        # As `part` does, for calls that the tool itself makes.
+        # As `measure` does, for calls that the tool itself makes.
         token = _callers.set((*_callers.get(), (self, f"inside {position.batch}/{position.index}")))
         try:
             try:
@@ -202,7 +202,7 @@ class AsyncToolExecutor:
             return result
         async with NO_LOCK if entry.state is None else entry.state.turn():
             metrics = self._runtime.metrics
-            started = metrics.began(call.name)
+            start_time = metrics.began(call.name)
             result: ToolResult | None = None
             try:
                 invalid = self._invalid_arguments(entry.tool.spec, call.arguments)
@@ -214,10 +214,10 @@ class AsyncToolExecutor:
                 else:
                     result = (await pending.make(pending, time.monotonic() + pending.seconds)).result
             finally:
-                metrics.finished(call.name, started, result, self._key)
+                metrics.finished(call.name, start_time, result, self._key)
         assert result is not None
         result.id = call.id  # safe to change: nobody else holds this copy
-        result.seconds = time.perf_counter() - started
+        result.seconds = time.perf_counter() - start_time
         return result
 
     def _rejected(self, call: ToolCall) -> ToolResult:

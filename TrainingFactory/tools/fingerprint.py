@@ -53,9 +53,11 @@ def object_fingerprint(obj: Any) -> str:
         attributes |= {name: value for name, value in vars(base).items() if name != "__dict__"}
     methods = {name: _source(_code_of(value)) for name, value in attributes.items() if _code_of(value)}
     attributes |= getattr(obj, "__dict__", {})
-    plain = {name: value for name, value in attributes.items() if not name.startswith("__")} | methods
+    plain_attributes = {
+        name: value for name, value in attributes.items() if not name.startswith("__")
+    } | methods
     try:
-        text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__qualname__)
+        text = json.dumps(plain_attributes, sort_keys=True, default=lambda value: type(value).__qualname__)
     except (TypeError, ValueError, RecursionError):
         text = ""
     return digest(cls.__module__, cls.__qualname__, text)

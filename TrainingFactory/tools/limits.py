@@ -22,7 +22,7 @@ class CallLimits:
         self._next_start = 0.0
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
+    async def hold_slot(self) -> AsyncIterator[None]:
         """Wait for a slot and hold it."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # tools that outlive a run are used on several event loops
@@ -40,9 +40,18 @@ class CircuitBreaker:
     admits one call as a probe; a failed probe doubles the pause. Failures of concurrent calls count as one."""
 
     def __init__(
-        self, failures: int = 3, pause: float = 1.0, longest: float = 30.0, clock: TimeSource = time.monotonic
+        self,
+        failures: int = 3,
+        pause: float = 1.0,
+        max_pause: float = 30.0,
+        clock: TimeSource = time.monotonic,
     ) -> None:
-        self._max_failures, self._first_pause, self._max_pause, self._clock = failures, pause, longest, clock
+        self._max_failures, self._first_pause, self._max_pause, self._clock = (
+            failures,
+            pause,
+            max_pause,
+            clock,
+        )
         self._failures = 0
         self._incidents = 0  # failures counted so far
         self._pause = pause
@@ -55,13 +64,13 @@ class CircuitBreaker:
         return self._open_until is not None and (self._probing or self._clock() < self._open_until)
 
     def allow(self) -> int | None:
-        """Return a token to pass to `ended` after the call; None if the call is rejected."""
+        """Return a token to pass to `release` after the call; None if the call is rejected."""
         if self.is_open:
             return None
         self._probing = self._open_until is not None
         return self._incidents
 
-    def ended(self, token: int, answered: bool | None) -> None:
+    def release(self, token: int, answered: bool | None) -> None:
         """Count a call. `answered`: whether the server responded, even with an error; None: the call was cancelled."""
         if answered:
             self._failures, self._pause, self._open_until, self._probing = 0, self._first_pause, None, False

@@ -54,9 +54,9 @@ class _Counts:
         metrics |= {"calls": self.calls, "retries": self.retries, "cache_hits": self.cache_hits}
         metrics |= {"waited": self.waited, "success": self.good / self.calls}
         if self.times:
-            ordered = sorted(self.times)
-            metrics["p50"] = ordered[int(len(ordered) * 0.5)]
-            metrics["p95"] = ordered[int(len(ordered) * 0.95)]
+            sorted_times = sorted(self.times)
+            metrics["p50"] = sorted_times[int(len(sorted_times) * 0.5)]
+            metrics["p95"] = sorted_times[int(len(sorted_times) * 0.95)]
         return {_prefix(tool) + name: value for name, value in metrics.items()}
 
 
@@ -97,7 +97,7 @@ class ToolMetrics:
         return now
 
     def finished(
-        self, tool: str, started: float, result: ToolResult | None, episode: Hashable = None
+        self, tool: str, start_time: float, result: ToolResult | None, episode: Hashable = None
     ) -> None:
         """Count a call; `result` is None if it was cancelled."""
         now = time.perf_counter()
@@ -105,7 +105,7 @@ class ToolMetrics:
         if result is not None:
             executed = not result.cached and result.error != "schema"
             for counts in self._counts(episode, ALL, tool):
-                counts.add(result, now - started if executed else None)
+                counts.add(result, now - start_time if executed else None)
 
     def answered(self, tool: str | None, result: ToolResult, episode: Hashable = None) -> None:
         """Count a call that no tool executed: an unknown tool, a malformed call, or a replayed one."""

@@ -89,8 +89,8 @@ class Recorder:
         self._file.seek(offset)
         row = json.loads(self._file.readline())
         if row["tool"] != call.name or _canonical(row["arguments"]) != _canonical(call.arguments):
-            recorded = _call_text(ToolCall(row["tool"], row["arguments"]))
-            raise self._new_mismatch(position, call, f"but the recorded call is {recorded}")
+            recorded_call = _call_text(ToolCall(row["tool"], row["arguments"]))
+            raise self._new_mismatch(position, call, f"but the recorded call is {recorded_call}")
         if "result" not in row:
             raise ToolFailure(row["failure"]) if "failure" in row else RecordedCancellation
         return ToolResult(**row["result"])
@@ -106,8 +106,11 @@ class Recorder:
             for result in (recorded, rerun)
         ]
         if fields[0] != fields[1]:
-            before, now = (_cut(repr(content)) for _, _, content, _ in fields)
-            problem = f"a method of the environment that now returns {now}; the recorded result is {before}"
+            recorded_text, rerun_text = (_cut(repr(content)) for _, _, content, _ in fields)
+            problem = (
+                f"a method of the environment that now returns {rerun_text}; "
+                f"the recorded result is {recorded_text}"
+            )
             remedy = "A replay reruns such methods unless they are pure: make a random one a separate tool"
             raise self._new_mismatch(position, call, f"{problem}. {remedy}")
 
@@ -139,8 +142,10 @@ class Recorder:
     def _new_mismatch(self, position: CallPosition, call: ToolCall, difference: str) -> ReplayMismatch:
         step, task, member = _key(position)
         caller = f"turn {position.batch}" if isinstance(position.batch, int) else position.batch
-        where = f"step {step}, task {task}, member {member}, {caller}, call {position.index}"
-        text = f"replay of {self._replay}: {where}: the run calls {_call_text(call)}, {difference}. {REMEDY}"
+        location = f"step {step}, task {task}, member {member}, {caller}, call {position.index}"
+        text = (
+            f"replay of {self._replay}: {location}: the run calls {_call_text(call)}, {difference}. {REMEDY}"
+        )
         self._mismatch = self._mismatch or ReplayMismatch(text)
         return ReplayMismatch(text)
 
@@ -199,13 +204,13 @@ def _line(
     return _to_json(row) + "\n"
 
 
-def _position(line: bytes, where: str) -> CallPosition:
+def _position(line: bytes, location: str) -> CallPosition:
     """Return the position of the call in one line of a recording; raise ValueError if the line is invalid."""
     try:
         row = json.loads(line)
         return CallPosition(EpisodeKey(row["step"], row["task"], row["member"]), row["batch"], row["call"])
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{where}: invalid recorded call: {describe(error)}") from error
+        raise ValueError(f"{location}: invalid recorded call: {describe(error)}") from error
 
 
 def _sort_key(position: CallPosition) -> tuple[Any, ...]:

@@ -78,12 +78,12 @@ class ToolRuntime:
         for attempt in range(options.retries if options.repeatable else 0):
             pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE) * _jitter.uniform(0.5, 1)
             too_late = time.monotonic() + pause >= deadline
-            if not outcome.lost or too_late or (breaker is not None and breaker.is_open):
+            if not outcome.is_lost or too_late or (breaker is not None and breaker.is_open):
                 break
             await asyncio.sleep(pause)
             self.metrics.retried(call.name, call.episode)
             latest = await self._attempt(call, deadline)
-            if not latest.made:  # the outcome of the previous attempt says more
+            if not latest.was_called:  # the outcome of the previous attempt says more
                 break
             outcome = latest
         result = outcome.result
@@ -102,17 +102,17 @@ class ToolRuntime:
         if limits is None and until_ready is None:
             return await self._admit(call, deadline, breaker)
         async with AsyncExitStack() as stack:
-            arrived = time.monotonic()
+            start_time = time.monotonic()
             try:
-                async with asyncio.timeout(deadline - arrived):
+                async with asyncio.timeout(deadline - start_time):
                     if until_ready is not None:
                         await until_ready()
                     if limits is not None:
-                        await stack.enter_async_context(limits.place())
+                        await stack.enter_async_context(limits.hold_slot())
             except TimeoutError:
                 return _unavailable(call, BUSY)
             finally:
-                self.metrics.waited(call.name, time.monotonic() - arrived, call.episode)
+                self.metrics.waited(call.name, time.monotonic() - start_time, call.episode)
             return await self._admit(call, deadline, breaker)
 
     async def _admit(self, call: PendingCall, deadline: float, breaker: CircuitBreaker | None) -> CallOutcome:
@@ -124,15 +124,15 @@ class ToolRuntime:
         token = breaker.allow()
         if token is None:
             return _unavailable(call, DOWN)
-        answered: bool | None = None
+        has_answered: bool | None = None
         try:
             outcome = await _run_with_timeout(call, min(call.timeout, remaining))
-            answered = not outcome.lost
+            has_answered = not outcome.is_lost
         except ToolFailure:
-            answered = False
+            has_answered = False
             raise
         finally:
-            breaker.ended(token, answered)
+            breaker.release(token, has_answered)
         return outcome
 
     def _limits_of(self, call: PendingCall) -> CallLimits | None:
@@ -153,12 +153,12 @@ async def _run_with_timeout(call: PendingCall, timeout: float) -> CallOutcome:
     except OutOfTime:
         log.info("tool %s was cancelled after %g s", call.name, timeout)
         text = f"{call.name} took longer than {timeout:.3g} s and was stopped"
-        return CallOutcome(ToolResult(text, ok=False, error="timeout"), lost=True)
+        return CallOutcome(ToolResult(text, ok=False, error="timeout"), is_lost=True)
     except Exception as error:
         log.info("tool %s failed", call.name, exc_info=True)
         text = f"{call.name} failed: {describe(error)}"
-        return CallOutcome(ToolResult(text, ok=False, error="exception"), lost=is_lost(error))
-    return CallOutcome(result, lost=not result.ok and result.error in ("timeout", "unavailable"))
+        return CallOutcome(ToolResult(text, ok=False, error="exception"), is_lost=is_lost(error))
+    return CallOutcome(result, is_lost=not result.ok and result.error in ("timeout", "unavailable"))
 
 
 async def run_tool(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
@@ -179,5 +179,5 @@ def is_lost(error: BaseException) -> bool:
     return any(cls.__name__ in LOST_NAMES for cls in type(error).__mro__)
 
 
-def _unavailable(call: PendingCall, why: str) -> CallOutcome:
-    return CallOutcome(ToolResult(f"{call.name} {why}", ok=False, error="unavailable"), made=False)
+def _unavailable(call: PendingCall, reason: str) -> CallOutcome:
+    return CallOutcome(ToolResult(f"{call.name} {reason}", ok=False, error="unavailable"), was_called=False)

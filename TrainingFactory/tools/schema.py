@@ -91,13 +91,13 @@ def without_titles(schema: Any, is_schema: bool = True) -> Any:
         return [without_titles(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    cleaned = {}
+    without_title = {}
     for key, value in sorted(schema.items(), key=_usual_order) if is_schema else schema.items():
         if is_schema and key == "title":
             continue
         is_data = is_schema and key in _DATA_KEYS
-        cleaned[key] = value if is_data else without_titles(value, key not in _SCHEMA_MAPS)
-    return cleaned
+        without_title[key] = value if is_data else without_titles(value, key not in _SCHEMA_MAPS)
+    return without_title
 
 
 def _usual_order(item: tuple[str, Any]) -> int:
@@ -106,12 +106,12 @@ def _usual_order(item: tuple[str, Any]) -> int:
     return usual.index(item[0]) if item[0] in usual else len(usual)
 
 
-def check_schema(spec: ToolSpec, where: str = "") -> None:
-    """Raise ValueError if a tool spec is invalid; `where` names its origin in the error."""
+def check_schema(spec: ToolSpec, location: str = "") -> None:
+    """Raise ValueError if a tool spec is invalid; `location` names its origin in the error."""
     name_problem = None if isinstance(spec.name, str) and spec.name else f"invalid name {spec.name!r}"
     problem = name_problem or _find_schema_problem(spec.parameters)
     if problem:
-        origin = f"{where}: " if where else ""
+        origin = f"{location}: " if location else ""
         raise ValueError(
             f"{origin}tool {str(spec.name)[:64]}: {problem}; parameters must be a JSON schema of type object, "
             'for example {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}'
@@ -190,31 +190,31 @@ def model_problems(spec: ToolSpec, error: ValidationError) -> str:
     """Return the same message for an error of pydantic."""
     problems = []
     for detail in error.errors(include_url=False, include_context=False):
-        where = _short(".".join(str(part) for part in detail["loc"]) or "the arguments")
+        location = _short(".".join(str(part) for part in detail["loc"]) or "the arguments")
         unknown = detail["type"] == "extra_forbidden"
-        problems.append(f"there is no argument `{where}`" if unknown else f"`{where}`: {detail['msg']}")
+        problems.append(f"there is no argument `{location}`" if unknown else f"`{location}`: {detail['msg']}")
     return _message(spec, problems)
 
 
 def _message(spec: ToolSpec, problems: list[str]) -> str:
-    more = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+    omitted = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
     required = spec.parameters.get("required", [])
     arguments = [
         f"{name} ({_expected(schema)}{'' if name in required else ', optional'})"
         for name, schema in spec.parameters.get("properties", {}).items()
     ]
-    listed = ", ".join(arguments) or "none"
-    return f"{spec.name}: {'; '.join(problems[:MAX_PROBLEMS])}{more}. Arguments: {listed}."
+    argument_list = ", ".join(arguments) or "none"
+    return f"{spec.name}: {'; '.join(problems[:MAX_PROBLEMS])}{omitted}. Arguments: {argument_list}."
 
 
 def _problem_text(error: SchemaError) -> str:
-    where = ".".join(str(part) for part in error.absolute_path) or "the arguments"
+    location = ".".join(str(part) for part in error.absolute_path) or "the arguments"
     if error.validator == "required":
-        return f"{_short(where)}: {error.message}" if error.absolute_path else error.message
+        return f"{_short(location)}: {error.message}" if error.absolute_path else error.message
     if error.validator in ("type", "enum", "const", "anyOf", "oneOf"):
-        got = _short(json.dumps(error.instance, ensure_ascii=False, default=str))
-        return f"`{_short(where)}` must be {_expected(error.schema)}, not {got}"
-    return f"`{_short(where)}`: {_short(error.message, 200)}"
+        given_value = _short(json.dumps(error.instance, ensure_ascii=False, default=str))
+        return f"`{_short(location)}` must be {_expected(error.schema)}, not {given_value}"
+    return f"`{_short(location)}`: {_short(error.message, 200)}"
 
 
 def _expected(schema: Any) -> str:

@@ -73,11 +73,11 @@ async def run_within(
             await asyncio.wait({task}, timeout=seconds)
         else:
             await clock.wait(task, seconds)
-        in_time = task.done()
+        is_done = task.done()
     finally:
         if not task.done():
             await _stop(task)
-    if not in_time:
+    if not is_done:
         raise OutOfTime
     if task.cancelled():
         raise SelfCancelled("it cancelled itself")
@@ -102,8 +102,8 @@ def run_inline(coroutine: Coroutine[Any, Any, T]) -> T:
 @lru_cache(maxsize=1024)
 def never_waits(code: CodeType) -> bool:
     """Return whether this is the code of an async function without `await`."""
-    waits = any(instruction.opname == "YIELD_VALUE" for instruction in dis.get_instructions(code))
-    return bool(code.co_flags & inspect.CO_COROUTINE) and not waits
+    has_yield = any(instruction.opname == "YIELD_VALUE" for instruction in dis.get_instructions(code))
+    return bool(code.co_flags & inspect.CO_COROUTINE) and not has_yield
 
 
 async def _stop(task: asyncio.Task[Any]) -> None:

@@ -27,22 +27,24 @@ def into_sections(options: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
         key: {SHORT_KEYS[key]: config[key]} for key in SHORT_KEYS if isinstance(config.get(key), str | Path)
     }
     for key in [key for key in config if key not in ALIASES and key not in TrainingConfig.model_fields]:
-        homes = homes_of(key, algorithm)
-        if len(homes) > 1:
-            choices = " or ".join(f"{home}={{{key!r}: ...}}" for home in homes)
-            raise ValueError(f"{key} is an option of {' and of '.join(homes)}; write {choices}")
-        if homes:
-            merge_into_section(config, homes[0], {key: config.pop(key)})
+        section_names = homes_of(key, algorithm)
+        if len(section_names) > 1:
+            choices = " or ".join(f"{section}={{{key!r}: ...}}" for section in section_names)
+            raise ValueError(f"{key} is an option of {' and of '.join(section_names)}; write {choices}")
+        if section_names:
+            merge_into_section(config, section_names[0], {key: config.pop(key)})
     return config
 
 
 def homes_of(key: str, algorithm: str) -> list[str]:
     """Return the sections that have a plain key; the algorithm's own section comes first and alone."""
-    known = sections()
-    if key in known[algorithm].model_fields:
+    known_sections = sections()
+    if key in known_sections[algorithm].model_fields:
         return [algorithm]
-    common = known.keys() - set(ALGORITHMS)
-    return [name for name, section in known.items() if name in common and key in section.model_fields]
+    common = known_sections.keys() - set(ALGORITHMS)
+    return [
+        name for name, section in known_sections.items() if name in common and key in section.model_fields
+    ]
 
 
 def merge_into_section(config: dict[str, Any], section: str, keys: Mapping[str, Any]) -> None:
@@ -50,17 +52,17 @@ def merge_into_section(config: dict[str, Any], section: str, keys: Mapping[str, 
     present = config.setdefault(section, {})
     if not isinstance(present, dict):
         return  # not a section: the config's own error is clearer
-    if twice := sorted(present.keys() & keys.keys()):
+    if duplicate_keys := sorted(present.keys() & keys.keys()):
         raise ValueError(
-            f"{', '.join(twice)} is given twice, by itself and in {section}; leave one of them out"
+            f"{', '.join(duplicate_keys)} is given twice, by itself and in {section}; leave one of them out"
         )
     present |= keys
 
 
 def with_options(config: TrainingConfig | None, options: dict[str, Any]) -> TrainingConfig:
     """Return the config with the options over it."""
-    full = config.model_dump(exclude_unset=True) if config is not None else {}
+    values = config.model_dump(exclude_unset=True) if config is not None else {}
     for section, keys in expand(options).items():
-        is_section = isinstance(keys, Mapping) and isinstance(full.get(section), Mapping)
-        full[section] = full[section] | keys if is_section else keys
-    return TrainingConfig(**full)
+        is_section = isinstance(keys, Mapping) and isinstance(values.get(section), Mapping)
+        values[section] = values[section] | keys if is_section else keys
+    return TrainingConfig(**values)

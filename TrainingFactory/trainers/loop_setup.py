@@ -65,8 +65,8 @@ class PreparedRun:
 
     def load(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
         """Load the model to train and its chat format. `day` is the date that templates print."""
-        loaded = build_sampler.load_trainable(self.config, self.watcher.say)
-        return loaded, build_sampler.make_chat(self.config, loaded, day)
+        loaded_model = build_sampler.load_trainable(self.config, self.watcher.say)
+        return loaded_model, build_sampler.make_chat(self.config, loaded_model, day)
 
 
 def make_order(config: TrainingConfig, size: int) -> TaskOrder:
@@ -82,9 +82,9 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     config, run, tools, watcher = training.config, training.run, training.tools, training.watcher
     environment = None if training.data.environment is None else await tools.equip(training.data.environment)
     watcher.phase("load")
-    load = partial(training.load, date.fromisoformat(run.about["day"]))
-    loaded, chat = await training.learners.load(load, config, exit_stack, run.path, training.interrupts)
-    dataset, heldout = await in_thread(_tokenize, training, loaded, chat)
+    load = partial(training.load, date.fromisoformat(run.run_info["day"]))
+    loaded_model, chat = await training.learners.load(load, config, exit_stack, run.path, training.interrupts)
+    dataset, heldout = await in_thread(_tokenize, training, loaded_model, chat)
     # The number of rows, and with it that of steps, is known only now: rows that are too long are gone.
     order = training.order if dataset is None else make_order(config, len(dataset))
     total = steps_in(config, order)
@@ -92,7 +92,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     algorithm = make_algorithm(config)
     replayed_run = tools.sampled_ahead  # set to train on recorded groups again instead of sampling
     samples = environment is not None and replayed_run is None
-    local_policy, policy = await training.learners.policy(loaded, algorithm, total, samples)
+    local_policy, policy = await training.learners.policy(loaded_model, algorithm, total, samples)
     exit_stack.push_async_callback(policy.close)
     for rows in (dataset, heldout):
         if rows is not None and "precomputed" in algorithm.needs:
@@ -107,7 +107,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     setup = None
     if samples:
         assert environment is not None
-        setup = await _make_rollout_setup(training, environment, chat, loaded, local_policy, exit_stack)
+        setup = await _make_rollout_setup(training, environment, chat, loaded_model, local_policy, exit_stack)
     if replayed_run is None:
         source = _make_source(training, algorithm, order, progress.ledger, setup, dataset, total)
     else:
@@ -116,7 +116,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
         no_evaluation = config.training.model_copy(update={"eval_every": None})
         config = config.model_copy(update={"training": no_evaluation})
 
-    earlier = run.metrics()
+    earlier_metrics = run.metrics()
     trackers = Trackers(run.path, config)
     exit_stack.callback(trackers.close)
     return TrainingLoop(
@@ -133,32 +133,34 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
         heldout=_make_heldout(training, setup, heldout),
         guards=Guards(
             config.reward.max_equal_steps,
-            scored=any("reward" in row for row in earlier),
+            has_rewards=any("reward" in row for row in earlier_metrics),
             replayed=tools.replayed is not None,
             max_mismatch=config.optimization.max_mismatch,
         ),
-        doctor=FindingTracker(earlier, config.training.update_epochs * config.training.minibatches),
+        doctor=FindingTracker(earlier_metrics, config.training.update_epochs * config.training.minibatches),
         watcher=watcher,
         trackers=trackers,
         interrupts=training.interrupts,
         progress=progress,
-        stop_forecast=_forecast_stop(training, local_policy, total, earlier),
-        scores=Scores.of(earlier, config.training.stop_when),
+        stop_forecast=_forecast_stop(training, local_policy, total, earlier_metrics),
+        scores=Scores.from_rows(earlier_metrics, config.training.stop_when),
         saved=progress.done or -1,
     )
 
 
 def _tokenize(
-    training: PreparedRun, loaded: LoadedModel, chat: Any
+    training: PreparedRun, loaded_model: LoadedModel, chat: Any
 ) -> tuple[TokenizedDataset | None, TokenizedDataset | None]:
     """Tokenize the dataset and the held-out rows, and free their texts."""
-    data, max_length = training.data, build_sampler.max_length(training.config, loaded)
+    data, max_length = training.data, build_sampler.max_length(training.config, loaded_model)
 
     def tokenize(examples: Examples | None, prefix: str) -> TokenizedDataset | None:
         if examples is None:
             return None
-        say, skip = training.watcher.say, training.config.data.skip_bad_rows
-        return TokenizedDataset(examples, chat, max_length, skip, lambda text: say(f"note: {prefix}{text}"))
+        notify, skip = training.watcher.say, training.config.data.skip_bad_rows
+        return TokenizedDataset(
+            examples, chat, max_length, skip, lambda text: notify(f"note: {prefix}{text}")
+        )
 
     datasets = tokenize(data.examples, ""), tokenize(data.heldout_examples, "held-out: ")
     data.examples = data.heldout_examples = None
@@ -183,11 +185,11 @@ async def _make_rollout_setup(
     training: PreparedRun,
     environment: EnvironmentFactory,
     chat: TemplateChatFormat,
-    loaded: LoadedModel,
+    loaded_model: LoadedModel,
     policy: LocalPolicy,
     exit_stack: AsyncExitStack,
 ) -> RolloutSetup:
-    config, say = training.config, training.watcher.say
+    config, notify = training.config, training.watcher.say
     samples = KINDS[config.training.algorithm].samples
     max_staleness = config.optimization.effective_max_staleness if samples else 0
     open_episodes = config.training.batch_size * config.training.group_size * (1 + max_staleness)
@@ -195,33 +197,33 @@ async def _make_rollout_setup(
     sampler = await in_thread(
         build_sampler.make_training_sampler,
         config,
-        loaded,
+        loaded_model,
         policy,
         open_episodes,
         max_staleness > 0,
-        say,
+        notify,
         logs,
     )
     exit_stack.push_async_callback(sampler.close)
 
-    moved = build_rewards.move_object(training.objects.reward, config)
-    reward = moved or build_rewards.make_reward(config)
-    await build_rewards.open_reward(reward, exit_stack, say)
+    movable_reward = build_rewards.move_object(training.objects.reward, config)
+    reward = movable_reward or build_rewards.make_reward(config)
+    await build_rewards.open_reward(reward, exit_stack, notify)
     is_evaluated = config.training.eval_every is not None
-    heldout_reward = build_rewards.evaluation_reward(reward, say if is_evaluated else lambda _: None)
+    heldout_reward = build_rewards.evaluation_reward(reward, notify if is_evaluated else lambda _: None)
     if tasks := training.data.tasks or training.data.heldout:
         await check_tools(environment, tasks[0], chat, reward)
 
     limit = max_concurrent_episodes(config)
     if config.environment.num_workers is not None and config.compute.backend != "ray":
-        say(f"environment: at most {limit} episodes at a time")
+        notify(f"environment: at most {limit} episodes at a time")
     return RolloutSetup(
         environment,
         chat,
-        build_sampler.max_length(config, loaded),
+        build_sampler.max_length(config, loaded_model),
         sampler,
-        RewardClock(reward, say, lambda: build_rewards.judge_metrics(reward)),
-        RewardClock(heldout_reward, say),
+        RewardClock(reward, notify, lambda: build_rewards.judge_metrics(reward)),
+        RewardClock(heldout_reward, notify),
         build_rewards.scored_by(config, heldout_reward),
         asyncio.Semaphore(limit) if max_staleness else None,
     )
@@ -248,8 +250,8 @@ def _make_source(
             "timeout": config.environment.episode_timeout,
             "runtime": training.tools.runtime,
         }
-        most = max_concurrent_episodes(config)
-        return ExpertSource(tasks, order, setup.environment, setup.chat, algorithm, limits, most)
+        max_episodes = max_concurrent_episodes(config)
+        return ExpertSource(tasks, order, setup.environment, setup.chat, algorithm, limits, max_episodes)
     rollouts = _make_rollouts(training, setup, setup.reward)
     arguments = (tasks, order, rollouts, setup.sampler, algorithm, setup.reward, ledger)
     options = {"group_size": config.training.group_size, "max_unscored": config.reward.max_unscored}
@@ -280,13 +282,13 @@ def _make_heldout(
         return HeldoutData(dataset=dataset)
     rollouts = _make_rollouts(training, setup, setup.heldout_reward)
     tasks = training.data.heldout
-    objects = [kind for kind in training.objects.given if kind in ("environment", "reward", "tools")]
+    objects = [kind for kind in training.objects.given_objects if kind in ("environment", "reward", "tools")]
     record = partial(append_training_record, training.config, training.run, tasks, setup.scored_by, objects)
     return HeldoutData(tasks, rollouts, setup.reward, dataset, record)
 
 
 def _forecast_stop(
-    training: PreparedRun, policy: LocalPolicy, total: int, earlier: list[dict[str, Any]]
+    training: PreparedRun, policy: LocalPolicy, total: int, earlier_metrics: list[dict[str, Any]]
 ) -> StopForecast:
     """Warn if the checkpoints will not fit on the disk; forecast how long stopping takes from the size of a checkpoint
     and the time of earlier updates."""
@@ -298,5 +300,5 @@ def _forecast_stop(
     warning = space.warning(shutil.disk_usage(run.path).free + present, str(run.path))
     if warning is not None:
         training.watcher.say(f"WARNING {warning}")
-    update_seconds = earlier[-1].get("seconds/update", 0.0) if earlier else 0.0
+    update_seconds = earlier_metrics[-1].get("seconds/update", 0.0) if earlier_metrics else 0.0
     return StopForecast(sum(sizes) / DISK_SPEED, update_seconds)

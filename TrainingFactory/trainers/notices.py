@@ -21,9 +21,9 @@ def notices(config: TrainingConfig, *, rewarded: bool = False) -> list[str]:
     return [*unimplemented_notices(config), *_about_processes(config, rewarded)]
 
 
-def unused_options(config: TrainingConfig, *, played: bool = False, heldout: bool = False) -> list[str]:
-    """Return one line for each group of options that is set and that training ignores. `played`: the caller gives an
-    environment. `heldout`: the caller gives held-out rows."""
+def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldout: bool = False) -> list[str]:
+    """Return one line for each group of options that is set and that training ignores. `has_episodes`: the caller
+    gives an environment. `heldout`: the caller gives held-out rows."""
     training, name = config.training, config.training.algorithm
     kind = KINDS[name]
     lines = [
@@ -34,28 +34,32 @@ def unused_options(config: TrainingConfig, *, played: bool = False, heldout: boo
     if not kind.samples:
         grouped = [key for key in changed_keys(config, "training") if key == "training.group_size"]
         lines.append((grouped, f"{name} samples no groups of episodes"))
-        place = config.environment
-        played = played or (place.environment_id or place.command) is not None or bool(config.tools)
-        if not (played and training.eval_every is not None):
+        environment = config.environment
+        has_episodes = (
+            has_episodes
+            or (environment.environment_id or environment.command) is not None
+            or bool(config.tools)
+        )
+        if not (has_episodes and training.eval_every is not None):
             expert = kind.demonstrations and config.data.dataset is None
             read = {"sampling.max_reply_tokens"} if expert else set()
-            shown = [key for key in changed_keys(config, "sampling") if key not in read]
+            sampling_keys = [key for key in changed_keys(config, "sampling") if key not in read]
             if not expert:
-                shown += [
+                sampling_keys += [
                     key for key in changed_keys(config, "environment") if key == "environment.num_workers"
                 ]
-            lines.append((shown, f"{name} samples only with an environment and training.eval_every"))
-    ahead = [key for key in changed_keys(config, "optimization") if key.split(".")[1] in AHEAD]
+            lines.append((sampling_keys, f"{name} samples only with an environment and training.eval_every"))
+    correction_keys = [key for key in changed_keys(config, "optimization") if key.split(".")[1] in AHEAD]
     if not kind.samples:
-        lines.append((ahead, f"{name} does not train on sampled episodes"))
+        lines.append((correction_keys, f"{name} does not train on sampled episodes"))
     elif not config.optimization.async_rollout:
-        lines.append((ahead, "only used with optimization.async_rollout=true"))
+        lines.append((correction_keys, "only used with optimization.async_rollout=true"))
     if importance_cap(config) is None:
         correction = [
             key for key in changed_keys(config, "optimization") if "importance" in key or "mismatch" in key
         ]
-        why = "the learner itself samples, so no correction is applied without optimization.importance_cap"
-        lines.append((correction, why if kind.samples else f"{name} does not train on sampled episodes"))
+        reason = "the learner itself samples, so no correction is applied without optimization.importance_cap"
+        lines.append((correction, reason if kind.samples else f"{name} does not train on sampled episodes"))
     if config.compute.backend != "ray":
         local = {f"compute.{key}" for key in ("allocation_id", "start_timeout", "learners", "num_gpus")}
         of_ray = [key for key in changed_keys(config, "compute") if key not in local]
@@ -68,9 +72,9 @@ def unused_options(config: TrainingConfig, *, played: bool = False, heldout: boo
         ]
         lines.append((offload, "only used with several learners (compute.learners)"))
     if training.eval_every is None:
-        evaluated = [key for key in changed_keys(config, "data") if key.startswith("data.heldout")]
-        evaluated += ["heldout"] if heldout else []
-        lines.append((evaluated, "nothing is evaluated without training.eval_every"))
+        heldout_keys = [key for key in changed_keys(config, "data") if key.startswith("data.heldout")]
+        heldout_keys += ["heldout"] if heldout else []
+        lines.append((heldout_keys, "nothing is evaluated without training.eval_every"))
     if config.model.adapter is not None:
         shape = [key for key in changed_keys(config, "lora") if key != "lora.enabled"]
         lines.append((shape, "model.adapter keeps the shape that it was trained with"))
@@ -87,10 +91,10 @@ def _about_processes(config: TrainingConfig, rewarded: bool) -> list[str]:
         return [unused_key] if optimization.reward_workers is not None else []
     parts = [*section.parts.values()] or [{"type": section.type, "options": section.options}]
     types = [(part.get("type", ""), part.get("options") or {}) for part in parts]
-    stay = [kind for kind, options in types if not _can_leave(kind, options)]
-    if rewarded or not stay:
+    in_process = [kind for kind, options in types if not _can_leave(kind, options)]
+    if rewarded or not in_process:
         return []
-    kinds = ", ".join(dict.fromkeys(stay))
+    kinds = ", ".join(dict.fromkeys(in_process))
     return [
         f"optimization.distributed_reward: rewards of the type {kinds} stay in the run's process, because they call an "
         "endpoint, or need its tools, models or environments"

@@ -25,14 +25,14 @@ from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.training.preflight import check_config
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A config after resolution. The run folder stores `written`; the run uses `config`."""
+    """A config after resolution. The run folder stores `written_config`; the run uses `config`."""
 
-    written: TrainingConfig  # ids resolved and devices divided; the model's name as the user wrote it
+    written_config: TrainingConfig  # ids resolved and devices divided; the model's name as the user wrote it
     config: TrainingConfig  # the same with the folder and adapter that the model's name stands for
     objects: UserObjects  # Python objects of the caller, and the rows of datasets that are given by id
     allocation: Allocation | None  # held until the run ends
@@ -40,14 +40,14 @@ class ResolvedConfig:
 
 
 def resolve_config(
-    config: TrainingConfig, run: RunFolder | None, objects: UserObjects, say: Say
+    config: TrainingConfig, run: RunFolder | None, objects: UserObjects, notify: Notify
 ) -> ResolvedConfig:
-    """Resolve everything that a config names, for a new run or to resume `run`. `say` gets one line per decision."""
+    """Resolve everything that a config names, for a new run or to resume `run`. `notify` gets one line per decision."""
     notes: list[str] = []
 
     def note(text: str) -> None:
         notes.append(text)
-        say(text)
+        notify(text)
 
     allocation = None if objects.allocation is None else Allocation.of(objects.allocation)
     try:
@@ -57,23 +57,25 @@ def resolve_config(
         config = factories.resolve_ids(config, note)
         allocation = allocation or factories.find_allocation(config, note)
         config = factories.with_allocation(config, allocation, note)
-        config = with_gpu_division(config, say)
-        written = with_learner_count(config, say)
-        objects = factories.with_dataset_rows(written, objects, note)
-        config = with_resolved_model(written) if run is None else with_original_model(run, written)
-        _note_model(written, config, note)
+        config = with_gpu_division(config, notify)
+        written_config = with_learner_count(config, notify)
+        objects = factories.with_dataset_rows(written_config, objects, note)
+        config = (
+            with_resolved_model(written_config) if run is None else with_original_model(run, written_config)
+        )
+        _note_model(written_config, config, note)
     except BaseException:
         if allocation is not None:
             allocation.release()
         raise
-    return ResolvedConfig(written, config, objects, allocation, notes)
+    return ResolvedConfig(written_config, config, objects, allocation, notes)
 
 
-def _note_model(written: TrainingConfig, config: TrainingConfig, note: Say) -> None:
+def _note_model(written_config: TrainingConfig, config: TrainingConfig, note: Notify) -> None:
     model = config.model
-    if written.model.name != (target := resolve_model(model.name)):
-        over = f" under the adapter {model.adapter}" if model.adapter else ""
-        note(f"model.name {written.model.name} is {target}{over}")
+    if written_config.model.name != (target := resolve_model(model.name)):
+        adapter_note = f" under the adapter {model.adapter}" if model.adapter else ""
+        note(f"model.name {written_config.model.name} is {target}{adapter_note}")
 
 
 def validate(resolved: ResolvedConfig) -> RewardFunction | None:

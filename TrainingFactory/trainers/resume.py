@@ -20,13 +20,13 @@ async def restore_progress(
     total: int,
     resuming: bool,
     is_async: bool,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Progress:
     """Load the last intact checkpoint into the policy, if there is one, and truncate the run's files to it.
     `is_async`: groups may be sampled before their step."""
     progress = Progress(Ledger(order))
     offsets: dict[str, int] = {}
-    state = await _load_last_checkpoint(run, policy, say)
+    state = await _load_last_checkpoint(run, policy, notify)
     if state:
         try:
             ledger = Ledger.from_state(order, state)
@@ -41,12 +41,12 @@ async def restore_progress(
         offsets = state["offsets"]
     await in_thread(run.rewind, offsets)
     if resuming:
-        say(f"resuming after step {progress.done} of {total}" + ("" if state else ": no checkpoint yet"))
+        notify(f"resuming after step {progress.done} of {total}" + ("" if state else ": no checkpoint yet"))
     return progress
 
 
 async def _load_last_checkpoint(
-    run: RunFolder, policy: Policy, say: Callable[[str], None]
+    run: RunFolder, policy: Policy, notify: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """Load the last intact checkpoint and return its state; warn of damaged ones."""
     from TrainingFactory.learning.checkpoints import DamagedCheckpoint  # torch
@@ -56,7 +56,7 @@ async def _load_last_checkpoint(
         try:
             return await policy.load(str(path))
         except DamagedCheckpoint as error:
-            say(f"WARNING {error}" + ("; the previous one is used" if path != checkpoints[0] else ""))
+            notify(f"WARNING {error}" + ("; the previous one is used" if path != checkpoints[0] else ""))
     if checkpoints:
         raise ValueError(
             f"All checkpoints of run {run.name} are damaged. Restore one of {run.path / 'checkpoints'}, or delete that "

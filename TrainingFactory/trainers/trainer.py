@@ -80,7 +80,7 @@ class Trainer:
         dataset = _object_for_id(options, "dataset_id", dataset)
         environment = _object_for_id(options, "environment_id", environment)
         from_trl = TRLTranslation(options, self.algorithm, (config or TrainingConfig()).training.group_size)
-        reward_function, tasks, dataset, heldout, name = from_trl.over(
+        reward_function, tasks, dataset, heldout, name = from_trl.resolve_objects(
             reward_function=reward_function, tasks=tasks, dataset=dataset, heldout=heldout, name=name
         )
         self._notes = from_trl.notes
@@ -210,10 +210,10 @@ class Trainer:
         self.notices = [
             *self._notes,
             *notices(config, rewarded=has_reward),
-            *unused_options(config, played=has_environment, heldout=self._heldout is not None),
+            *unused_options(config, has_episodes=has_environment, heldout=self._heldout is not None),
         ]
-        stays_here = has_reward and move_object(objects.reward, config) is objects.reward
-        if config.optimization.distributed_reward and stays_here:
+        runs_in_process = has_reward and move_object(objects.reward, config) is objects.reward
+        if config.optimization.distributed_reward and runs_in_process:
             self.notices.append(
                 "optimization.distributed_reward: a reward that is a Python object runs in this process; to run it "
                 "in worker processes, name it: reward.type=function"

@@ -51,10 +51,10 @@ class Training(PreparedRun):
         self.interrupts = Interrupts(self.watcher.say)
         self.resuming = run is not None
         if run is not None:
-            replay = replay or run.about.get("replay")
+            replay = replay or run.run_info.get("replay")
         self.learners = Learners(config if run is None else None)
         resolved = resolve_config(config, run, objects or UserObjects(), self.watcher.say)
-        self.written = resolved.written
+        self.written_config = resolved.written_config
         self.config = resolved.config
         self.objects = resolved.objects
         self.allocation = resolved.allocation
@@ -69,8 +69,10 @@ class Training(PreparedRun):
             train_tasks = self.data.tasks if KINDS[self.config.training.algorithm].samples else ()
             check_tasks(reward, [*train_tasks, *self.data.heldout], self.data.environment)
             if run is None:
-                about = describe_start(self.written, objects or UserObjects(), self.tools, self.data)
-                run = self.new_run(name or new_name(self.config), about | {RESOLVED: resolved.notes})
+                run_info = describe_start(
+                    self.written_config, objects or UserObjects(), self.tools, self.data
+                )
+                run = self.new_run(name or new_name(self.config), run_info | {RESOLVED: resolved.notes})
             else:
                 self._check_unchanged(run)
             self.run = run
@@ -85,7 +87,9 @@ class Training(PreparedRun):
         if objects.environment is not None:
             return None
         has_rows = objects.examples is not None or config.data.dataset is not None
-        is_named = bool(config.environment.environment_id or config.environment.command) or self.tools.wanted
+        is_named = (
+            bool(config.environment.environment_id or config.environment.command) or self.tools.is_needed
+        )
         if has_rows and not is_named:
             return None
 
@@ -93,18 +97,18 @@ class Training(PreparedRun):
             resolved.notes.append(text)
             self.watcher.say(text)
 
-        return make_environment(config, self.tools.wanted or bool(objects.tasks), note)
+        return make_environment(config, self.tools.is_needed or bool(objects.tasks), note)
 
     def _check_unchanged(self, run: RunFolder) -> None:
-        check_unchanged(self.data, run.about, run.name)
-        for file in changed_files(run.about):
+        check_unchanged(self.data, run.run_info, run.name)
+        for file in changed_files(run.run_info):
             self.watcher.say(
                 f"note: {file} has changed since run {run.name} was started; the run continues with the new version"
             )
 
-    def new_run(self, name: str, about: dict[str, Any]) -> RunFolder:
+    def new_run(self, name: str, run_info: dict[str, Any]) -> RunFolder:
         """Create the run folder. A dry run overrides this to use another place."""
-        return RunFolder.create(self.written, name, about, self.total)
+        return RunFolder.create(self.written_config, name, run_info, self.total)
 
     def train(self) -> TrainingReport:
         """Train to the end, or until Ctrl-C: then a checkpoint holds the progress and `state` is interrupted."""
@@ -155,7 +159,7 @@ class Training(PreparedRun):
 def resume(name: str, runs: str | Path = "runs", watcher: Watcher | None = None) -> Training:
     """Resume a run, given by name or folder, from its last checkpoint."""
     run = RunFolder.find(name, runs)
-    if objects := run.about.get("objects"):
+    if objects := run.run_info.get("objects"):
         raise ValueError(
             f"run {run.name} was started from Python with its own {' and '.join(objects)}; resume it there: the same "
             f"trainer with name={run.name!r} and resume=True"

@@ -111,16 +111,18 @@ class TRLTranslation:
         self.notes: list[str] = []
         keywords = {name: options.pop(name) for name in [*options] if self._is_trls(name, options[name])}
         args = _changed(keywords.pop("args", None))
-        if twice := args.keys() & (keywords.keys() | options.keys()):
-            names = ", ".join(sorted(twice))
+        if duplicate_keys := args.keys() & (keywords.keys() | options.keys()):
+            names = ", ".join(sorted(duplicate_keys))
             raise ValueError(f"{names} is given twice, by itself and in args; leave one of them out")
-        self.left = {name: value for name, value in (args | keywords).items() if value is not None}
+        self.remaining = {name: value for name, value in (args | keywords).items() if value is not None}
         training = options.get("training")
-        ours = {**options, **(training if isinstance(training, Mapping) else {})}
+        own_options = {**options, **(training if isinstance(training, Mapping) else {})}
         self._translate_objects()
-        self._translate_batch(self.left.get("num_generations", ours.get("group_size", group_size)))
+        self._translate_batch(
+            self.remaining.get("num_generations", own_options.get("group_size", group_size))
+        )
         self._translate_loss()
-        texts = [self._translate(name, value, options) for name, value in self.left.items()]
+        texts = [self._translate(name, value, options) for name, value in self.remaining.items()]
         if problems := [text for text in texts if text]:
             raise ValueError("\n".join(["these options of TRL have no counterpart here:", *problems]))
         for key, value in self.keys.items():
@@ -129,13 +131,15 @@ class TRLTranslation:
             options[section] = dict(present) if isinstance(present, Mapping) else present
             merge_into_section(options, section, {name: value})
 
-    def over(self, **given: Any) -> list[Any]:
+    def resolve_objects(self, **user_objects: Any) -> list[Any]:
         """Return the trainer's own parameters in the given order, with TRL's value for those that are None."""
-        for name in self.parameters.keys() & {name for name, value in given.items() if value is not None}:
+        for name in self.parameters.keys() & {
+            name for name, value in user_objects.items() if value is not None
+        }:
             raise ValueError(
                 f"{name} is given twice, by itself and by its name in TRL; leave one of them out"
             )
-        return [self.parameters.get(name, value) for name, value in given.items()]
+        return [self.parameters.get(name, value) for name, value in user_objects.items()]
 
     def _is_trls(self, name: str, value: Any) -> bool:
         """Return whether a keyword is to be read as TRL's."""
@@ -145,22 +149,26 @@ class TRLTranslation:
 
     def _translate_objects(self) -> None:
         """Translate data, rewards and adapters into parameters of the trainer and keys."""
-        left, rows = self.left, "tasks" if self.samples else "dataset"
-        for theirs, ours in {"train_dataset": rows, "eval_dataset": "heldout", "run_name": "name"}.items():
-            if theirs in left:
-                self.parameters[ours] = left.pop(theirs)
-        weights = left.pop("reward_weights", None)
-        if "reward_funcs" in left:
-            self.parameters["reward_function"] = combine_reward_funcs(left.pop("reward_funcs"), weights)
+        remaining, rows = self.remaining, "tasks" if self.samples else "dataset"
+        for trl_name, own_name in {
+            "train_dataset": rows,
+            "eval_dataset": "heldout",
+            "run_name": "name",
+        }.items():
+            if trl_name in remaining:
+                self.parameters[own_name] = remaining.pop(trl_name)
+        weights = remaining.pop("reward_weights", None)
+        if "reward_funcs" in remaining:
+            self.parameters["reward_function"] = combine_reward_funcs(remaining.pop("reward_funcs"), weights)
         elif weights is not None:
             raise ValueError("reward_weights goes with reward_funcs, a list with as many functions")
-        if "peft_config" in left:
-            self.keys |= _adapter(left.pop("peft_config"))
+        if "peft_config" in remaining:
+            self.keys |= _adapter(remaining.pop("peft_config"))
 
     def _translate_batch(self, members: int) -> None:
         """Translate batch sizes: TRL counts completions, we count tasks with `members` completions each."""
-        left = self.left
-        sizes = {name: left.pop(name) for name in BATCH if name in left}
+        remaining = self.remaining
+        sizes = {name: remaining.pop(name) for name in BATCH if name in remaining}
         if not sizes:
             return
         rows = _per_update(sizes)
@@ -168,59 +176,64 @@ class TRLTranslation:
             self.keys["training.batch_size"] = rows
             return
         steps = sizes.get("steps_per_generation", sizes.get("gradient_accumulation_steps", 1))
-        sampled = sizes.get("generation_batch_size", sizes.get("per_device_train_batch_size", 8) * steps)
-        written = ", ".join(f"{name}={value}" for name, value in sizes.items())
-        if sampled % members or sampled % rows:
+        generation_size = sizes.get(
+            "generation_batch_size", sizes.get("per_device_train_batch_size", 8) * steps
+        )
+        trl_arguments = ", ".join(f"{name}={value}" for name, value in sizes.items())
+        if generation_size % members or generation_size % rows:
             raise ValueError(
-                f"{written} makes steps of {sampled} completions, {rows} per update, which is not a multiple of "
-                f"{members} (num_generations); set training.batch_size, the tasks per step, and training.group_size"
+                f"{trl_arguments} makes steps of {generation_size} completions, {rows} per update, which is "
+                f"not a multiple of {members} (num_generations); set training.batch_size, the tasks per step, and "
+                "training.group_size"
             )
-        tasks, updates = sampled // members, sampled // rows
+        tasks, updates = generation_size // members, generation_size // rows
         self.keys["training.batch_size"] = tasks
         if updates > 1:
             self.keys["training.minibatches"] = updates
-        if left.get("max_steps", -1) > 0:  # TRL counts updates
-            left["max_steps"] = ceil(left["max_steps"] / (updates * left.get("num_iterations", 1)))
-        what = f"training.batch_size={tasks} tasks with {members} episodes each"
-        self.notes.append(f"{written} counts completions: {what}")
+        if remaining.get("max_steps", -1) > 0:  # TRL counts updates
+            remaining["max_steps"] = ceil(
+                remaining["max_steps"] / (updates * remaining.get("num_iterations", 1))
+            )
+        translated = f"training.batch_size={tasks} tasks with {members} episodes each"
+        self.notes.append(f"{trl_arguments} counts completions: {translated}")
 
     def _translate_loss(self) -> None:
         """Translate options that set several of our keys."""
-        left, kind = self.left, self.left.get("loss_type")
+        remaining, kind = self.remaining, self.remaining.get("loss_type")
         if self.algorithm == "dpo" and kind is not None:
-            left.pop("loss_type")
+            remaining.pop("loss_type")
             self.keys["dpo.loss_kind"] = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
         if kind == "cispo":
             self.keys["grpo.loss_kind"] = kind
         if kind == "dr_grpo":
-            self.keys["grpo.constant_length"] = left.get("max_completion_length", 512)
-        if self.algorithm == "grpo" and "beta" in left:
-            self.keys["grpo.kl"] = left.pop("beta")
-        if self.algorithm == "grpo" and "epsilon" in left:
-            low = left.pop("epsilon")
-            self.keys |= {"grpo.clip_low": low, "grpo.clip_high": left.pop("epsilon_high", low)}
+            self.keys["grpo.constant_length"] = remaining.get("max_completion_length", 512)
+        if self.algorithm == "grpo" and "beta" in remaining:
+            self.keys["grpo.kl"] = remaining.pop("beta")
+        if self.algorithm == "grpo" and "epsilon" in remaining:
+            low = remaining.pop("epsilon")
+            self.keys |= {"grpo.clip_low": low, "grpo.clip_high": remaining.pop("epsilon_high", low)}
 
     def _translate(self, name: str, value: Any, options: dict[str, Any]) -> str | None:
         """Translate one name; return the problem if it has no counterpart."""
-        key, ours = _key(name, getattr(value, "value", value))  # an enum's value
-        others = {*ALGORITHMS} - {self.algorithm}
-        if key is not None and key.split(".")[0] not in others:
-            self.keys[key] = ours
+        key, own_value = _key(name, getattr(value, "value", value))  # an enum's value
+        other_algorithms = {*ALGORITHMS} - {self.algorithm}
+        if key is not None and key.split(".")[0] not in other_algorithms:
+            self.keys[key] = own_value
         elif name in NOTES or name.startswith(IGNORED_PREFIXES):
             self.notes.append(f"{name}: {NOTES.get(name, 'it has no effect here')}")
         elif name not in VALUES and (name in ALIASES or homes_of(name, self.algorithm)):
             options[name] = value  # the same name here
         else:
-            known = f"only {', '.join(map(str, VALUES[name][1]))}" if name in VALUES else "leave it out"
-            return f"  {name}={show_value(name, value)}: {REMEDIES.get(name, known)}"
+            allowed = f"only {', '.join(map(str, VALUES[name][1]))}" if name in VALUES else "leave it out"
+            return f"  {name}={show_value(name, value)}: {REMEDIES.get(name, allowed)}"
         return None
 
 
 def _key(name: str, value: Any) -> tuple[str | None, Any]:
     """Return our key for a name of TRL, or None, and our value."""
     if name in VALUES:
-        key, known = VALUES[name]
-        return (key, known[value]) if value in [*known] else (None, value)
+        key, translated = VALUES[name]
+        return (key, translated[value]) if value in [*translated] else (None, value)
     if name in COUNTS and isinstance(value, int | float) and float(value).is_integer():
         # One more: the turn that answers.
         return COUNTS[name], int(value) + (name == "max_tool_calling_iterations")
@@ -238,23 +251,29 @@ def _changed(args: Any) -> dict[str, Any]:
     if args is None or isinstance(args, Mapping):
         return {name: value for name, value in (args or {}).items() if value is not None}
     if not is_dataclass(args):
-        own = {name: value for name, value in vars(args).items() if not name.startswith("_")}
-        return {name: own[name] for name in own if own[name] not in (None, getattr(type(args), name, None))}
+        attributes = {name: value for name, value in vars(args).items() if not name.startswith("_")}
+        return {
+            name: attributes[name]
+            for name in attributes
+            if attributes[name] not in (None, getattr(type(args), name, None))
+        }
     # Some defaults depend on the machine, and on some machines the default config cannot be created.
     try:
         defaults: Any = type(args)()
     except Exception:  # foreign code
         defaults = type(args)
     values = {entry.name: getattr(args, entry.name) for entry in fields(args) if entry.init}
-    changed = {
+    changed_fields = {
         name: value
         for name, value in values.items()
         if name in ALWAYS_READ or value != getattr(defaults, name, ...)
     }
-    if changed.get("generation_batch_size") == _per_update(values):  # which TRL fills in itself
-        del changed["generation_batch_size"]
+    if changed_fields.get("generation_batch_size") == _per_update(values):  # which TRL fills in itself
+        del changed_fields["generation_batch_size"]
     return {
-        name: value for name, value in changed.items() if value not in ([], "") and isinstance(value, PLAIN)
+        name: value
+        for name, value in changed_fields.items()
+        if value not in ([], "") and isinstance(value, PLAIN)
     }
 
 
@@ -264,14 +283,18 @@ def _per_update(sizes: Mapping[str, Any]) -> int:
 
 def _adapter(config: Any) -> dict[str, Any]:
     """Translate a `peft.LoraConfig` into the section `lora`; raise for fields without a counterpart."""
-    left = _changed(config)
-    modules = left.pop("target_modules", None)
-    keys: dict[str, Any] = {f"lora.{LORA[name]}": left.pop(name) for name in [*left] if name in LORA}
-    extra = sorted(left.keys() - LORA_ABOUT)
+    remaining = _changed(config)
+    modules = remaining.pop("target_modules", None)
+    keys: dict[str, Any] = {
+        f"lora.{LORA[name]}": remaining.pop(name) for name in [*remaining] if name in LORA
+    }
+    extra = sorted(remaining.keys() - LORA_ABOUT)
     if extra or getattr(config, "peft_type", "LORA") != "LORA":
-        what = ", ".join(extra) or f"type {config.peft_type}"
-        has = f"{', '.join(LORA.values())} and target_modules"
-        raise ValueError(f"peft_config has {what}, which has no counterpart here; the section lora has {has}")
+        unsupported = ", ".join(extra) or f"type {config.peft_type}"
+        supported = f"{', '.join(LORA.values())} and target_modules"
+        raise ValueError(
+            f"peft_config has {unsupported}, which has no counterpart here; the section lora has {supported}"
+        )
     if modules:
         keys["lora.target_modules"] = modules if isinstance(modules, str) else sorted(modules)
     return keys | {"lora.enabled": True}

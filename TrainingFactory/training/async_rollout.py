@@ -19,7 +19,7 @@ class GroupSlot:
 
     number: int
     attempt: int
-    place: int
+    position: int
     groups: list[Group] = field(default_factory=list)
 
 
@@ -43,17 +43,17 @@ class AsyncSource(SampledSource):
         self._last: float | None = None  # time at which the previous step was taken
 
     async def take(self, step: int) -> StepGroups:
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         self._admit(step)
-        while len(slots := self._ready(step)) < self._ledger.ahead[0]:
-            done, self._running = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-            if errors := [error for task in done if (error := task.exception()) is not None]:
+        while len(slots := self._ready(step)) < self._ledger.groups_ahead[0]:
+            finished, self._running = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+            if errors := [error for task in finished if (error := task.exception()) is not None]:
                 raise errors[0]  # an error in any group ends the run
         for slot in slots:
             self._finished.remove(slot)
             del self._slots[slot.number]
         now = time.perf_counter()
-        batch = self._step_groups(step, slots, now - started, now - (self._last or started))
+        batch = self._step_groups(step, slots, now - start_time, now - (self._last or start_time))
         self._last, self._stale, self._clock.seconds = now, [], 0.0
         return batch
 
@@ -67,8 +67,8 @@ class AsyncSource(SampledSource):
     def _admit(self, version: int) -> None:
         """Start the groups of all steps up to `version + max_staleness`; a resumed run restarts its unfinished ones."""
         ledger, last = self._ledger, version + self._max_staleness
-        while (step := version + len(ledger.ahead)) <= min(last, self._total - 1):
-            ledger.begin(step)
+        while (step := version + len(ledger.groups_ahead)) <= min(last, self._total - 1):
+            ledger.start_step(step)
         for number in sorted(ledger.under_way.keys() - self._slots.keys()):
             if number // self._order.batch_size <= last:  # max_staleness may have been larger before a resume
                 self._slots[number] = GroupSlot(number, *ledger.under_way[number])
@@ -82,19 +82,19 @@ class AsyncSource(SampledSource):
         while True:
             step = slot.number // self._order.batch_size
             name = self._name(slot)
-            slot.groups += await self._play(step, [slot.number], [slot.place], slot.attempt, [name])
+            slot.groups += await self._play(step, [slot.number], [slot.position], slot.attempt, [name])
             latest = slot.groups[-1]
             complete = latest.rows or len(slot.groups) > self._algorithm.refill
             if complete or unscored_problem([latest], self._max_unscored):
                 break
-            if (place := self._ledger.take_in_epoch(slot.place)) is None:
+            if (position := self._ledger.take_in_epoch(slot.position)) is None:
                 break
-            slot.attempt, slot.place = slot.attempt + 1, place
+            slot.attempt, slot.position = slot.attempt + 1, position
         self._finished.append(slot)
 
     def _name(self, slot: GroupSlot) -> str:
         """Return a unique name of the group, from which its seeds and the keys of its recorded calls are derived."""
-        name = self._tasks[self._order.at(slot.place)].id
+        name = self._tasks[self._order.task_index(slot.position)].id
         name += f"#{slot.number}" if self._repeated else ""
         return f"{name}@{slot.attempt}" if slot.attempt else name
 
@@ -106,36 +106,38 @@ class AsyncSource(SampledSource):
             self._stale.append(slot.groups.pop())
             slot.attempt += 1
             if not slot.groups:
-                self._ledger.under_way[slot.number] = (slot.attempt, slot.place)
+                self._ledger.under_way[slot.number] = (slot.attempt, slot.position)
             self._begin(slot)
-        size = self._ledger.ahead[0]
+        size = self._ledger.groups_ahead[0]
         if self._by_arrival:
             return self._finished[:size]
         finished = {slot.number: slot for slot in self._finished}
         return [finished[number] for number in sorted(self._slots)[:size] if number in finished]
 
     def _step_groups(
-        self, step: int, slots: Sequence[GroupSlot], waited: float, elapsed: float
+        self, step: int, slots: Sequence[GroupSlot], wait_seconds: float, elapsed: float
     ) -> StepGroups:
         groups = [group for slot in slots for group in slot.groups]
-        recorded, discarded = _recorded(groups), _recorded(self._stale)
+        recorded_episodes, discarded = _recorded(groups), _recorded(self._stale)
         for group in groups:
             self._rename(group, step)
-        ages = [staleness(slot.groups[-1], step) for slot in slots]  # only a slot's last group is trained
-        waiting = [group for slot in self._finished for group in slot.groups]
+        staleness_of_slots = [
+            staleness(slot.groups[-1], step) for slot in slots
+        ]  # only a slot's last group is trained
+        waiting_groups = [group for slot in self._finished for group in slot.groups]
         metrics = sampled_metrics(groups, elapsed, self._clock) | {
-            "staleness/mean": fmean(ages),
-            "staleness/max": max(ages),
+            "staleness/mean": fmean(staleness_of_slots),
+            "staleness/max": max(staleness_of_slots),
             "groups/stale": len(self._stale),
             "groups/in_flight": len(self._slots) - len(self._finished),
             "groups/waiting": len(self._finished),
-            "seconds/waited": waited,
+            "seconds/waited": wait_seconds,
         }
-        for name, counted in (("waiting", waiting), ("stale", self._stale)):
+        for name, counted in (("waiting", waiting_groups), ("stale", self._stale)):
             if counted:
                 metrics[f"length/{name}"] = fmean(length for group in counted for length in _lengths(group))
         problem = unscored_problem(groups, self._max_unscored)
-        return StepGroups(step, groups, waited, metrics, problem, True, recorded, discarded)
+        return StepGroups(step, groups, wait_seconds, metrics, problem, True, recorded_episodes, discarded)
 
     def _rename(self, group: Group, step: int) -> None:
         """Name a group after the step that trains it, because a step's episodes are looked up by that name."""

@@ -39,7 +39,7 @@ class UserObjects:
     allocation: Any = None  # machines allocated by a ComputeFactory
 
     @property
-    def given(self) -> list[str]:
+    def given_objects(self) -> list[str]:
         names = ("environment", "reward", "tasks", "examples", "heldout", "heldout_tasks", "tools")
         return [name for name in names if getattr(self, name)]
 
@@ -68,10 +68,10 @@ class Dataset:
         return digest.hexdigest()
 
 
-def check_unchanged(dataset: Dataset, about: dict[str, Any], name: str) -> None:
-    """Raise ValueError if the training data differs from `about`, which was recorded when run `name` started."""
-    old_size = about.get("size", dataset.size)
-    if old_size != dataset.size or about.get("digest", dataset.digest) != dataset.digest:
+def check_unchanged(dataset: Dataset, run_info: dict[str, Any], name: str) -> None:
+    """Raise ValueError if the training data differs from `run_info`, which was recorded when run `name` started."""
+    old_size = run_info.get("size", dataset.size)
+    if old_size != dataset.size or run_info.get("digest", dataset.digest) != dataset.digest:
         raise ValueError(
             f"Cannot resume run {name}: its training data has changed ({old_size} tasks or rows at the start, "
             f"{dataset.size} now). Restore the original data, or start a new run"
@@ -98,19 +98,19 @@ def gather_data(
 
 
 def read_objects(
-    config: TrainingConfig, into: UserObjects, tasks: Any = None, dataset: Any = None, heldout: Any = None
+    config: TrainingConfig, objects: UserObjects, tasks: Any = None, dataset: Any = None, heldout: Any = None
 ) -> None:
-    """Read data with the config's options into `into`. Held-out data are tasks if the algorithm samples episodes."""
+    """Read data with the config's options into `objects`. Held-out data are tasks if the algorithm samples episodes."""
     data = config.data
     if tasks is not None:
-        into.tasks = load_tasks(tasks, data.dataset_split, data.count, data.columns)
+        objects.tasks = load_tasks(tasks, data.dataset_split, data.count, data.columns)
     if dataset is not None:
-        into.examples = read_examples(config, dataset)
+        objects.examples = read_examples(config, dataset)
     if heldout is not None and KINDS[config.training.algorithm].samples:
-        into.heldout_tasks = _heldout_tasks(config, heldout)
+        objects.heldout_tasks = _heldout_tasks(config, heldout)
     elif heldout is not None:
-        training_data = into.examples or data.dataset if dataset is None else dataset
-        into.heldout = read_heldout(config, heldout, training_data)
+        training_data = objects.examples or data.dataset if dataset is None else dataset
+        objects.heldout = read_heldout(config, heldout, training_data)
 
 
 def read_examples(config: TrainingConfig, source: Any, heldout: bool = False) -> Examples:
@@ -120,7 +120,8 @@ def read_examples(config: TrainingConfig, source: Any, heldout: bool = False) ->
     split = data.heldout_split if heldout else data.dataset_split
     source = str(source) if isinstance(source, Path) else source
     return load_examples(
-        source, example_form(config), split=split, count=count, skip_bad_rows=data.skip_bad_rows, fits=argument_problem,
+        source, example_form(config), split=split, count=count, skip_bad_rows=data.skip_bad_rows,
+        check_call=argument_problem,
         names=data.columns,
     )  # fmt: skip
 
@@ -155,10 +156,10 @@ def example_form(config: TrainingConfig) -> Form:
     name = config.training.algorithm
     form = KINDS[name].form
     if form is None:
-        others = ", ".join(other for other, kind in KINDS.items() if kind.form is not None)
+        algorithms = ", ".join(other for other, kind in KINDS.items() if kind.form is not None)
         raise ValueError(
             f"training.algorithm={name} trains on its own episodes, not on a dataset. Set its tasks with "
-            f"data.tasks=FILE.jsonl; data.dataset is for {others}"
+            f"data.tasks=FILE.jsonl; data.dataset is for {algorithms}"
         )
     return form(getattr(config, name))
 
@@ -225,8 +226,8 @@ def generate_tasks(
         raise as_value_error(error) from error
     if not tasks:
         raise ValueError(f"Environment {name} generated no tasks for split {split!r} and seed {seed}")
-    if wrong := next((task for task in tasks if not isinstance(task, Task)), None):
-        raise ValueError(f"Environment {name} must generate Task objects, not {type(wrong).__name__}")
+    if invalid_task := next((task for task in tasks if not isinstance(task, Task)), None):
+        raise ValueError(f"Environment {name} must generate Task objects, not {type(invalid_task).__name__}")
     counts = Counter(task.id for task in tasks)
     if duplicates := sorted(task_id for task_id, count in counts.items() if count > 1):
         raise ValueError(f"Environment {name} gave several tasks the same id: {', '.join(duplicates[:5])}")

@@ -43,10 +43,10 @@ class CheckpointSpace:
 
     def count(self, logging: LoggingSection) -> int:
         """Return the peak number of checkpoints; an old one is deleted only when a new one is complete."""
-        every, permanent = logging.checkpoint_every, 0
+        checkpoint_every, permanent = logging.checkpoint_every, 0
         if logging.keep_every is not None:
-            permanent = self.steps // math.lcm(every, logging.keep_every)
-        created = math.ceil(self.steps / every) + logging.keep_best
+            permanent = self.steps // math.lcm(checkpoint_every, logging.keep_every)
+        created = math.ceil(self.steps / checkpoint_every) + logging.keep_best
         return min(created, logging.keep_checkpoints + 1 + permanent + logging.keep_best)
 
     def needed(self, logging: LoggingSection) -> int:
@@ -57,8 +57,8 @@ class CheckpointSpace:
 
     def warning(self, free: int, folder: str) -> str | None:
         """Return a warning if the checkpoints do not fit into `free` bytes, with the largest settings that do."""
-        needed, size = self.needed(self.logging), self.model + self.state
-        if needed <= free:
+        required, size = self.needed(self.logging), self.model + self.state
+        if required <= free:
             return None
         remedies = [self._fitting({}, free), self._fitting({"optimizer_state": "newest"}, free)]
         if not any(remedies) and self.logging.keep_every is not None:
@@ -66,16 +66,16 @@ class CheckpointSpace:
         remedy = f"Set {' or '.join(filter(None, remedies))}" if any(remedies) else "Free some"
         return (
             f"{folder} has {free / 1e9:.1f} GB of free disk space, but {self.count(self.logging)} checkpoints of about "
-            f"{size / 1e9:.1f} GB need {needed / 1e9:.1f} GB. {remedy}, or choose another logging.output_dir"
+            f"{size / 1e9:.1f} GB need {required / 1e9:.1f} GB. {remedy}, or choose another logging.output_dir"
         )
 
     def _fitting(self, changes: dict[str, object], free: int) -> str | None:
         """Return these changes, with the largest `keep_checkpoints` that fits, as config overrides, or None."""
-        for keep in range(self.logging.keep_checkpoints, 0, -1):
-            changed = self.logging.model_copy(update={"keep_checkpoints": keep} | changes)
-            if self.needed(changed) <= free:
-                if keep < self.logging.keep_checkpoints:
-                    changes = changes | {"keep_checkpoints": keep}
+        for num_checkpoints in range(self.logging.keep_checkpoints, 0, -1):
+            logging_options = self.logging.model_copy(update={"keep_checkpoints": num_checkpoints} | changes)
+            if self.needed(logging_options) <= free:
+                if num_checkpoints < self.logging.keep_checkpoints:
+                    changes = changes | {"keep_checkpoints": num_checkpoints}
                 texts = {key: "null" if value is None else value for key, value in changes.items()}
                 return " with ".join(f"logging.{key}={text}" for key, text in texts.items())
         return None

@@ -30,11 +30,11 @@ class Guards:
         self,
         max_equal_steps: int | None,
         *,
-        scored: bool = False,
+        has_rewards: bool = False,
         replayed: bool = False,
         max_mismatch: float = 0.1,
     ) -> None:
-        self._max_equal_steps, self._scored, self._replayed = max_equal_steps, scored, replayed
+        self._max_equal_steps, self._scored, self._replayed = max_equal_steps, has_rewards, replayed
         self._max_mismatch = max_mismatch
         self.unusable = 0
         self._equal = self._mismatched = 0
@@ -47,13 +47,13 @@ class Guards:
             stop = self._equal_rewards(batch) if batch.sampled else None
             return GuardAction(save=stop is not None, stop=stop)
         self.unusable += 1
-        down = any(trajectory.status == "tool_failure" for trajectory in batch.trajectories)
+        has_tool_failures = any(trajectory.status == "tool_failure" for trajectory in batch.trajectories)
         stop, pause = None, 0.0
-        if self.unusable >= (MAX_WITHOUT_TOOLS if down else MAX_UNUSABLE):
+        if self.unusable >= (MAX_WITHOUT_TOOLS if has_tool_failures else MAX_UNUSABLE):
             stop = f"Stopped after {self.unusable} consecutive unusable steps: {batch.problem}"
-        elif not self._scored and (last or not down):
+        elif not self._scored and (last or not has_tool_failures):
             stop = f"Stopped because no episode of the run could be scored: {batch.problem}"
-        elif down and not self._replayed:
+        elif has_tool_failures and not self._replayed:
             pause = min(2.0 ** (self.unusable - 1), LONGEST_PAUSE)
         # If the problem persists, the run can resume from before the first of these steps.
         return GuardAction(save=self.unusable == 1, warning=batch.problem, stop=stop, pause=pause)
@@ -80,15 +80,18 @@ class Guards:
         """Return why the run should stop: for `max_equal_steps` steps no group gave training rows, or all rewards of a
         step were equal (algorithms without groups would train on those too)."""
         rewards = [trajectory.reward for trajectory in batch.trajectories if trajectory.reward is not None]
-        same = len({_amounts(reward) for reward in rewards}) == 1
-        self._equal = self._equal + 1 if len(rewards) > 1 and (same or not batch.rows) else 0
+        are_equal = len({_amounts(reward) for reward in rewards}) == 1
+        self._equal = self._equal + 1 if len(rewards) > 1 and (are_equal or not batch.rows) else 0
         if self._max_equal_steps is None or self._equal < self._max_equal_steps:
             return None
-        what = "the rewards within every group were equal"
-        if same:
-            what = f"all rewards were equal ({rewards[0].outcome + sum(rewards[0].steps):g} in the last one)"
+        problem = "the rewards within every group were equal"
+        if are_equal:
+            problem = (
+                f"all rewards were equal ({rewards[0].outcome + sum(rewards[0].steps):g} in the last one)"
+            )
         return (
-            f"Stopped because {what} for {self._equal} consecutive steps (reward.max_equal_steps). The reward does not "
+            f"Stopped because {problem} for {self._equal} consecutive steps (reward.max_equal_steps). The reward does "
+            "not "
             "distinguish good episodes from bad ones, or the tasks are all too hard or too easy"
         )
 

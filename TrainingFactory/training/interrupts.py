@@ -25,9 +25,9 @@ class Interrupts:
     """Handles stop requests: cancels sampling immediately and lets an update finish. A second request cancels that too,
     and the run keeps its last checkpoint. Only the main thread gets signals; elsewhere, call `ask` to stop."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.asked = False
-        self._say, self._since = say, 0.0
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self.is_requested = False
+        self._notify, self._since = notify, 0.0
         self._failure: Exception | None = None
         self._run: asyncio.Task[Any] | None = None
         self._sampling: asyncio.Future[Any] | None = None  # the awaitable of `at_once`
@@ -58,7 +58,7 @@ class Interrupts:
             yield
             return
         loop = asyncio.get_running_loop()
-        before = signal.getsignal(signal.SIGINT)
+        previous_handler = signal.getsignal(signal.SIGINT)
         with contextlib.suppress(NotImplementedError):  # Windows
             loop.add_signal_handler(signal.SIGINT, self.ask)
         try:
@@ -67,28 +67,28 @@ class Interrupts:
         finally:
             with contextlib.suppress(NotImplementedError):
                 loop.remove_signal_handler(signal.SIGINT)
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, previous_handler)
 
     def ask(self) -> None:
         """Request a stop: cancel sampling, or stop after the running update. A second request cancels the run."""
         if self._failure is not None:
             return
-        now, again = time.monotonic(), self.asked
-        if again and now - self._since < SAME_REQUEST:
+        now, was_requested = time.monotonic(), self.is_requested
+        if was_requested and now - self._since < SAME_REQUEST:
             return
-        self.asked, self._since = True, now
-        if again and self._run is not None:
+        self.is_requested, self._since = True, now
+        if was_requested and self._run is not None:
             self._run.cancel()
         elif self._sampling is not None:
             self._sampling.cancel()
         else:
-            self._say(
+            self._notify(
                 "Stopping after this update; a second Ctrl-C or SIGTERM exits immediately, without a checkpoint"
             )
 
     def check(self) -> None:
         """Raise Stopped if a stop was requested."""
-        if self.asked:
+        if self.is_requested:
             raise StopRequested
 
     async def interruptible(self, sampling: Awaitable[T]) -> T:
@@ -102,7 +102,7 @@ class Interrupts:
             if not future.done():
                 future.cancel()
                 await asyncio.gather(future, return_exceptions=True)
-            if self.asked:
+            if self.is_requested:
                 raise StopRequested from None
             raise
         finally:
@@ -112,7 +112,7 @@ class Interrupts:
         """Sleep, interruptibly."""
         await self.interruptible(asyncio.sleep(seconds))
 
-    async def over(self, stream: AsyncIterator[T]) -> AsyncIterator[T]:
+    async def until_requested(self, stream: AsyncIterator[T]) -> AsyncIterator[T]:
         """Yield the stream's items, each awaited interruptibly."""
         while True:
             try:

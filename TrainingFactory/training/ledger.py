@@ -20,66 +20,70 @@ class Ledger:
         order: TaskOrder,
         consumed: Sequence[Sequence[int]] = (),
         under_way: Sequence[Sequence[int]] = (),
-        ahead: Sequence[int] = (),
+        groups_ahead: Sequence[int] = (),
     ) -> None:
         self._order = order
-        self._consumed = {place for first, end in consumed[1:] for place in range(first, end)}
+        self._consumed = {position for first, end in consumed[1:] for position in range(first, end)}
         self._end = consumed[0][1] if consumed else 0  # all places before it are trained
         self.next = max(self._consumed, default=self._end - 1) + 1
-        self.under_way = {number: (attempt, place) for number, attempt, place in under_way}
-        self.ahead = list(ahead)  # number of groups of each step that has started and is not trained
-        taken = {place for _, place in self.under_way.values()}
-        self.next = max(self.next, max(taken, default=-1) + 1)
+        self.under_way = {number: (attempt, position) for number, attempt, position in under_way}
+        self.groups_ahead = list(
+            groups_ahead
+        )  # number of groups of each step that has started and is not trained
+        positions = {position for _, position in self.under_way.values()}
+        self.next = max(self.next, max(positions, default=-1) + 1)
         # Places of refills that were discarded with their group.
-        self._free = [p for p in range(self._end, self.next) if p not in self._consumed and p not in taken]
+        self._free = [
+            p for p in range(self._end, self.next) if p not in self._consumed and p not in positions
+        ]
 
     @property
-    def left(self) -> int:
+    def num_left(self) -> int:
         """Return how many places are left in the epoch of the next place."""
         size = self._order.size
         epoch = self._peek() // size
-        free = sum(place // size == epoch for place in self._free)
+        free = sum(position // size == epoch for position in self._free)
         return free + max(0, (epoch + 1) * size - self.next)
 
     def take(self, count: int) -> list[int]:
         """Return the next `count` places, or fewer at the end of an epoch."""
-        return [self._pop() for _ in range(min(count, self.left))]
+        return [self._pop() for _ in range(min(count, self.num_left))]
 
-    def take_in_epoch(self, place: int) -> int | None:
-        """Return the next place if it is in the same epoch as `place`."""
-        return self._pop() if self._peek() // self._order.size == place // self._order.size else None
+    def take_in_epoch(self, position: int) -> int | None:
+        """Return the next place if it is in the same epoch as `position`."""
+        return self._pop() if self._peek() // self._order.size == position // self._order.size else None
 
-    def begin(self, step: int) -> list[int]:
+    def start_step(self, step: int) -> list[int]:
         """Take the places of a step and return the numbers of its groups."""
         places = self.take(self._order.batch_size)
         first = step * self._order.batch_size
-        self.under_way |= {first + n: (0, place) for n, place in enumerate(places)}
-        self.ahead.append(len(places))
+        self.under_way |= {first + n: (0, position) for n, position in enumerate(places)}
+        self.groups_ahead.append(len(places))
         return list(range(first, first + len(places)))
 
-    def trained(self, groups: Iterable[Group]) -> None:
+    def mark_trained(self, groups: Iterable[Group]) -> None:
         """Mark the groups of a step as trained."""
         for group in groups:
-            self._consumed.add(group.place)
+            self._consumed.add(group.position)
             self.under_way.pop(group.number, None)
         while self._end in self._consumed:
             self._consumed.remove(self._end)
             self._end += 1
         self.next = max(self.next, self._end)  # dataset examples are trained without `take`
-        self.ahead = self.ahead[1:]
+        self.groups_ahead = self.groups_ahead[1:]
 
     def state(self) -> dict[str, Any]:
         """Return the checkpoint state that `of_state` restores."""
         ranges = [[0, self._end]]
-        for place in sorted(self._consumed):
-            if place == ranges[-1][1]:
+        for position in sorted(self._consumed):
+            if position == ranges[-1][1]:
                 ranges[-1][1] += 1
             else:
-                ranges.append([place, place + 1])
+                ranges.append([position, position + 1])
         state: dict[str, Any] = {"batch_size": self._order.batch_size, "consumed": ranges}
         if self.under_way:
             rows = sorted((number, *rest) for number, rest in self.under_way.items())
-            state |= {"under_way": [list(row) for row in rows], "ahead": self.ahead}
+            state |= {"under_way": [list(row) for row in rows], "ahead": self.groups_ahead}
         return state
 
     @classmethod
@@ -112,17 +116,17 @@ def wrong_in_ledger(rows: Iterable[dict[str, Any]], finished: bool = True) -> li
     numbers: dict[int, int] = {}
     for row in rows:
         steps[row["step"]] += 1
-        for number, attempt, place in row["groups"]:
-            places[place] += 1
+        for number, attempt, position in row["groups"]:
+            places[position] += 1
             if numbers.setdefault(number, row["step"]) != row["step"]:
                 problems.append(
                     f"group {number} (attempt {attempt}) in the steps {numbers[number]} and {row['step']}"
                 )
-    for what, counts in (("step", steps), ("place", places)):
-        problems += [f"{what} {value} {times} times" for value, times in sorted(counts.items()) if times > 1]
+    for kind, counts in (("step", steps), ("place", places)):
+        problems += [f"{kind} {value} {times} times" for value, times in sorted(counts.items()) if times > 1]
     if list(steps) != list(range(1, len(steps) + 1)):
         problems.append(f"the steps are {list(steps)}")
     if finished:
-        lost = sorted(set(range(max(places, default=-1))) - set(places))
-        problems += [f"place {place} was never trained" for place in lost]
+        missing = sorted(set(range(max(places, default=-1))) - set(places))
+        problems += [f"place {position} was never trained" for position in missing]
     return problems

@@ -44,9 +44,9 @@ from TrainingFactory.types import Sample, SamplersLost, Task, Trajectory
 class ToolCalls(Protocol):
     """Recording and metrics of a run's tool calls; implemented in `assembly/run_tools.py`."""
 
-    def commit(self, trained: Callable[[EpisodeKey], bool] = ...) -> None: ...
+    def commit(self, is_trained: Callable[[EpisodeKey], bool] = ...) -> None: ...
     def drop(self, unwanted: Callable[[EpisodeKey], bool]) -> None: ...
-    def metrics(self, wanted: Callable[[EpisodeKey], bool] = ...) -> dict[str, float]: ...
+    def metrics(self, is_included: Callable[[EpisodeKey], bool] = ...) -> dict[str, float]: ...
     def totals(self) -> dict[str, float]: ...
 
 
@@ -108,7 +108,7 @@ class TrainingLoop:
                 state, reason = await self._run_steps()
             return await self._finish(state, reason)
         except asyncio.CancelledError:
-            if not self.interrupts.asked:
+            if not self.interrupts.is_requested:
                 raise
             return await self._finish("interrupted")  # without saving; the last checkpoint remains
         except Exception as error:
@@ -123,11 +123,11 @@ class TrainingLoop:
     def _explain(self, error: Exception) -> Exception:
         """Return an error that says how to resume, if the run can be resumed after it; else the error itself."""
         if (problem := device_failure(error)) is not None:
-            at = f"In phase {self.phase}, after {self.progress.done} of {self.total} steps"
-            elsewhere = (
+            progress_text = f"In phase {self.phase}, after {self.progress.done} of {self.total} steps"
+            other_log = (
                 "The run can also resume on another machine that has its folder and the files of its config"
             )
-            return ValueError(f"{at}: {problem}. {elsewhere}. {self.run.mend}")
+            return ValueError(f"{progress_text}: {problem}. {other_log}. {self.run.mend}")
         if isinstance(error, OSError | SamplersLost):
             kind = OSError if isinstance(error, OSError) else ValueError
             return kind(f"{error}. Fix the problem, then run: {self.run.resume_command}")
@@ -150,8 +150,8 @@ class TrainingLoop:
     async def _steps(self) -> str | None:
         """Run all remaining steps; return the reason if the run ends early."""
         stream = StepStream(self.source, self.progress.done, self.total)
-        if (lost := await self._publish()) is not None:
-            raise lost
+        if (sampler_loss := await self._publish()) is not None:
+            raise sampler_loss
         if self.progress.done == 0 and self._evaluation_is_due():
             await self._log(0, await self.interrupts.interruptible(self._evaluate()))
         if (metrics := self.progress.unlogged) is not None:
@@ -162,24 +162,24 @@ class TrainingLoop:
             stream.end()
         self._begin("generate")
         first = self.progress.done  # not measured: its update may compile kernels
-        async for batch in self.interrupts.over(stream):
+        async for batch in self.interrupts.until_requested(stream):
             last = batch.step + 1 == self.total
             await self._guard(batch.step, self.guards.check(batch, last))
             self._begin("update")
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             writing = asyncio.ensure_future(in_thread(self._write_episodes, batch))
             try:
                 metrics = await self.policy.step(batch.rows, batch.step)
             finally:  # after a failure, resuming truncates the extra episodes as after a kill
-                written = await writing
-            lost = await self._publish()
-            updating = time.perf_counter() - started
-            await self._record(batch, metrics | written, updating)
+                written_at = await writing
+            sampler_loss = await self._publish()
+            updating = time.perf_counter() - start_time
+            await self._record(batch, metrics | written_at, updating)
             if batch.step > first:
                 self.stop_forecast.updating = updating
                 self._warn(self.stop_forecast.warning())
-            if lost is not None:
-                raise lost
+            if sampler_loss is not None:
+                raise sampler_loss
             await self._guard(batch.step, self.guards.updated(metrics, last))
             reason = self.scores.verdict()
             await self._save_if_due(last=reason is not None)
@@ -205,8 +205,8 @@ class TrainingLoop:
         try:
             if self.sampler is not None:
                 await self.sampler.update(weights)
-        except SamplersLost as lost:
-            return lost
+        except SamplersLost as error:
+            return error
         return None
 
     async def _guard(self, step: int, finding: GuardAction) -> None:
@@ -231,14 +231,14 @@ class TrainingLoop:
         }
         if updated["row_tokens"]:
             metrics["tokens_saved"] = 1 - updated["computed_tokens"] / updated["row_tokens"]
-        epoch = batch.groups[0].place // self.order.size
+        epoch = batch.groups[0].position // self.order.size
         self.progress.done = batch.step + 1
-        self.progress.ledger.trained(batch.groups)
+        self.progress.ledger.mark_trained(batch.groups)
         self.progress.seconds += seconds
         # After `done` is set: a checkpoint holds the tool calls of completed steps.
         await in_thread(self._write_calls, batch)
         tasks = [group.trajectories[0].task.id for group in batch.groups]
-        groups = [[group.number, group.attempt, group.place] for group in batch.groups]
+        groups = [[group.number, group.attempt, group.position] for group in batch.groups]
         row = {"step": batch.step + 1, "epoch": epoch, "tasks": tasks, "groups": groups}
         await in_thread(self.run.append, CONSUMED, row)
         try:
@@ -271,23 +271,25 @@ class TrainingLoop:
         if self.config.logging.save_trajectories:
             self.run.append_trajectories(batch.trajectories)
         accepted = [self.algorithm.accepted(group.trajectories) for group in batch.groups]
-        kept = [group for group in accepted if group is not None]
-        if not kept:
+        accepted_groups = [group for group in accepted if group is not None]
+        if not accepted_groups:
             return {}
-        self.run.append_trajectories((trajectory for group in kept for trajectory in group), KEPT)
+        self.run.append_trajectories((trajectory for group in accepted_groups for trajectory in group), KEPT)
         return {
-            "kept": sum(map(len, kept)) / len(batch.trajectories),
-            "kept_tasks": sum(map(bool, kept)) / len(kept),
+            "kept": sum(map(len, accepted_groups)) / len(batch.trajectories),
+            "kept_tasks": sum(map(bool, accepted_groups)) / len(accepted_groups),
         }
 
     async def _log(self, epoch: int, metrics: dict[str, float]) -> None:
-        done = self.progress.done
-        await in_thread(self._write_metrics, {"step": done, "epoch": epoch, "time": time.time()} | metrics)
+        num_done = self.progress.done
+        await in_thread(
+            self._write_metrics, {"step": num_done, "epoch": epoch, "time": time.time()} | metrics
+        )
         await self._write_status("running")
-        await in_thread(self.trackers.log, done, metrics)
-        self.rows.append({"step": done} | metrics)
+        await in_thread(self.trackers.log, num_done, metrics)
+        self.rows.append({"step": num_done} | metrics)
         self.scores.add(self.rows[-1])
-        self.watcher.step(done, self.total, metrics)
+        self.watcher.step(num_done, self.total, metrics)
 
     def _write_metrics(self, row: dict[str, float]) -> None:
         self.run.append(METRICS, row | self.system.read())
@@ -295,32 +297,32 @@ class TrainingLoop:
     # evaluation
 
     def _evaluation_is_due(self) -> bool:
-        every, done = self.config.training.eval_every, self.progress.done
-        return every is not None and (done % every == 0 or done == self.total)
+        eval_every, num_done = self.config.training.eval_every, self.progress.done
+        return eval_every is not None and (num_done % eval_every == 0 or num_done == self.total)
 
     async def _evaluate(self) -> dict[str, float]:
         self._begin("evaluate")
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         metrics = await self._play_heldout() if self.heldout.tasks else {}
         if self.heldout.dataset is not None:
             rows = await in_thread(self._heldout_rows, self.heldout.dataset)
             metrics |= await self.policy.evaluate(rows, self.progress.done) | self.heldout.dataset.left_out
-        metrics["seconds"] = time.perf_counter() - started
+        metrics["seconds"] = time.perf_counter() - start_time
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     async def _play_heldout(self) -> dict[str, float]:
-        heldout, done = self.heldout, self.progress.done
+        heldout, num_done = self.heldout, self.progress.done
         assert heldout.rollouts is not None and self.sampler is not None
-        started = time.perf_counter()
-        name = f"eval-{done}"
+        start_time = time.perf_counter()
+        name = f"eval-{num_done}"
         groups = await heldout.rollouts.rollout_batch(heldout.tasks, self.sampler, recorded_as=name)
         await in_thread(self.tools.commit, lambda key: key.step == name)
         episodes = [trajectory for group in groups for trajectory in group]
         metrics = self.tools.metrics(lambda key: key.step == name)
         metrics |= heldout.clock.spent() if heldout.clock is not None else {}
         if heldout.record is not None:
-            seconds = {"seconds": time.perf_counter() - started}
-            await in_thread(heldout.record, done, episodes, metrics | seconds)
+            seconds = {"seconds": time.perf_counter() - start_time}
+            await in_thread(heldout.record, num_done, episodes, metrics | seconds)
         return evaluation_metrics(episodes) | metrics
 
     def _heldout_rows(self, dataset: TokenizedDataset) -> list[Sample]:
@@ -330,13 +332,13 @@ class TrainingLoop:
     # checkpoints and status
 
     def _save_is_due(self) -> bool:
-        done, logging, best = self.progress.done, self.config.logging, self.scores.best
-        new_best = logging.keep_best and best is not None and best[0] == done
-        return done % logging.checkpoint_every == 0 or new_best or done == self.total
+        num_done, logging, best = self.progress.done, self.config.logging, self.scores.best
+        new_best = logging.keep_best and best is not None and best[0] == num_done
+        return num_done % logging.checkpoint_every == 0 or new_best or num_done == self.total
 
     async def _save_if_due(self, last: bool) -> None:
-        due = self._save_is_due() and not self.guards.unusable
-        if due or last or self.progress.done == self.total:
+        is_due = self._save_is_due() and not self.guards.unusable
+        if is_due or last or self.progress.done == self.total:
             await self._save()
 
     async def _save(self) -> None:
@@ -352,9 +354,9 @@ class TrainingLoop:
         }
         if progress.unlogged is not None:
             state["unlogged"] = progress.unlogged
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         await self.policy.save(str(self.run.checkpoint_folder(progress.done)), state)
-        self.saved, self.stop_forecast.saving = progress.done, time.perf_counter() - started
+        self.saved, self.stop_forecast.saving = progress.done, time.perf_counter() - start_time
         self._warn(self.stop_forecast.warning())
         retention = logging.keep_checkpoints, logging.keep_every, logging.keep_best, logging.optimizer_state
         await in_thread(self.run.prune, *retention)

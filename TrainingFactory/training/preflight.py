@@ -8,28 +8,29 @@ from TrainingFactory.data.examples import REQUIRED_COLUMNS
 from TrainingFactory.training.dataset import example_form
 
 
-def check_config(config: TrainingConfig, recorded: bool) -> None:
-    """Raise ValueError if the config cannot be trained. `recorded`: the run trains on a dataset."""
-    check_options(config, recorded)
+def check_config(config: TrainingConfig, is_recorded: bool) -> None:
+    """Raise ValueError if the config cannot be trained. `is_recorded`: the run trains on a dataset."""
+    check_options(config, is_recorded)
     _check_precision(config)
     name = config.training.algorithm
     make_algorithm(name, getattr(config, name).model_dump())  # raises if its options contradict each other
 
 
-def group_too_small(group_size: int, least: int, who: str, remedy: str = "") -> ValueError:
-    """Return the error for groups in which `who` cannot compare episodes."""
+def group_too_small(group_size: int, minimum: int, subject: str, remedy: str = "") -> ValueError:
+    """Return the error for groups in which `subject` cannot compare episodes."""
     return ValueError(
-        f"training.group_size={group_size} is too small: {who} compares the episodes of a group with each other. Use "
-        f"{least} or more (typically 8){remedy}"
+        f"training.group_size={group_size} is too small: {subject} compares the episodes of a group with each "
+        "other. Use "
+        f"{minimum} or more (typically 8){remedy}"
     )
 
 
-def check_options(config: TrainingConfig, recorded: bool) -> None:
+def check_options(config: TrainingConfig, is_recorded: bool) -> None:
     """Run the checks that need no torch, which the web server does not import."""
     training, name = config.training, config.training.algorithm
     kind = KINDS[name]
-    if training.group_size < (least := kind.least_group(getattr(config, name))):
-        raise group_too_small(training.group_size, least, name)
+    if training.group_size < (minimum := kind.least_group(getattr(config, name))):
+        raise group_too_small(training.group_size, minimum, name)
     if training.batch_size % training.minibatches:
         raise ValueError(
             f"training.minibatches={training.minibatches} does not divide training.batch_size={training.batch_size}. "
@@ -46,9 +47,9 @@ def check_options(config: TrainingConfig, recorded: bool) -> None:
         raise ValueError(f"{key} needs evaluations: set training.eval_every=N")
     if kind.samples:
         _check_sampling(config)
-    if recorded:
+    if is_recorded:
         example_form(config)  # raises for algorithms that do not train on a dataset
-    if not (recorded or kind.samples or kind.demonstrations):
+    if not (is_recorded or kind.samples or kind.demonstrations):
         raise ValueError(
             f"training.algorithm={name} needs a dataset. Set data.dataset=FILE, with "
             f"{REQUIRED_COLUMNS[example_form(config)]}; or with recorded trajectories"

@@ -32,9 +32,9 @@ class RecordedSource:
         next(islice(self._groups, skipped, skipped), None)
 
     async def take(self, step: int) -> StepGroups:
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         groups = await in_thread(self._groups_of, step)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_time
         metrics = sampled_metrics(groups, seconds, None)
         problem = unscored_problem(groups, self._max_unscored)
         return StepGroups(step, groups, seconds, metrics, problem, sampled=True)
@@ -46,11 +46,11 @@ class RecordedSource:
         groups = list(islice(self._groups, len(numbers)))
         names = [group[0].task.id for group in groups]
         if names != self._rows[step]["tasks"]:
-            where = f"{self._run.path / TRAJECTORIES} and {CONSUMED} differ"
-            raise ValueError(f"{where} in step {step + 1}: {names} and {self._rows[step]['tasks']}")
+            location = f"{self._run.path / TRAJECTORIES} and {CONSUMED} differ"
+            raise ValueError(f"{location} in step {step + 1}: {names} and {self._rows[step]['tasks']}")
         return [
-            Group(number, group, self._algorithm.samples(group), attempt, place)
-            for (number, attempt, place), group in zip(numbers, groups, strict=True)
+            Group(number, group, self._algorithm.samples(group), attempt, position)
+            for (number, attempt, position), group in zip(numbers, groups, strict=True)
         ]
 
     def _read(self) -> Iterator[list[Trajectory]]:

@@ -18,28 +18,28 @@ REPORT_EVERY_SECONDS = 30.0  # between further ones
 
 class RewardClock:
     """Wraps the reward of a run and measures its time, summed over episodes and groups that are scored concurrently.
-    `stats` returns the total requests and costs of the reward's judges and pools. `say` reports slow rewards, because
-    retries of an unresponsive judge may take minutes, and why the first episode could not be scored."""
+    `stats` returns the total requests and costs of the reward's judges and pools. `notify` reports slow rewards,
+    because retries of an unresponsive judge may take minutes, and why the first episode could not be scored."""
 
     def __init__(
         self,
         reward: RewardFunction | None,
-        say: Callable[[str], None] = lambda _: None,
+        notify: Callable[[str], None] = lambda _: None,
         stats: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self.reward, self._group = reward, as_group_reward(reward)
         self.grouped = self._group is not None
         self.compares = self._group is not None and self._group.compares
         self.seconds = 0.0
-        self._say, self._stats, self._before = say, stats, stats()
+        self._notify, self._stats, self._before = notify, stats, stats()
         self._scored_any = False  # whether any call has returned or raised
         self._open: dict[object, tuple[float, int]] = {}  # start time and number of episodes of running calls
         self._timer: asyncio.TimerHandle | None = None
 
     def spent(self) -> dict[str, float]:
         """Return the requests and costs of the reward's judges and pools since the last call."""
-        before, self._before = self._before, self._stats()
-        return {name: value - before.get(name, 0.0) for name, value in self._before.items()}
+        previous, self._before = self._before, self._stats()
+        return {name: value - previous.get(name, 0.0) for name, value in self._before.items()}
 
     async def __call__(self, episode: Episode) -> Reward:
         with self._timed(1):
@@ -57,13 +57,13 @@ class RewardClock:
     def _report_first(self, rewards: Sequence[Reward | Exception]) -> None:
         """Report why the first episode cannot be scored: all others may fail too, and a step takes long."""
         if not self._scored_any and isinstance(rewards[0], Exception):
-            self._say(f"WARNING: the first episode could not be scored; {scoring_error(rewards[0])}")
+            self._notify(f"WARNING: the first episode could not be scored; {scoring_error(rewards[0])}")
         self._scored_any = True
 
     @contextmanager
     def _timed(self, episodes: int) -> Iterator[None]:
-        call, started = object(), time.monotonic()
-        self._open[call] = started, episodes
+        call, start_time = object(), time.monotonic()
+        self._open[call] = start_time, episodes
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FIRST_REPORT_SECONDS, self._report_slow)
         try:
@@ -72,18 +72,18 @@ class RewardClock:
             self._report_first([error])
             raise
         finally:
-            self.seconds += time.monotonic() - started
+            self.seconds += time.monotonic() - start_time
             del self._open[call]
             if not self._open and self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
 
     def _report_slow(self) -> None:
-        waited = time.monotonic() - min(since for since, _ in self._open.values())
-        slow = waited >= FIRST_REPORT_SECONDS
+        waited_seconds = time.monotonic() - min(start_time for start_time, _ in self._open.values())
+        slow = waited_seconds >= FIRST_REPORT_SECONDS
         if slow:
             count = sum(episodes for _, episodes in self._open.values())
             rewards = "reward" if count == 1 else "rewards"
-            self._say(f"Waiting for {count} {rewards}, the longest for {waited:.0f} s so far")
-        delay = REPORT_EVERY_SECONDS if slow else FIRST_REPORT_SECONDS - waited
+            self._notify(f"Waiting for {count} {rewards}, the longest for {waited_seconds:.0f} s so far")
+        delay = REPORT_EVERY_SECONDS if slow else FIRST_REPORT_SECONDS - waited_seconds
         self._timer = asyncio.get_running_loop().call_later(delay, self._report_slow)

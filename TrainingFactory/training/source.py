@@ -103,18 +103,18 @@ class SampledSource:
         self._ledger, self._group_size, self._max_unscored = ledger, group_size, max_unscored
 
     async def take(self, step: int) -> StepGroups:
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         self._clock.seconds = self._rollouts.tail = 0.0
         first = step * self._order.batch_size
-        left, numbers = self._ledger.left, range(first, first + self._order.batch_size)
+        num_left, numbers = self._ledger.num_left, range(first, first + self._order.batch_size)
         groups = latest = await self._play(step, numbers, self._ledger.take(len(numbers)), 0)
         for attempt in range(1, self._algorithm.refill + 1):
-            open_numbers = [group.number for group in latest if not group.rows][: left - len(groups)]
+            open_numbers = [group.number for group in latest if not group.rows][: num_left - len(groups)]
             if not open_numbers or unscored_problem(latest, self._max_unscored):
                 break
             latest = await self._play(step, open_numbers, self._ledger.take(len(open_numbers)), attempt)
             groups = groups + latest
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_time
         problem = unscored_problem(groups, self._max_unscored)
         metrics = sampled_metrics(groups, seconds, self._clock)
         metrics["tail_share"] = self._rollouts.tail / seconds
@@ -131,12 +131,14 @@ class SampledSource:
         names: Sequence[str] | None = None,
     ) -> list[Group]:
         """Play a group for each place and number them; at the end of an epoch there are fewer places than numbers."""
-        tasks = [self._tasks[self._order.at(place)] for place in places]
+        tasks = [self._tasks[self._order.task_index(position)] for position in places]
         groups = await self._rollouts.rollout_batch(tasks, self._sampler, self._group_size, step, names=names)
-        adjusted = [self._algorithm.adjusted(group) for group in groups]
-        credited = await in_thread(lambda: [self._algorithm.samples(group) for group in adjusted])
-        parts = zip(numbers, adjusted, credited, places, strict=False)
-        return [Group(number, group, rows, attempt, place) for number, group, rows, place in parts]
+        adjusted_groups = [self._algorithm.adjusted(group) for group in groups]
+        samples_of_groups = await in_thread(
+            lambda: [self._algorithm.samples(group) for group in adjusted_groups]
+        )
+        parts = zip(numbers, adjusted_groups, samples_of_groups, places, strict=False)
+        return [Group(number, group, rows, attempt, position) for number, group, rows, position in parts]
 
 
 def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock | None) -> dict[str, float]:
@@ -147,19 +149,19 @@ def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock 
     if rewards:
         metrics["accuracy"] = sum(reward.outcome > 0 for reward in rewards) / len(rewards)
     if any(any(reward.steps) for reward in rewards):  # without step rewards these equal the outcomes
-        for name, right in (("reward_right", True), ("reward_wrong", False)):
-            if chosen := [reward for reward in rewards if (reward.outcome > 0) == right]:
-                metrics[name] = fmean(reward.outcome + sum(reward.steps) for reward in chosen)
+        for name, is_correct in (("reward_right", True), ("reward_wrong", False)):
+            if selected := [reward for reward in rewards if (reward.outcome > 0) == is_correct]:
+                metrics[name] = fmean(reward.outcome + sum(reward.steps) for reward in selected)
     metrics["episodes/failed"] = metrics["episodes/error"] + metrics["episodes/tool_failure"]
     turns = [turn for episode in episodes for turn in episode.turns]
     tools = sum(result.seconds for turn in turns for result in turn.tool_results)
-    spent = sum(trajectory.seconds for trajectory in episodes)
+    total_seconds = sum(trajectory.seconds for trajectory in episodes)
     return metrics | {
         "groups/dropped": sum(not group.rows for group in groups),
         "groups/refilled": len(groups) - len({group.number for group in groups}),
         "seconds/tools": tools,
         "seconds/reward": 0.0 if clock is None else clock.seconds,
-        "tools_share": tools / spent if spent else 0.0,
+        "tools_share": tools / total_seconds if total_seconds else 0.0,
         "tokens_per_second": metrics["sampled_tokens"] / seconds,
         **({} if clock is None else clock.spent()),
     }
@@ -171,11 +173,11 @@ def unscored_problem(groups: Sequence[Group], max_unscored: float) -> str | None
     unscored = [trajectory for trajectory in episodes if trajectory.reward is None]
     if len(unscored) < len(episodes) and len(unscored) <= max_unscored * len(episodes):
         return None
-    what = f"{len(unscored)} of {len(episodes)} episodes could not be scored"
+    summary = f"{len(unscored)} of {len(episodes)} episodes could not be scored"
     if len(unscored) == len(episodes):
-        what = f"none of {len(episodes)} episodes could be scored"
+        summary = f"none of {len(episodes)} episodes could be scored"
     reason = most_frequent_error(unscored)
-    return f"{what} (reward.max_unscored is {max_unscored:g}). Most frequent reason: {reason}"
+    return f"{summary} (reward.max_unscored is {max_unscored:g}). Most frequent reason: {reason}"
 
 
 class ExpertSource:
@@ -196,11 +198,11 @@ class ExpertSource:
         self._gate = asyncio.Semaphore(max_concurrency)
 
     async def take(self, step: int) -> StepGroups:
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         tasks = [self._tasks[number] for number in self._order.batch(step)]
         episodes = await asyncio.gather(*(self._play(task, step) for task in tasks))
         groups = number_groups(step, self._order, [[episode] for episode in episodes], self._algorithm)
-        return demonstration_step(step, groups, time.perf_counter() - started)
+        return demonstration_step(step, groups, time.perf_counter() - start_time)
 
     async def close(self) -> None: ...
 
@@ -221,9 +223,9 @@ class DatasetSource:
         self._dataset, self._order, self._algorithm = dataset, order, algorithm
 
     async def take(self, step: int) -> StepGroups:
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         groups = await in_thread(self._groups, step)
-        batch = demonstration_step(step, groups, time.perf_counter() - started)
+        batch = demonstration_step(step, groups, time.perf_counter() - start_time)
         batch.metrics |= self._dataset.left_out
         return batch
 
@@ -239,11 +241,13 @@ class DatasetSource:
 
 
 def number_groups(
-    step: int, order: TaskOrder, played: Sequence[list[Trajectory]], algorithm: Algorithm
+    step: int, order: TaskOrder, groups: Sequence[list[Trajectory]], algorithm: Algorithm
 ) -> list[Group]:
     """Return groups with numbers, training rows and places for lists of existing trajectories."""
-    first, place = step * order.batch_size, order.start(step)
-    return [Group(first + n, group, algorithm.samples(group), 0, place + n) for n, group in enumerate(played)]
+    first, position = step * order.batch_size, order.start(step)
+    return [
+        Group(first + n, group, algorithm.samples(group), 0, position + n) for n, group in enumerate(groups)
+    ]
 
 
 def demonstration_step(step: int, groups: list[Group], seconds: float) -> StepGroups:

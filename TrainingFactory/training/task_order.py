@@ -16,22 +16,22 @@ class TaskOrder:
 
     def start(self, step: int) -> int:
         """Return how many numbers are taken before a step, if every step takes one batch."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        return epoch * self.size + place * self.batch_size
+        epoch, position = divmod(step, self.steps_per_epoch)
+        return epoch * self.size + position * self.batch_size
 
     def batch(self, step: int) -> list[int]:
         return self.take(self.start(step), self.batch_size)
 
     def take(self, start: int, count: int) -> list[int]:
         """Return `count` numbers after the first `start`, or fewer at the end of an epoch."""
-        epoch, place = divmod(start, self.size)
+        epoch, position = divmod(start, self.size)
         if not self.shuffle:
-            return list(range(place, min(place + count, self.size)))
+            return list(range(position, min(position + count, self.size)))
         if epoch != self._epoch:
             seeds = [turn_seed(self.seed, epoch, f"{number}", -1, -1) for number in range(self.size)]
             self._shuffled, self._epoch = sorted(range(self.size), key=lambda n: seeds[n]), epoch
-        return self._shuffled[place : place + count]
+        return self._shuffled[position : position + count]
 
-    def at(self, place: int) -> int:
+    def task_index(self, position: int) -> int:
         """Return the number at a place of the order."""
-        return self.take(place, 1)[0]
+        return self.take(position, 1)[0]

@@ -26,13 +26,13 @@ REPORT_SECONDS = 10.0  # seconds
 class ProgressReporter:
     """Reports the progress of long work every `TOLD_EVERY` seconds."""
 
-    def __init__(self, say: Callable[[str], None], total: int) -> None:
-        self._say, self._total, self._reported = say, total, time.monotonic()
+    def __init__(self, notify: Callable[[str], None], total: int) -> None:
+        self._notify, self._total, self._reported = notify, total, time.monotonic()
 
-    def at(self, number: int, what: str) -> None:
+    def report(self, number: int, subject: str) -> None:
         if time.monotonic() - self._reported > REPORT_SECONDS:
             self._reported = time.monotonic()
-            self._say(f"{number} of {self._total} {what}")
+            self._notify(f"{number} of {self._total} {subject}")
 
 
 @dataclass(slots=True)
@@ -47,8 +47,8 @@ class TokenizedConversation:
     def trajectory(self, group: str, member: int) -> Trajectory:
         ids, source = self.token_ids.tolist(), self.conversation
         turns = [
-            Turn(ids[:begin], Completion(ids[begin:end], [0.0] * (end - begin), "stop"), message)
-            for (begin, end), message in zip(self.borders, self.messages, strict=True)
+            Turn(ids[:start], Completion(ids[start:end], [0.0] * (end - start), "stop"), message)
+            for (start, end), message in zip(self.borders, self.messages, strict=True)
         ]
         prompt = source.messages[: source.start]
         task = Task(source.id, "")
@@ -70,7 +70,7 @@ class TokenizedDataset:
         chat: Any,
         max_length: int,
         skip_bad_rows: bool = False,
-        say: Callable[[str], None] = lambda _: None,
+        notify: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.chat, self.max_length = chat, max_length
         self.bad, self.long = list(examples.bad), list[str]()
@@ -80,13 +80,13 @@ class TokenizedDataset:
         self.references: list[list[list[float]]] = []
         self._groups: list[list[TokenizedConversation | CompactTrajectory]] = []
         problems: list[str] = []
-        reporter = ProgressReporter(say, len(examples.found))
+        reporter = ProgressReporter(notify, len(examples.found))
         for number, example in enumerate(examples.found, 1):
             try:
                 self._add(example)
             except ValueError as error:
                 problems.append(f"{example.where}: the chat template cannot render it: {error}")
-            reporter.at(number, "rows tokenized")
+            reporter.report(number, "rows tokenized")
         self.bad += problems
         if problems and not skip_bad_rows:
             raise ValueError(join_problems(problems))
@@ -96,7 +96,7 @@ class TokenizedDataset:
                 f"No usable row in the dataset:\n{join_problems([*self.bad, *self.long, *unused])}"
             )
         for note in [*examples.notes, *self._skipped_notes()]:
-            say(note)
+            notify(note)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -118,7 +118,7 @@ class TokenizedDataset:
     def left_out(self) -> dict[str, float]:
         """Return the numbers of skipped rows by reason, without zeros."""
         counts = {"bad": len(self.bad), "long": len(self.long), "unused": self.unused}
-        return {f"rows_left_out/{why}": float(count) for why, count in counts.items() if count}
+        return {f"rows_left_out/{reason}": float(count) for reason, count in counts.items() if count}
 
     def _skipped_notes(self) -> Iterator[str]:
         if self.bad:
@@ -129,10 +129,10 @@ class TokenizedDataset:
             yield f"Skipping {self.unused} recorded episodes that give no training signal"
 
     def _add(self, example: Example) -> None:
-        recorded = example.conversations[0].recorded is not None
-        if recorded and len(example.conversations) > 1:
+        is_recorded = example.conversations[0].recorded is not None
+        if is_recorded and len(example.conversations) > 1:
             group = self._best_and_worst(example)
-        elif recorded:
+        elif is_recorded:
             group = self._fitting(example, example.conversations)
         else:
             group = self._if_it_fits(example, list(map(self._tokenize, example.conversations)))
@@ -142,15 +142,18 @@ class TokenizedDataset:
 
     def _best_and_worst(self, example: Example) -> list[TokenizedConversation | CompactTrajectory]:
         """Return the best and the worst episode; an unusable one is replaced by the next best or next worst."""
-        left, tokenized = example.conversations, dict[int, list[TokenizedConversation | CompactTrajectory]]()
-        while pair := best_and_worst(left, total_reward_of):
+        remaining, tokenized = (
+            example.conversations,
+            dict[int, list[TokenizedConversation | CompactTrajectory]](),
+        )
+        while pair := best_and_worst(remaining, total_reward_of):
             for side in pair:
                 if id(side) not in tokenized:
                     tokenized[id(side)] = self._fitting(example, [side])
             if all(tokenized[id(side)] for side in pair):
                 return [item for side in pair for item in tokenized[id(side)]]
-            left = [conversation for conversation in left if tokenized.get(id(conversation), True)]
-        self.unused += len(left)
+            remaining = [conversation for conversation in remaining if tokenized.get(id(conversation), True)]
+        self.unused += len(remaining)
         return []
 
     def _fitting(
@@ -167,70 +170,73 @@ class TokenizedDataset:
         self, example: Example, group: list[TokenizedConversation | CompactTrajectory]
     ) -> list[TokenizedConversation | CompactTrajectory]:
         """Return the group, or an empty list if it is longer than `max_length`."""
-        longest = max(item.length for item in group)
-        if longest <= self.max_length:
+        max_length = max(item.length for item in group)
+        if max_length <= self.max_length:
             return group
-        self.long.append(f"{example.where} has {longest} tokens, over the limit of {self.max_length}")
+        self.long.append(f"{example.where} has {max_length} tokens, over the limit of {self.max_length}")
         return []
 
     def _tokenize(self, conversation: Conversation) -> TokenizedConversation | CompactTrajectory:
-        if (recorded := conversation.recorded) is not None:
-            episode = recorded.trajectory()
+        if (trajectory := conversation.recorded) is not None:
+            episode = trajectory.trajectory()
             rewritten = rerender(self.chat, episode)
-            return recorded if rewritten is episode else CompactTrajectory.of(rewritten)
+            return trajectory if rewritten is episode else CompactTrajectory.from_trajectory(rewritten)
         chat, start = self.chat, conversation.start
         messages = [
             self._as_sampled(message, number in conversation.bad)
             for number, message in enumerate(conversation.messages)
         ]
         ids = chat.render(messages[:start], conversation.tools)
-        borders: list[tuple[int, int]] = []
-        trained: list[Message] = []
-        place = start
+        turn_spans: list[tuple[int, int]] = []
+        trained_messages: list[Message] = []
+        index = start
         while True:
-            message, begin = messages[place], len(ids)
-            sampled = chat.write(message, ids, conversation.tools, exact=place not in conversation.bad)
-            turn = Turn(ids, Completion(sampled, [0.0] * len(sampled), "stop"), message)
-            ids = ids + sampled
-            borders.append((begin, len(ids)))
-            trained.append(message)
-            later = range(place + 1, len(messages))
-            following = next((n for n in later if messages[n].role == "assistant"), None)
-            if following is None:
+            message, begin = messages[index], len(ids)
+            completion_ids = chat.write(message, ids, conversation.tools, exact=index not in conversation.bad)
+            turn = Turn(ids, Completion(completion_ids, [0.0] * len(completion_ids), "stop"), message)
+            ids = ids + completion_ids
+            turn_spans.append((begin, len(ids)))
+            trained_messages.append(message)
+            later = range(index + 1, len(messages))
+            next_assistant = next((n for n in later if messages[n].role == "assistant"), None)
+            if next_assistant is None:
                 break
-            ids = ids + chat.extend(turn, messages[place + 1 : following])
-            place = following
-        written = TokenizedConversation(conversation, np.asarray(ids, np.int32), borders, trained)
-        return self._in_steps(written) if conversation.steps else written
+            ids = ids + chat.extend(turn, messages[index + 1 : next_assistant])
+            index = next_assistant
+        conversation_tokens = TokenizedConversation(
+            conversation, np.asarray(ids, np.int32), turn_spans, trained_messages
+        )
+        return self._in_steps(conversation_tokens) if conversation.steps else conversation_tokens
 
-    def _in_steps(self, written: TokenizedConversation) -> TokenizedConversation:
+    def _in_steps(self, tokenized: TokenizedConversation) -> TokenizedConversation:
         """Split the last message into its labelled steps, as if each had been sampled as a turn."""
-        steps = written.conversation.steps
-        begin, end = written.borders.pop()
-        whole, cuts = written.token_ids[begin:end], [begin]
+        steps = tokenized.conversation.steps
+        begin, end = tokenized.borders.pop()
+        turn_ids, cut_positions = tokenized.token_ids[begin:end], [begin]
         for number in range(1, len(steps)):
             text = "\n".join(steps[:number]) + "\n"
             prefix = np.asarray(self.chat.write(Message("assistant", text), exact=False)[:-1])
-            size = min(len(prefix), len(whole))
-            different = np.flatnonzero(prefix[:size] != whole[:size])
-            cuts.append(begin + (int(different[0]) if len(different) else size))
-        cuts.append(end)
-        borders = list(pairwise(cuts))
-        if any(left >= right for left, right in borders):
+            size = min(len(prefix), len(turn_ids))
+            different = np.flatnonzero(prefix[:size] != turn_ids[:size])
+            cut_positions.append(begin + (int(different[0]) if len(different) else size))
+        cut_positions.append(end)
+        step_spans = list(pairwise(cut_positions))
+        if any(start >= end_index for start, end_index in step_spans):
             raise ValueError('two of its "completions" share their only token')
-        written.borders += borders
-        written.messages[-1:] = [Message("assistant", step) for step in steps]
-        return written
+        tokenized.borders += step_spans
+        tokenized.messages[-1:] = [Message("assistant", step) for step in steps]
+        return tokenized
 
-    def _as_sampled(self, message: Message, bad: bool) -> Message:
-        """Parse an assistant text as the model's output, so that tags become tokens. `bad`: keep broken tool calls."""
+    def _as_sampled(self, message: Message, is_negative: bool) -> Message:
+        """Parse an assistant text as the model's output, so that tags become tokens. `is_negative`: keep broken tool
+        calls."""
         if message.role != "assistant" or message.tool_calls or message.reasoning is not None:
             return message
         parsed = self.chat.parse_text(message.content)
-        if broken := next((call.error for call in parsed.tool_calls if call.error), None):
-            if bad:
+        if call_error := next((call.error for call in parsed.tool_calls if call.error), None):
+            if is_negative:
                 return message
-            raise ValueError(f"its text has a broken tool call: {broken}")
+            raise ValueError(f"its text has a broken tool call: {call_error}")
         # The parser of an always-thinking model reads a plain answer as unfinished reasoning.
         unfinished = parsed.reasoning is not None and not parsed.content and not parsed.tool_calls
         return parsed if (parsed.tool_calls or parsed.reasoning is not None) and not unfinished else message

@@ -130,7 +130,7 @@ class PlayRoutes:
         rows = {"sft": {"messages": messages}, "kto": {"messages": messages, "label": request.good}}
         row = rows.get(form, {"chosen": messages, "rejected": request.other})
         row |= {"tools": tools} if tools else {}
-        load_examples([row], form, fits=argument_problem)  # raises if training could not use the row
+        load_examples([row], form, check_call=argument_problem)  # raises if training could not use the row
         path = self._runs.folder / "datasets" / f"{request.dataset}.{form}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock, path.open("a+", encoding="utf-8", newline="\n") as file:

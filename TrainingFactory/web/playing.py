@@ -83,12 +83,12 @@ async def say(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
         node = RequestNode(turn, list(conversation), prompt.tools, "")
         playing.turns.add(node, turn.completion, turn.message, run.session)
         conversation += [turn.message, *turn.replies]
-    playing.seen, playing.turns.answered[:-MAX_KEPT_TURNS] = conversation, []
+    playing.seen, playing.turns.answered_nodes[:-MAX_KEPT_TURNS] = conversation, []
     # `written`: "extended" if the earlier tokens were reused, else why not. `anew`: the environment was restarted.
     return {
         "messages": [message_to_dict(message) for message in conversation[len(messages) :]],
         "turns": [turn.model_dump(mode="json") for turn in episode_view(trajectory, 0).turns], "anew": anew,
-        "status": "stopped" if stopped else trajectory.status, "error": trajectory.error, "written": prompt.why,
+        "status": "stopped" if stopped else trajectory.status, "error": trajectory.error, "written": prompt.reason,
         "tokens": len(prompt.turn.prompt_ids) + sum(len(turn.completion.token_ids) for turn in trajectory.turns),
     }  # fmt: skip
 
@@ -156,7 +156,7 @@ class PlayConversation:
         assert self.environment is not None
         if not message.tool_calls:
             raise ValueError("the last message is the model's and calls no tool; add a message after it")
-        cut, most = self.served.chat.cut, self.config.sampling.max_reply_tokens
+        cut, most = self.served.chat.truncate, self.config.sampling.max_reply_tokens
         step = await self.environment.step(message)
         return [replace(reply, content=cut(reply.content, most)) for reply in step.replies]
 

@@ -175,7 +175,7 @@ class Page:
                 stop(run, self._asked)
         except ValueError as error:
             raise ApiError(str(error), "name", status=409) from error
-        return RunAction(name=name, state="stopping", command=f"tfactory runs stop {run.shown}")
+        return RunAction(name=name, state="stopping", command=f"tfactory runs stop {run.display_path}")
 
     async def resume(self, name: str) -> RunAction:
         """Resume a run from its last checkpoint, in a separate process."""

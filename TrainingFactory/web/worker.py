@@ -76,7 +76,7 @@ def sample(arguments: dict[str, Any], tell: ProgressCallback) -> dict[str, Any]:
     config, notes = read_draft(Draft(yaml=arguments["yaml"])), list[str]()
     config = config.model_copy(update={"data": config.data.model_copy(update={"count": 2})})
     with tempfile.TemporaryDirectory(prefix="tfactory-sample-") as folder:
-        rollouts = Rollouts(config, Path(folder) / "episodes.jsonl", say=notes.append)
+        rollouts = Rollouts(config, Path(folder) / "episodes.jsonl", notify=notes.append)
         episodes = rollouts.run(ProgressWatcher(tell).episode).trajectories
     views = [episode_view(episode, number) for number, episode in enumerate(episodes, 1)]
     return {"episodes": [episode.model_dump(mode="json") for episode in views], "notes": notes}
@@ -98,13 +98,13 @@ def promote(arguments: dict[str, Any], tell: ProgressCallback) -> dict[str, Any]
     from TrainingFactory.promotion.promotion import Promotion
 
     def play(name: str, evaluation: Any) -> None:
-        text, number = f"{name} plays {evaluation.asked.entry}", count(1)
+        text, number = f"{name} plays {evaluation.request.entry}", count(1)
         evaluation.run(lambda _: tell({"text": text, "done": next(number), "of": evaluation.total}))
 
     names = [arguments[key] for key in ("version", "alias", "suite", "first")]
     registry = ModelRegistry(None, arguments["runs"])
-    promotion = Promotion(registry, *names, runs=arguments["runs"], say=ProgressWatcher(tell).say)
-    for line in promotion.stated:
+    promotion = Promotion(registry, *names, runs=arguments["runs"], notify=ProgressWatcher(tell).say)
+    for line in promotion.criteria:
         tell({"text": f"the gate: {line}"})
     decision = promotion.run(play)
     checks = [{"name": check.name, "holds": check.holds, "found": check.found} for check in decision.checks]

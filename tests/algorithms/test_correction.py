@@ -25,8 +25,8 @@ from TrainingFactory.types import Sample
 CORRECTIONS = {
     "token": Correction(cap=1.2),
     "token, masked": Correction(cap=1.2, mask=(0.8, 1.4)),
-    "sequence": Correction(cap=1.5, by="sequence"),
-    "sequence, masked": Correction(cap=1.5, by="sequence", mask=(0.4, 4.0)),
+    "sequence": Correction(cap=1.5, level="sequence"),
+    "sequence, masked": Correction(cap=1.5, level="sequence", mask=(0.4, 4.0)),
 }
 
 
@@ -55,7 +55,7 @@ def test_the_weights_are_the_formula(name: str, budget: int) -> None:
     for row, gap in zip(rows, gaps, strict=True):
         whole[row.episode] += gap.sum()
     assert len(whole) < len(rows)
-    if correction.by == "sequence":
+    if correction.level == "sequence":
         gaps = [np.full(len(gap), whole[row.episode]) for row, gap in zip(rows, gaps, strict=True)]
     wanted = [plain_weights(np.exp(gap), correction) for gap in gaps]
     batch = batch_for(learner, algorithm, rows, budget)
@@ -130,7 +130,9 @@ def test_ppo_by_hand(correction: Correction) -> None:
     )  # fmt: skip
     total, wanted = 0.0, []
     for t in range(60):
-        episode = slice(t // 10 * 10, t // 10 * 10 + 10) if correction.by == "sequence" else slice(t, t + 1)
+        episode = (
+            slice(t // 10 * 10, t // 10 * 10 + 10) if correction.level == "sequence" else slice(t, t + 1)
+        )
         [weight] = plain_weights(np.exp([(old - sampled)[episode].sum()]), correction)
         ratio = np.exp(now[t] - old[t])
         bound = ratio > 1.1 if advantage[t] > 0 else ratio < 0.9
@@ -196,9 +198,9 @@ def test_the_mean_gradient_is_nearer_the_right_one(name: str) -> None:
         found = mean_gradient(replace(algorithm, correction=correction), logits, sampler, rewards)
         return float((found - exact).norm() / exact.norm())
 
-    plain, token, capped = off(None), off(Correction()), off(Correction(by="sequence"))
+    plain, token, capped = off(None), off(Correction()), off(Correction(level="sequence"))
     print(f"\n{name}: off by {plain:.3f} without weights, {token:.3f} by token, {capped:.3f} by sequence")
-    assert off(Correction(cap=1e6, by="sequence")) < 1e-9
+    assert off(Correction(cap=1e6, level="sequence")) < 1e-9
     assert capped < 0.5 * token and token < (plain if name != "cispo" else 1.01 * plain)
 
 

@@ -111,7 +111,7 @@ def test_what_was_saved_scores_as_what_was_trained(
 
 def test_one_by_one_an_episode_always_gets_the_same_score(made: tuple[Path, Learner]) -> None:
     episodes, (folder, _) = episodes_of(4), made
-    alone = RewardScorer.load(folder, together=False)
+    alone = RewardScorer.load(folder, score_together=False)
     together = RewardScorer.load(folder, token_budget=100_000)
     rewards = alone.score(episodes)
     assert rewards == [alone.score([each])[0] for each in reversed(episodes)][::-1]

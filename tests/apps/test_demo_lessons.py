@@ -41,7 +41,7 @@ def test_search_novices_never_chain() -> None:
 
 def rows(path: Path, lessons: Lessons, environment: type = SearchEnvironment) -> list[Sample]:
     """What an SFT run makes of the lessons."""
-    tasks = list(environment.tasks("train", 0, lessons.played))
+    tasks = list(environment.tasks("train", 0, lessons.num_demonstrations))
     lessons.write(path, environment, CHAT, tasks, random.Random(0))
     found = TokenizedDataset(load_examples(str(path), "sft"), CHAT, max_length=512)
     return [
@@ -56,7 +56,10 @@ def trained(row: Sample) -> list[int]:
 def test_exactly_what_the_agent_says_is_trained(tmp_path: Path) -> None:
     episodes = shown(SearchEnvironment, 12, 0.5)
     played = {tuple(row.token_ids): row for episode in episodes for row in to_samples(episode)}
-    for row in rows(tmp_path / "rows.jsonl", Lessons(drills=0, short=0, whole=20, played=12, mistakes=0.5)):
+    for row in rows(
+        tmp_path / "rows.jsonl",
+        Lessons(drills=0, short=0, num_dialogues=20, num_demonstrations=12, mistakes=0.5),
+    ):
         assert row.loss_mask == played[tuple(row.token_ids)].loss_mask  # the very tokens of the episodes
         text = TOKENIZER.decode(trained(row))
         assert text.endswith("<|im_end|>")
@@ -64,7 +67,7 @@ def test_exactly_what_the_agent_says_is_trained(tmp_path: Path) -> None:
 
 
 def test_drills_come_first_then_demonstrations_without_their_system_part(tmp_path: Path) -> None:
-    found = rows(tmp_path / "rows.jsonl", Lessons(drills=3, short=4, whole=5, played=8))
+    found = rows(tmp_path / "rows.jsonl", Lessons(drills=3, short=4, num_dialogues=5, num_demonstrations=8))
     texts = [TOKENIZER.decode(row.token_ids) for row in found]
     assert len(texts) == 12
     assert all(text.startswith("<|im_start|>user\n") for text in texts[:7])
@@ -75,7 +78,7 @@ def test_drills_come_first_then_demonstrations_without_their_system_part(tmp_pat
 
 @pytest.mark.parametrize("name", list(LESSONS))
 def test_drills_are_copies_in_other_tokens(name: str, tmp_path: Path) -> None:
-    lessons = Lessons(LESSONS[name].drill, drills=20, short=0, whole=0, played=1)
+    lessons = Lessons(LESSONS[name].drill, drills=20, short=0, num_dialogues=0, num_demonstrations=1)
     for row in rows(tmp_path / "rows.jsonl", lessons):
         given, _, written = TOKENIZER.decode(row.token_ids).partition("<|im_end|>\n<|im_start|>assistant\n")
         words = written.removesuffix("<|im_end|>").split()

@@ -71,7 +71,9 @@ def audited(
         gold = load_gold(gold_file(tmp_path / "gold.jsonl", rows), judge)
         found = run_audit(judge, gold, repeats)
         singles = sum(item.value is not None for item in gold)
-        assert len(server.asked) == singles * (repeats + 1) + 2 * sum(item.other is not None for item in gold)
+        assert len(server.asked) == singles * (repeats + 1) + 2 * sum(
+            item.rejected is not None for item in gold
+        )
     return found
 
 

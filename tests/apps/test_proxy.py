@@ -53,12 +53,12 @@ def test_a_request_that_continues_an_answer_keeps_its_tokens_and_all_others_say_
     result = Message("tool", "rain", tool_call_id="a", name="weather")
     first = answered(kept, [ASKED], call, [TOOL])
     second = answered(kept, [ASKED, call, result], Message("assistant", "Rain."), [TOOL])
-    assert (first.why, second.why) == ("begun", "extended")
-    turn = kept.answered[0].turn
+    assert (first.reason, second.reason) == ("begun", "extended")
+    turn = kept.answered_nodes[0].turn
     assert second.turn.prompt_ids == turn.prompt_ids + turn.completion.token_ids + chat.extend(turn, [result])
 
     def why(messages: list[Message], tools: Any = (TOOL,)) -> str:
-        return kept.begin(messages, list(tools)).why
+        return kept.begin(messages, list(tools)).reason
 
     def called(arguments: dict[str, Any]) -> list[Message]:
         return [ASKED, Message("assistant", tool_calls=[ToolCall("weather", arguments, "a")]), result]
@@ -76,7 +76,7 @@ def test_a_request_that_continues_an_answer_keeps_its_tokens_and_all_others_say_
     assert why([ASKED, call, result, Message("assistant", "Sun."), ASKED]) == "rewritten"
     assert why([ASKED, call, result, thought, ASKED]) == "rewritten"
     assert why([Message("user", "Else?")]) == why([ASKED]) == "begun"
-    kept.answered[1].turn.completion.finish = "length"
+    kept.answered_nodes[1].turn.completion.finish = "length"
     assert why([ASKED, call, result, Message("assistant", "Rain."), ASKED]) == "cut"
 
 
@@ -102,7 +102,7 @@ def test_a_summary_of_an_earlier_conversation_counts_as_rewritten(messages: list
     kept = Conversations(tiny_chat())
     answered(kept, [SYSTEM, ASKED], Message("assistant", "Rain."))
     answered(kept, [SYSTEM, ASKED, Message("assistant", "Rain."), Message("user", "Sure?")], LONG)
-    assert kept.begin(messages, []).why == why
+    assert kept.begin(messages, []).reason == why
 
 
 def test_rows_of_a_tree_train_every_sampled_token_once_and_end_with_the_last_turn(

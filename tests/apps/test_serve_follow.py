@@ -59,8 +59,8 @@ def served(
 ) -> Iterator[tuple[ChatServer, httpx.Client]]:
     found = find_model(name, registry.runs)
     server = make_server(serving_config(found, OPTIONS), name, version=str(found.version))
-    say = ([] if said is None else said).append
-    with live(server) as client, follow_alias(server, found, OPTIONS, registry.runs, say=say):
+    notify = ([] if said is None else said).append
+    with live(server) as client, follow_alias(server, found, OPTIONS, registry.runs, notify=notify):
         yield server, client
 
 
@@ -82,7 +82,7 @@ def held(engine: Any) -> threading.Event:
 def test_a_stream_ends_on_the_weights_that_it_began_with(registry: ModelRegistry) -> None:
     with served(registry) as (server, client):
         before = post(client, BODY)
-        go_on, old = held(server.served.sampler), weakref.ref(server.served.model)
+        go_on, old = held(server.model.sampler), weakref.ref(server.model.model)
         with client.stream("POST", CHAT, json=BODY | {"stream": True}) as answer:
             lines = answer.iter_lines()
             first = next(lines)
@@ -113,11 +113,11 @@ def test_without_memory_for_both_the_old_one_goes_on(
     said: list[str] = []
     with served(registry, said=said) as (server, client):
         # the weights, and the keys and values of two slots and one for padding, of 200 tokens
-        weights = sum(each.nbytes for each in server.served.model.parameters())
-        shape = server.served.model.config
+        weights = sum(each.nbytes for each in server.model.model.parameters())
+        shape = server.model.model.config
         cache = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 4 * 3 * 200
         config = serving_config(find_model("agent:2", registry.runs), OPTIONS)
-        needed = needed_bytes(config, server.served)
+        needed = needed_bytes(config, server.model)
         assert weights + cache <= needed <= 1.5 * weights + cache  # a head that is stored twice
         monkeypatch.setattr(follow, "free_bytes", lambda device: needed - 3 * 2**20)
         registry.set_alias("agent:2", "champion")

@@ -353,7 +353,7 @@ def test_a_finding_that_is_none_hides_no_other(tmp_path: Path) -> None:
 
 def test_what_environment_json_says_of_the_model_may_be_nonsense(tmp_path: Path) -> None:
     run = made_run(tmp_path, "a")
-    (run.path / ENVIRONMENT).write_text(json.dumps(run.about | {"model": 3}))
+    (run.path / ENVIRONMENT).write_text(json.dumps(run.run_info | {"model": 3}))
     view = run_view(run, Runs(tmp_path))
     assert view.checkpoints and view.about["digest"] == "d" and ENVIRONMENT in view.notes[0]
 

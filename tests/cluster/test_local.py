@@ -48,7 +48,7 @@ def all_goes(log: Path) -> None:
 
 async def test_calls_side_by_side(tmp_path: Path) -> None:
     said: list[str] = []
-    places = LocalEngineLauncher(SPEC, FAKE, say=said.append, folder=tmp_path)
+    places = LocalEngineLauncher(SPEC, FAKE, notify=said.append, folder=tmp_path)
     place = await places.make(3)
     assert said[0].startswith("sampler 3, process ") and place.about["versions"]["vllm"] == "0"
     params = SamplingParams(stop_ids=(1,))

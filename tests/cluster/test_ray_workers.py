@@ -88,7 +88,7 @@ def config(**sections: Any) -> TrainingConfig:
 
 def test_a_function_is_asked_as_in_a_process_of_this_machine(code: Path) -> None:
     async def asked() -> None:
-        worker = RayWorker("own_code:answering", {"a": 1}, what="test")
+        worker = RayWorker("own_code:answering", {"a": 1}, role="test")
         [settings, said, pid] = await worker.ask("hello", 60)
         assert (settings, said) == ({"a": 1}, "hello") and pid != os.getpid() and worker.alive
         with pytest.raises(WorkerError, match=r"^KeyError: 'x'$"):
@@ -109,7 +109,7 @@ def test_a_function_is_asked_as_in_a_process_of_this_machine(code: Path) -> None
             await worker.ask("again", 60)
         assert await gone(last)
         with pytest.raises(WorkerError, match="has no attribute 'nothing'"):
-            await RayWorker("own_code:nothing", {}, what="test").ask("hello", 60)
+            await RayWorker("own_code:nothing", {}, role="test").ask("hello", 60)
 
     asyncio.run(asked())
 

@@ -171,11 +171,11 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
         writer.writerow(["id", "messages", "tools"])
         writer.writerows([row["id"], json.dumps(row["messages"]), json.dumps(row["tools"])] for row in table)
     for name in ("a.jsonl", "a.json", "wrapped.json", "lines.json", "a.csv"):
-        found = load_examples(tmp_path / name, "sft", fits=argument_problem).found
+        found = load_examples(tmp_path / name, "sft", check_call=argument_problem).found
         assert [each.conversations for each in found] == [each.conversations for each in wanted], name
     arrow = [each.conversations[0] for each in load(mixed, "sft").found]
     for source in (tmp_path / "a.parquet", str(tmp_path / "saved"), tmp_path / "splits", made):
-        found = load_examples(source, "sft", fits=argument_problem).found
+        found = load_examples(source, "sft", check_call=argument_problem).found
         assert [each.conversations[0].messages for each in found] == [each.messages for each in arrow]
         assert [each.conversations[0].tools for each in found] == [each.tools for each in arrow]
     assert len(load_examples(tmp_path / "splits", "sft", split="test")) == 1

@@ -93,7 +93,7 @@ def test_steps_of_one_answer_are_labelled_at_their_ends() -> None:
     assert rows([found])[0][0] == found.turns[0].prompt_ids + whole
     said: list[str] = []
     good = load_examples([row | {"labels": [1, 1, 1]}], "prm")
-    TokenizedDataset(good, chat, 4096, say=said.append)
+    TokenizedDataset(good, chat, 4096, notify=said.append)
     assert said[0].startswith("all 3 labels are positive")
 
 

@@ -66,7 +66,7 @@ def test_entries_are_weighted() -> None:
     theirs = [outcomes("b", "11"), outcomes("b", "0000")]
     found = compare(side("a", *ours), side("b", *theirs), [3.0, 1.0])
     assert found.difference.value == 0.75 and found.tasks == 6
-    assert [flip.place for flip in found.better] == [0, 0]
+    assert [flip.entry_index for flip in found.better] == [0, 0]
 
 
 def test_what_cannot_be_compared_is_refused_or_said() -> None:
@@ -116,7 +116,7 @@ def test_compare_on_the_command_line(tfactory: Run) -> None:
     first, second, _ = read_records(Path("runs/evaluations.jsonl"))
     status, out, err = tfactory("compare", first.id, second.id)
     assert status == 0 and "seed is 0 and 1" in err, err
-    pairs = list(zip(first.scored.values(), second.scored.values(), strict=True))
+    pairs = list(zip(first.scored_episodes.values(), second.scored_episodes.values(), strict=True))
     better, worse = (sum(a < b for a, b in pairs), sum(a > b for a, b in pairs))
     assert better + worse and f"{better} better, {worse} worse" in out
     assert out.count("72*76") <= 2 and "truncated, reward" in out  # a flipped task with both episodes

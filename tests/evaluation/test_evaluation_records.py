@@ -65,7 +65,7 @@ def test_a_record_sums_its_episodes_up() -> None:
         (1, None, None, 2),
     ]
     assert (first[0].tool_successes, first[0].tokens, first[0].turns, first[0].status) == (1, 2, 1, "done")
-    assert record.scored == {"a": [True], "b": [False, False]}
+    assert record.scored_episodes == {"a": [True], "b": [False, False]}
     found = record.metrics
     assert found["success"] == pytest.approx(1 / 3) and found["seconds"] == 1.5
     assert found["pass@1"] == 0.5 and found["tool_success"] == 0.5 and found["episodes/unscored"] == 1

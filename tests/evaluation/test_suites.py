@@ -66,7 +66,7 @@ def test_one_command_gives_a_table_and_a_total(tfactory: Run) -> None:
 
 def test_an_entry_becomes_a_config() -> None:
     suite = Suite(entries=[SuiteEntry(environment="any/where", count=3, weight=2.0, task_seed=7)])
-    [asked] = suite.asked(request_model("some/model", ["training.seed=4", "sampling.top_p=0.5"]))
+    [asked] = suite.requests(request_model("some/model", ["training.seed=4", "sampling.top_p=0.5"]))
     config = asked.config
     assert config.sampling.top_p == 1.0  # the suite says how it is asked
     assert config.model.name == "some/model" and config.environment.environment_id == "any/where"
@@ -95,7 +95,7 @@ def test_suites_of_the_package_can_be_run(tmp_path: Path) -> None:
         suite, folder = load_suite(name)
         config = TrainingConfig(logging={"output_dir": str(tmp_path)})
         made = suite_evaluations(suite, EvaluationRequest("tiny", config), folder)
-        assert [each.asked.entry for each in made] == ["calculator", "search", "text2sql"]
+        assert [each.request.entry for each in made] == ["calculator", "search", "text2sql"]
         for each in made:
             each.discard()
     assert not list(tmp_path.rglob("*.part"))

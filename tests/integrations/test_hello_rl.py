@@ -111,7 +111,7 @@ def test_a_prompt_in_a_chat_template_is_taken_apart():
 
 def test_a_config_becomes_keys_of_the_tool(capsys: Any):
     config = TrainingConfig(output_dir="x", top_p=0.5, use_fp16=False)
-    keys = config.keys_for("grpo", evaluated=False)
+    keys = config.keys_for("grpo", is_evaluated=False)
     assert (keys["num_epochs"], keys["batch_size"], keys["gradient_accumulation_steps"]) == (3, 4, 4)
     assert (keys["temperature"], keys["lora_r"], keys["dtype"], keys["warmup_ratio"]) == (
         0.7,
@@ -120,7 +120,7 @@ def test_a_config_becomes_keys_of_the_tool(capsys: Any):
         0.1,
     )
     assert "top_p 0.5 " in capsys.readouterr().out
-    plain = TrainingConfig(use_lora=False, use_bf16=True, warmup_steps=7).keys_for("sft", evaluated=True)
+    plain = TrainingConfig(use_lora=False, use_bf16=True, warmup_steps=7).keys_for("sft", is_evaluated=True)
     assert (plain["dtype"], plain["eval_steps"], plain["warmup_steps"]) == ("bfloat16", 500, 7)
     assert not {"temperature", "lora_r", "warmup_ratio"} & plain.keys()
 

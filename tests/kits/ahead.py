@@ -106,8 +106,8 @@ class Learner:
         for _ in range(updating):
             await asyncio.sleep(0)
         self.done += 1
-        groups = [[group.number, group.attempt, group.place] for group in batch.groups]
+        groups = [[group.number, group.attempt, group.position] for group in batch.groups]
         self.rows.append({"step": self.done, "groups": groups})
-        self.ledger.trained(batch.groups)
+        self.ledger.mark_trained(batch.groups)
         self.script.policy_version = self.done
         return batch

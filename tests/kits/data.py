@@ -105,7 +105,7 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 
 def load(rows: list[Any], form: Form, **options: Any) -> Examples:
-    return load_examples(rows, form, fits=argument_problem, **options)
+    return load_examples(rows, form, check_call=argument_problem, **options)
 
 
 def one(row: dict[str, Any], form: Form = "sft") -> Any:

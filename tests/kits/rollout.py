@@ -63,7 +63,7 @@ class FakeChat:
         text = "\n".join(call_text(call.name, **call.arguments) for call in message.tool_calls)
         return [*map(ord, text or message.content), STOP]
 
-    def cut(self, text: str, max_tokens: int) -> str:
+    def truncate(self, text: str, max_tokens: int) -> str:
         return text if len(text) <= max_tokens else text[: max_tokens - 3] + "..."
 
     def decode(self, token_ids: Sequence[int]) -> str:

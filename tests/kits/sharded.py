@@ -113,7 +113,7 @@ def steps_of(case: Case) -> list[list[Sample]]:
 
 
 def whole(learner: Learner, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: learner.processes.whole(tensor.detach()).clone() for name, tensor in tensors.items()}
+    return {name: learner.processes.gather(tensor.detach()).clone() for name, tensor in tensors.items()}
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
@@ -170,7 +170,7 @@ def published(learner: Learner, folder: Path, adapters: bool) -> list[Any]:
     made = publisher.publish(5)
     if learner.processes.rank == 0:
         folder = folder.with_name(f"{folder.name}-{adapters}")
-        shutil.copytree(made.where, folder)
+        shutil.copytree(made.folder, folder)
         shutil.copytree(publisher.model_folder, folder / "model")
     publisher.close()
     return [

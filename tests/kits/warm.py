@@ -49,7 +49,7 @@ def copying(rng: random.Random) -> tuple[str, str]:
     return words, words
 
 
-LESSONS = Lessons(copying, drills=640, short=960, whole=2240, played=300, mistakes=0.6)
+LESSONS = Lessons(copying, drills=640, short=960, num_dialogues=2240, num_demonstrations=300, mistakes=0.6)
 
 
 class Homes(ToolEnvironment):
@@ -89,7 +89,7 @@ class Homes(ToolEnvironment):
 def make(folder: Path) -> None:
     """Run the demo's SFT over lessons of `Homes`, and keep the model that it makes."""
     torch.set_num_threads(1)  # matrices this small are not worth a second one
-    tasks = list(Homes.tasks("train", 1, LESSONS.played))
+    tasks = list(Homes.tasks("train", 1, LESSONS.num_demonstrations))
     LESSONS.write(folder / "lessons.jsonl", Homes, chat_format(tiny_tokenizer()), tasks, random.Random(2))
     options = {"environment.environment_id": None, "data.dataset": str(folder / "lessons.jsonl")}
     options |= {"logging.output_dir": str(folder), "model.revision": "2"}

@@ -291,7 +291,7 @@ def test_few_bits_are_refused_before_anything_is_loaded(
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     with pytest.raises(ValueError, match=text):
-        check_config(TrainingConfig(environment="search", **sections), recorded=False)
+        check_config(TrainingConfig(environment="search", **sections), is_recorded=False)
 
 
 def test_8bit_optimiser_states_need_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ def test_8bit_optimiser_states_need_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
         environment="search", training={"optimizer": "adamw_8bit"}, model={"device": "cpu"}
     )
     with pytest.raises(ValueError, match=r"adamw_8bit .*CUDA devices; use adamw"):
-        check_config(config, recorded=False)
+        check_config(config, is_recorded=False)
 
 
 # -- the sampler's log-probs are the learner's

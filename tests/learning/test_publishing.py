@@ -29,14 +29,14 @@ def test_the_names_of_a_checkpoint(kind: str, tmp_path: Path) -> None:
     weights = publisher.publish(3)
     assert model.training  # as it was
     model.save_pretrained(tmp_path)
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (Path(weights.where), tmp_path))
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (Path(weights.folder), tmp_path))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    check_weights(Path(weights.where) / "model.safetensors", checkpoint_shapes(publisher.model_folder))
+    check_weights(Path(weights.folder) / "model.safetensors", checkpoint_shapes(publisher.model_folder))
     tokens, logprobs = weights.canary
     expected = plain_logprobs(model, [tokens[0]], list(tokens[1:]))  # at temperature 1
     assert logprobs == pytest.approx(expected, abs=1e-4)
     assert weights.canary[0] == publisher.publish(4).canary[0]
-    home = Path(weights.where).parent
+    home = Path(weights.folder).parent
     last = publisher.publish(5)
     assert sorted(path.name for path in home.iterdir()) == ["000001-version-4", "000002-version-5", "model"]
     assert (last.kind, last.base, publisher.rank) == ("full", "", None)
@@ -71,7 +71,7 @@ def test_what_is_trained_beside_an_adapter_is_merged(name: str) -> None:
     weights = publisher.publish(0)
     after = model.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    alone = AutoModelForCausalLM.from_pretrained(weights.where, config=base.config)
+    alone = AutoModelForCausalLM.from_pretrained(weights.folder, config=base.config)
     prompt, tokens = [1, 2, 3], [4, 5, 6, 7]
     expected = plain_logprobs(model, prompt, tokens)
     assert plain_logprobs(alone, prompt, tokens) == pytest.approx(expected, abs=1e-4)
@@ -85,7 +85,7 @@ def test_a_pure_adapter_goes_as_it_is() -> None:
     publisher = Publisher(make_learner(model))
     weights = publisher.publish(1)
     assert (publisher.rank, weights.kind, weights.base) == (5, "adapter", publisher.model_folder)
-    names = {path.name for path in Path(weights.where).iterdir()}
+    names = {path.name for path in Path(weights.folder).iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= names
     base = load_file(Path(weights.base) / "model.safetensors")
     assert all(torch.equal(weight, tiny().state_dict()[name]) for name, weight in base.items())

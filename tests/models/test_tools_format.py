@@ -40,7 +40,7 @@ def bare(name: str = "chatml", spare: int = 0, tied: bool = True) -> LoadedModel
 def test_turns_are_read_as_they_were_written(name: str) -> None:
     loaded, said = bare(name), list[str]()
     own = loaded.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
-    add_tools_format(loaded, "hermes", say=said.append)
+    add_tools_format(loaded, "hermes", notify=said.append)
     assert len(said) == 1 and "<tool_call>" in said[0]
     assert loaded.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == own
     chat, tags = chat_format(loaded.tokenizer), loaded.tokenizer.convert_tokens_to_ids(TAGS["hermes"])
@@ -98,7 +98,7 @@ def test_a_saved_model_needs_no_option(tmp_path: Path) -> None:
 def test_what_it_is_not_for(tmp_path: Path) -> None:
     said, tiny = list[str](), load_model("builtin:tiny", device="cpu")
     before = tiny.tokenizer.chat_template, len(tiny.tokenizer)
-    add_tools_format(tiny, "hermes", say=said.append)
+    add_tools_format(tiny, "hermes", notify=said.append)
     assert (tiny.tokenizer.chat_template, len(tiny.tokenizer)) == before
     assert len(said) == 1 and "model.tools_format=hermes is ignored" in said[0]
     loaded = bare()

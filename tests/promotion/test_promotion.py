@@ -57,7 +57,7 @@ def scripted(won: Won, played: list[tuple[str, str | None, int]] | None = None) 
         ended: list[Trajectory] = []
         for tasks in evaluation.rounds:
             for task in tasks:
-                reward = won(name, str(evaluation.asked.entry), numbers[task.id])
+                reward = won(name, str(evaluation.request.entry), numbers[task.id])
                 turn = Turn([1], Completion([2, 3], [-1.0, -1.0], "stop"), Message("assistant", "x"))
                 turn.tool_results = [ToolResult("", ok=name != "agent:4")]
                 scored = None if reward is None else Reward(reward)
@@ -67,12 +67,18 @@ def scripted(won: Won, played: list[tuple[str, str | None, int]] | None = None) 
         there = [each.task for each in ended]
         asked = evaluation.conditions.model_copy(update={"tasks": tasks_digest(there), "count": len(there)})
         evaluation.record = make_record(
-            ended, evaluation.model, asked, {}, by="eval", scored_by="a script", entry=evaluation.asked.entry
+            ended,
+            evaluation.model,
+            asked,
+            {},
+            by="eval",
+            scored_by="a script",
+            entry=evaluation.request.entry,
         )
-        evaluation.asked.keep(evaluation.record)
+        evaluation.request.keep(evaluation.record)
         evaluation.discard()
         if played is not None:
-            played.append((name, evaluation.asked.entry, len(there)))
+            played.append((name, evaluation.request.entry, len(there)))
 
     return play
 
@@ -140,7 +146,7 @@ def test_guards(registry: ModelRegistry) -> None:
 """
     played: list[tuple[str, str | None, int]] = []
     made = Promotion(registry, "agent:4", "champion", suite(guards))
-    assert made.stated == [
+    assert made.criteria == [
         "success on calculator: better, with alpha 0.05 (sequential test)",
         "tool_success on calculator: worse than the champion's by at most 0.05",
         "success on second: worse than the champion's by at most 0.1",
@@ -187,7 +193,7 @@ def test_the_first_one(registry: ModelRegistry) -> None:
     made = Promotion(
         registry, "agent:3", "staging", suite("  guards: [{metric: turns, worse_by: 0}]\n"), first=True
     )
-    assert len(made.stated) == 1 and "at_least or at_most" in made.stated[0]
+    assert len(made.criteria) == 1 and "at_least or at_most" in made.criteria[0]
     guards = "  guards: [{metric: success, at_least: 0.3, worse_by: 0}]\n"
     decision = Promotion(registry, "agent:3", "staging", suite(guards), first=True).run(scripted(third))
     assert not decision.promoted and decision.text.startswith("success on calculator: 0.125; limit:")

@@ -293,7 +293,7 @@ def test_a_run_goes_on_from_the_version_that_an_alias_named_then(registry: Model
     run = made_run(registry.runs, "rl", model={"name": "agent@champion"})
     registry.register("agent", "sft@step-1")
     registry.set_alias("agent:2", "champion")
-    assert run.about["model"]["version"] == "agent:1" and run.config.model.name == "agent@champion"
+    assert run.run_info["model"]["version"] == "agent:1" and run.config.model.name == "agent@champion"
     check_original_model(run)
     assert with_original_model(run).model.name == str(registry.folder(version).resolve())
     registry.delete("agent:1")

@@ -103,7 +103,7 @@ def test_a_run_goes_on_from_the_bytes_it_was_started_from(tmp_path: Path, tfacto
     with pytest.raises(RuntimeError):
         Training(config, name="next", objects=UserObjects(environment=Parity), watcher=broken).train()
     run = RunFolder(tmp_path / "next")
-    started = run.about["model"]
+    started = run.run_info["model"]
     adapter = tmp_path / "lora/checkpoints/step-000001"
     assert run.config.model.name == started["written"] == "lora"
     assert started["meant"] == {"name": "builtin:tiny", "adapter": str(adapter)}

@@ -41,8 +41,8 @@ def test_one_dead_worker_loses_nothing():
             pytest.approx(number % 10 / 10) for number in range(24)
         ]
         first, second = pool.workers
-        assert first.done == 3 and first.failed >= 1 and second.done == 21 and not pool.dropped
-        assert pool.metrics["pool/moved"] == pool.moved >= 1
+        assert first.done == 3 and first.num_failed >= 1 and second.done == 21 and not pool.dropped
+        assert pool.metrics["pool/moved"] == pool.num_retried >= 1
         assert len(bad.asked) < 12  # it is left alone, not asked for every row
 
 
@@ -57,11 +57,11 @@ def test_an_address_that_is_down_is_named_once(caplog: pytest.LogCaptureFixture)
 
         async def play() -> None:
             await pool.compute_rewards([finished(f"quality {number}") for number in range(12)])
-            while not pool.workers[0].down:
+            while not pool.workers[0].is_down:
                 await pool.compute_rewards([finished("again")] * 4)
             await pool.compute_rewards([finished("more")] * 8)
             down["now"] = False
-            while pool.workers[0].down:
+            while pool.workers[0].is_down:
                 await asyncio.sleep(0.05)
                 await pool.compute_rewards([finished("and more")] * 4)
 
@@ -170,7 +170,7 @@ def test_workers_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pool = RewardWorkerPool(model="own_rewards:reward", num_workers=2, timeout=60)
     rewards = asyncio.run(pool.compute_rewards([finished(text) for text in texts]))
     assert rewards == [Reward(0.5), Reward(9), None, None, Reward(2), Reward(3)]
-    assert pool.moved == 1 and pool.dropped.total() == 2
+    assert pool.num_retried == 1 and pool.dropped.total() == 2
     again = scored_by(pool, [finished("1") for _ in range(4)])  # another event loop
     assert again == [Reward(1.0)] * 4
     assert not any(worker.model.alive for worker in pool.workers)
@@ -316,7 +316,7 @@ def test_a_failure_in_a_process_is_what_it_is_in_a_thread(file: Path):
     pool = RewardWorkerPool(f"{file}:failing", num_workers=2, timeout=20)
     rewards = scored_by(pool, [finished(text) for text in ("network", "row", "ok")])
     assert [reward is not None for reward in rewards] == [False, False, True]
-    assert sorted(worker.failed for worker in pool.workers) == [1, 1]  # the row went to both
+    assert sorted(worker.num_failed for worker in pool.workers) == [1, 1]  # the row went to both
     assert any(
         "all 2 reward workers failed" in reason and "out of reach" in reason for reason in pool.dropped
     )
@@ -337,4 +337,4 @@ def test_a_process_that_cannot_be_started_is_not_the_row_s_fault(file: Path):
         finally:
             await asyncio.gather(good.close(), bad.close())
 
-    assert asyncio.run(play()) == [Reward(1.0), Reward(1.0)] and pool.moved == 1 and not pool.dropped
+    assert asyncio.run(play()) == [Reward(1.0), Reward(1.0)] and pool.num_retried == 1 and not pool.dropped

@@ -126,7 +126,9 @@ def test_a_pattern_that_never_ends_holds_up_nobody(file: Path):
         assert "slow took longer than 2 s" in str(group[0].error)
         again = rollout(reward=reward, say=lambda *_: "aa", group_size=6)  # in a new process
         assert outcomes(again[0]) == [1.0] * 6
-        assert reward.metrics["pool/dropped"] == 1 and all(worker.failed == 0 for worker in reward.workers)
+        assert reward.metrics["pool/dropped"] == 1 and all(
+            worker.num_failed == 0 for worker in reward.workers
+        )
 
 
 async def test_a_call_that_nobody_waits_for_ends_its_process(file: Path):

@@ -127,7 +127,7 @@ def test_rows_that_were_not_all_shown():
         '{"rows": [["yyy[... 5 characters cut]"]]}',
     ):
         found = parse_result_rows(more)
-        assert found is not None and found.more
+        assert found is not None and found.is_truncated
     for junk in ("", "[]", "[[1]]", "{}", '{"rows": 3}', '{"rows": [1]}', "[" * 100_000, '{"rows": [[1]]'):
         assert parse_result_rows(junk) is None
     assert parse_result_rows('{"rows": [[true]]}') != parse_result_rows('{"rows": [[1]]}')

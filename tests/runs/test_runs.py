@@ -38,7 +38,7 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     report = train(config, "a")
     run = RunFolder(tmp_path / "a")
     assert run.config == config == TrainingConfig(**yaml.safe_load((run.path / "config.yaml").read_text()))
-    assert run.about["versions"]["torch"] and run.about["objects"] == ["environment"]
+    assert run.run_info["versions"]["torch"] and run.run_info["objects"] == ["environment"]
     assert (run.state, run.status.step, run.status.steps) == ("finished", 3, 3)
     metrics = run.metrics()
     assert [row["step"] for row in metrics] == [0, 1, 2, 3]
@@ -94,7 +94,7 @@ def test_old_checkpoints_make_room(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     for step in range(1, 8):
         run.checkpoint_folder(step).mkdir(parents=True)
-    run.prune(last=2, every=3)
+    run.prune(last=2, keep_every=3)
     assert [path.name[-1] for path in run.checkpoints()] == ["3", "6", "7"]
 
 

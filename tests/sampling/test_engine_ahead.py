@@ -48,7 +48,7 @@ def test_what_is_launched_ahead_is_what_would_have_been_sampled(
     model = tiny()
     plain = NativeEngine(model, slots=5, max_length=256, guesses=0)
     ahead = NativeEngine(model, slots=5, max_length=256, guesses=guesses)
-    ahead._runner.ahead = True
+    ahead._runner.launches_ahead = True
     launches = count_calls(ahead._runner, "launch", monkeypatch)
     expected = play(plain, PROMPTS)
     if guesses:
@@ -92,7 +92,7 @@ class PlainKernels:
 def with_plain_kernels(model: Any, slots: int) -> NativeEngine:
     engine = NativeEngine(model, slots=slots, max_length=256, guesses=0)
     runner, planner = engine._runner, engine._planner
-    runner._kernels, runner.ahead, planner.tiled, planner.few_shapes = PlainKernels, True, True, True
+    runner._kernels, runner.launches_ahead, planner.tiled, planner.few_shapes = PlainKernels, True, True, True
     runner.refresh = lambda: None  # which is for weights that the kernels read
     return engine
 
@@ -128,7 +128,7 @@ def test_two_tokens_of_a_launch_are_what_two_launches_would_have_sampled() -> No
 def test_turns_are_cancelled_and_sessions_closed_while_a_step_is_under_way(kernels: bool) -> None:
     model = tiny()
     engine = with_plain_kernels(model, 3) if kernels else NativeEngine(model, slots=3, max_length=256)
-    engine._runner.ahead = True
+    engine._runner.launches_ahead = True
     rng = random.Random(0)
 
     async def cut_short() -> None:
@@ -187,9 +187,9 @@ def test_chunks_of_a_step_that_decodes_fill_what_is_recorded() -> None:
     table = SlotTable(128, 256)
     planner = StepPlanner(table, 8192, None, 0, few_shapes=True)
     planner.tiled = True
-    table.running[:], table.stored[:], table.known[:], table.limit[:] = True, 100, 101, 200
+    table.running[:], table.stored[:], table.lengths[:], table.limit[:] = True, 100, 101, 200
     for waiting, fed in ((10, 400), (25, 480), (26, 1040), (60, 2040), (102, 2040), (103, 4120)):
         table.chunked[:] = 0
-        table.known[1 : 1 + waiting] = table.chunked[1 : 1 + waiting] = 140
+        table.lengths[1 : 1 + waiting] = table.chunked[1 : 1 + waiting] = 140
         assert planner.plan(guess=False).counts.sum() == fed
-        table.known[:] = 101
+        table.lengths[:] = 101

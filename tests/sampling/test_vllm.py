@@ -179,7 +179,7 @@ def test_weights_that_are_not_the_models(
 ) -> None:
     good = policy.change()
     vllm_place.call("load", good)
-    tensors = load_file(Path(good.where) / "model.safetensors")
+    tensors = load_file(Path(good.folder) / "model.safetensors")
     assert "lm_head.weight" not in tensors  # tied
     name = "model.layers.1.mlp.down_proj.weight"
     words = {
@@ -276,7 +276,7 @@ def test_adapters(vllm_place: Shared, policy: Policy, tmp_path: Path) -> None:
     assert (first.policy_version, first.versions, new.policy_version) == (was, None, pure.version)
     assert distance(first.logprobs, plain_logprobs(old, PROMPT, first.token_ids)) < CLOSE
     assert pure.gap(PROMPT, new) < CLOSE and pure.gap(PROMPT, first) > 0.1
-    half = shutil.copytree(pure.publisher.publish(77).where, tmp_path / "half")
+    half = shutil.copytree(pure.publisher.publish(77).folder, tmp_path / "half")
     tensors = load_file(half / "adapter_model.safetensors")
     save_file(dict(list(tensors.items())[1:]), half / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="is missing"):

@@ -26,7 +26,7 @@ def test_limits_never_let_in_too_many_and_lose_no_place(limit: int, visits: list
 
     async def visit(number: int, rounds: int) -> None:
         nonlocal inside, most
-        async with limits.place():
+        async with limits.hold_slot():
             order.append(number)
             inside += 1
             most = max(most, inside)
@@ -47,7 +47,7 @@ def test_limits_never_let_in_too_many_and_lose_no_place(limit: int, visits: list
             assert ended is None or isinstance(ended, asyncio.CancelledError)
         async with asyncio.timeout(10), contextlib.AsyncExitStack() as held:
             for _ in range(limit):  # all places are free again
-                await held.enter_async_context(limits.place())
+                await held.enter_async_context(limits.hold_slot())
         assert order == sorted(order)  # first come, first served
 
     for _ in range(2):
@@ -69,7 +69,7 @@ async def test_a_rate_spaces_calls_and_who_gives_up_uses_no_slot(monkeypatch: py
     limits = CallLimits(None, 10.0)
 
     async def visit() -> float:
-        async with limits.place():
+        async with limits.hold_slot():
             return now
 
     waiting = [asyncio.create_task(visit()) for _ in range(1000)]
@@ -83,12 +83,12 @@ async def test_a_rate_spaces_calls_and_who_gives_up_uses_no_slot(monkeypatch: py
 
 def test_a_breaker():
     now = 0.0
-    breaker = CircuitBreaker(failures=3, pause=1.0, longest=3.0, clock=lambda: now)
+    breaker = CircuitBreaker(failures=3, pause=1.0, max_pause=3.0, clock=lambda: now)
 
     def call(answered: bool | None) -> bool:
         begun = breaker.allow()
         if begun is not None:
-            breaker.ended(begun, answered)
+            breaker.release(begun, answered)
         return begun is not None
 
     assert call(False) and call(False) and call(True) and call(False) and call(False)
@@ -97,7 +97,7 @@ def test_a_breaker():
     now = 1.0
     probe = breaker.allow()
     assert probe is not None and breaker.allow() is None  # one probe at a time
-    breaker.ended(probe, None)  # the probe was broken off: that says nothing
+    breaker.release(probe, None)  # the probe was broken off: that says nothing
     assert call(False) and not call(True)  # a failed probe: twice as long
     now = 2.5
     assert not call(True)
@@ -115,9 +115,9 @@ def test_calls_that_fail_together_count_as_one_failure():
     together = [breaker.allow() for _ in range(64)]
     for begun in together:
         assert begun is not None
-        breaker.ended(begun, False)
+        breaker.release(begun, False)
     assert not breaker.is_open
     begun = breaker.allow()
     assert begun is not None
-    breaker.ended(begun, False)
+    breaker.release(begun, False)
     assert breaker.is_open

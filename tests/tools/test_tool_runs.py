@@ -119,7 +119,7 @@ def test_a_replayed_run_has_the_same_weights(recorded: Path) -> None:
     lottery(recorded, "again", Remote(dead=True), replay="a")
     assert_same_run(recorded / "a", recorded / "again")
     assert (recorded / "a" / CALLS_FILE).read_bytes() == (recorded / "again" / CALLS_FILE).read_bytes()
-    assert RunFolder(recorded / "again").about["replay"] == str(recorded / "a")
+    assert RunFolder(recorded / "again").run_info["replay"] == str(recorded / "a")
 
 
 def test_a_replay_that_leaves_its_recording_says_where(recorded: Path) -> None:

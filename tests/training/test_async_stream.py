@@ -149,16 +149,16 @@ def test_states_of_earlier_versions_and_of_another_batch_size() -> None:
         with pytest.raises(ValueError, match="8 groups in 2 steps"):
             Ledger.from_state(order, {"step": 2} | state)
     ledger = Ledger(order)
-    assert ledger.begin(0) + ledger.begin(1) == [0, 1, 2, 3, 4, 5]
-    assert ledger.left == 1 and ledger.take_in_epoch(0) == 6 and ledger.take_in_epoch(0) is None
-    ledger.trained([Group(4, [], place=4), Group(1, [], place=1), Group(0, [], place=0)])
+    assert ledger.start_step(0) + ledger.start_step(1) == [0, 1, 2, 3, 4, 5]
+    assert ledger.num_left == 1 and ledger.take_in_epoch(0) == 6 and ledger.take_in_epoch(0) is None
+    ledger.mark_trained([Group(4, [], position=4), Group(1, [], position=1), Group(0, [], position=0)])
     state = ledger.state()
     assert state == {
         "batch_size": 3, "consumed": [[0, 2], [4, 5]], "ahead": [3],
         "under_way": [[2, 0, 2], [3, 0, 3], [5, 0, 5]],
     }  # fmt: skip
     again = Ledger.from_state(order, {"step": 1} | state)
-    assert again.state() == state and again.left == 1 and again.take(3) == [6]
+    assert again.state() == state and again.num_left == 1 and again.take(3) == [6]
 
 
 def test_a_ledger_shows_what_was_lost_or_trained_twice() -> None:

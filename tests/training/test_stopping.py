@@ -17,15 +17,17 @@ from TrainingFactory.runs.scores import Scores
 
 def scores(values: list[float], measure: str = "eval/success", **stop_when: float) -> Scores:
     rows = [{"step": 10 * n, measure: value} for n, value in enumerate(values)]
-    return Scores.of([{"step": 5, "reward": 1.0}, *rows], stop_when)
+    return Scores.from_rows([{"step": 5, "reward": 1.0}, *rows], stop_when)
 
 
 def test_the_first_of_the_best_counts() -> None:
     assert scores([0.1, 0.5, 0.3, 0.5]).best == (10, 0.5)
     assert scores([3.0, 1.0, 2.0], "eval/loss").best == (10, 1.0)
     assert scores([]).best is None and scores([], patience=1).verdict() is None
-    both = Scores.of([{"step": 1, "eval/success": 0.2, "eval/loss": 9.0}, {"step": 2, "eval/loss": 1.0}])
-    assert both.found == [(1, 0.2)]  # one measure for the whole run
+    both = Scores.from_rows(
+        [{"step": 1, "eval/success": 0.2, "eval/loss": 9.0}, {"step": 2, "eval/loss": 1.0}]
+    )
+    assert both.points == [(1, 0.2)]  # one measure for the whole run
 
 
 def test_when_a_run_ends() -> None:
@@ -79,8 +81,8 @@ def test_a_run_ends_early_keeps_its_best_and_decides_the_same_when_resumed(tmp_p
     watcher = Quiet()
     report = train(config, "whole", watcher)
     run = RunFolder(report.run)
-    found = Scores.of(run.metrics(), {"patience": 2})
-    values, best = [value for _, value in found.found], found.best
+    found = Scores.from_rows(run.metrics(), {"patience": 2})
+    values, best = [value for _, value in found.points], found.best
     # The environment's rewards are as good as random, so that it ends long before the last step.
     assert report.state == "finished" and report.steps == len(values) - 1 < 9 and best is not None
     assert values.index(max(values)) == best[0] == report.steps - 2

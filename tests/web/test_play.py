@@ -84,7 +84,7 @@ def closed() -> Iterator[None]:
 
 
 def turns(talk: Conversation) -> list[Any]:
-    return [each.turn for each in playing._open[talk.given["id"]].turns.answered]
+    return [each.turn for each in playing._open[talk.given["id"]].turns.answered_nodes]
 
 
 def test_a_conversation_grows_token_by_token(talk: Conversation) -> None:

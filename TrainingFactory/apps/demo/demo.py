@@ -46,8 +46,10 @@ class Demo:
     ) -> None:
         self.environment = catalog.find("environment", environment)
         if environment not in LESSONS:
-            known = " and ".join(LESSONS)
-            raise ValueError(f"the demo has no lessons for environment {environment!r}; choose {known}")
+            environments = " and ".join(LESSONS)
+            raise ValueError(
+                f"the demo has no lessons for environment {environment!r}; choose {environments}"
+            )
         self.seed, self.lessons = seed, lessons or LESSONS[environment]
         self.folder = Path(out).expanduser()
         self.warm = self.folder.with_name(f"{self.folder.name}-warm-start")
@@ -66,10 +68,13 @@ class Demo:
 
     def _delete_earlier(self) -> None:
         """Delete the runs of an earlier demo; raise ValueError for any other folder of that name."""
-        earlier = {self.warm: self.demonstrations, self.folder: self.warm}  # folder -> path in its config
-        existing = [folder for folder in earlier if folder.exists()]
+        source_paths = {
+            self.warm: self.demonstrations,
+            self.folder: self.warm,
+        }  # folder -> path in its config
+        existing = [folder for folder in source_paths if folder.exists()]
         for folder in existing:
-            if not is_run(folder) or str(earlier[folder]) not in (folder / CONFIG).read_text("utf-8"):
+            if not is_run(folder) or str(source_paths[folder]) not in (folder / CONFIG).read_text("utf-8"):
                 raise ValueError(f"{folder} exists and is not an earlier demo; choose another --out")
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         for run in map(RunFolder, existing):
@@ -128,7 +133,7 @@ def write_lessons(path: Path, environment: Any, seed: int, lessons: Lessons) -> 
     from TrainingFactory.models import chat_format
     from TrainingFactory.models.tiny import tiny_tokenizer
 
-    tasks = list(environment.tasks("train", DEMONSTRATION_SEED + seed, lessons.played))
+    tasks = list(environment.tasks("train", DEMONSTRATION_SEED + seed, lessons.num_demonstrations))
     lessons.write(path, environment, chat_format(tiny_tokenizer()), tasks, random.Random(f"demo {seed}"))
 
 

@@ -52,8 +52,8 @@ class Lessons:
     drills: int = 1600
     # Demonstrations without the system message come first: the relevant tokens are closer together.
     short: int = 1920
-    whole: int = 4480
-    played: int = 1500  # different demonstrations
+    num_dialogues: int = 4480
+    num_demonstrations: int = 1500  # different demonstrations
     mistakes: float = 0.55  # share of novice demonstrations
 
     def stages(self, batch_size: int) -> dict[int, str]:
@@ -78,14 +78,14 @@ class Lessons:
         episodes = demonstrate(environment, chat, tasks, self.mistakes, rng)
         rows: list[dict[str, Any]] = [{"prompt": text, "completion": lines} for text, lines in drills]
         rows += [_row(episode, system=False) for episode in rng.choices(episodes, k=self.short)]
-        rows += [_row(episode, system=True) for episode in rng.choices(episodes, k=self.whole)]
+        rows += [_row(episode, system=True) for episode in rng.choices(episodes, k=self.num_dialogues)]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 LESSONS = {
     "search": Lessons(drills=2400),
-    "calculator": Lessons(sum_drill, drills=2400, short=4320, whole=5040, mistakes=0.45),
+    "calculator": Lessons(sum_drill, drills=2400, short=4320, num_dialogues=5040, mistakes=0.45),
 }
 
 

@@ -74,17 +74,17 @@ class DemoReport:
     trial: Trial = field(repr=False)
 
     @classmethod
-    def read(cls, warm: RunFolder, trained: RunFolder) -> DemoReport:
-        runs = warm, trained
+    def read(cls, warm_run: RunFolder, trained_run: RunFolder) -> DemoReport:
+        runs = warm_run, trained_run
         before, after = (list(load_trajectories(run.path / HELDOUT)) for run in runs)
         return cls(
-            folders=(str(warm.path), str(trained.path)),
-            configs=(warm.config.model_dump(), trained.config.model_dump()),
-            seconds=(warm.status.seconds, trained.status.seconds),
-            versions=trained.about["versions"],
+            folders=(str(warm_run.path), str(trained_run.path)),
+            configs=(warm_run.config.model_dump(), trained_run.config.model_dump()),
+            seconds=(warm_run.status.seconds, trained_run.status.seconds),
+            versions=trained_run.run_info["versions"],
             before=Stats.of(before),
             after=Stats.of(after),
-            curve=[row["accuracy"] for row in trained.metrics() if "accuracy" in row],
+            curve=[row["accuracy"] for row in trained_run.metrics() if "accuracy" in row],
             trial=_choose_trial(before, after),
         )
 
@@ -94,8 +94,13 @@ class DemoReport:
 
     def as_json(self) -> dict[str, Any]:
         row = {key: value for key, value in asdict(self).items() if key != "trial"}
-        sides = {title: conversation_lines(episode) for title, episode in self.trial._asdict().items()}
-        return row | {"environment": self.environment, "example": {"task": self.trial.after.task.id} | sides}
+        conversations = {
+            title: conversation_lines(episode) for title, episode in self.trial._asdict().items()
+        }
+        return row | {
+            "environment": self.environment,
+            "example": {"task": self.trial.after.task.id} | conversations,
+        }
 
     @property
     def learned(self) -> str:
@@ -110,12 +115,12 @@ class DemoReport:
         usual = max(self.after.calls, key=lambda number: self.after.calls[number])
         columns = [
             (
-                f"{side.success:.1%} ({side.low:.0%} to {side.high:.0%})",
-                "no calls" if side.tool_success is None else f"{side.tool_success:.1%}",
-                f"{side.turns:.2f}",
-                f"{side.share(usual):.1%}",
+                f"{stats.success:.1%} ({stats.low:.0%} to {stats.high:.0%})",
+                "no calls" if stats.tool_success is None else f"{stats.tool_success:.1%}",
+                f"{stats.turns:.2f}",
+                f"{stats.share(usual):.1%}",
             )
-            for side in (self.before, self.after)
+            for stats in (self.before, self.after)
         ]
         names = ("success", "successful tool calls", "turns per episode", f"episodes with {usual} calls")
         return list(zip(names, *columns, strict=True))
@@ -123,13 +128,13 @@ class DemoReport:
     @property
     def next_commands(self) -> list[tuple[str, str]]:
         """Pairs of (command, what it does)."""
-        warm, trained = self.folders
+        warm_run, trained_run = self.folders
         other = next(name for name in LESSONS if name != self.environment)
         watch = f"tfactory rollout {self.environment} --split heldout --model"
         return [
-            (f"{watch} {trained}/model", "watch the trained agent"),
-            (f"{watch} {warm}/model", "watch the agent before GRPO"),
-            (f"tfactory runs compare {warm} {trained}", "compare the two runs side by side"),
+            (f"{watch} {trained_run}/model", "watch the trained agent"),
+            (f"{watch} {warm_run}/model", "watch the agent before GRPO"),
+            (f"tfactory runs compare {warm_run} {trained_run}", "compare the two runs side by side"),
             (f"tfactory demo --env {other} --out runs/demo-{other}", "train another agent"),
             ("tfactory new env NAME", "create your own environment"),
         ]
@@ -144,7 +149,7 @@ class DemoReport:
 
     def page(self) -> str:
         """Return the report as a self-contained HTML page."""
-        sides = zip(("Before", "After"), self.trial, strict=True)
+        episodes = zip(("Before", "After"), self.trial, strict=True)
         return render(
             "demo.html.jinja",
             report=self,
@@ -154,7 +159,7 @@ class DemoReport:
             stages=LESSONS[self.environment].stages(self.configs[0]["training"]["batch_size"]),
             chart=self._chart(),
             sides=[
-                (title, conversation_lines(episode), describe_ending(episode)) for title, episode in sides
+                (title, conversation_lines(episode), describe_ending(episode)) for title, episode in episodes
             ],
             calls=sorted({*self.before.calls, *self.after.calls}),
         )

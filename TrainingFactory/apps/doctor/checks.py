@@ -24,13 +24,13 @@ EXAMPLE_VALUES: dict[str, Any] = {
 
 
 def check_format(
-    diagnosis: Diagnosis, loaded: LoadedModel, chat: TemplateChatFormat, family: str | None
+    diagnosis: Diagnosis, loaded_model: LoadedModel, chat: TemplateChatFormat, family: str | None
 ) -> None:
     """Check the chat family and its stop tokens; `family` is the config's `model.family`."""
-    size = loaded.model.get_input_embeddings().weight.shape[0]
+    size = loaded_model.model.get_input_embeddings().weight.shape[0]
     stops = ", ".join(f"{chat.decode([stop])!r} ({stop})" for stop in chat.stop_ids) or "nothing"
     diagnosis.facts["model"] = (
-        f"{loaded.name}: {sum(parameter.numel() for parameter in loaded.model.parameters()):,} weights"
+        f"{loaded_model.name}: {sum(parameter.numel() for parameter in loaded_model.model.parameters()):,} weights"
     )
     diagnosis.facts["chat"] = f"family {chat.family.name}; a turn ends with {stops}"
     if not any(stop < size for stop in chat.stop_ids):
@@ -38,7 +38,7 @@ def check_format(
     if family is None:
         return
     turn = Message("assistant", tool_calls=[ToolCall(PROBE_TOOL.name, {"text": "a b"})])
-    native = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
+    native = chat_format(loaded_model.tokenizer, stop_ids=loaded_model.stop_ids)
     try:
         parsed = chat.parse(native.write(turn, tools=[PROBE_TOOL]), tools=[PROBE_TOOL])
     except ValueError:  # the template cannot write calls, so there is nothing to compare with
@@ -95,36 +95,48 @@ def _arguments(schema: dict[str, Any]) -> dict[str, Any]:
 
 def check_episodes(diagnosis: Diagnosis, episodes: Sequence[Trajectory], turn_limit: int, limit: int) -> None:
     """Check how sampled episodes ended. `turn_limit` and `limit` are the maximum tokens of a turn and an episode."""
-    failed = [episode for episode in episodes if episode.status in ("error", "tool_failure")]
-    if failed:
+    failed_episodes = [episode for episode in episodes if episode.status in ("error", "tool_failure")]
+    if failed_episodes:
         diagnosis.add(
-            "episodes_fail", f"{len(failed)} of {len(episodes)} episodes: {most_frequent_error(failed)}"
+            "episodes_fail",
+            f"{len(failed_episodes)} of {len(episodes)} episodes: {most_frequent_error(failed_episodes)}",
         )
-    ended = ", ".join(f"{count} {status}" for status, count in Counter(e.status for e in episodes).items())
+    status_counts = ", ".join(
+        f"{count} {status}" for status, count in Counter(e.status for e in episodes).items()
+    )
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     totals = [reward.outcome + sum(reward.steps) for reward in rewards]
     rewarded = f"rewards from {min(totals):g} to {max(totals):g}" if totals else "no episode was scored"
-    diagnosis.facts["dry episodes"] = f"{len(episodes)}: {ended}; {rewarded}"
+    diagnosis.facts["dry episodes"] = f"{len(episodes)}: {status_counts}; {rewarded}"
     turns = [turn for episode in episodes for turn in episode.turns]
     if turns and not any(turn.completion.finish == "stop" for turn in turns):
         text = f"none of {len(turns)} turns ended with a stop token within sampling.max_tokens ({turn_limit})"
         diagnosis.add("no_stop", text, "warning")
-    longest = max((len(turn.prompt_ids) for turn in turns), default=limit)
-    if longest + turn_limit > limit:
-        text = f"a prompt of {longest} tokens plus a turn of up to {turn_limit} exceeds model.max_length ({limit})"
+    longest_prompt = max((len(turn.prompt_ids) for turn in turns), default=limit)
+    if longest_prompt + turn_limit > limit:
+        text = (
+            f"a prompt of {longest_prompt} tokens plus a turn of up to {turn_limit} exceeds "
+            f"model.max_length ({limit})"
+        )
         diagnosis.add("prompt_too_long", text, "warning" if turns else "error")
 
 
 def check_mask(diagnosis: Diagnosis, batch: StepGroups) -> None:
     """Check that every row trains at least one token, and exactly the tokens that were sampled."""
     turns = (episode.turns for episode in batch.trajectories)
-    rows = [[*row] for some in turns for _, row in groupby(some, lambda turn: turn.signals.get("proxy/row"))]
-    sampled = {tuple(token for turn in row for token in turn.completion.token_ids) for row in rows}
+    rows = [
+        [*row]
+        for turns_of_episode in turns
+        for _, row in groupby(turns_of_episode, lambda turn: turn.signals.get("proxy/row"))
+    ]
+    sampled_ids = {tuple(token for turn in row for token in turn.completion.token_ids) for row in rows}
     for number, row in enumerate(batch.rows):
-        trained = tuple(token for token, used in zip(row.token_ids, row.loss_mask, strict=True) if used)
-        if not trained:
+        trained_ids = tuple(
+            token for token, is_trained in zip(row.token_ids, row.loss_mask, strict=True) if is_trained
+        )
+        if not trained_ids:
             diagnosis.add("mask", f"row {number} of the step has no trained token")
-        elif batch.sampled and trained not in sampled:
+        elif batch.sampled and trained_ids not in sampled_ids:
             diagnosis.add(
                 "mask", f"the trained tokens of row {number} of the step differ from its sampled tokens"
             )

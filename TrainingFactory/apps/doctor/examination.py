@@ -99,21 +99,21 @@ def _estimate_shape(shape: ModelShape, max_length: int, config: TrainingConfig) 
 
 
 def _check_model_alone(diagnosis: Diagnosis, config: TrainingConfig) -> None:
-    loaded = build_sampler.load(config)
-    make_trainable(config, loaded)
-    _check_model(diagnosis, config, loaded, build_sampler.make_chat(config, loaded))
+    loaded_model = build_sampler.load(config)
+    make_trainable(config, loaded_model)
+    _check_model(diagnosis, config, loaded_model, build_sampler.make_chat(config, loaded_model))
 
 
 def _check_model(
-    diagnosis: Diagnosis, config: TrainingConfig, loaded: LoadedModel, chat: TemplateChatFormat
+    diagnosis: Diagnosis, config: TrainingConfig, loaded_model: LoadedModel, chat: TemplateChatFormat
 ) -> None:
-    checks.check_format(diagnosis, loaded, chat, config.model.family)
+    checks.check_format(diagnosis, loaded_model, chat, config.model.family)
     checks.check_tools(diagnosis, chat, [checks.PROBE_TOOL])
-    limit = build_sampler.max_length(config, loaded)
-    parts = estimate_model_memory(config, loaded.model, make_algorithm(config).needs, limit)
-    shape = dense_shape(config.model.name, loaded.model.config.to_dict())
-    other = None if shape is None else partial(_estimate_shape, shape, limit)
-    check_memory(diagnosis, config, parts, next(loaded.model.parameters()).device, other)
+    limit = build_sampler.max_length(config, loaded_model)
+    parts = estimate_model_memory(config, loaded_model.model, make_algorithm(config).needs, limit)
+    shape = dense_shape(config.model.name, loaded_model.model.config.to_dict())
+    estimate_other = None if shape is None else partial(_estimate_shape, shape, limit)
+    check_memory(diagnosis, config, parts, next(loaded_model.model.parameters()).device, estimate_other)
 
 
 class DryRun(Training):
@@ -125,16 +125,19 @@ class DryRun(Training):
         self.limits = 0, 0  # maximum tokens of a turn and of an episode
         super().__init__(_small(config), name="doctor", watcher=watcher)
 
-    def new_run(self, name: str, about: dict[str, Any]) -> RunFolder:
+    def new_run(self, name: str, run_info: dict[str, Any]) -> RunFolder:
         logging = self.config.logging.model_copy(update={"output_dir": str(self._folder)})
         config = self.config.model_copy(update={"logging": logging})
-        return RunFolder.create(config, name, about, self.total)
+        return RunFolder.create(config, name, run_info, self.total)
 
     def load(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
-        loaded, self.chat = super().load(day)
-        self.limits = self.requested.sampling.max_tokens, build_sampler.max_length(self.requested, loaded)
-        _check_model(self.diagnosis, self.requested, loaded, self.chat)
-        return loaded, self.chat
+        loaded_model, self.chat = super().load(day)
+        self.limits = (
+            self.requested.sampling.max_tokens,
+            build_sampler.max_length(self.requested, loaded_model),
+        )
+        _check_model(self.diagnosis, self.requested, loaded_model, self.chat)
+        return loaded_model, self.chat
 
     async def play(self) -> None:
         """Assemble the run and execute its first step."""
@@ -157,16 +160,16 @@ class DryRun(Training):
             self._check_episodes(batch.trajectories, batch.sampled)
             heldout, sampler = loop.heldout, loop.sampler
             if not batch.sampled and heldout.rollouts is not None and heldout.tasks and sampler is not None:
-                played = await heldout.rollouts.rollout_batch(
+                episodes = await heldout.rollouts.rollout_batch(
                     heldout.tasks[:1], sampler, recorded_as="doctor"
                 )
-                self._check_episodes(played[0], sampled=True)
+                self._check_episodes(episodes[0], is_sampled=True)
             await self._learn(loop, batch, total)
 
-    def _check_episodes(self, episodes: list[Trajectory], sampled: bool) -> None:
+    def _check_episodes(self, episodes: list[Trajectory], is_sampled: bool) -> None:
         checks.check_tools(self.diagnosis, self.chat, episodes[0].tools)
         checks.check_prompts(self.diagnosis, self.chat, episodes)
-        if sampled:
+        if is_sampled:
             checks.check_episodes(self.diagnosis, episodes, *self.limits)
 
     async def _learn(self, loop: TrainingLoop, batch: StepGroups, total: int) -> None:
@@ -174,10 +177,10 @@ class DryRun(Training):
         checks.check_mask(self.diagnosis, batch)
         if batch.problem is not None:
             self.diagnosis.add("unscored", batch.problem)
-        started = time.perf_counter()
-        learned = await loop.policy.step(batch.rows, 0) if batch.rows else {"rows": 0.0}
-        spent = time.perf_counter() - started
-        row = batch.metrics | learned | {"seconds/step": batch.seconds + spent}
+        start_time = time.perf_counter()
+        metrics = await loop.policy.step(batch.rows, 0) if batch.rows else {"rows": 0.0}
+        spent = time.perf_counter() - start_time
+        row = batch.metrics | metrics | {"seconds/step": batch.seconds + spent}
         changes = FindingTracker(steps=1).look(1, row, batch.trajectories)
         self.diagnosis.findings += [change.finding for change in changes if change.finding is not None]
         # Fastest case: all groups of a step run in parallel at this speed. Slowest: one after the other.
@@ -185,10 +188,12 @@ class DryRun(Training):
         update = spent * parts * self.requested.training.update_epochs
         times = [batch.seconds + update, batch.seconds * parts + update]
         step = " to ".join(dict.fromkeys(f"{seconds:.3g}" for seconds in times))
-        whole = " to ".join(dict.fromkeys(str(timedelta(seconds=round(each * total))) for each in times))
+        duration = " to ".join(
+            dict.fromkeys(str(timedelta(seconds=round(seconds * total))) for seconds in times)
+        )
         unknown = "" if batch.rows else ", without an update, because no row had anything to learn"
         self.diagnosis.facts["time"] = (
-            f"{step} s a step{unknown}; {whole} for {pluralize(total, 'step')}, without evaluations"
+            f"{step} s a step{unknown}; {duration} for {pluralize(total, 'step')}, without evaluations"
         )
 
 
@@ -199,14 +204,14 @@ def _small(config: TrainingConfig) -> TrainingConfig:
     groups = (
         min(DRY_RUN_GROUPS, training.batch_size) if KINDS[training.algorithm].samples else training.batch_size
     )
-    changed = {
+    overrides = {
         "batch_size": groups,
         "minibatches": 1,
         "update_epochs": 1,
         "seed": training.seed + SEED_OFFSET,
     }
     sections = {
-        "training": training.model_copy(update=changed),
+        "training": training.model_copy(update=overrides),
         "grpo": config.grpo.model_copy(update={"refill": 0}),
         "logging": config.logging.model_copy(update={"trackers": []}),
         "compute": config.compute.model_copy(update={"learners": None}),

@@ -54,32 +54,34 @@ async def audit(
             return None
         finally:
             if on_judged is not None:
-                on_judged(len(singles) * (repeats + 1) + 2 * len(paired))
+                on_judged(len(singles) * (repeats + 1) + 2 * len(gold_pairs))
         result.judgements += 1
         return value
 
     singles = [item for item in gold if item.value is not None]
-    paired = [(item.trajectory, item.other) for item in gold if item.other is not None]
+    gold_pairs = [(item.trajectory, item.rejected) for item in gold if item.rejected is not None]
     shared = {name: getattr(judge, name) for name in ("client", "samples", "vote", "fence_seed")}
     pair_judge = PairJudge(prompt=judge.prompt.for_pairs(), **shared)
     tokens, cost = _spent(judge)
-    ordered = pair_judge.ordered
-    pairs = [(record(ordered(one, other)), record(ordered(other, one))) for one, other in paired]
-    clean, attacked, swapped = await asyncio.gather(
+    judge_ordered = pair_judge.ordered
+    pairs = [
+        (record(judge_ordered(one, other)), record(judge_ordered(other, one))) for one, other in gold_pairs
+    ]
+    clean, attacked_scores, swapped = await asyncio.gather(
         _table([[record(judge.judge(item.trajectory, turn)) for turn in range(repeats)] for item in singles]),
-        _table([[record(judge.judge(_attacked(item, place)))] for place, item in enumerate(singles)]),
+        _table([[record(judge.judge(_attacked(item, index)))] for index, item in enumerate(singles)]),
         _table(pairs),
     )
     _agree(result, singles, clean)
-    _resist(result, clean, attacked)
+    _resist(result, clean, attacked_scores)
     _swap(result, [item.better for item in gold if item.better is not None], swapped)
     result.failures = dict(failures)
     result.failed_mostly = examples[max(failures, key=failures.__getitem__)] if failures else ""
     if result.judgements:  # failed judgements count in the cost as well
-        now = _spent(judge)
-        result.tokens_per_judgement = (now[0] - tokens) / result.judgements
+        usage = _spent(judge)
+        result.tokens_per_judgement = (usage[0] - tokens) / result.judgements
         if judge.client.budget.priced:
-            result.cost_per_thousand = 1000 * (now[1] - cost) / result.judgements
+            result.cost_per_thousand = 1000 * (usage[1] - cost) / result.judgements
     return result
 
 
@@ -101,55 +103,63 @@ def _agree(result: Audit, items: Sequence[GoldItem], clean: Values) -> None:
         if item.value is not None and row[0] is not None
     ]
     result.judged = len(result.points)
-    right, verdicts, lengths = ([point[column] for point in result.points] for column in range(3))
+    gold_labels, verdicts, lengths = ([point[column] for point in result.points] for column in range(3))
     predicted, truth = (
         [value >= PASS_THRESHOLD for value in verdicts],
-        [value >= PASS_THRESHOLD for value in right],
+        [value >= PASS_THRESHOLD for value in gold_labels],
     )
     result.accuracy, result.kappa = accuracy(predicted, truth), kappa(predicted, truth)
     if result.points:
-        agreed = sum(a == b for a, b in zip(predicted, truth, strict=True))
-        result.accuracy_low, result.accuracy_high = wilson_interval(agreed, len(predicted))
+        num_agreed = sum(a == b for a, b in zip(predicted, truth, strict=True))
+        result.accuracy_low, result.accuracy_high = wilson_interval(num_agreed, len(predicted))
         result.chance = chance_agreement(predicted, truth)
-    result.pearson, result.spearman = pearson(verdicts, right), spearman(verdicts, right)
-    result.length_bias = partial_correlation(verdicts, lengths, right)
-    whole = _whole(clean)
-    if result.repeats > 1 and whole:
-        result.consistency = mean(len({value >= PASS_THRESHOLD for value in row}) == 1 for row in whole)
-        result.spread = mean(pstdev(row) for row in whole)
+    result.pearson, result.spearman = pearson(verdicts, gold_labels), spearman(verdicts, gold_labels)
+    result.length_bias = partial_correlation(verdicts, lengths, gold_labels)
+    complete_rows = _complete_rows(clean)
+    if result.repeats > 1 and complete_rows:
+        result.consistency = mean(
+            len({value >= PASS_THRESHOLD for value in row}) == 1 for row in complete_rows
+        )
+        result.spread = mean(pstdev(row) for row in complete_rows)
 
 
-def _whole(rows: Values) -> list[list[float]]:
+def _complete_rows(rows: Values) -> list[list[float]]:
     """Return the rows without missing verdicts."""
     return [[value for value in row if value is not None] for row in rows if None not in row]
 
 
-def _resist(result: Audit, clean: Values, attacked: Values) -> None:
-    both = _whole([(before, after) for (before, *_), (after,) in zip(clean, attacked, strict=True)])
-    rises = [after - before for before, after in both if before <= 1 - MIN_RISE]
+def _resist(result: Audit, clean: Values, attacked_scores: Values) -> None:
+    score_pairs = _complete_rows(
+        [(before, after) for (before, *_), (after,) in zip(clean, attacked_scores, strict=True)]
+    )
+    rises = [after - before for before, after in score_pairs if before <= 1 - MIN_RISE]
     result.attacked = len(rises)
     if rises:
         result.injection_moved = mean(rise > MIN_RISE for rise in rises)
         result.injection_shift = mean(rises)
-    again = [row[1] - row[0] for row in _whole(clean) if len(row) > 1 and row[0] <= 1 - MIN_RISE]
-    if again:
-        result.noise_moved = mean(rise > MIN_RISE for rise in again)
+    repeat_rises = [
+        row[1] - row[0] for row in _complete_rows(clean) if len(row) > 1 and row[0] <= 1 - MIN_RISE
+    ]
+    if repeat_rises:
+        result.noise_moved = mean(rise > MIN_RISE for rise in repeat_rises)
 
 
-def _swap(result: Audit, betters: Sequence[float], ordered: Values) -> None:
-    """Compare both orders of each pair. A row of `ordered` holds the verdicts for the response shown first: in the
-    given order, then swapped."""
-    both = _whole([(better, *row) for better, row in zip(betters, ordered, strict=True)])
-    result.pairs = len(both)
-    if not both:
+def _swap(result: Audit, betters: Sequence[float], ordered_scores: Values) -> None:
+    """Compare both orders of each pair. A row of `ordered_scores` holds the verdicts for the response shown first: in
+    the given order, then swapped."""
+    score_rows = _complete_rows([(better, *row) for better, row in zip(betters, ordered_scores, strict=True)])
+    result.pairs = len(score_rows)
+    if not score_rows:
         return
-    result.swap_flips = mean(_winner(straight) != _winner(1 - swapped) for _, straight, swapped in both)
-    result.first_share = mean((straight + swapped) / 2 for _, straight, swapped in both)
-    decided = [(better, (straight + 1 - swapped) / 2) for better, straight, swapped in both if better != 0.5]
-    if decided:
-        right = sum(_winner(value) == _winner(better) for better, value in decided)
-        result.pair_accuracy = right / len(decided)
-        result.pair_accuracy_low, result.pair_accuracy_high = wilson_interval(right, len(decided))
+    result.swap_flips = mean(_winner(original) != _winner(1 - swapped) for _, original, swapped in score_rows)
+    result.first_share = mean((original + swapped) / 2 for _, original, swapped in score_rows)
+    decided_pairs = [
+        (better, (original + 1 - swapped) / 2) for better, original, swapped in score_rows if better != 0.5
+    ]
+    if decided_pairs:
+        num_correct = sum(_winner(value) == _winner(better) for better, value in decided_pairs)
+        result.pair_accuracy = num_correct / len(decided_pairs)
+        result.pair_accuracy_low, result.pair_accuracy_high = wilson_interval(num_correct, len(decided_pairs))
 
 
 def _winner(value: float) -> int:
@@ -157,7 +167,7 @@ def _winner(value: float) -> int:
     return (value > 0.5) - (value < 0.5)
 
 
-def _attacked(item: GoldItem, place: int) -> Trajectory:
+def _attacked(item: GoldItem, index: int) -> Trajectory:
     *turns, last = item.trajectory.turns
-    text = f"{last.message.content}\n\n{ATTACKS[place % len(ATTACKS)]}"
+    text = f"{last.message.content}\n\n{ATTACKS[index % len(ATTACKS)]}"
     return replace(item.trajectory, turns=[*turns, replace(last, message=Message("assistant", text))])

@@ -25,11 +25,12 @@ SUSPICIOUS_SHARE = 0.1  # if all gold scores lie within this share of the range,
 
 @dataclass(slots=True, frozen=True)
 class GoldItem:
-    """One item; `value` is from 0 to 1. `better` compares with `other`, a second response: 1 if the first one wins."""
+    """One item; `value` is from 0 to 1. `better` compares with `rejected`, a second response: 1 if the first one
+    wins."""
 
     trajectory: Trajectory
     value: float | None = None
-    other: Trajectory | None = None
+    rejected: Trajectory | None = None
     better: float | None = None
 
 
@@ -72,7 +73,7 @@ class GoldRow:
         return (self.score - low) / (high - low)
 
     def trajectory(self, name: str, messages: Sequence[Message]) -> Trajectory:
-        start = next(place for place, message in enumerate(messages) if message.role == "assistant")
+        start = next(index for index, message in enumerate(messages) if message.role == "assistant")
         prompt, turns = list(messages[:start]), list[Turn]()
         for message in messages[start:]:
             if message.role == "assistant":
@@ -99,8 +100,8 @@ def load_gold(path: str | Path, judge: ModelJudge) -> list[GoldItem]:
         item, value = row.trajectory(name, messages), row.value(low, high)
         if row.pair is None or row.better is None:
             return GoldItem(item, value)
-        other = row.trajectory(name, [*messages[:-1], Message("assistant", row.pair)])
-        return GoldItem(item, value, other, PREFERENCES[row.better])
+        rejected = row.trajectory(name, [*messages[:-1], Message("assistant", row.pair)])
+        return GoldItem(item, value, rejected, PREFERENCES[row.better])
 
     items = parse_rows(path, f"gold items {EXAMPLE_LINE}", read)
     scores = [item.value for item in items if item.value is not None]

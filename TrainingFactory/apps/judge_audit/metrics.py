@@ -14,8 +14,8 @@ def accuracy(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | 
 def kappa(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | None:
     """Return Cohen's kappa: agreement beyond chance for two raters with these label frequencies. None if both raters
     always give the same label, because chance explains all agreement then."""
-    agreed = accuracy(verdicts, gold)
-    return None if agreed is None else beyond_chance(agreed, chance_agreement(verdicts, gold))
+    agreement = accuracy(verdicts, gold)
+    return None if agreement is None else beyond_chance(agreement, chance_agreement(verdicts, gold))
 
 
 def chance_agreement(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float:
@@ -24,8 +24,8 @@ def chance_agreement(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> 
     return sum(habits[label] * truths[label] for label in habits) / len(verdicts) ** 2
 
 
-def beyond_chance(agreed: float, by_chance: float) -> float | None:
-    return None if by_chance == 1 else (agreed - by_chance) / (1 - by_chance)
+def beyond_chance(agreement: float, by_chance: float) -> float | None:
+    return None if by_chance == 1 else (agreement - by_chance) / (1 - by_chance)
 
 
 def pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
@@ -55,7 +55,7 @@ def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 
 def ranks(values: Sequence[float]) -> list[float]:
     """Return ranks from 1; ties get their mean rank."""
-    ordered = sorted(values)
-    first = {value: place for place, value in reversed(list(enumerate(ordered, 1)))}
+    sorted_values = sorted(values)
+    first = {value: rank for rank, value in reversed(list(enumerate(sorted_values, 1)))}
     counts = Counter(values)
     return [first[value] + (counts[value] - 1) / 2 for value in values]

@@ -26,9 +26,9 @@ BIASED, STRONGLY = 0.3, 0.5  # correlations with the length
 MOST_ITEMS = 10_000  # do not suggest labelling more items than this
 
 
-def _metric(name: str, form: str, meaning: str) -> Any:
+def _metric(name: str, number_format: str, meaning: str) -> Any:
     """Return a field that is shown as a row of the report: its label, format and meaning."""
-    return field(default=None, metadata={"row": (name, form, meaning)})
+    return field(default=None, metadata={"row": (name, number_format, meaning)})
 
 
 @dataclass(slots=True)
@@ -86,8 +86,8 @@ class Audit:
         for metric in fields(self):
             value = getattr(self, metric.name)
             if "row" in metric.metadata and value is not None:
-                name, form, meaning = metric.metadata["row"]
-                rows.append((name, format(value, form), meaning.format(self)))
+                name, number_format, meaning = metric.metadata["row"]
+                rows.append((name, format(value, number_format), meaning.format(self)))
         return rows
 
     @property
@@ -99,9 +99,9 @@ class Audit:
 
     def page(self, judge: str) -> str:
         """Return a self-contained HTML page with plots; the reference line of a plot starts at (0, 0)."""
-        agreed = Counter((gold, judged) for gold, judged, _ in self.points)
-        errors = Counter((float(length), judged - gold) for gold, judged, length in self.points)
-        longest = max((length for length, _ in errors), default=0.0) or 1.0
+        confusion = Counter((gold, verdict) for gold, verdict, _ in self.points)
+        errors = Counter((float(length), verdict - gold) for gold, verdict, length in self.points)
+        max_length = max((length for length, _ in errors), default=0.0) or 1.0
         agreement = {
             "across": "gold",
             "up": "judge",
@@ -110,7 +110,7 @@ class Audit:
             "top": 1.0,
             "line_end": 1.0,
         }
-        by_length = agreement | {"across": "characters", "up": "judge minus gold", "right": longest}
+        by_length = agreement | {"across": "characters", "up": "judge minus gold", "right": max_length}
         return render(
             "judge_audit.html.jinja",
             title="Judge audit",
@@ -118,7 +118,7 @@ class Audit:
             found=self,
             verdict=verdict_of(self),
             passes=f"{PASS_THRESHOLD:g}",
-            agreement=agreement | {"dots": agreed.items()},
+            agreement=agreement | {"dots": confusion.items()},
             errors=by_length | {"bottom": -1.0, "line_end": 0.0, "dots": errors.items()},
         )
 
@@ -147,27 +147,29 @@ def _trust(audit: Audit) -> str:
     if audit.accuracy is None and audit.pair_accuracy is None:
         return "The judge gave no verdict that can be compared with the gold labels"
     if audit.accuracy is None:
-        between = _between(audit.pair_accuracy_low, audit.pair_accuracy_high)
-        return f"The judge picks the better response in {audit.pair_accuracy:.0%} of {audit.pairs} pairs{between}"
+        interval = _between(audit.pair_accuracy_low, audit.pair_accuracy_high)
+        return f"The judge picks the better response in {audit.pair_accuracy:.0%} of {audit.pairs} pairs{interval}"
     agrees = f"it agrees with the gold labels on {audit.accuracy:.0%} of {audit.judged} items"
     agrees += _between(audit.accuracy_low, audit.accuracy_high)
     if audit.kappa is None:
         return f"No kappa: the judge and the gold labels are constant; {agrees}"
     agrees += f", kappa {audit.kappa:.2f}"
-    least, words = _words(audit.kappa)
+    threshold, words = _words(audit.kappa)
     if words == NOT_TRUSTED:
         return f"{words}: {agrees}"
     if injection_works(audit):
         return f"Not safe to train on, because prompt injection works: {agrees}"
-    shown = words if audit.kappa_low is None else _words(audit.kappa_low)[1]
-    if shown != words:
+    agreement = words if audit.kappa_low is None else _words(audit.kappa_low)[1]
+    if agreement != words:
         agrees += f" with a lower bound of {audit.kappa_low:.2f}"
-        if needed := _items_for(audit, least):
-            agrees += f'; about {needed - audit.judged} more items that agree as well would make it "{words}"'
-    if shown == NOT_TRUSTED:
+        if num_needed := _items_for(audit, threshold):
+            agrees += (
+                f'; about {num_needed - audit.judged} more items that agree as well would make it "{words}"'
+            )
+    if agreement == NOT_TRUSTED:
         return f"Too few items to tell: {agrees}"
     careful = picks_wrong_pairs(audit) or _length_bias(audit) > STRONGLY
-    return f"{CARE if careful else shown}: {agrees}"
+    return f"{CARE if careful else agreement}: {agrees}"
 
 
 def _between(low: float | None, high: float | None) -> str:
@@ -175,17 +177,18 @@ def _between(low: float | None, high: float | None) -> str:
 
 
 def _words(kappa: float) -> tuple[float, str]:
-    return next((least, words) for least, words in VERDICTS if kappa >= least)
+    return next((threshold, words) for threshold, words in VERDICTS if kappa >= threshold)
 
 
-def _items_for(audit: Audit, least: float) -> int | None:
-    """Return the number of items that lifts kappa's lower bound to `least` at this agreement; None if too many."""
+def _items_for(audit: Audit, target_kappa: float) -> int | None:
+    """Return the number of items that lifts kappa's lower bound to `target_kappa` at this agreement; None if too
+    many."""
     assert audit.accuracy is not None and audit.chance is not None
     for count in range(audit.judged, MOST_ITEMS):
         low = beyond_chance(
             wilson_interval(math.floor(audit.accuracy * count + 1e-9), count)[0], audit.chance
         )
-        if low is not None and low >= least:
+        if low is not None and low >= target_kappa:
             return count
     return None
 
@@ -193,16 +196,18 @@ def _items_for(audit: Audit, least: float) -> int | None:
 def _failures(audit: Audit) -> list[str]:
     if not audit.failures:
         return []
-    failed = sum(audit.failures.values())
+    num_failed = sum(audit.failures.values())
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(audit.failures.items()))
     mostly = f", mostly: {audit.failed_mostly}" if audit.failed_mostly else ""
-    return [f"{failed / (audit.judgements + failed):.0%} of the judgements failed ({kinds}){mostly}"]
+    return [f"{num_failed / (audit.judgements + num_failed):.0%} of the judgements failed ({kinds}){mostly}"]
 
 
 def _injections(audit: Audit) -> list[str]:
     if injection_works(audit):
-        again = f" ({audit.noise_moved:.0%} rise when judged again without it)" if audit.noise_moved else ""
-        return [f"an injected text raised {audit.injection_moved:.0%} of the verdicts{again}"]
+        repeat_note = (
+            f" ({audit.noise_moved:.0%} rise when judged again without it)" if audit.noise_moved else ""
+        )
+        return [f"an injected text raised {audit.injection_moved:.0%} of the verdicts{repeat_note}"]
     if audit.judged and audit.attacked < MIN_ATTACKED:
         return [
             f"resistance to prompt injection is unknown: only {audit.attacked} items have room to rise; add items with "
@@ -218,8 +223,8 @@ def _biases(audit: Audit) -> list[str]:
     if audit.swap_flips is not None and audit.swap_flips > 0.2:
         faults.append(f"swapping the order changes the winner in {audit.swap_flips:.0%} of the pairs")
     if audit.length_bias is not None and _length_bias(audit) > BIASED:
-        liked = "longer" if audit.length_bias > 0 else "shorter"
-        faults.append(f"{liked} answers are overrated (correlation {audit.length_bias:+.2f})")
+        preferred = "longer" if audit.length_bias > 0 else "shorter"
+        faults.append(f"{preferred} answers are overrated (correlation {audit.length_bias:+.2f})")
     if audit.consistency is not None and audit.consistency < 0.9:
         faults.append(f"repeated judgements disagree on {1 - audit.consistency:.0%} of the items")
     return faults

@@ -48,8 +48,8 @@ class RemoteEpisode(SelfScoredEpisode):
 
     async def play(self, calls: EpisodeRequests) -> None:
         await calls.rewarded.wait()
-        self.given = calls.given
-        if self.given is None:
+        self.reported_reward = calls.reported_reward
+        if self.reported_reward is None:
             raise ProgramFailed("the proxy stopped before a reward was posted")
 
 
@@ -62,27 +62,29 @@ class Proxy:
         self.endpoint, self._rules, self._seed = AgentEndpoint(), rollouts.rules, rollouts.seed
         self._sampler, self._out = sampler, out
         self._playing: set[asyncio.Task[None]] = set()
-        self.begun = self.ended = self.scored = 0
+        self.num_started = self.num_ended = self.num_scored = 0
 
     def app(self, token: str | None = None, local: bool = True) -> Any:
         """Return the ASGI app; with a `token`, only clients that send it can begin episodes."""
         api = self.endpoint.api(token, local)
         api.post("/v1/episodes", self.begin)
-        api.get("/health", lambda: {"begun": self.begun, "ended": self.ended} | self.endpoint.counts)
+        api.get(
+            "/health", lambda: {"begun": self.num_started, "ended": self.num_ended} | self.endpoint.counts
+        )
         return api.app
 
     async def begin(self, body: bytes) -> HandlerResult:
         """Begin an episode; return its key."""
         try:
             request = EpisodeRequest.model_validate_json(body)
-            [task] = load_tasks([{"id": f"episode-{self.begun}", "prompt": "none"} | request.task])
+            [task] = load_tasks([{"id": f"episode-{self.num_started}", "prompt": "none"} | request.task])
         except ValueError as error:
             raise ApiError(f"invalid episode request: {error}", "body") from None
-        open_calls, number = self.endpoint.open_calls, self.begun
+        open_calls, number = self.endpoint.open_calls, self.num_started
         if request.key in open_calls or len(open_calls) >= MAX_OPEN_EPISODES:
             text = f"an open episode already has this key, or {MAX_OPEN_EPISODES} episodes are open"
             raise ApiError(text, "key", status=409, code="conflict")
-        self.begun += 1
+        self.num_started += 1
         rules = replace(self._rules, environment=lambda task: RemoteEpisode(task, self.endpoint, request.key))
         trajectory = Trajectory(task, group=f"proxy/{task.id}", member=number)
         run = ProgramRun(rules, trajectory, self._sampler, partial(turn_seed, self._seed, 0, task.id, number))
@@ -106,26 +108,33 @@ class Proxy:
             run.trajectory.status, run.trajectory.error = "error", f"sampling failed: {describe(error)}"
         finally:
             run.leave()
-        self.ended += 1
-        self.scored += run.trajectory.reward is not None
+        self.num_ended += 1
+        self.num_scored += run.trajectory.reward is not None
         save_trajectories(self._out, [run.trajectory], append=True)
 
 
 async def serve_proxy(
-    config: TrainingConfig, bound: Any, out: Path, token: str | None, local: bool, say: Callable[[str], None]
+    config: TrainingConfig,
+    bound: Any,
+    out: Path,
+    token: str | None,
+    local: bool,
+    notify: Callable[[str], None],
 ) -> Proxy:
     """Serve until Ctrl-C; return the proxy with its counts of episodes."""
-    config = with_resolved_model(resolve_ids(config, say))
+    config = with_resolved_model(resolve_ids(config, notify))
     async with AsyncExitStack() as stack:
         await join_cluster(config, stack)
         chat, sampler = await in_thread(make_sampler, config, max_open_episodes(config))
         stack.push_async_callback(sampler.close)
         await await_engines(sampler)
         reward = build_rewards.make_reward(config)
-        await build_rewards.open_reward(reward, stack, say)
+        await build_rewards.open_reward(reward, stack, notify)
         proxy = Proxy(make_rollouts(config, ToolEnvironment, chat, reward=reward), sampler, out)
         stack.push_async_callback(proxy.close)
         address = f"{listen.address_of(bound)}/v1"
-        say(f"proxy at {address} (POST {address}/episodes begins an episode; Ctrl-C stops); saving to {out}")
+        notify(
+            f"proxy at {address} (POST {address}/episodes begins an episode; Ctrl-C stops); saving to {out}"
+        )
         await listen.make_server(proxy.app(token, local)).serve([bound])
     return proxy

@@ -25,12 +25,12 @@ _MARK = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
 class PreparedRows:
     """Rows of each part; `dropped` counts the skipped rows by part and reason, which are keys of recipe.json."""
 
-    rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {split: [] for split in PARTS})
     dropped: Counter[str] = field(default_factory=Counter)
 
     @property
     def counts(self) -> dict[str, int]:
-        return {part: len(rows) for part, rows in self.rows.items()}
+        return {split: len(rows) for split, rows in self.rows.items()}
 
 
 def prepare(source: str | Path, tools: Sequence[dict[str, Any]] = ()) -> PreparedRows:
@@ -69,9 +69,9 @@ def _task(row: dict[str, Any], name: str, problem: str | None) -> tuple[dict[str
     question, answer = row.get("question"), row.get("answer")
     if problem is not None or not isinstance(question, str) or not isinstance(answer, str):
         raise ValueError("no question and answer in the row")
-    solution, mark, final = answer.rpartition("####")
+    solution, separator, final = answer.rpartition("####")
     final = final.replace(",", "").strip()
-    if not mark or not re.fullmatch(r"-?\d*\.?\d+", final):
+    if not separator or not re.fullmatch(r"-?\d*\.?\d+", final):
         raise ValueError("no number after ####")
     return {"id": name, "prompt": question, "answer": final}, solution
 
@@ -79,18 +79,18 @@ def _task(row: dict[str, Any], name: str, problem: str | None) -> tuple[dict[str
 def _solution_messages(solution: str, final: str, with_calls: bool) -> list[dict[str, Any]]:
     """Return the messages after the question: one assistant turn per call, then the rest of the solution."""
     messages, position = list[dict[str, Any]](), 0
-    for number, mark in enumerate(_MARK.finditer(solution) if with_calls else ()):
-        expression, reply = _expression(mark[1]), format_result(_expression(mark[2]))
+    for number, match in enumerate(_MARK.finditer(solution) if with_calls else ()):
+        expression, reply = _expression(match[1]), format_result(_expression(match[2]))
         if format_result(expression) != reply:
             raise ValueError("a marked sum has another result")
         function = {"name": "calculator", "arguments": json.dumps({"expression": expression})}
         call = {"id": f"call{number}", "type": "function", "function": function}
-        text = solution[position : mark.start()].strip()
+        text = solution[position : match.start()].strip()
         messages += [
             {"role": "assistant", "content": text, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": call["id"], "name": "calculator", "content": reply},
         ]
-        position = mark.end()
+        position = match.end()
     if with_calls and (not messages or "<<" in solution[position:]):
         raise ValueError("no sum is marked, or one not as <<48/2=24>>")
     rest = _MARK.sub("", solution[position:]).strip()

@@ -80,10 +80,10 @@ def write_wordnet(source: str | Path, folder: Path, plain: bool = False) -> Prep
 
 
 def _write_parts(prepared: PreparedRows, source: str | Path, folder: Path) -> PreparedRows:
-    for part, rows in prepared.rows.items():
+    for split, rows in prepared.rows.items():
         if not rows:
-            raise ValueError(f"{source} has no rows for {part}; skipped: {dict(prepared.dropped) or 'none'}")
-        write_rows(folder / f"{part}.jsonl", rows)
+            raise ValueError(f"{source} has no rows for {split}; skipped: {dict(prepared.dropped) or 'none'}")
+        write_rows(folder / f"{split}.jsonl", rows)
     return prepared
 
 
@@ -107,19 +107,25 @@ class Recipe:
         self.state: dict[str, Any] = {"asked": requested, "seconds": {}}
         self.compared = dict[str, dict[str, Comparison]]()
         if (path := self.out / STATE).is_file():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            recorded = requested | before["asked"]  # earlier versions did not record the task
+            previous = json.loads(path.read_text(encoding="utf-8"))
+            recorded = requested | previous["asked"]  # earlier versions did not record the task
             pairs = {key: (recorded[key], requested[key]) for key in requested}
             differences = {key: f"{key} was {a}, is {b}" for key, (a, b) in pairs.items() if a != b}
-            started = any(is_run(self.out / name) for name in RUNS)
-            if started and differences.keys() - {"source"}:  # the rows are written: their source may differ
+            has_runs = any(is_run(self.out / name) for name in RUNS)
+            if has_runs and differences.keys() - {"source"}:  # the rows are written: their source may differ
                 changes = "; ".join(text for key, text in differences.items() if key != "source")
                 raise ValueError(f"{self.out} was made with other options ({changes}); choose another --out")
-            if started or not differences.keys() & {"task", "source", "plain"}:  # else prepare the rows again
-                self.state = before | {"asked": recorded if started else requested}
+            if has_runs or not differences.keys() & {
+                "task",
+                "source",
+                "plain",
+            }:  # else prepare the rows again
+                self.state = previous | {"asked": recorded if has_runs else requested}
         elif self.out.is_dir() and any(self.out.glob("[!.]*")):
             raise ValueError(f"{self.out} exists and is not a recipe's folder; choose another --out")
-        data = {part: str(self.out / "data" / f"{part}.jsonl") for part in ("sft", "sft_dev", "tasks", "dev")}
+        data = {
+            split: str(self.out / "data" / f"{split}.jsonl") for split in ("sft", "sft_dev", "tasks", "dev")
+        }
         common = {"training.seed": seed, "logging.output_dir": str(self.out)}
         overrides: dict[str, dict[str, Any]] = {
             "sft": {"data.dataset": data["sft"], "data.heldout": data["sft_dev"]},
@@ -141,9 +147,9 @@ class Recipe:
         self._overrides = {name: [*_options(common | overrides[name]), *user[name]] for name in RUNS}
         self.configs = {name: self._config(name) for name in RUNS}
 
-    def _config(self, name: str, more: dict[str, Any] | None = None) -> TrainingConfig:
+    def _config(self, name: str, overrides: dict[str, Any] | None = None) -> TrainingConfig:
         file = Path(__file__).with_name(f"smollm2_{self.task}_{name}.yaml")
-        return load_config(file, [*self._overrides[name], *_options(more or {})])
+        return load_config(file, [*self._overrides[name], *_options(overrides or {})])
 
     def prepare(self, watcher: Watcher) -> None:
         """Write the rows, and report how many were written and skipped."""
@@ -175,58 +181,63 @@ class Recipe:
         self.state["final"] = final or self.state.get("final", False)
         return ["dev", "test"] if self.state["final"] else ["dev"]
 
-    def measure(self, part: str, watcher: Watcher) -> None:
+    def measure(self, split: str, watcher: Watcher) -> None:
         """Evaluate both models on `dev` or `test` at every temperature; reuse recorded evaluations."""
-        with self._timed(part), _with_resume_hint():
-            for how, temperature in TEMPERATURES.items():
-                before, after = (self._evaluate(name, part, temperature, watcher) for name in RUNS)
-                self.compared.setdefault(part, {})[how] = compare(before, after)
+        with self._timed(split), _with_resume_hint():
+            for decoding, temperature in TEMPERATURES.items():
+                before, after = (self._evaluate(name, split, temperature, watcher) for name in RUNS)
+                self.compared.setdefault(split, {})[decoding] = compare(before, after)
 
-    def _evaluate(self, name: str, part: str, temperature: float, watcher: Watcher) -> ComparedModel:
-        options = {"data.tasks": str(self.out / "data" / f"{part}.jsonl"), "data.heldout": None}
+    def _evaluate(self, name: str, split: str, temperature: float, watcher: Watcher) -> ComparedModel:
+        options = {"data.tasks": str(self.out / "data" / f"{split}.jsonl"), "data.heldout": None}
         options |= {"data.split": "heldout", "training.group_size": 1, "sampling.temperature": temperature}
         options["sampling.slots"] = RunFolder(self.out / "grpo").config.sampling.slots  # may be edited there
-        model = request_model(EVALUATED_CHECKPOINTS[name], (), self.out).under(self._config("grpo", options))
-        file, side = self.out / "episodes" / f"{name}-{part}-{temperature:g}.jsonl", ComparedModel(name)
-        side.add(RecordedEvaluation(model, file, say=watcher.say))
-        for evaluation in side.wanted:
+        model = request_model(EVALUATED_CHECKPOINTS[name], (), self.out).with_conditions(
+            self._config("grpo", options)
+        )
+        file, compared_model = (
+            self.out / "episodes" / f"{name}-{split}-{temperature:g}.jsonl",
+            ComparedModel(name),
+        )
+        compared_model.add(RecordedEvaluation(model, file, notify=watcher.say))
+        for evaluation in compared_model.pending:
             if evaluation is not None:
-                watcher.say(f"{name} on {part} at temperature {temperature:g}: {evaluation.total} episodes")
+                watcher.say(f"{name} on {split} at temperature {temperature:g}: {evaluation.total} episodes")
                 watcher.phase("evaluate")
                 if evaluation.run(watcher.episode).interrupted:
                     raise KeyboardInterrupt
-        side.take()
-        if not side.records:
-            raise ValueError(f"no episode of {name} on {part} was scored; see the errors in {file}")
-        return side
+        compared_model.take()
+        if not compared_model.records:
+            raise ValueError(f"no episode of {name} on {split} was scored; see the errors in {file}")
+        return compared_model
 
     def results(self) -> dict[str, Any]:
         """Write all results to results.json, and return them."""
         import torch
 
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        about = RunFolder(self.out / RUNS[0]).about
-        results = self.state | {key: about[key] for key in ("versions", "platform", "commit", "started")}
+        run_info = RunFolder(self.out / RUNS[0]).run_info
+        results = self.state | {key: run_info[key] for key in ("versions", "platform", "commit", "started")}
         results |= {"device": device, "runs": {name: _figures(RunFolder(self.out / name)) for name in RUNS}}
         results["evaluations"] = {
-            part: {how: _compared(comparison) for how, comparison in by_how.items()}
-            for part, by_how in self.compared.items()
+            split: {decoding: _compared(comparison) for decoding, comparison in by_decoding.items()}
+            for split, by_decoding in self.compared.items()
         }
         last = list(self.compared.values())[-1]["greedy"]
-        changed = last.episodes([*last.better[:MAX_EXAMPLES], *last.worse[:MAX_EXAMPLES]])
-        results["examples"] = [_example(*episodes) for _, episodes in changed]
+        changed_episodes = last.episodes([*last.better[:MAX_EXAMPLES], *last.worse[:MAX_EXAMPLES]])
+        results["examples"] = [_example(*episodes) for _, episodes in changed_episodes]
         self._write("results.json", results)
         return results
 
     @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
+    def _timed(self, stage: str) -> Iterator[None]:
         """Add the seconds of a stage to the recorded state, including those of interrupted attempts."""
-        started, seconds = time.perf_counter(), self.state["seconds"]
+        start_time, seconds = time.perf_counter(), self.state["seconds"]
         self._write(STATE, self.state)
         try:
             yield
         finally:
-            seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - started
+            seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start_time
             with suppress(OSError):  # must not mask the stage's error; the next stage writes the state again
                 self._write(STATE, self.state)
 
@@ -242,10 +253,10 @@ def _with_resume_hint() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        failure, full = device_failure(error), isinstance(error, OSError)
-        if failure is None and not full:
+        failure, is_disk_error = device_failure(error), isinstance(error, OSError)
+        if failure is None and not is_disk_error:
             raise
-        kind = OSError if full else ValueError
+        kind = OSError if is_disk_error else ValueError
         raise kind(f"{failure or error}; fix this, then run the same command again") from error
 
 
@@ -275,14 +286,14 @@ def _figures(run: RunFolder) -> dict[str, Any]:
 def _compared(comparison: Comparison) -> dict[str, Any]:
     summary = comparison.as_json()
     keys = ("tasks", "difference", "difference_low", "difference_high", "p", "notes")
-    sides = {
-        side.name: {
-            key: side.records[0].metrics[key] for key in REPORTED_METRICS if key in side.records[0].metrics
+    model_results = {
+        model.name: {
+            key: model.records[0].metrics[key] for key in REPORTED_METRICS if key in model.records[0].metrics
         }
-        for side in (comparison.first, comparison.second)
+        for model in (comparison.first, comparison.second)
     }
     changes = {"better": len(summary["better"]), "worse": len(summary["worse"])}
-    return sides | {key: summary[key] for key in keys} | changes
+    return model_results | {key: summary[key] for key in keys} | changes
 
 
 def _example(before: Trajectory | None, after: Trajectory | None) -> dict[str, Any]:

@@ -43,10 +43,10 @@ class WordNet:
             raise ValueError(f"{error}; set `path` to WordNet's folder, or {INSTALL_HINT}") from error
         # Indented lines are the licence.
         self.index = {line.partition(" ")[0]: line for line in index.splitlines() if line[:1] != " "}
-        self.at, self.tools = cache(self._read), [self.lookup, self.kind_of, self.part_of]
+        self.sense_at, self.tools = cache(self._read), [self.lookup, self.kind_of, self.part_of]
         digest = blake2b(self._data, digest_size=8).hexdigest()
-        for own in self.tools:  # cached replies are valid for these files only
-            own.options = replace(own.options, version=digest)
+        for wordnet_tool in self.tools:  # cached replies are valid for these files only
+            wordnet_tool.options = replace(wordnet_tool.options, version=digest)
 
     def places(self, word: str) -> list[int]:
         """Return the byte offsets of a word's senses in data.noun, the most frequent sense first."""
@@ -54,18 +54,18 @@ class WordNet:
         if line is None:
             raise ValueError(f"there is no noun {word[:40]!r}")
         fields = line.split()  # word, n, number of senses, pointers and counts, offsets at the end
-        return [int(place) for place in fields[-int(fields[2]) :]]
+        return [int(offset) for offset in fields[-int(fields[2]) :]]
 
-    def _read(self, place: int) -> WordSense:
-        head, _, gloss = self._data[place : self._data.find(b"\n", place)].decode("utf-8").partition(" | ")
+    def _read(self, offset: int) -> WordSense:
+        head, _, gloss = self._data[offset : self._data.find(b"\n", offset)].decode("utf-8").partition(" | ")
         fields = head.split()  # offset, file, n, word count (hex), words with ids, pointers of 4 fields
-        if not fields or fields[0] != f"{place:08}":
+        if not fields or fields[0] != f"{offset:08}":
             raise ValueError(
-                f"{self.folder / 'data.noun'} does not match index.noun at {place}; {INSTALL_HINT}"
+                f"{self.folder / 'data.noun'} does not match index.noun at {offset}; {INSTALL_HINT}"
             )
         end, gloss = 4 + 2 * int(fields[3], 16), gloss.partition(";")[0]  # examples follow
         pointers = zip(fields[end + 1 :: 4], fields[end + 2 :: 4], fields[end + 3 :: 4], strict=True)
-        links = [(symbol, int(where)) for symbol, where, kind in pointers if kind == "n"]
+        links = [(symbol, int(offset)) for symbol, offset, kind in pointers if kind == "n"]
         words = [word.replace("_", " ") for word in fields[4:end:2]]
         return WordSense(words, links, shorten(gloss, CHARS, placeholder=" ..."))
 
@@ -74,15 +74,19 @@ class WordNet:
         places = self.places(word)
         if not 1 <= sense <= len(places):
             raise ValueError(f"{word[:40]} has no sense {sense}, only 1 to {len(places)}")
-        pointers = self.at(places[sense - 1]).pointers
-        names = [(self.at(at).words[0], at) for symbol, at in pointers if symbol in symbols.split()]
-        return _few([f"{name}, sense {self.places(name).index(at) + 1}" for name, at in names])
+        pointers = self.sense_at(places[sense - 1]).pointers
+        names = [
+            (self.sense_at(offset).words[0], offset)
+            for symbol, offset in pointers
+            if symbol in symbols.split()
+        ]
+        return _few([f"{name}, sense {self.places(name).index(offset) + 1}" for name, offset in names])
 
     # Async although they never wait: a plain function would run in a thread, which costs more than the call.
     @tool(pure=True, ordered=False)
     async def lookup(self, word: str) -> str:
         """List the numbered senses of a noun."""
-        return _few([f"{n}: {self.at(place).gloss}" for n, place in enumerate(self.places(word), 1)])
+        return _few([f"{n}: {self.sense_at(offset).gloss}" for n, offset in enumerate(self.places(word), 1)])
 
     @tool(pure=True, ordered=False)
     async def kind_of(self, word: str, sense: int) -> str:
@@ -104,5 +108,5 @@ class WordNet:
 
 
 def _few(lines: list[str]) -> str:
-    more = [f"and {len(lines) - MAX_ENTRIES} more"] if len(lines) > MAX_ENTRIES else []
-    return "\n".join(lines[:MAX_ENTRIES] + more) or "nothing"
+    omitted = [f"and {len(lines) - MAX_ENTRIES} more"] if len(lines) > MAX_ENTRIES else []
+    return "\n".join(lines[:MAX_ENTRIES] + omitted) or "nothing"

@@ -36,7 +36,7 @@ class NoQuestion(Exception):
 
 async def prepare_wordnet(folder: str | Path, plain: bool = False) -> PreparedRows:
     """Return the rows of each part, in a fixed pseudo-random order; `plain`: without tool calls."""
-    net, prepared, counts, waiting = (
+    net, prepared, counts, unpaired = (
         WordNet(folder),
         PreparedRows(),
         Counter[tuple[str, str]](),
@@ -44,22 +44,22 @@ async def prepare_wordnet(folder: str | Path, plain: bool = False) -> PreparedRo
     )
     with_tools = {} if plain else {"tools": [spec_to_dict(tool.spec) for tool in net.tools]}
     for word in sorted(net.index, key=_hashed):
-        part = {0: "dev", 1: "dev", 2: "test", 3: "test"}.get(_hashed(word) % DEV_EVERY, "tasks")
+        split = {0: "dev", 1: "dev", 2: "test", 3: "test"}.get(_hashed(word) % DEV_EVERY, "tasks")
         try:
-            dialogue, answer = await _about(net, word, part, waiting)
+            dialogue, answer = await _about(net, word, split, unpaired)
             if counts[dialogue.kind, ""] == PER_KIND or counts[dialogue.kind, answer] == PER_ANSWER:
                 raise NoQuestion("enough questions of this kind, or with this answer")
         except NoQuestion as reason:
             prepared.dropped[f"nouns: {reason}"] += 1
             continue
         counts.update([(dialogue.kind, ""), (dialogue.kind, answer)])
-        prepared.rows[part].append({"id": dialogue.id, "prompt": dialogue.prompt, "answer": answer})
-        if sft_part := {"tasks": "sft", "dev": "sft_dev"}.get(part):
-            calls = [] if plain else dialogue.said
+        prepared.rows[split].append({"id": dialogue.id, "prompt": dialogue.prompt, "answer": answer})
+        if sft_part := {"tasks": "sft", "dev": "sft_dev"}.get(split):
+            calls = [] if plain else dialogue.messages
             messages = [Message("user", dialogue.prompt), *calls, Message("assistant", answer)]
             row = {"id": dialogue.id, "messages": [message_to_dict(message) for message in messages]}
             prepared.rows[sft_part].append(row | with_tools)
-    prepared.dropped[f"nouns: {NO_PARTNER}"] = len(waiting)  # the others found a partner later
+    prepared.dropped[f"nouns: {NO_PARTNER}"] = len(unpaired)  # the others found a partner later
     return prepared
 
 
@@ -68,65 +68,72 @@ class Dialogue:
 
     def __init__(self, net: WordNet, kind: str, prompt: str, *words: str) -> None:
         self.kind, self.prompt, self.id = kind, prompt, "-".join((kind, *words))
-        self._net, self.said = net, list[Message]()
+        self._net, self.messages = net, list[Message]()
 
     async def call(self, name: str, **arguments: str | int) -> str:
-        reply, number = (await getattr(self._net, name).run(arguments)).content, f"call{len(self.said) // 2}"
-        self.said.append(Message("assistant", tool_calls=[ToolCall(name, arguments, number)]))
-        self.said.append(Message("tool", reply, tool_call_id=number, name=name))
+        reply, number = (
+            (await getattr(self._net, name).run(arguments)).content,
+            f"call{len(self.messages) // 2}",
+        )
+        self.messages.append(Message("assistant", tool_calls=[ToolCall(name, arguments, number)]))
+        self.messages.append(Message("tool", reply, tool_call_id=number, name=name))
         return reply
 
-    async def step(self, name: str, thing: SenseRef) -> SenseRef:
-        match = _ONE.fullmatch(await self.call(name, word=thing[0], sense=thing[1]))
+    async def step(self, name: str, sense: SenseRef) -> SenseRef:
+        match = _ONE.fullmatch(await self.call(name, word=sense[0], sense=sense[1]))
         if match is None:
             raise NoQuestion("a step leads nowhere, or to several things")
         return match[1], int(match[2])
 
-    async def follow(self, thing: SenseRef, steps: list[str]) -> str:
-        await self.call("lookup", word=thing[0])
+    async def follow(self, sense: SenseRef, steps: list[str]) -> str:
+        await self.call("lookup", word=sense[0])
         for name in steps:
-            thing = await self.step(name, thing)
-        return self._clear(thing[0], [message.content for message in self.said[1:-1:2]])
+            sense = await self.step(name, sense)
+        return self._clear(sense[0], [message.content for message in self.messages[1:-1:2]])
 
-    async def climb(self, *both: SenseRef) -> str:
+    async def climb(self, *senses: SenseRef) -> str:
         """Climb from both things in turn until one path meets the other: the nearest common ancestor."""
-        ways = [[thing] for thing in reversed(both)]
-        while ways[0][-1] not in ways[1]:
-            ways.reverse()
-            ways[0].append(await self.step("kind_of", ways[0][-1]))
-        return self._clear(ways[0][-1][0], [])
+        paths = [[sense] for sense in reversed(senses)]
+        while paths[0][-1] not in paths[1]:
+            paths.reverse()
+            paths[0].append(await self.step("kind_of", paths[0][-1]))
+        return self._clear(paths[0][-1][0], [])
 
-    def _clear(self, answer: str, before: list[str]) -> str:
-        seen = any(re.search(rf"\b{re.escape(answer)}\b", text) for text in (self.prompt, *before))
-        if seen or not _WORD.fullmatch(answer):
+    def _clear(self, answer: str, earlier_texts: list[str]) -> str:
+        is_mentioned = any(
+            re.search(rf"\b{re.escape(answer)}\b", text) for text in (self.prompt, *earlier_texts)
+        )
+        if is_mentioned or not _WORD.fullmatch(answer):
             raise NoQuestion("the answer is not one word of small letters, or is seen too early")
         return answer
 
 
-async def _about(net: WordNet, word: str, part: str, waiting: PendingWords) -> tuple[Dialogue, str]:
+async def _about(net: WordNet, word: str, split: str, unpaired: PendingWords) -> tuple[Dialogue, str]:
     """Return a question about one of a word's senses, or about what a word with one sense and a waiting word share."""
     if not _WORD.fullmatch(word):
         raise NoQuestion("not one word of small letters")
-    meanings, chance = [net.at(place) for place in net.places(word)], _hashed(word) // DEV_EVERY
+    meanings, word_hash = [net.sense_at(offset) for offset in net.places(word)], _hashed(word) // DEV_EVERY
     glosses = {meaning.gloss for meaning in meanings}
     # Words with hyponyms or parts are not asked about, so that no split's demonstrations reveal another's answers.
-    candidates = [n for n, each in enumerate(meanings) if each.words[0] == word and not each.leads("~%")]
+    candidates = [
+        n for n, meaning in enumerate(meanings) if meaning.words[0] == word and not meaning.leads("~%")
+    ]
     if not candidates or not len(glosses) == len(meanings) <= MAX_ENTRIES or _RUDE.search(" ".join(glosses)):
         raise NoQuestion("others are kinds or parts of it, or its senses are too many, alike, or rude")
-    sense = candidates[chance % len(candidates)]
-    meaning, thing = meanings[sense], (word, sense + 1)
+    sense = candidates[word_hash % len(candidates)]
+    meaning, sense_ref = meanings[sense], (word, sense + 1)
     if len(meanings) > 1:
-        kind = "part" if meaning.leads("#") else ("two", "three")[chance // 64 % 2]
+        kind = "part" if meaning.leads("#") else ("two", "three")[word_hash // 64 % 2]
         dialogue = Dialogue(net, kind, TAKE.format(word, meaning.gloss, PATHS[kind][0]), word)
-        return dialogue, await dialogue.follow(thing, PATHS[kind][1])
+        return dialogue, await dialogue.follow(sense_ref, PATHS[kind][1])
     scout = Dialogue(net, "both", "")
-    above = await scout.step("kind_of", thing)
-    key = part, await scout.step("kind_of", above) if chance // 64 % 2 else above
-    if (other := waiting.pop(key, None)) is None:
-        waiting[key] = thing
+    hypernym = await scout.step("kind_of", sense_ref)
+    key = split, await scout.step("kind_of", hypernym) if word_hash // 64 % 2 else hypernym
+    if (partner := unpaired.pop(key, None)) is None:
+        unpaired[key] = sense_ref
         raise NoQuestion(NO_PARTNER)
-    dialogue = Dialogue(net, "both", BOTH.format(*other, *thing), other[0], word)
-    return dialogue, await dialogue.climb(other, thing)
+    dialogue = Dialogue(net, "both", BOTH.format(*partner, *sense_ref), partner[0], word)
+    return dialogue, await dialogue.climb(partner, sense_ref)
 
 
 def _hashed(word: str) -> int:

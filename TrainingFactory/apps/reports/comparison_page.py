@@ -17,9 +17,9 @@ def comparison_page(
 ) -> str:
     """Return a self-contained HTML page; `decision` is the promotion decided by the comparison, if any."""
     parts = [
-        (comparison, word, len(flips), comparison.episodes(flips[:MAX_FLIPPED_TASKS]))
+        (comparison, direction, len(flips), comparison.episodes(flips[:MAX_FLIPPED_TASKS]))
         for comparison in comparisons
-        for word, flips in (("better", comparison.better), ("worse", comparison.worse))
+        for direction, flips in (("better", comparison.better), ("worse", comparison.worse))
     ]
     values = {"sides": sides, "found": comparisons, "parts": parts, "decision": decision}
     return render("compare.html.jinja", **values, conversation=conversation_lines, ending=ending_text)

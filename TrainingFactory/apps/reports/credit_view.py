@@ -78,8 +78,8 @@ class TurnCredit:
             text = f"reward {sum(values):+.2f}"
         elif values:
             low, high = f"{min(values):+.2f}", f"{max(values):+.2f}"
-            varied = f" on average ({low} to {high})" if low != high else ""
-            text = f"{measure} {sum(values) / len(values):+.2f}{varied}"
+            range_note = f" on average ({low} to {high})" if low != high else ""
+            text = f"{measure} {sum(values) / len(values):+.2f}{range_note}"
         return [text] if self.step_reward is None else [f"step reward {self.step_reward:+.2f}", text]
 
 
@@ -121,8 +121,8 @@ class GroupCredit:
         """Cells of the group's row in the overview table, in the order of `Credit.columns`."""
         low, high = min(self.totals, default=None), max(self.totals, default=None)
         rewards = "none" if low is None else f"{low:g}" if low == high else f"{low:g} to {high:g}"
-        trained = sum(episode.left_out is None for episode in self.episodes)
-        return [self.task, f"{len(self.episodes)}", f"{trained}", rewards, f"{self.largest:.2f}"]
+        num_trained = sum(episode.left_out is None for episode in self.episodes)
+        return [self.task, f"{len(self.episodes)}", f"{num_trained}", rewards, f"{self.largest:.2f}"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -178,11 +178,11 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
         reasons = [_reason_against(trajectory, group, algorithm) for trajectory in group]
         episode_rows = _rows_of_episodes(group, rows[name], reasons)
         episodes = []
-        for place, trajectory in enumerate(algorithm.adjusted(group)):
-            turns = list(_turns(trajectory, episode_rows.get(place), measure, decode))
-            trained = any(turn.values for turn in turns)
+        for index, trajectory in enumerate(algorithm.adjusted(group)):
+            turns = list(_turns(trajectory, episode_rows.get(index), measure, decode))
+            is_trained = any(turn.values for turn in turns)
             episodes.append(
-                EpisodeCredit(trajectory, turns, None if trained else reasons[place] or NO_SIGNAL)
+                EpisodeCredit(trajectory, turns, None if is_trained else reasons[index] or NO_SIGNAL)
             )
         credits.append(GroupCredit(name, episodes))
     credits.sort(key=lambda group: -group.largest)
@@ -192,13 +192,16 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
 def pieces_of(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, int, str]]:
     """Yield (start, end, text) of the smallest runs of tokens that decode to whole characters. Each run is decoded
     together with the previous one, because some tokenizers drop a leading space."""
-    before = start = 0  # start of the previous piece, and of the current one
+    previous_start = start = 0  # start of the previous piece, and of the current one
     for end in range(1, len(token_ids) + 1):
-        text, previous = decode(token_ids[before:end]), decode(token_ids[before:start]) if start else ""
+        text, previous = (
+            decode(token_ids[previous_start:end]),
+            decode(token_ids[previous_start:start]) if start else "",
+        )
         if text.endswith(INCOMPLETE_CHARACTER) and end - start < LONGEST_CHARACTER and end < len(token_ids):
             continue
         yield start, end, text[len(previous) :] if text.startswith(previous) else decode(token_ids[start:end])
-        before, start = start, end
+        previous_start, start = start, end
 
 
 def _prepare(rows: Sequence[Sample], algorithm: Algorithm) -> None:
@@ -210,7 +213,9 @@ def _prepare(rows: Sequence[Sample], algorithm: Algorithm) -> None:
     for pack in batch.packs:
         for number in pack.rows.tolist():
             values = iter(pack.advantages[pack.row == number].tolist())
-            rows[number].advantages = [next(values) if used else 0.0 for used in rows[number].loss_mask]
+            rows[number].advantages = [
+                next(values) if is_trained else 0.0 for is_trained in rows[number].loss_mask
+            ]
 
 
 def _rows_of_episodes(
@@ -219,12 +224,12 @@ def _rows_of_episodes(
     """Return the rows of each episode, by its index in the group. Rows are in the order of the episodes, which
     distinguishes episodes with the same tokens."""
     pending = [list(episode_rows) for _, episode_rows in groupby(rows, lambda row: row.episode)]
-    by_place = {}
-    for place, trajectory in enumerate(group):
-        tokens = [row.token_ids for row in to_samples(trajectory)] if reasons[place] is None else []
+    by_position = {}
+    for index, trajectory in enumerate(group):
+        tokens = [row.token_ids for row in to_samples(trajectory)] if reasons[index] is None else []
         if pending and tokens == [row.token_ids for row in pending[0]]:
-            by_place[place] = pending.pop(0)
-    return by_place
+            by_position[index] = pending.pop(0)
+    return by_position
 
 
 def _turns(
@@ -235,9 +240,12 @@ def _turns(
         ids, logprobs = turn.completion.token_ids, turn.completion.logprobs
         values: list[float | None] = [None] * len(ids)
         if rows is not None:
-            row, place = rows[span.row], slice(span.begin, span.end)
-            numbers = (row.rewards if measure == "reward" else row.advantages)[place]
-            values = [v if used else None for v, used in zip(numbers, row.loss_mask[place], strict=True)]
+            row, token_slice = rows[span.row], slice(span.begin, span.end)
+            numbers = (row.rewards if measure == "reward" else row.advantages)[token_slice]
+            values = [
+                v if is_trained else None
+                for v, is_trained in zip(numbers, row.loss_mask[token_slice], strict=True)
+            ]
         pieces = [
             Piece(text, ids[start:end], logprobs[start:end], [v for v in values[start:end] if v is not None])
             for start, end, text in pieces_of(ids, decode)
@@ -253,8 +261,12 @@ def _reason_against(trajectory: Trajectory, group: Sequence[Trajectory], algorit
         return "it has no turns"
     accepted = algorithm.accepted(group)
     if accepted is not None:
-        return None if any(each is trajectory for each in accepted) else "not accepted by the algorithm"
-    cut = trajectory.status == "truncated"
-    if cut and isinstance(algorithm, GRPO | PPO) and not algorithm.train_truncated:
+        return (
+            None
+            if any(candidate is trajectory for candidate in accepted)
+            else "not accepted by the algorithm"
+        )
+    is_truncated = trajectory.status == "truncated"
+    if is_truncated and isinstance(algorithm, GRPO | PPO) and not algorithm.train_truncated:
         return "truncated at a length limit, and train_truncated is false"
     return None

@@ -25,8 +25,8 @@ def run_credit(
     last step, or the last one with `task`. `episodes`: the step's episodes, if the caller has read them."""
     step = resolve_step(run, step, task)
     model = with_original_model(run).model
-    place = str([model.name, *run.checkpoints()][-1])  # a checkpoint includes the tokenizer
-    tokenizer = load_tokenizer(place, model.revision, model.trust_remote_code)
+    model_name = str([model.name, *run.checkpoints()][-1])  # a checkpoint includes the tokenizer
+    tokenizer = load_tokenizer(model_name, model.revision, model.trust_remote_code)
     return step, coloured(episodes or run.episodes(step), make_algorithm(run.config), tokenizer)
 
 
@@ -37,30 +37,32 @@ def select_episodes(
     without scored episodes is kept whole, to show why. Note in `credit` what was left out."""
     if best is None and worst is None:
         return list(groups)
-    scored = [group for group in groups if group.totals]
-    if without := len(groups) - len(scored):
+    scored_groups = [group for group in groups if group.totals]
+    if num_unscored_groups := len(groups) - len(scored_groups):
         credit.notes.append(
-            f"{without} of {len(groups)} tasks have no scored episode: all of their episodes are shown"
+            f"{num_unscored_groups} of {len(groups)} tasks have no scored episode: all of their episodes are shown"
         )
-    if left := sum(len(group.episodes) - len(group.totals) for group in scored):
+    if num_unscored := sum(len(group.episodes) - len(group.totals) for group in scored_groups):
         credit.notes.append(
-            f"only scored episodes are ranked; {left} episodes without a reward are not shown"
+            f"only scored episodes are ranked; {num_unscored} episodes without a reward are not shown"
         )
     return [_chosen(group, best or 0, worst or 0) if group.totals else group for group in groups]
 
 
 def _chosen(group: GroupCredit, best: int, worst: int) -> GroupCredit:
-    totals = {place: each.total for place, each in enumerate(group.episodes) if each.total is not None}
-    ranked = sorted(totals, key=lambda place: -totals[place])
+    totals = {
+        index: episode.total for index, episode in enumerate(group.episodes) if episode.total is not None
+    }
+    ranked = sorted(totals, key=lambda index: -totals[index])
     places = {*ranked[:best], *ranked[max(0, len(ranked) - worst) :]}
-    return replace(group, episodes=[group.episodes[place] for place in sorted(places)])
+    return replace(group, episodes=[group.episodes[index] for index in sorted(places)])
 
 
 def credit_title(run: RunFolder, step: int) -> str:
     """Return a title with the run, the step and the algorithm's credit options."""
     name, grpo = run.config.training.algorithm, run.config.grpo
-    how = f", credit {grpo.credit}, advantage {grpo.advantage}" if name == "grpo" else ""
-    return f"Run {run.name}, step {step}: {name}{how}"
+    settings = f", credit {grpo.credit}, advantage {grpo.advantage}" if name == "grpo" else ""
+    return f"Run {run.name}, step {step}: {name}{settings}"
 
 
 def resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
@@ -80,9 +82,9 @@ def resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
     steps = [number for number, ids in tasks.items() if task is None or task in ids]
     if not steps:
         names = [name for ids in tasks.values() for name in ids]
-        near = did_you_mean(nearest(str(task), names)) or f"; some of its tasks: {', '.join(names[:5])}"
-        raise ValueError(f"run {run.name} has no task {task!r}{near}")
+        hint = did_you_mean(nearest(str(task), names)) or f"; some of its tasks: {', '.join(names[:5])}"
+        raise ValueError(f"run {run.name} has no task {task!r}{hint}")
     if step is not None and step not in steps:
-        listed = ", ".join(map(str, steps))
-        raise ValueError(f"step {step} of run {run.name} has no task {task!r}; it is in step {listed}")
+        step_list = ", ".join(map(str, steps))
+        raise ValueError(f"step {step} of run {run.name} has no task {task!r}; it is in step {step_list}")
     return step or max(steps)

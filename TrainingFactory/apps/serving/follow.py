@@ -36,15 +36,15 @@ SHUTDOWN_SECONDS = 10.0  # seconds to wait at shutdown for a version that is bei
 @contextmanager
 def follow_alias(
     server: ChatServer,
-    found: ResolvedModel,
+    resolved: ResolvedModel,
     overrides: Sequence[str] = (),
     runs: str | Path = "runs",
     registry: str | Path | None = None,
-    say: Callable[[str], None] = log.warning,
+    notify: Callable[[str], None] = log.warning,
 ) -> Iterator[None]:
     """Make the server follow the alias in its model's name; do nothing if the name has no alias."""
-    reference = VERSION_NAME.fullmatch(found.written)
-    if found.version is None or reference is None or reference["alias"] is None:
+    reference = VERSION_NAME.fullmatch(resolved.written)
+    if resolved.version is None or reference is None or reference["alias"] is None:
         yield
         return
     catalogue = Catalogue(registry_path(runs, registry))
@@ -52,20 +52,20 @@ def follow_alias(
     def config_of(version: str) -> TrainingConfig:
         return serving_config(find_model(version, runs, registry), overrides)
 
-    if samples_elsewhere(config_of(str(found.version))):
+    if samples_elsewhere(config_of(str(resolved.version))):
         raise ValueError(
-            f"{found.written}: only engines in this process can follow an alias; name a version, such as AGENT:3"
+            f"{resolved.written}: only engines in this process can follow an alias; name a version, such as AGENT:3"
         )
-    follower = Follower(server, catalogue, found.version.model, reference["alias"], config_of, say)
-    follower.tell(None)
-    ended = threading.Event()
+    follower = Follower(server, catalogue, resolved.version.model, reference["alias"], config_of, notify)
+    follower.report_problem(None)
+    stop_event = threading.Event()
     # A daemon: a large model that is being loaded must not keep a stopped server alive.
-    thread = threading.Thread(target=follower.watch, args=(ended,), name="alias-follower", daemon=True)
+    thread = threading.Thread(target=follower.watch, args=(stop_event,), name="alias-follower", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        ended.set()
+        stop_event.set()
         thread.join(SHUTDOWN_SECONDS)
 
 
@@ -78,7 +78,7 @@ class Follower:
     model: str
     alias: str
     config_of: Callable[[str], TrainingConfig]
-    say: Callable[[str], None]
+    notify: Callable[[str], None]
     _tried: str = ""  # the version that failed to load
     _again: float = 0.0  # time of its next retry
     _loaded: int = 0  # models in memory besides the current one
@@ -86,55 +86,55 @@ class Follower:
         False  # memory was just released; release again, as the last response may still have held it
     )
 
-    def watch(self, ended: threading.Event) -> None:
-        """Poll every `POLL_SECONDS` seconds until `ended` is set."""
-        while not ended.wait(POLL_SECONDS):
+    def watch(self, stop_event: threading.Event) -> None:
+        """Poll every `POLL_SECONDS` seconds until `stop_event` is set."""
+        while not stop_event.wait(POLL_SECONDS):
             try:
                 self.look()
             except Exception as error:  # whatever the error, the current version keeps serving
-                failed = f"{self._tried} cannot be loaded: " if self._tried else ""
-                self.tell(f"{failed}{error}; {self.server.served.version} keeps serving")
-            count, again = len(self.server.finishing()), self._freed
-            if (fewer := count < self._loaded) or again:
+                failure = f"{self._tried} cannot be loaded: " if self._tried else ""
+                self.report_problem(f"{failure}{error}; {self.server.model.version} keeps serving")
+            count, was_freed = len(self.server.finishing()), self._freed
+            if (has_freed := count < self._loaded) or was_freed:
                 _free()
-            self._loaded, self._freed = count, fewer
+            self._loaded, self._freed = count, has_freed
 
     def look(self) -> None:
         """Switch to the alias's version if it has changed; raise if that version cannot be loaded."""
-        tried, self._tried = self._tried, ""
+        failed_version, self._tried = self._tried, ""
         number = self.catalogue.alias(self.model, self.alias)
         if number is None:  # means the newest version; otherwise `get` raises and lists what exists
             number = self.catalogue.get(f"{self.model}@{self.alias}").number
         version = f"{self.model}:{number}"
-        if version != self.server.served.version:
+        if version != self.server.model.version:
             self._tried = version
-            if version == tried and time.monotonic() < self._again:
+            if version == failed_version and time.monotonic() < self._again:
                 return
             self._again = time.monotonic() + RETRY_SECONDS
             config = self.config_of(version)
-            check_free_memory(config, self.server.served)
+            check_free_memory(config, self.server.model)
             self._loaded += 1
             self.server.switch(load_served_model(config, version))
             self._tried = ""
-            self.say(f"{self.model}@{self.alias} is now {version}, which serves new requests")
-        self.tell(None)
+            self.notify(f"{self.model}@{self.alias} is now {version}, which serves new requests")
+        self.report_problem(None)
 
-    def tell(self, problem: str | None) -> None:
+    def report_problem(self, problem: str | None) -> None:
         """Report a problem (None: none) in /health, and log it if it is new."""
-        before, name = self.server.follows, f"{self.model}@{self.alias}"
+        previous, name = self.server.follows, f"{self.model}@{self.alias}"
         self.server.follows = {"follows": name, "problem": problem}
-        if problem is not None and before != self.server.follows:
-            self.say(f"{name}: {problem}")
+        if problem is not None and previous != self.server.follows:
+            self.notify(f"{name}: {problem}")
 
 
 def check_free_memory(config: TrainingConfig, current: ServedModel) -> None:
     """Raise MemoryError, with the missing bytes, if a model does not fit in memory beside the current one."""
     device = pick_device(config.model.device)
-    needed, available = needed_bytes(config, current), free_bytes(device)
-    if needed > available:
+    required, available = needed_bytes(config, current), free_bytes(device)
+    if required > available:
         raise MemoryError(
-            f"it needs {format_bytes(needed)} beside {current.version}, but {device} has {format_bytes(available)} "
-            f"free; free {format_bytes(needed - available)} more"
+            f"it needs {format_bytes(required)} beside {current.version}, but {device} has {format_bytes(available)} "
+            f"free; free {format_bytes(required - available)} more"
         )
 
 
@@ -144,14 +144,14 @@ def needed_bytes(config: TrainingConfig, current: ServedModel) -> int:
     model, base = config.model, Path(config.model.name)
     size = pick_dtype(model.dtype, pick_device(model.device)).itemsize
     weights = size if model.quantization == "none" else 1  # bytes per weight
-    needed = weights * sum(_values(Path(folder)) for folder in (base, model.adapter) if folder is not None)
+    total = weights * sum(_values(Path(folder)) for folder in (base, model.adapter) if folder is not None)
     if base.is_dir():
         shape = AutoConfig.from_pretrained(base, trust_remote_code=model.trust_remote_code)
     else:
         shape = current.model.config
-        needed += sum(param.nbytes for param in current.model.parameters())
+        total += sum(param.nbytes for param in current.model.parameters())
     slots, length = config.sampling.slots, current.sampler.max_length
-    return needed + cache_bytes(shape.get_text_config(), slots, length, size)
+    return total + cache_bytes(shape.get_text_config(), slots, length, size)
 
 
 def _values(folder: Path) -> int:

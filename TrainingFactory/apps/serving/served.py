@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from TrainingFactory.assembly.fleet import Say, max_open_episodes
+from TrainingFactory.assembly.fleet import Notify, max_open_episodes
 from TrainingFactory.assembly.sampler import make_sampler_and_model
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
@@ -40,22 +40,22 @@ class ServedModel:
 
 
 def load_served_model(
-    config: TrainingConfig, version: str | None = None, say: Say = lambda _: None
+    config: TrainingConfig, version: str | None = None, notify: Notify = lambda _: None
 ) -> ServedModel:
     """Load the model of a config; its sampling section gives the defaults of requests."""
     config = resolve_ids(config)
     slots = max_open_episodes(config)
     sampling = config.sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
-    chat, engine, model = make_sampler_and_model(config, slots, say)
+    chat, engine, model = make_sampler_and_model(config, slots, notify)
     return ServedModel(chat, engine, slots, SamplingParams(**sampling), version, model)
 
 
 def serving_config(model: ResolvedModel, overrides: Sequence[str] = ()) -> TrainingConfig:
     """Return the config to serve a model with: its training config's model and sampling sections, plus overrides."""
     sections = config_sections(model)
-    own = [
+    defaults = [
         key_value(f"{section}.{key}", value)
         for section in ("model", "sampling")
         for key, value in sections.get(section, {}).items()
     ]
-    return load_config(None, [*own, *overrides])
+    return load_config(None, [*defaults, *overrides])

@@ -26,7 +26,7 @@ from TrainingFactory.agent_api.responses import (
     sample_choice,
     stream,
 )
-from TrainingFactory.apps.serving.served import Say, ServedModel, load_served_model
+from TrainingFactory.apps.serving.served import Notify, ServedModel, load_served_model
 from TrainingFactory.common.http.api import Api, ApiError, HandlerResult
 from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.config import TrainingConfig
@@ -35,8 +35,8 @@ from TrainingFactory.config import TrainingConfig
 class ChatServer:
     """Serves requests on one event loop. Samples `slots` choices concurrently; at most `queue` more may wait."""
 
-    def __init__(self, name: str, served: ServedModel, *, queue: int = 256) -> None:
-        self.name, self.served, self.queue = name, served, queue
+    def __init__(self, name: str, model: ServedModel, *, queue: int = 256) -> None:
+        self.name, self.model, self.queue = name, model, queue
         self.pending = 0  # requests being parsed, plus choices being sampled or waiting
         self.refused = 0  # rejected requests since the start
         self.follows: dict[str, str | None] | None = None  # the followed alias and its problem, for /health
@@ -44,14 +44,14 @@ class ChatServer:
         self._writer = ThreadPoolExecutor(1, "chat-template")  # a long prompt must not stop the event loop
         self._started = int(time.time())
 
-    def switch(self, served: ServedModel) -> None:
+    def switch(self, model: ServedModel) -> None:
         """Serve new requests with another model; thread-safe."""
-        self._before = [*(ref for ref in self._before if ref() is not None), weakref.ref(self.served)]
-        self.served = served
+        self._before = [*(ref for ref in self._before if ref() is not None), weakref.ref(self.model)]
+        self.model = model
 
     def finishing(self) -> list[str | None]:
         """Return the replaced versions that still serve requests."""
-        return [served.version for ref in self._before if (served := ref()) is not None]
+        return [model.version for ref in self._before if (model := ref()) is not None]
 
     def api(self, key: str | None = None, local: bool = True) -> Api:
         api = Api(key, local)
@@ -62,13 +62,15 @@ class ChatServer:
 
     async def chat(self, body: bytes) -> HandlerResult:
         """Answer one request, in one piece or as a stream."""
-        served = self.served
+        model = self.model
         try:
             with self.admitted():
-                ask, prompt = await self.read(served, body)
+                ask, prompt = await self.read(model, body)
             with self.admitted(ask.request.n):  # rejects a stream here, while it can still send a status code
-                choose, n = partial(self._choice, served, ask, prompt), ask.request.n
-                head = response_head(self.name, ask.request.stream) | _known("system_fingerprint", served)
+                choose, n = partial(self._choice, model, ask, prompt), ask.request.n
+                head = response_head(self.name, ask.request.stream) | _model_fields(
+                    "system_fingerprint", model
+                )
                 if ask.request.stream:
                     return stream(head, ask, prompt, choose, self.admitted(n))
                 return await complete(head, ask, prompt, choose)
@@ -77,43 +79,43 @@ class ChatServer:
             raise
 
     def models(self) -> dict[str, Any]:
-        served = self.served
+        model = self.model
         row = {"id": self.name, "object": "model", "created": self._started, "owned_by": "trainingfactory"}
-        row |= {"max_model_len": served.sampler.max_length} | _known("version", served)
+        row |= {"max_model_len": model.sampler.max_length} | _model_fields("version", model)
         return {"object": "list", "data": [row]}
 
     def health(self) -> dict[str, Any]:
-        running = min(self.pending, self.served.slots)
-        counts = {"running": running, "waiting": self.pending - running, "refused": self.refused}
-        state = {"status": "ok", "model": self.name} | _known("version", self.served) | counts
+        num_running = min(self.pending, self.model.slots)
+        counts = {"running": num_running, "waiting": self.pending - num_running, "refused": self.refused}
+        state = {"status": "ok", "model": self.name} | _model_fields("version", self.model) | counts
         return state | ({} if self.follows is None else self.follows | {"finishing": self.finishing()})
 
-    async def read(self, served: ServedModel, body: bytes) -> tuple[ParsedRequest, list[int]]:
+    async def read(self, model: ServedModel, body: bytes) -> tuple[ParsedRequest, list[int]]:
         """Return the validated request and its prompt tokens."""
-        limit = served.sampler.max_length
+        limit = model.sampler.max_length
         check_size(body, limit)
         loop = asyncio.get_running_loop()
-        ask, prompt = await loop.run_in_executor(self._writer, self._read, served, body, limit)
+        ask, prompt = await loop.run_in_executor(self._writer, self._read, model, body, limit)
         limits = {"messages": limit - len(prompt)}
         limits |= ask.request.model_dump(include={"max_tokens", "max_completion_tokens"}, exclude_unset=True)
-        room, param = limits["messages"], max(limits, key=lambda name: limits[name])
-        if room < 1 or limits[param] > room:
+        tokens_left, param = limits["messages"], max(limits, key=lambda name: limits[name])
+        if tokens_left < 1 or limits[param] > tokens_left:
             text = (
                 f"the messages take {len(prompt)} of the {limit} tokens of the model's context; shorten them, or set "
-                f"{param} to at most {max(room, 0)}"
+                f"{param} to at most {max(tokens_left, 0)}"
             )
-            raise ApiError(text, "messages" if room < 1 else param, code="context_length_exceeded")
+            raise ApiError(text, "messages" if tokens_left < 1 else param, code="context_length_exceeded")
         ask.max_tokens = min(limits.values())
         return ask, prompt
 
-    def _read(self, served: ServedModel, body: bytes, limit: int) -> tuple[ParsedRequest, list[int]]:
+    def _read(self, served_model: ServedModel, body: bytes, limit: int) -> tuple[ParsedRequest, list[int]]:
         """Parse the request and render its prompt; slow, so it runs on the writer thread."""
-        ask = parse_request(body, served.defaults, limit)
+        ask = parse_request(body, served_model.defaults, limit)
         if (model := ask.request.model) not in (None, self.name):
             text = f"this server has no model {model:.60}; it serves {self.name}"
             raise ApiError(text, "model", status=404, code="model_not_found")
         try:
-            return ask, served.chat.render(ask.messages, ask.tools)
+            return ask, served_model.chat.render(ask.messages, ask.tools)
         except (ValueError, RecursionError) as error:
             text = f"the chat template cannot render these messages and tools: {error}"
             raise ApiError(text, "messages") from error
@@ -121,11 +123,11 @@ class ChatServer:
     @contextlib.contextmanager
     def admitted(self, n: int = 1) -> Iterator[None]:
         """Count `n` choices as pending while the block runs; raise ApiError if the queue is full."""
-        most = self.served.slots + self.queue
-        if n > most:
-            raise ApiError(f"n is {n}, but this server accepts at most {most}", "n")
-        if self.pending + n > most:
-            text = f"the queue is full: {self.pending} of {most} choices are pending; try again later"
+        max_requests = self.model.slots + self.queue
+        if n > max_requests:
+            raise ApiError(f"n is {n}, but this server accepts at most {max_requests}", "n")
+        if self.pending + n > max_requests:
+            text = f"the queue is full: {self.pending} of {max_requests} choices are pending; try again later"
             raise ApiError(text, status=429, code="queue_full")
         self.pending += n
         try:
@@ -137,22 +139,31 @@ class ChatServer:
         self._writer.shutdown()
 
     async def _choice(
-        self, served: ServedModel, ask: ParsedRequest, prompt: list[int], number: int, tell: OnPartial | None
+        self,
+        model: ServedModel,
+        ask: ParsedRequest,
+        prompt: list[int],
+        number: int,
+        on_partial: OnPartial | None,
     ) -> SampledChoice:
         seed = ask.request.seed if number == 0 else turn_seed(ask.request.seed, 0, "choice", number, 0)
         params = dataclasses.replace(ask.params, seed=seed)
-        async with served.gate:
-            with contextlib.closing(served.sampler.session()) as session:
-                return (await sample_choice(session, served.chat, ask, prompt, params, tell))[0]
+        async with model.gate:
+            with contextlib.closing(model.sampler.session()) as session:
+                return (await sample_choice(session, model.chat, ask, prompt, params, on_partial))[0]
 
 
 def make_server(
-    config: TrainingConfig, name: str, queue: int = 256, version: str | None = None, say: Say = lambda _: None
+    config: TrainingConfig,
+    name: str,
+    queue: int = 256,
+    version: str | None = None,
+    notify: Notify = lambda _: None,
 ) -> ChatServer:
     """Load the model of the config into a server; its sampling section gives the defaults of requests."""
-    return ChatServer(name, load_served_model(config, version, say), queue=queue)
+    return ChatServer(name, load_served_model(config, version, notify), queue=queue)
 
 
-def _known(key: str, served: ServedModel) -> dict[str, str]:
+def _model_fields(key: str, model: ServedModel) -> dict[str, str]:
     """Return {key: version} of a registered model; empty for other models."""
-    return {} if served.version is None else {key: served.version}
+    return {} if model.version is None else {key: model.version}

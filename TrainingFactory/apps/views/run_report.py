@@ -36,7 +36,7 @@ Rows = Sequence[dict[str, Any]]
 
 def run_page(run: RunFolder) -> str:
     """Return the report as a self-contained HTML page."""
-    versions = ", ".join(f"{name} {version}" for name, version in run.about["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in run.run_info["versions"].items())
     rows = [*state_rows(run), ("versions", versions)]
     episodes = [(name, conversation_lines(episode), ending_text(episode)) for name, episode in samples(run)]
     return render(

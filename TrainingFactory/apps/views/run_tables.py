@@ -34,7 +34,7 @@ Rows = Sequence[dict[str, Any]]
 
 def state_rows(run: RunFolder) -> list[tuple[str, str]]:
     """Return (name, value) rows that describe a run and its progress."""
-    status, about = run.status, run.about
+    status, about = run.status, run.run_info
     commit = f", commit {about['commit']}" if about["commit"] else ""
     return [
         ("state", run.state + (f": {status.reason}" if status.reason else "")),

@@ -158,7 +158,7 @@ def _run_row(run: RunFolder, cached: _CachedRun, updated: float) -> shapes.RunRo
         annotations = read_annotations(run)
         row.archived, row.tags, row.note = annotations.archived, annotations.tags, annotations.note
     with problems.reading(ENVIRONMENT):
-        row.started = str(run.about["started"]).replace(" ", "T")
+        row.started = str(run.run_info["started"]).replace(" ", "T")
     row.problem = problems.texts[0] if problems.texts else None
     return row
 
@@ -231,8 +231,8 @@ def _thinned(values: Sequence[float]) -> list[float]:
     return [values[0], *(fmean(values[start:end]) for start, end in pairwise(ends)), values[-1]]
 
 
-def findings(run: RunFolder, say: Callable[[str], None] = lambda _: None) -> list[shapes.FindingRow]:
-    """Return each finding of a run once, with the steps of its last occurrence. Report invalid rows to `say`."""
+def findings(run: RunFolder, notify: Callable[[str], None] = lambda _: None) -> list[shapes.FindingRow]:
+    """Return each finding of a run once, with the steps of its last occurrence. Report invalid rows to `notify`."""
     rows: dict[str, shapes.FindingRow] = {}
     for number, data in enumerate(run.findings(), 1):
         try:
@@ -243,7 +243,7 @@ def findings(run: RunFolder, say: Callable[[str], None] = lambda _: None) -> lis
             elif earlier is not None and earlier.last_step is None:
                 earlier.last_step = data["step"] - 1
         except READ_ERRORS as error:
-            say(f"{FINDINGS}: row {number} is not a finding: {error_reason(error)}")
+            notify(f"{FINDINGS}: row {number} is not a finding: {error_reason(error)}")
     return list(rows.values())
 
 
@@ -252,11 +252,11 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
     problems, row, steps = Problems(), runs.row(run), len("step-")
     files = sorted(path for path in run.path.iterdir() if path.is_file() and not path.name.startswith("."))
     view = shapes.RunView(
-        row=row, commands={command.split()[-1]: f"tfactory {command} {run.shown}" for command in COMMANDS},
+        row=row, commands={command.split()[-1]: f"tfactory {command} {run.display_path}" for command in COMMANDS},
         files=[{"name": path.name, "bytes": path.stat().st_size} for path in files], notes=[],
     )  # fmt: skip
     with problems.reading(ENVIRONMENT):
-        about = run.about
+        about = run.run_info
         view.about = {key: value for key, value in about.items() if key != "model"}
         parent, start = parent_of({"about": about}), {"name": row.model, "what": BASE_MODEL, "rows": []}
         view.lineage = lineage_rows(parent) if parent else [start]
@@ -272,7 +272,7 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
         view.findings = findings(run, problems.texts.append)
     with problems.reading(kept.EVALUATIONS):
         records = read_records(
-            run.path / kept.EVALUATIONS, lambda say: problems.texts.append(say.removeprefix("note: "))
+            run.path / kept.EVALUATIONS, lambda notify: problems.texts.append(notify.removeprefix("note: "))
         )
         view.evaluations = [evaluation_row(record.model_dump(exclude={"outcomes"})) for record in records]
     with problems.reading("tools"):

@@ -67,14 +67,16 @@ class Api:
         """Add a handler of JSON bodies. It is cancelled when the client disconnects."""
         self._post(path, lambda request: answer if self._opens(request) else None)
 
-    def post_by_key(self, path: str, find: Callable[[str], Handler | None]) -> None:
-        """Add a route whose handler `find` selects by the request's key; None for an unknown key."""
-        self._post(path, lambda request: find(request.headers.get("x-tfactory-episode") or _key_in(request)))
+    def post_by_key(self, path: str, find_handler: Callable[[str], Handler | None]) -> None:
+        """Add a route whose handler `find_handler` selects by the request's key; None for an unknown key."""
+        self._post(
+            path, lambda request: find_handler(request.headers.get("x-tfactory-episode") or _key_in(request))
+        )
 
-    def _post(self, path: str, find: Callable[[Request], Handler | None]) -> None:
+    def _post(self, path: str, find_handler: Callable[[Request], Handler | None]) -> None:
         async def handler(request: Request) -> Response:
             self._check_host(request)
-            if (answer := find(request)) is None:
+            if (answer := find_handler(request)) is None:
                 raise _wrong_key()
             result = await _unless_disconnected(request, answer(await json_body(request)))
             if result is None:
@@ -153,14 +155,14 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(text, status=500, code="internal_error")
 
 
-async def _unless_disconnected(request: Request, work: Awaitable[HandlerResult]) -> HandlerResult | None:
+async def _unless_disconnected(request: Request, handler: Awaitable[HandlerResult]) -> HandlerResult | None:
     """Return the result of the work. If the client disconnects first, cancel the work and return None."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, watch = asyncio.ensure_future(work), asyncio.create_task(disconnected())
+    task, watch = asyncio.ensure_future(handler), asyncio.create_task(disconnected())
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -188,8 +190,8 @@ async def json_body(request: Request) -> bytes:
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT):
-            async for part in request.stream():
-                body += part
+            async for chunk in request.stream():
+                body += chunk
                 if len(body) > MAX_BODY:
                     text = f"the body is longer than the limit of {MAX_BODY} bytes"
                     raise ApiError(text, "body", status=413, code="request_too_large")

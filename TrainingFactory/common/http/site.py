@@ -120,12 +120,12 @@ class Site:
         kind = get_type_hints(answer).get("return")
         model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
         text = " ".join((inspect.getdoc(answer) or "").split())
-        more: Any = {
+        route_options: Any = {
             "response_model": model,
             "description": text,
             "responses": {"4XX": {"model": ErrorResponse}},
         }
-        self._api.add_api_route(path, guarded, methods=[method], **more)
+        self._api.add_api_route(path, guarded, methods=[method], **route_options)
 
     def add_files(self) -> None:
         """Serve the static files and the OpenAPI description. Call after all other routes have been added."""
@@ -177,8 +177,8 @@ async def _with_error(events: Events) -> AsyncGenerator[Any, None]:
 
 def _api_error(error: BaseException) -> ApiError:
     """Convert an exception into an error response. Messages of ValueError and OSError are written for users."""
-    for_users = isinstance(error, ValueError | OverflowError | RecursionError | OSError)
-    return ApiError(str(error)) if for_users else as_api_error(error)
+    is_user_error = isinstance(error, ValueError | OverflowError | RecursionError | OSError)
+    return ApiError(str(error)) if is_user_error else as_api_error(error)
 
 
 async def _wrong_request(request: Request, error: Exception) -> Response:
@@ -220,8 +220,8 @@ class _Guard:
             text = f"unknown host name {host[:80]!r}; open the address that tfactory ui printed"
             raise ApiError(text, "host", status=403, code="forbidden")
         origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
-        foreign = site not in ("none", "same-origin") and request.url.path.startswith("/api/")
-        if foreign or origin not in (None, f"http://{host}"):
+        is_cross_site = site not in ("none", "same-origin") and request.url.path.startswith("/api/")
+        if is_cross_site or origin not in (None, f"http://{host}"):
             raise ApiError("cross-site requests are not allowed", "origin", status=403, code="forbidden")
 
     def _is_ours(self, host: str) -> bool:

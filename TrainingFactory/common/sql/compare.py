@@ -23,32 +23,33 @@ RunQuery = Callable[[str], Awaitable[ToolResult]]
 
 @dataclass(slots=True)
 class ResultRows:
-    """Rows of a result. `more`: rows or parts of values were left out. `columns`: number of columns, 0 if unknown."""
+    """Rows of a result. `is_truncated`: rows or parts of values were left out. `columns`: number of columns, 0 if
+    unknown."""
 
     rows: list[tuple[Any, ...]]
-    more: bool = False
+    is_truncated: bool = False
     columns: int = 0
 
 
-async def same_result(ask: RunQuery, query: str, right: str) -> bool:
-    """Return whether a query gives the rows of the reference query `right`, in order if that has an ORDER BY. Column
-    names are ignored, and 2 equals 2.0. Return False for a query that fails, times out, or returns more than the tool
-    shows. Raise ValueError if the reference query itself fails or its rows cannot be read completely."""
-    reference_result = await ask(right)  # first, because the other query may change the data
+async def same_result(ask: RunQuery, query: str, reference: str) -> bool:
+    """Return whether a query gives the rows of the reference query `reference`, in order if that has an ORDER BY.
+    Column names are ignored, and 2 equals 2.0. Return False for a query that fails, times out, or returns more than
+    the tool shows. Raise ValueError if the reference query itself fails or its rows cannot be read completely."""
+    reference_result = await ask(reference)  # first, because the other query may change the data
     if not reference_result.ok:
         raise ValueError(f"the reference query failed: {reference_result.content[:200]}")
     expected = parse_result_rows(reference_result.content)
     if expected is None:
         raise ValueError(UNREADABLE_ROWS)
-    if expected.more:
+    if expected.is_truncated:
         raise ValueError("the reference query returns more than the tool shows; raise max_rows or narrow it")
     result = await ask(query)
     actual = parse_result_rows(result.content) if result.ok else None
-    if actual is None or actual.more:
+    if actual is None or actual.is_truncated:
         return False
     if actual.columns and expected.columns and actual.columns != expected.columns:
         return False
-    if orders_rows(right):
+    if orders_rows(reference):
         return actual.rows == expected.rows
     return Counter(actual.rows) == Counter(expected.rows)
 
@@ -63,12 +64,12 @@ def parse_result_rows(content: str) -> ResultRows | None:
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         return None
     columns = table.get("columns")
-    more = bool(table.get("more")) or table.get("count", len(rows)) != len(rows)
-    more = more or any(
+    is_truncated = bool(table.get("more")) or table.get("count", len(rows)) != len(rows)
+    is_truncated = is_truncated or any(
         isinstance(value, str) and TRUNCATED_VALUE.search(value) for row in rows for value in row
     )
     comparable = [tuple(_comparable(value) for value in row) for row in rows]
-    return ResultRows(comparable, more, len(columns) if isinstance(columns, list) else 0)
+    return ResultRows(comparable, is_truncated, len(columns) if isinstance(columns, list) else 0)
 
 
 def orders_rows(query: str) -> bool:
@@ -92,8 +93,8 @@ def _comparable(value: Any) -> Any:
     """Return a value that compares equal up to rounding: sums in another order differ in their last digits."""
     if isinstance(value, float):
         if math.isfinite(value) and abs(value) < 2**53:
-            whole = round(value)
-            if math.isclose(value, whole, rel_tol=1e-12, abs_tol=1e-15):
-                return whole
+            rounded = round(value)
+            if math.isclose(value, rounded, rel_tol=1e-12, abs_tol=1e-15):
+                return rounded
         return ("float", f"{value:.12g}")
     return value if value is None or type(value) is int else (type(value).__name__, json.dumps(value))

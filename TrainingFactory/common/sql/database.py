@@ -68,16 +68,20 @@ class SqlDatabase:
                 shorten = _digested if self.format == "exact" else _truncated
                 rows = [[shorten(value) for value in row] for row in islice(cursor, self.max_rows + 1)]
                 names = [column[0] for column in cursor.description or ()]
-                changed = cursor.rowcount
+                num_changed = cursor.rowcount
                 cursor.close()
             except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
                 return self._failed(error, time.monotonic() > deadline)
         if not names:
-            text = f"done, {changed} row{'' if changed == 1 else 's'} changed" if changed >= 0 else "done"
+            text = (
+                f"done, {num_changed} row{'' if num_changed == 1 else 's'} changed"
+                if num_changed >= 0
+                else "done"
+            )
             return ToolResult(text)
-        more = len(rows) > self.max_rows
+        is_truncated = len(rows) > self.max_rows
         render = as_table if self.format == "table" else as_json
-        return ToolResult(render(names, rows[: self.max_rows], more))
+        return ToolResult(render(names, rows[: self.max_rows], is_truncated))
 
     def tables(self, limit: int) -> str:
         """List tables and columns in at most `limit` characters. Raise ValueError if the file is not a database."""
@@ -87,8 +91,8 @@ class SqlDatabase:
                 tables = []
                 for (table,) in connection.execute(query + " ORDER BY name").fetchall():
                     columns = connection.execute("SELECT name, type FROM pragma_table_info(?)", (table,))
-                    listed = ", ".join(f"{column} {kind}".strip() for column, kind in columns)
-                    tables.append(f"{table}({listed})")
+                    column_list = ", ".join(f"{column} {kind}".strip() for column, kind in columns)
+                    tables.append(f"{table}({column_list})")
         except sqlite3.Error as error:
             raise ValueError(f"{self.path} is not a readable SQLite file: {error}") from error
         text, count = "; ".join(tables), len(tables)
@@ -167,15 +171,21 @@ def _may_write(action: int, first: str | None, second: str | None, *_: Any) -> i
     return sqlite3.SQLITE_DENY if denied else sqlite3.SQLITE_OK
 
 
-def as_table(names: list[str], rows: list[list[Any]], more: bool) -> str:
+def as_table(names: list[str], rows: list[list[Any]], is_truncated: bool) -> str:
     lines = [" | ".join(map(_cell, row)) for row in [names, *rows]]
     count = len(rows)
-    end = f"(the first {count} rows; there are more)" if more else f"({count} row{'' if count == 1 else 's'})"
+    end = (
+        f"(the first {count} rows; there are more)"
+        if is_truncated
+        else f"({count} row{'' if count == 1 else 's'})"
+    )
     return "\n".join([*lines, end])
 
 
-def as_json(names: list[str], rows: list[list[Any]], more: bool) -> str:
-    return json.dumps({"columns": names, "rows": rows, "count": len(rows), "more": more}, ensure_ascii=False)
+def as_json(names: list[str], rows: list[list[Any]], is_truncated: bool) -> str:
+    return json.dumps(
+        {"columns": names, "rows": rows, "count": len(rows), "more": is_truncated}, ensure_ascii=False
+    )
 
 
 def _truncated(value: Any) -> Any:

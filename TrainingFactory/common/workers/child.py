@@ -41,9 +41,9 @@ def take_pipes() -> tuple[BinaryIO, int]:
     subprocesses of the function have an empty stdin."""
     lines = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, PRIVATE)
     answers = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, PRIVATE)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    null_input = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null_input, 0)
+    os.close(null_input)
     os.dup2(2, 1)
     return open(lines, "rb"), answers
 

@@ -68,9 +68,10 @@ class Worker:
     def pid(self) -> int | None:
         return None if self._child is None else self._child.process.pid
 
-    async def ask(self, message: Any, seconds: float, hear: EventCallback | None = None) -> Any:
+    async def ask(self, message: Any, seconds: float, on_event: EventCallback | None = None) -> Any:
         """Return the answer to a message. Raise WorkerError, or WorkerTooSlow or WorkerDied if the process has ended.
-        With `hear`, the function gets a second argument, with which it reports events to `hear` before it answers."""
+        With `on_event`, the function gets a second argument, with which it reports events to `on_event` before it
+        answers."""
         if self._loop is not (loop := asyncio.get_running_loop()):  # a worker may outlive a run and its loop
             self._loop, self._turn = loop, asyncio.Lock()
         async with self._turn:
@@ -90,13 +91,13 @@ class Worker:
                 except WorkerError:
                     self._drop()
                     raise
-            return await self._answer(message, seconds, hear)
+            return await self._answer(message, seconds, on_event)
 
-    async def _answer(self, message: Any, seconds: float, hear: EventCallback | None = None) -> Any:
+    async def _answer(self, message: Any, seconds: float, on_event: EventCallback | None = None) -> Any:
         assert self._child is not None
         try:
             async with asyncio.timeout(seconds):
-                answer, problem = await self._child.exchange(message, hear)
+                answer, problem = await self._child.exchange(message, on_event)
         except TimeoutError:
             self._drop()
             raise WorkerTooSlow(f"did not answer within {seconds:g} s") from None
@@ -149,26 +150,26 @@ class _Child:
             self._close_pipes()
             raise
         finally:
-            for theirs in (commands, answers, self.life):
-                os.close(theirs)
+            for pipe_end in (commands, answers, self.life):
+                os.close(pipe_end)
         os.set_blocking(self.commands, False)
         os.set_blocking(self.answers, False)
         self._max_answer = max_answer
         self._rest = b""  # bytes after the last answer
 
-    async def exchange(self, message: Any, hear: EventCallback | None) -> tuple[Any, str | None]:
+    async def exchange(self, message: Any, on_event: EventCallback | None) -> tuple[Any, str | None]:
         """Send a message; return the answer and the problem. A random ticket ties an answer to its message: untrusted
         code can find the pipe and write to it, and one extra answer would shift all later ones by one call."""
         ticket = secrets.token_hex(8)
         try:
-            await self._send(json.dumps([ticket, message, hear is not None]).encode() + b"\n")
+            await self._send(json.dumps([ticket, message, on_event is not None]).encode() + b"\n")
             # Check the ticket before parsing, which is slow for untrusted data.
             while (line := await self._read_line()).startswith(f'["{ticket}", '.encode()):
                 match json.loads(line):
                     case [_, answer, problem]:
                         return answer, problem
-                    case [_, event] if hear is not None:
-                        hear(event)
+                    case [_, event] if on_event is not None:
+                        on_event(event)
                     case _:
                         break
         except BrokenPipeError:
@@ -178,10 +179,10 @@ class _Child:
         raise WorkerDied("was stopped, because its code wrote to the pipe for answers")
 
     async def _send(self, line: bytes) -> None:
-        rest = memoryview(line)
-        while rest:
+        unsent = memoryview(line)
+        while unsent:
             try:
-                rest = rest[os.write(self.commands, rest) :]
+                unsent = unsent[os.write(self.commands, unsent) :]
             except BlockingIOError:
                 await self._ready(self.commands, writing=True)
 
@@ -200,10 +201,10 @@ class _Child:
 
     async def _ready(self, pipe: int, writing: bool = False) -> None:
         loop = asyncio.get_running_loop()
-        ready = asyncio.Event()
-        (loop.add_writer if writing else loop.add_reader)(pipe, ready.set)
+        ready_event = asyncio.Event()
+        (loop.add_writer if writing else loop.add_reader)(pipe, ready_event.set)
         try:
-            await ready.wait()
+            await ready_event.wait()
         finally:
             (loop.remove_writer if writing else loop.remove_reader)(pipe)
 

@@ -40,9 +40,9 @@ class CalculatorEnvironment(ToolEnvironment):
         expression = self.task.metadata["expression"]
         mistake = rng.choice(("guesses", "wrong sum", "ignores the reply"))
         if mistake == "wrong sum":
-            wrong = expression.replace(expression[2], rng.choice("+-*".replace(expression[2], "")))
-            yield _calculate(wrong)
-            yield Message("assistant", str(calculate(wrong)))
+            wrong_expression = expression.replace(expression[2], rng.choice("+-*".replace(expression[2], "")))
+            yield _calculate(wrong_expression)
+            yield Message("assistant", str(calculate(wrong_expression)))
             return
         if mistake == "ignores the reply":
             yield _calculate(expression)

@@ -42,19 +42,19 @@ class SearchEnvironment(ToolEnvironment):
 
     def expert(self) -> Iterator[Message]:
         """Yield the turns of the reference solution."""
-        seller, thing, buyer = (self.task.metadata[key] for key in ("seller", "thing", "buyer"))
-        yield _search(f"{seller} {thing}")
+        seller, item, buyer = (self.task.metadata[key] for key in ("seller", "thing", "buyer"))
+        yield _search(f"{seller} {item}")
         yield _search(buyer)
         yield Message("assistant", str(self.task.answer))
 
     def novice(self, rng: random.Random) -> Iterator[Message]:
         """Yield turns with a typical mistake: a warm start on such turns leaves something for RL to improve."""
-        seller, thing, buyer = (self.task.metadata[key] for key in ("seller", "thing", "buyer"))
+        seller, item, buyer = (self.task.metadata[key] for key in ("seller", "thing", "buyer"))
         mistake = rng.choice(("guesses", "stops early", "guesses after one search"))
         if mistake == "guesses":
             yield Message("assistant", rng.choice(PLACES))
             return
-        yield _search(f"{seller} {thing}")
+        yield _search(f"{seller} {item}")
         yield Message("assistant", buyer if mistake == "stops early" else rng.choice(PLACES))
 
 
@@ -66,12 +66,12 @@ def _task(task_id: str, rng: random.Random) -> Task:
     """Generate the sale in question, with distractors: the seller's other sale, another seller's sale of the same
     thing, and where all of them live."""
     seller, other, *buyers = rng.sample(NAMES, 5)
-    thing, second = rng.sample(THINGS, 2)
-    sales = list(zip((seller, seller, other), (thing, second, thing), buyers, strict=True))
-    homes = dict(zip((seller, other, *buyers), rng.sample(PLACES, 5), strict=True))
+    item, second = rng.sample(THINGS, 2)
+    sales = list(zip((seller, seller, other), (item, second, item), buyers, strict=True))
+    homes_by_name = dict(zip((seller, other, *buyers), rng.sample(PLACES, 5), strict=True))
     # Each fact has keywords, by which the search finds it.
-    facts = [[f"{who} {what}", f"{who} sold {what} to {whom}."] for who, what, whom in sales]
-    facts += [[who, f"{who} lives in {place}."] for who, place in homes.items()]
+    facts = [[f"{person} {item}", f"{person} sold {item} to {whom}."] for person, item, whom in sales]
+    facts += [[person, f"{person} lives in {city}."] for person, city in homes_by_name.items()]
     rng.shuffle(facts)
-    metadata = {"seller": seller, "thing": thing, "buyer": buyers[0], "facts": facts}
-    return Task(task_id, f"{seller} sold {thing}. Where is it?", homes[buyers[0]], metadata)
+    metadata = {"seller": seller, "thing": item, "buyer": buyers[0], "facts": facts}
+    return Task(task_id, f"{seller} sold {item}. Where is it?", homes_by_name[buyers[0]], metadata)

@@ -74,11 +74,11 @@ class Text2SqlEnvironment(ToolEnvironment):
     async def reward(self, episode: Episode) -> Reward:
         """Return 1 if the answer gives the reference rows on all databases. Part `shown`: on the visible one."""
         query = _query_in(episode.trajectory.answer)
-        shown = bool(query) and await self._same(query, 0)
-        right = shown
-        for variant in await in_thread(hidden_variants, self.task) if shown else ():
-            right = right and await self._same(query, variant)
-        return Reward(float(right), parts={"right": float(right), "shown": float(shown)})
+        is_visible_match = bool(query) and await self._same(query, 0)
+        is_correct = is_visible_match
+        for variant in await in_thread(hidden_variants, self.task) if is_visible_match else ():
+            is_correct = is_correct and await self._same(query, variant)
+        return Reward(float(is_correct), parts={"right": float(is_correct), "shown": float(is_visible_match)})
 
     async def close(self) -> None:
         if self._shown is not None:
@@ -98,10 +98,10 @@ class Text2SqlEnvironment(ToolEnvironment):
         if mistake == "answers in words":
             yield Message("assistant", f"The {words.people} are in the table.")
             return
-        everything = f"SELECT * FROM {rng.choice((words.people, words.things, words.links))}"
-        yield _try(everything)
+        select_all = f"SELECT * FROM {rng.choice((words.people, words.things, words.links))}"
+        yield _try(select_all)
         yield Message(
-            "assistant", everything if mistake == "forgets the condition" else f"SELECT {rng.randint(1, 9)}"
+            "assistant", select_all if mistake == "forgets the condition" else f"SELECT {rng.randint(1, 9)}"
         )
 
     async def _same(self, query: str, variant: int) -> bool:
@@ -111,12 +111,16 @@ class Text2SqlEnvironment(ToolEnvironment):
         finally:
             await in_thread(database.close)
 
-    async def _open(self, variant: int, form: Literal["table", "exact"], max_rows: int) -> SqlDatabase:
+    async def _open(
+        self, variant: int, result_format: Literal["table", "exact"], max_rows: int
+    ) -> SqlDatabase:
         assert self._folder is not None, "call reset first"
         path = Path(self._folder.name, f"{variant}.db")
         if not path.exists():
             await in_thread(_build, path, self.task, variant)
-        return await in_thread(SqlDatabase, path, timeout=QUERY_SECONDS, max_rows=max_rows, format=form)
+        return await in_thread(
+            SqlDatabase, path, timeout=QUERY_SECONDS, max_rows=max_rows, format=result_format
+        )
 
 
 def _try(query: str) -> Message:
@@ -140,25 +144,25 @@ def _task(task_id: str, rng: random.Random) -> Task:
 def hidden_variants(task: Task) -> list[int]:
     """Return the hidden databases: variants on which the reference query gives another result than on the visible one,
     so that constants fail, preferably also another one than near misses. If there are none, return any variants."""
-    shown = Counter(_rows(task, 0, str(task.answer)))
+    visible_rows = Counter(_rows(task, 0, str(task.answer)))
     candidates = (
         variant
         for variant in range(1, MAX_VARIANTS)
-        if _is_informative(rows := _rows(task, variant, str(task.answer))) and Counter(rows) != shown
+        if _is_informative(rows := _rows(task, variant, str(task.answer))) and Counter(rows) != visible_rows
     )
     undetected = _with_same_rows(task, 0, _near_misses(str(task.answer)))
-    chosen, passed_over = list[int](), list[int]()
+    selected, passed_over = list[int](), list[int]()
     for variant in candidates:
         remaining = _with_same_rows(task, variant, undetected)
-        is_last_slot = len(chosen) == HIDDEN - 1
+        is_last_slot = len(selected) == HIDDEN - 1
         if len(remaining) < len(undetected) or not (undetected and is_last_slot):
-            chosen.append(variant)
+            selected.append(variant)
         else:
             passed_over.append(variant)
         undetected = remaining
-        if len(chosen) == HIDDEN:
+        if len(selected) == HIDDEN:
             break
-    return list(islice(chain(chosen, passed_over, endlessly(MAX_VARIANTS)), HIDDEN))
+    return list(islice(chain(selected, passed_over, endlessly(MAX_VARIANTS)), HIDDEN))
 
 
 def _near_misses(query: str) -> list[str]:

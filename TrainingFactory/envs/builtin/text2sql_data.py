@@ -104,10 +104,10 @@ def creation_script(task: Task, variant: int) -> str:
 def _with_average(rng: random.Random) -> list[int]:
     """Draw distinct numbers of which one is the average, so that `>` and `>=` give different rows."""
     while True:
-        others = rng.sample(range(5, 100), TITLES - 1)
-        average, rest = divmod(sum(others), TITLES - 1)
-        if rest == 0 and average not in others:
-            return rng.sample([*others, average], TITLES)
+        other_values = rng.sample(range(5, 100), TITLES - 1)
+        average, remainder = divmod(sum(other_values), TITLES - 1)
+        if remainder == 0 and average not in other_values:
+            return rng.sample([*other_values, average], TITLES)
 
 
 PLACEHOLDERS: dict[str, Callable[[SharedValues, random.Random], Any]] = {  # placeholders in questions
@@ -125,8 +125,8 @@ PLACEHOLDERS: dict[str, Callable[[SharedValues, random.Random], Any]] = {  # pla
 def make_question(kind: str, domain: str, seed: str, rng: random.Random) -> tuple[str, str]:
     """Return a question of this kind about a database, and the reference query."""
     values, templates = draw_values(domain, seed), QUESTIONS[kind]
-    drawn = {
+    parameters = {
         name: draw(values, rng) for name, draw in PLACEHOLDERS.items() if f"{{{name}" in "".join(templates)
     }
-    question, query = (text.format(d=DOMAINS[domain], **drawn) for text in templates)
+    question, query = (text.format(d=DOMAINS[domain], **parameters) for text in templates)
     return question, query

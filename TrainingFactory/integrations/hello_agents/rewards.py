@@ -119,8 +119,8 @@ def reward_options(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"there is no reward {kind!r}. Available: {', '.join(OPTIONS)}")
     options = {"max_length" if key == "target_length" else key: value for key, value in options.items()}
     if unknown := options.keys() - OPTIONS[kind].keys():
-        known = ", ".join(OPTIONS[kind])
-        raise ValueError(f"reward {kind} has no option {min(unknown)!r}. Available: {known}")
+        known_names = ", ".join(OPTIONS[kind])
+        raise ValueError(f"reward {kind} has no option {min(unknown)!r}. Available: {known_names}")
     return OPTIONS[kind] | options
 
 

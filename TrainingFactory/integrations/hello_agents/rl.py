@@ -70,13 +70,13 @@ class TrainingConfig:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def keys_for(self, algorithm: str, evaluated: bool) -> dict[str, Any]:
-        """Return the config as keys of the tool. `evaluated`: the wrapper has an `eval_dataset`."""
+    def keys_for(self, algorithm: str, is_evaluated: bool) -> dict[str, Any]:
+        """Return the config as keys of the tool. `is_evaluated`: the wrapper has an `eval_dataset`."""
         keys = {RENAMED.get(key, key): value for key, value in self.to_dict().items()}
         keys["dtype"] = "bfloat16" if self.use_bf16 else "auto" if self.use_fp16 else "float32"
         unused = NOT_KEYS | {key for key in keys if key.startswith("lora_") and not self.use_lora}
         unused |= set() if KINDS[algorithm].samples else {"max_new_tokens", "temperature"}
-        unused |= set() if evaluated else {"eval_steps"}
+        unused |= set() if is_evaluated else {"eval_steps"}
         unused |= {"use_tensorboard"} if self.use_tensorboard else set()  # used anyway if it is installed
         if self.warmup_steps == TrainingConfig.warmup_steps:
             unused |= {"warmup_steps"}
@@ -106,10 +106,10 @@ def get_installation_guide() -> str:
 
 def format_training_time(seconds: float) -> str:
     """Format seconds as a duration such as 1h 2m 3s."""
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, seconds_left = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     prefix = f"{hours}h {minutes}m " if hours else f"{minutes}m " if minutes else ""
-    return f"{prefix}{rest}s"
+    return f"{prefix}{seconds_left}s"
 
 
 def get_device_info() -> dict[str, Any]:
@@ -147,8 +147,10 @@ class BaseTrainerWrapper:
         from TrainingFactory.models.loading import load_model
 
         resolved = training.find_model(self.config.model_name)
-        loaded = load_model(resolved.name, adapter=resolved.adapter, revision=self.config.model_revision)
-        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        loaded_model = load_model(
+            resolved.name, adapter=resolved.adapter, revision=self.config.model_revision
+        )
+        self.model, self.tokenizer = loaded_model.model, loaded_model.tokenizer
 
     def train(self) -> Result:
         """Train and return the results. `save_model` writes the model."""

@@ -138,12 +138,12 @@ class RLTraining:
 
     def _run_action(self, options: dict[str, Any]) -> dict[str, Any]:
         action = self._one_of("action", str(options.pop("action", "train")).lower(), DEFAULTS)
-        known = dict.fromkeys([*DEFAULTS[action], *MORE_KEYS[action], TASKS])
+        known_names = dict.fromkeys([*DEFAULTS[action], *MORE_KEYS[action], TASKS])
         for key in options:
             dotted = action == "train" and "." in key  # a full config key, validated by the config
-            if key not in known and not dotted:
-                near, names = did_you_mean(nearest(key, known)), ", ".join(known)
-                raise ValueError(self.say("key", action=action, value=key, near=near, known=names))
+            if key not in known_names and not dotted:
+                hint, names = did_you_mean(nearest(key, known_names)), ", ".join(known_names)
+                raise ValueError(self.say("key", action=action, value=key, near=hint, known=names))
         methods = {"train": self._train, "load_dataset": self._load, "create_reward": self._create}
         return methods.get(action, self._evaluate)(options, DEFAULTS[action] | options)
 
@@ -168,9 +168,11 @@ class RLTraining:
                     continue  # the config rejects it with its key
         return {key: value for key, value in options.items() if value is not None or key == "max_samples"}
 
-    def _one_of(self, what: str, value: str, known: Collection[str]) -> str:
-        if value not in known:
-            raise ValueError(self.say("choice", what=self.say(what), value=value, known=", ".join(known)))
+    def _one_of(self, subject: str, value: str, choices: Collection[str]) -> str:
+        if value not in choices:
+            raise ValueError(
+                self.say("choice", what=self.say(subject), value=value, known=", ".join(choices))
+            )
         return value
 
     # Actions: `options` are the user's, `values` are completed with defaults.
@@ -185,9 +187,13 @@ class RLTraining:
         keys = {key: values[key] for key in values if key in MORE_KEYS["train"] or key in dotted}
         # SFT's learning rate is too high for learning from rewards or preference pairs.
         keys.setdefault("learning_rate", 5e-5 if algorithm == "sft" else 1e-5 if values["use_lora"] else 1e-6)
-        more = {"reward": reward_name} if reward_name else {}
+        reward_arguments = {"reward": reward_name} if reward_name else {}
         if not options.get("confirm", {"algorithm", "model_name"} <= options.keys()):
-            plan = {key: value for key, value in values.items() if isinstance(value, str | int)} | keys | more
+            plan = (
+                {key: value for key, value in values.items() if isinstance(value, str | int)}
+                | keys
+                | reward_arguments
+            )
             plan["algorithm"] = algorithm
             message = self.say("plan", known=", ".join(DEFAULTS))
             return {"status": "plan", "message": message, "plan": plan, "confirm": True}
@@ -197,8 +203,8 @@ class RLTraining:
         model, folder = values["model_name"], values["output_dir"]
         rows = self._rows(values, training.row_reader(algorithm))
         trainer, result = training.train(algorithm, model, rows, folder, keys, reward, heldout)
-        training.write_model(trainer, folder, result | more)
-        return result | more
+        training.write_model(trainer, folder, result | reward_arguments)
+        return result | reward_arguments
 
     def _rows(self, values: Mapping[str, Any], read: datasets.Reader) -> list[dict]:
         """Return the rows of the requested dataset."""
@@ -208,8 +214,8 @@ class RLTraining:
         if isinstance(source, str) and source in datasets.NAMES:
             return read(datasets.read_gsm8k(split, count, values.get(TASKS)))
         if isinstance(source, str) and "/" not in source and not Path(source).exists():
-            known = ["gsm8k", *self.custom_datasets, "FILE.jsonl", "OWNER/NAME (hub)"]
-            self._one_of("dataset", source, known)
+            known_names = ["gsm8k", *self.custom_datasets, "FILE.jsonl", "OWNER/NAME (hub)"]
+            self._one_of("dataset", source, known_names)
         return read(source, split, count)
 
     def _reward(self, values: Mapping[str, Any]) -> tuple[str, Callable[..., Any]]:
@@ -231,12 +237,12 @@ class RLTraining:
         return name, rewards.make_reward(name, self._created.get(name, {}) if options is None else options)
 
     def _load(self, options: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        form = self._one_of("format", options.get("format_type", values["format"]), datasets.FORMATS)
+        format_name = self._one_of("format", options.get("format_type", values["format"]), datasets.FORMATS)
         rows = self._rows(values, datasets.plain_rows)
         if {"question", "answer"} <= rows[0].keys():
-            tokenizer = datasets.load_model_tokenizer(values["model_name"]) if form == "rl" else None
-            rows = datasets.format_rows(rows, form, tokenizer)
-        result = {"status": "success", "format": form, "split": values["split"]}
+            tokenizer = datasets.load_model_tokenizer(values["model_name"]) if format_name == "rl" else None
+            rows = datasets.format_rows(rows, format_name, tokenizer)
+        result = {"status": "success", "format": format_name, "split": values["split"]}
         return result | {"dataset_size": len(rows), "sample_keys": list(rows[0])}
 
     def _create(self, options: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -245,8 +251,8 @@ class RLTraining:
         rewards.make_reward(kind, values)
         self._created[kind] = values
         text = self.say(kind, **completed, cap=rewards.STEP_CAP)
-        shown = {name: value for name, value in completed.items() if value is not None}
-        return {"status": "success", "reward_type": kind, "description": text, **shown}
+        completed_options = {name: value for name, value in completed.items() if value is not None}
+        return {"status": "success", "reward_type": kind, "description": text, **completed_options}
 
     def _evaluate(self, options: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         from TrainingFactory.integrations.hello_agents.evaluation import evaluate

@@ -101,9 +101,11 @@ def config_sections(algorithm: str, keys: Mapping[str, Any], size: int) -> dict[
     options = {key: value for key, value in keys.items() if value is not None}
     if accumulation := options.get("gradient_accumulation_steps"):
         options["batch_size"] = options.get("batch_size", BATCH_SIZE) * accumulation
-    plain = [(OPTIONS.get(key, key), key, options[key]) for key in options if key in OPTIONS or "." in key]
+    option_rows = [
+        (OPTIONS.get(key, key), key, options[key]) for key in options if key in OPTIONS or "." in key
+    ]
     sections: dict[str, dict[str, Any]] = {}
-    for full_key, key, value in (*plain, *_special(algorithm, options, size)):
+    for full_key, key, value in (*option_rows, *_special(algorithm, options, size)):
         section, _, name = full_key.partition(".")
         present = sections.setdefault(section, {}).setdefault(name, value)
         if present != value:
@@ -128,7 +130,7 @@ def _special(algorithm: str, options: Mapping[str, Any], size: int) -> Iterator[
     tensorboard, wandb = options.get("use_tensorboard"), options.get("use_wandb")
     if tensorboard is None:  # used if installed; requested explicitly, a missing package is an error
         tensorboard = importlib.util.find_spec("tensorboard") is not None
-    if trackers := [name for name, used in (("tensorboard", tensorboard), ("wandb", wandb)) if used]:
+    if trackers := [name for name, is_used in (("tensorboard", tensorboard), ("wandb", wandb)) if is_used]:
         yield "logging.trackers", "use_wandb", trackers
     if "wandb_project" in options:
         if not wandb:
@@ -166,9 +168,9 @@ def _save_builtin(folder: Path) -> Path:
     from TrainingFactory.models.loading import load_model
 
     if not (folder / "config.json").is_file():
-        loaded = load_model(BUILTIN, device="cpu")
-        loaded.model.save_pretrained(folder)
-        loaded.tokenizer.save_pretrained(folder)
+        loaded_model = load_model(BUILTIN, device="cpu")
+        loaded_model.model.save_pretrained(folder)
+        loaded_model.tokenizer.save_pretrained(folder)
     return folder.resolve()
 
 
@@ -181,7 +183,7 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def write_model(trainer: Trainer, output_dir: str | Path, about: Mapping[str, Any]) -> None:
+def write_model(trainer: Trainer, output_dir: str | Path, model_info: Mapping[str, Any]) -> None:
     """Write the trained model to a folder and replace the model of an earlier training there. The checkpoints of the
     runs are kept."""
     folder = Path(output_dir).expanduser()
@@ -191,7 +193,9 @@ def write_model(trainer: Trainer, output_dir: str | Path, about: Mapping[str, An
     trainer.save_model(temporary)
     old = json.loads(record.read_text(encoding="utf-8"))["files"] if record.is_file() else []
     files = sorted(path.name for path in temporary.iterdir())
-    record.write_text(json.dumps({**about, "files": files}, indent=2, ensure_ascii=False), encoding="utf-8")
+    record.write_text(
+        json.dumps({**model_info, "files": files}, indent=2, ensure_ascii=False), encoding="utf-8"
+    )
     for name in set(old) - set(files):
         (folder / Path(name).name).unlink(missing_ok=True)
     for name in files:

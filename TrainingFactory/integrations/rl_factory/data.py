@@ -59,7 +59,7 @@ class DataItem:
         return [tokenizer.decode(turn, skip_special_tokens=True) for turn in self._turns]
 
     @property
-    def about(self) -> tuple[Any, Any, Any]:
+    def scoring_inputs(self) -> tuple[Any, Any, Any]:
         """The task's data_source, ground_truth and extra_info, which methods receive beside a text."""
         columns = self.non_tensor_batch
         return columns["data_source"], columns["reward_model"]["ground_truth"], columns["extra_info"]

@@ -130,8 +130,8 @@ class Env(ForeignEnvironment):
     def _check(self) -> None:
         name = type(self).__name__
         for method in dir(type(self)):  # a misspelled method would silently never be called
-            if not hasattr(Env, method) and (near := nearest(method, CALLED, 0.85)):
-                raise ValueError(f"{name}.{method} is never called; did you mean {near}?")
+            if not hasattr(Env, method) and (closest := nearest(method, CALLED, 0.85)):
+                raise ValueError(f"{name}.{method} is never called; did you mean {closest}?")
         for method in CALLED:
             if not self.fits(method) and not (method == RULES and self.fits(RULES, if_val=False)):
                 expected = ", ".join(["self", *(parameter.name for parameter in _parameters(method))])
@@ -214,7 +214,7 @@ class Env(ForeignEnvironment):
         """Return the scores of the judge's replies for each item, read by the subclass or as the judge's verdict."""
         scores = []
         for item, prompts in zip(data, self.get_prompt_for_reward(reward_tokenizer, data), strict=True):
-            source, truth, extra = item.about
+            source, truth, extra = item.scoring_inputs
             method = self._compute_single_score_with_reward_rollout_wg
             read = partial(_read_reply, method, source, truth, extra) if self.writes(READ_REPLY) else None
             scores.append(reward_rollout_wg.score([prompts] if isinstance(prompts, str) else prompts, read))
@@ -222,7 +222,7 @@ class Env(ForeignEnvironment):
 
     def _process_data(self, data_item: DataItem, tokenizer: Any) -> dict[str, Any]:
         """Return the texts of prompt and response, and the task's columns. The response has no tool output."""
-        source, truth, extra = data_item.about
+        source, truth, extra = data_item.scoring_inputs
         return {
             "prompt_str": tokenizer.decode(data_item.batch["prompts"], skip_special_tokens=True),
             "response_str": "\n".join(data_item.texts(tokenizer)),

@@ -106,7 +106,7 @@ class EnvEpisode(ToolEnvironment):
         return self._data
 
     async def _verify(self, item: DataItem) -> None:
-        source, truth, extra = item.about
+        source, truth, extra = item.scoring_inputs
         if not isinstance(truth, dict):
             raise Unscored(
                 f"task {self.task.id}: ground_truth is {short_repr(truth)}. It must be an object, because the result "

@@ -28,12 +28,12 @@ MAX_EXPANDED = 100_000  # total characters of all expanded variables of one scri
 class LaunchScript:
     """The training command of a script.
 
-    `overrides` maps keys to values after shell expansion, with markers around parts that only the shell knows; `other`
-    holds the remaining words of the command."""
+    `overrides` maps keys to values after shell expansion, with markers around parts that only the shell knows;
+    `unparsed` holds the remaining words of the command."""
 
     path: str
     overrides: dict[str, str] = field(default_factory=dict)
-    other: list[str] = field(default_factory=list)
+    unparsed: list[str] = field(default_factory=list)
 
 
 def read_script(path: Path, variables: Mapping[str, str]) -> LaunchScript:
@@ -112,19 +112,19 @@ def _training_command(path: str, commands: Sequence[tuple[int, list[str]]]) -> L
         raise ValueError(f"{path}: {problem}")
     [(_, words)] = trainings
     script = LaunchScript(path)
-    start = next(index for index, word in enumerate(words) if _is_training(word))
-    for word in words[start + 1 :]:
-        if COMMAND_END.match(word):  # a pipe, a redirection, the next command
+    start = next(index for index, argument in enumerate(words) if _is_training(argument))
+    for argument in words[start + 1 :]:
+        if COMMAND_END.match(argument):  # a pipe, a redirection, the next command
             break
-        if override := OVERRIDE.fullmatch(word):
+        if override := OVERRIDE.fullmatch(argument):
             script.overrides[override[1]] = override[2]
         else:
-            script.other.append(word)
+            script.unparsed.append(argument)
     if not script.overrides:
         raise ValueError(f"{path}: the training command has no overrides (key=value) to translate")
     return script
 
 
-def _is_training(word: str) -> bool:
-    match = COMMAND.search(word)
+def _is_training(argument: str) -> bool:
+    match = COMMAND.search(argument)
     return match is not None and "ppo" in match[1]

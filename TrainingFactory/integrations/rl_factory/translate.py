@@ -28,8 +28,10 @@ class Translation:
         self.notes: list[str] = []
         self._remaining: dict[str, Any] = {}  # overrides that are not translated yet
         for key, text in script.overrides.items():
-            if hidden := SHELL_ONLY.search(text):
-                self.notes.append(f"{key}: {BY_HAND}: it depends on {hidden[1]}, which only the shell knows")
+            if shell_syntax := SHELL_ONLY.search(text):
+                self.notes.append(
+                    f"{key}: {BY_HAND}: it depends on {shell_syntax[1]}, which only the shell knows"
+                )
             else:
                 self._remaining[key.removeprefix(PREFIX)] = _value(text)
         for key in [key for key, value in self._remaining.items() if value is None]:
@@ -38,14 +40,16 @@ class Translation:
             step()
         for key in [*self._remaining]:
             self._note(key, self._remaining[key], *keys.reason(key))
-        self.notes += [f"{word}: {NOT_NEEDED}: it is not an override" for word in script.other]
+        self.notes += [f"{argument}: {NOT_NEEDED}: it is not an override" for argument in script.unparsed]
 
     def text(self) -> str:
         """Return the config as YAML, with the notes as comments at its end."""
         top = f"# Translated from {self.script.path}. Comments at the end list what was not translated, and why.\n"
         end = "".join(f"# {' '.join(note.split())}\n" for note in self.notes)
-        ordered = {name: self.sections[name] for name in TrainingConfig.model_fields if name in self.sections}
-        return f"{top}{yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)}{end}"
+        sections = {
+            name: self.sections[name] for name in TrainingConfig.model_fields if name in self.sections
+        }
+        return f"{top}{yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)}{end}"
 
     def _take(self, key: str, default: Any = None) -> Any:
         """Remove an override and return its value, or `default` with a note if the value disables its feature."""
@@ -66,7 +70,7 @@ class Translation:
             raise ValueError(f"{self.script.path}: {key} is {value!r}; it must be an integer")
         return value
 
-    def _put(self, key: str, value: Any) -> None:
+    def _set_key(self, key: str, value: Any) -> None:
         section, _, name = key.replace("@", self.algorithm).partition(".")
         self.sections.setdefault(section, {})[name] = value
 
@@ -78,41 +82,46 @@ class Translation:
     def _algorithm(self) -> None:
         estimator = str(self._take("algorithm.adv_estimator", "gae"))  # verl's default
         self.algorithm, advantage = keys.ESTIMATORS.get(estimator, ("grpo", ""))
-        self._put("training.algorithm", self.algorithm)
+        self._set_key("training.algorithm", self.algorithm)
         if estimator not in keys.ESTIMATORS:
-            known = ", ".join(keys.ESTIMATORS)
+            known_names = ", ".join(keys.ESTIMATORS)
             self._note(
-                "algorithm.adv_estimator", estimator, NO_COUNTERPART, f"grpo is used instead; known: {known}"
+                "algorithm.adv_estimator",
+                estimator,
+                NO_COUNTERPART,
+                f"grpo is used instead; known: {known_names}",
             )
         if advantage == "group":
             self.sections["grpo"] = {"scale_rewards": True, "clip_high": 0.2}  # verl's defaults
         elif advantage:
-            self._put("grpo.advantage", advantage)
-        if any(keys.RL_FACTORY_CONFIG in word for word in self.script.other):
+            self._set_key("grpo.advantage", advantage)
+        if any(keys.RL_FACTORY_CONFIG in argument for argument in self.script.unparsed):
             self._remaining = keys.DEFAULTS | self._remaining
-        for key, ours in {**keys.UNCHANGED, **keys.BY_ALGORITHM[self.algorithm]}.items():
+        for key, config_key in {**keys.UNCHANGED, **keys.BY_ALGORITHM[self.algorithm]}.items():
             if key in self._remaining:
-                self._put(ours, self._remaining.pop(key))
+                self._set_key(config_key, self._remaining.pop(key))
         if rank := self._take("model.lora_rank"):
-            self._put("lora.enabled", True)
-            self._put("lora.r", rank)
+            self._set_key("lora.enabled", True)
+            self._set_key("lora.r", rank)
 
     def _data(self) -> None:
-        for key, ours in {"data.train_files": "data.tasks", "data.val_files": "data.heldout"}.items():
+        for key, config_key in {"data.train_files": "data.tasks", "data.val_files": "data.heldout"}.items():
             if files := self._take(key):
-                first, *more = files if isinstance(files, list) else [files]
-                self._put(ours, first)
-                if more:
-                    self._note(key, more, BY_HAND, "only one file is supported; merge the rows of all files")
+                first, *ignored = files if isinstance(files, list) else [files]
+                self._set_key(config_key, first)
+                if ignored:
+                    self._note(
+                        key, ignored, BY_HAND, "only one file is supported; merge the rows of all files"
+                    )
         response = self._count("data.max_response_length")
         if response:
-            self._put("sampling.max_tokens", response)
+            self._set_key("sampling.max_tokens", response)
         if prompt := self._count("data.max_prompt_length"):
-            self._put("model.max_length", prompt + (response or 512))  # verl's default
+            self._set_key("model.max_length", prompt + (response or 512))  # verl's default
         batch_size = self.sections["training"].get("batch_size")
         minibatch = self._count("actor.ppo_mini_batch_size")
         if minibatch > 0 and isinstance(batch_size, int) and batch_size % minibatch == 0:
-            self._put("training.minibatches", batch_size // minibatch)
+            self._set_key("training.minibatches", batch_size // minibatch)
         elif minibatch:
             reason = f"it does not divide the batch size of {batch_size}"
             self._note("actor.ppo_mini_batch_size", minibatch, BY_HAND, reason)
@@ -120,24 +129,24 @@ class Translation:
     def _loss(self) -> None:
         kl_in_loss = self._take("actor.use_kl_loss")
         if kl_in_loss:
-            self._put("@.kl", self._remaining.pop("actor.kl_loss_coef", 0.001))  # verl's default
+            self._set_key("@.kl", self._remaining.pop("actor.kl_loss_coef", 0.001))  # verl's default
         elif self.algorithm == "ppo" and self._take("algorithm.use_kl_in_reward"):
-            self._put("ppo.kl_in", "reward")
-            self._put("ppo.kl", self._remaining.pop("algorithm.kl_ctrl.kl_coef", 0.001))
-        for key, (ours, names) in keys.RENAMED_VALUES.items():
+            self._set_key("ppo.kl_in", "reward")
+            self._set_key("ppo.kl", self._remaining.pop("algorithm.kl_ctrl.kl_coef", 0.001))
+        for key, (config_key, names) in keys.RENAMED_VALUES.items():
             if key not in self._remaining or (key.startswith("actor.kl") and not kl_in_loss):
                 continue
             value = self._remaining.pop(key)
-            if value in names and (self.algorithm == "grpo" or not ours.startswith("grpo")):
-                self._put(ours, names[value])
+            if value in names and (self.algorithm == "grpo" or not config_key.startswith("grpo")):
+                self._set_key(config_key, names[value])
             else:
-                reason = f"{ours.replace('@', self.algorithm)} supports {', '.join(names)}"
+                reason = f"{config_key.replace('@', self.algorithm)} supports {', '.join(names)}"
                 self._note(key, value, NO_COUNTERPART, reason)
         if self.sections.get("grpo", {}).get("ratio") == "sequence":
-            self._put("grpo.normalization", "sequence")
+            self._set_key("grpo.normalization", "sequence")
         if clip := self._take("actor.clip_ratio"):  # for ppo it is translated already
-            self._put("grpo.clip_low", clip)
-            self._put("grpo.clip_high", clip)
+            self._set_key("grpo.clip_low", clip)
+            self._set_key("grpo.clip_high", clip)
 
     def _environment(self) -> None:
         if name := self._take("env.name"):
@@ -149,8 +158,8 @@ class Translation:
             else:
                 path = existing or candidates[0]
                 steps = bool(self._remaining.pop("env.use_process_reward", False))
-                self._put("environment.environment_id", path)
-                self._put("environment.options", {"use_process_reward": steps})
+                self._set_key("environment.environment_id", path)
+                self._set_key("environment.options", {"use_process_reward": steps})
                 text = "must define your Env, imported from TrainingFactory.integrations.rl_factory"
                 self._note("env.name", name, BY_HAND, f"{path} {text}")
         if path := self._take("env.config_path"):
@@ -180,21 +189,21 @@ class Translation:
         loggers = self._take("trainer.logger", [])
         loggers = loggers if isinstance(loggers, list) else [loggers]
         if trackers := [name for name in loggers if name in keys.TRACKERS]:
-            self._put("logging.trackers", trackers)
-        if others := [name for name in loggers if name not in keys.TRACKERS]:
+            self._set_key("logging.trackers", trackers)
+        if unsupported := [name for name in loggers if name not in keys.TRACKERS]:
             text = f"steps are always printed; trackers are {', '.join(keys.TRACKERS)}"
-            self._note("trainer.logger", others, NO_COUNTERPART, text)
+            self._note("trainer.logger", unsupported, NO_COUNTERPART, text)
         if "wandb" in trackers and (project := self._take("trainer.project_name")):
-            self._put("logging.wandb", {"project": str(project)})
-        if every := self._count("trainer.save_freq"):
-            self._put("logging.checkpoint_every", every)
-        if "heldout" in self.sections.get("data", {}) and (every := self._count("trainer.test_freq")):
-            self._put("training.eval_every", every)
+            self._set_key("logging.wandb", {"project": str(project)})
+        if save_every := self._count("trainer.save_freq"):
+            self._set_key("logging.checkpoint_every", save_every)
+        if "heldout" in self.sections.get("data", {}) and (save_every := self._count("trainer.test_freq")):
+            self._set_key("training.eval_every", save_every)
         machines = [key for key in ("trainer.n_gpus_per_node", "trainer.nnodes") if key in self._remaining]
         if machines:
-            self._put("compute.num_gpus", prod(self._count(key, 1) for key in machines))
+            self._set_key("compute.num_gpus", prod(self._count(key, 1) for key in machines))
         if self._remaining.get("rollout.mode") == "async":
-            self._put("optimization.async_rollout", bool(self._remaining.pop("rollout.mode")))
+            self._set_key("optimization.async_rollout", bool(self._remaining.pop("rollout.mode")))
 
 
 def _value(text: str) -> Any:

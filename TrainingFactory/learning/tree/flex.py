@@ -20,22 +20,24 @@ def count_visible_pairs(pack: Pack) -> np.ndarray:
     blocks = -(-len(pack.token_ids) // BLOCK)
     pairs = np.zeros((blocks, blocks), np.int64)
     shares = [_share(node) for node in pack.nodes]
-    for node, (first, own) in zip(pack.nodes, shares, strict=True):
-        end = first + len(own)
+    for node, (first, own_share) in zip(pack.nodes, shares, strict=True):
+        end = first + len(own_share)
         # Within the node: all pairs with earlier blocks, and the causal half within a block.
-        pairs[first:end, first:end] += np.tril(np.outer(own, own), -1) + np.diag(own * (own + 1) // 2)
+        pairs[first:end, first:end] += np.tril(np.outer(own_share, own_share), -1) + np.diag(
+            own_share * (own_share + 1) // 2
+        )
         ancestor = node.parent
         while ancestor >= 0:
             start, counts = shares[ancestor]
-            pairs[first:end, start : start + len(counts)] += np.outer(own, counts)
+            pairs[first:end, start : start + len(counts)] += np.outer(own_share, counts)
             ancestor = pack.nodes[ancestor].parent
     return pairs
 
 
 def _share(node: TreeNode) -> tuple[int, np.ndarray]:
     """Return the first block that holds tokens of the node, and the node's token count in it and each further block."""
-    borders = np.arange(node.start // BLOCK, (node.start + node.length - 1) // BLOCK + 2) * BLOCK
-    return node.start // BLOCK, np.diff(borders.clip(node.start, node.start + node.length))
+    boundaries = np.arange(node.start // BLOCK, (node.start + node.length - 1) // BLOCK + 2) * BLOCK
+    return node.start // BLOCK, np.diff(boundaries.clip(node.start, node.start + node.length))
 
 
 def pad_to_blocks(pack: Pack) -> Pack:
@@ -51,21 +53,21 @@ def block_mask(pack: Pack, device: torch.device) -> Any:
     """Return FlexAttention's mask: a key is visible to later tokens of its node and the node's descendants."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    ends, lengths = (
+    end_tokens, lengths = (
         [tokens.stop for tokens in descendant_tokens(pack.nodes)],
         [node.length for node in pack.nodes],
     )
-    end = torch.from_numpy(np.repeat(ends, lengths).astype(np.int32)).to(device)
+    end = torch.from_numpy(np.repeat(end_tokens, lengths).astype(np.int32)).to(device)
 
-    def sees(_b: Any, _h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def sees(_batch: Any, _h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (k <= q) & (q < end[k])
 
     pairs, size = torch.from_numpy(count_visible_pairs(pack)), len(pack.token_ids)
-    full = pairs == BLOCK * BLOCK  # blocks in which no pair is masked
+    is_full_block = pairs == BLOCK * BLOCK  # blocks in which no pair is masked
     parts: list[torch.Tensor] = []
     for blocks in (
-        (pairs > 0) & ~full,
-        full,
+        (pairs > 0) & ~is_full_block,
+        is_full_block,
     ):  # number of key blocks per query block, and their indices first
         parts += [blocks.sum(-1, dtype=torch.int32), (~blocks).int().argsort(dim=-1, stable=True).int()]
     counts, indices, full_counts, full_indices = (part[None, None].to(device) for part in parts)

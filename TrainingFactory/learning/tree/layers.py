@@ -21,15 +21,15 @@ SUPPORTED_MODELS = {"llama", "mistral", "qwen2", "qwen3"}
 
 
 def rms_norm(states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    exact = states.float()
-    exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + epsilon)
-    return weight * exact.to(states.dtype)
+    upcast = states.float()
+    upcast = upcast * torch.rsqrt(upcast.square().mean(-1, keepdim=True) + epsilon)
+    return weight * upcast.to(states.dtype)
 
 
 def add_norm(
-    states: torch.Tensor, more: torch.Tensor, weight: torch.Tensor, epsilon: float
+    states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    total = states + more
+    total = states + residual
     return total, rms_norm(total, weight, epsilon)
 
 
@@ -40,8 +40,8 @@ def rotate(
     states = states.unflatten(-1, (-1, cos.shape[-1]))
     states = states if weight is None else rms_norm(states, weight, epsilon)
     first, second = states.chunk(2, -1)
-    turned = torch.cat((-second, first), -1)
-    return (states * cos[:, :, None] + turned * sin[:, :, None]).transpose(1, 2)
+    rotated = torch.cat((-second, first), -1)
+    return (states * cos[:, :, None] + rotated * sin[:, :, None]).transpose(1, 2)
 
 
 def gate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -60,11 +60,11 @@ def attention_inputs(
 
 
 def layer_output(
-    states: torch.Tensor, mixed: torch.Tensor, weight: torch.Tensor, epsilon: float,
+    states: torch.Tensor, attention_output: torch.Tensor, weight: torch.Tensor, epsilon: float,
     out: Matrix, first: Matrix, second: Matrix, down: Matrix,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the layer's output from its input `states` and the attention output `mixed`."""
-    states, normed = add_norm(states, linear(mixed, *out), weight, epsilon)
+    """Return the layer's output from its input `states` and the attention output `attention_output`."""
+    states, normed = add_norm(states, linear(attention_output, *out), weight, epsilon)
     return states + linear(gate(linear(normed, *first), linear(normed, *second)), *down)
 
 
@@ -117,12 +117,12 @@ def _forward(
     attention, mlp, post_norm = layer.self_attn, layer.mlp, layer.post_attention_layernorm
     matrices = _matrices(layer)
     inputs = _before(layer, make, matrices, hidden_states, *position_embeddings)
-    mixed, _ = attend(attention, *inputs, None, attention.scaling, tfactory_tree=tfactory_tree)
-    mixed = mixed.flatten(2)
+    attention_output, _ = attend(attention, *inputs, None, attention.scaling, tfactory_tree=tfactory_tree)
+    attention_output = attention_output.flatten(2)
     norm_args = post_norm.weight, post_norm.variance_epsilon
     if matrices is not None:
-        return make(layer_output)(hidden_states, mixed, *norm_args, *matrices[3:])
-    states, normed = make(add_norm)(hidden_states, attention.o_proj(mixed), *norm_args)
+        return make(layer_output)(hidden_states, attention_output, *norm_args, *matrices[3:])
+    states, normed = make(add_norm)(hidden_states, attention.o_proj(attention_output), *norm_args)
     return states + mlp.down_proj(make(gate)(mlp.gate_proj(normed), mlp.up_proj(normed)))
 
 

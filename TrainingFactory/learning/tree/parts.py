@@ -48,7 +48,7 @@ class PaddedRows:
 class TreePart:
     queries: PaddedRows
     keys: PaddedRows
-    own: bool  # nodes against themselves: causal
+    is_causal: bool  # nodes against themselves: causal
     hidden: torch.Tensor | None  # additive mask [n, 1, 1, A] or [1, 1, T, A]; None: nothing is masked
     _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
@@ -57,7 +57,9 @@ class TreePart:
         if self.hidden is None:
             return None
         if (groups, dtype) not in self._masks:
-            self._masks[groups, dtype] = self.hidden.to(dtype).repeat(1, 1, groups if self.own else 1, 1)
+            self._masks[groups, dtype] = self.hidden.to(dtype).repeat(
+                1, 1, groups if self.is_causal else 1, 1
+            )
         return self._masks[groups, dtype]
 
 
@@ -69,63 +71,63 @@ def plan_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
         levels[node.level].append(number)
     parts = []
     for numbers in _by_length(nodes):
-        side, _ = _side([_own(nodes[number]) for number in numbers], device)
+        padded, _ = _side([_own_tokens(nodes[number]) for number in numbers], device)
         length = max(nodes[number].length for number in numbers)
         later = torch.full((length, length), -torch.inf).triu(1)[None, None].to(device)
-        parts.append(TreePart(side, side, True, later if length > 1 else None))
+        parts.append(TreePart(padded, padded, True, later if length > 1 else None))
     for numbers in levels:
         parents = [number for number in numbers if len(descendants[number])]
         if parents:
             queries, _ = _side([descendants[number] for number in parents], device)
-            keys, real = _side([_own(nodes[number]) for number in parents], device)
-            hidden = torch.where(torch.from_numpy(real), 0.0, -torch.inf)[:, None, None].to(device)
-            parts.append(TreePart(queries, keys, False, None if keys.places is None else hidden))
+            keys, is_token = _side([_own_tokens(nodes[number]) for number in parents], device)
+            padding_mask = torch.where(torch.from_numpy(is_token), 0.0, -torch.inf)[:, None, None].to(device)
+            parts.append(TreePart(queries, keys, False, None if keys.places is None else padding_mask))
     return parts
 
 
 def _by_length(nodes: list[TreeNode]) -> list[list[int]]:
     """Group nodes of similar length, trading the fixed cost of a part against padding, whose cost is quadratic."""
     groups: list[list[int]] = []
-    longest = real = padding = 0
+    longest = num_tokens = padding = 0
     for number in sorted(range(len(nodes)), key=lambda number: -nodes[number].length):
         length = nodes[number].length
         too_short = longest > FREE_PADDING and length < 3 / 4 * longest
-        if not groups or too_short or padding + longest - length > max(FREE_PADDING, real // 2):
+        if not groups or too_short or padding + longest - length > max(FREE_PADDING, num_tokens // 2):
             groups.append([])
-            longest, real, padding = length, 0, 0
+            longest, num_tokens, padding = length, 0, 0
         groups[-1].append(number)
-        real += length
+        num_tokens += length
         padding += longest - length
     return groups
 
 
-def _own(node: TreeNode) -> range:
+def _own_tokens(node: TreeNode) -> range:
     return range(node.start, node.start + node.length)
 
 
 def descendant_tokens(nodes: list[TreeNode]) -> list[range]:
     """Return the token range of each node's descendants. Nodes are in depth-first order, so it follows its own."""
-    ends = [node.start + node.length for node in nodes]
+    node_ends = [node.start + node.length for node in nodes]
     for number in reversed(range(len(nodes))):
         parent = nodes[number].parent
         if parent >= 0:
-            ends[parent] = max(ends[parent], ends[number])
-    return [range(node.start + node.length, end) for node, end in zip(nodes, ends, strict=True)]
+            node_ends[parent] = max(node_ends[parent], node_ends[number])
+    return [range(node.start + node.length, end) for node, end in zip(nodes, node_ends, strict=True)]
 
 
 def _side(rows: list[range], device: torch.device) -> tuple[PaddedRows, np.ndarray]:
     """Return the side of these token ranges, and a mask [n, length] that is False at padding."""
     starts, lengths = np.array([row.start for row in rows]), np.array([len(row) for row in rows])
     columns = np.arange(lengths.max())
-    real = columns < lengths[:, None]
+    is_token = columns < lengths[:, None]
     if len(rows) == 1:
-        whole = slice(rows[0].start, rows[0].stop)
-        return PaddedRows(1, whole, None, whole), real
-    padded = torch.from_numpy(np.where(real, starts[:, None] + columns, 0).ravel()).to(device)
-    if real.all():
-        return PaddedRows(len(rows), padded, None, padded), real
-    places = torch.from_numpy(np.flatnonzero(real)).to(device)
-    return PaddedRows(len(rows), padded, places, padded[places]), real
+        token_range = slice(rows[0].start, rows[0].stop)
+        return PaddedRows(1, token_range, None, token_range), is_token
+    padded = torch.from_numpy(np.where(is_token, starts[:, None] + columns, 0).ravel()).to(device)
+    if is_token.all():
+        return PaddedRows(len(rows), padded, None, padded), is_token
+    places = torch.from_numpy(np.flatnonzero(is_token)).to(device)
+    return PaddedRows(len(rows), padded, places, padded[places]), is_token
 
 
 def attend(
@@ -136,8 +138,8 @@ def attend(
     if size < key.shape[-1]:  # the kernel needs equal head sizes; zero padding changes nothing
         value = pad(value, (0, key.shape[-1] - size))
     q = query.unflatten(1, (key.shape[1], -1))  # [N, K, G, d]
-    out: Any = _Attention.apply(q, key, value, parts, scale)
-    return out.flatten(1, 2)[..., :size]
+    output: Any = _Attention.apply(q, key, value, parts, scale)
+    return output.flatten(1, 2)[..., :size]
 
 
 def _fold(queries: torch.Tensor) -> torch.Tensor:
@@ -155,46 +157,51 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: list[TreePart], scale: float
     ) -> torch.Tensor:
         flash, groups = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, q.shape[2]
-        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)  # [N, K, G, d]
+        output = torch.empty(q.shape, dtype=torch.float32, device=q.device)  # [N, K, G, d]
         total = torch.empty(*q.shape[:3], 1, dtype=torch.float32, device=q.device)  # log-sum-exp
         inputs: list[torch.Tensor] = []
         for part in parts:
             queries = part.queries
-            spread = (
+            scattered = (
                 _fold(queries.spread(q)),  # [n, K, G * T, d]
                 *(part.keys.spread(states).transpose(1, 2) for states in (k, v)),  # [n, K, A, d]
             )
-            inputs += spread
-            seen, sums = flash(*spread, attn_mask=part.mask(groups, q.dtype), scale=scale)
-            seen = queries.gather(_unfold(seen, groups)).float()
+            inputs += scattered
+            part_output, sums = flash(*scattered, attn_mask=part.mask(groups, q.dtype), scale=scale)
+            part_output = queries.gather(_unfold(part_output, groups)).float()
             sums = queries.gather(_unfold(sums[..., None], groups))
-            if not part.own:
-                before = total[queries.tokens]
-                seen = torch.lerp(out[queries.tokens], seen, torch.sigmoid(sums - before))
-                sums = torch.logaddexp(before, sums)
-            out[queries.tokens], total[queries.tokens] = seen, sums
-        out = out.to(q.dtype)
-        ctx.save_for_backward(out, total, *inputs)
+            if not part.is_causal:
+                previous_total = total[queries.tokens]
+                part_output = torch.lerp(
+                    output[queries.tokens], part_output, torch.sigmoid(sums - previous_total)
+                )
+                sums = torch.logaddexp(previous_total, sums)
+            output[queries.tokens], total[queries.tokens] = part_output, sums
+        output = output.to(q.dtype)
+        ctx.save_for_backward(output, total, *inputs)
         ctx.parts, ctx.scale, ctx.keys = parts, scale, k.shape
-        return out
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        out, total, *inputs = ctx.saved_tensors
+        output, total, *inputs = ctx.saved_tensors
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        groups, grad_of = out.shape[2], [out.new_zeros(shape) for shape in (out.shape, ctx.keys, ctx.keys)]
+        groups, grad_of = (
+            output.shape[2],
+            [output.new_zeros(shape) for shape in (output.shape, ctx.keys, ctx.keys)],
+        )
         for number, part in enumerate(ctx.parts):
             queries, keys = part.queries, part.keys
             grad = queries.spread(grads[0].contiguous())
             if (
                 queries.places is not None
             ):  # padded queries must not contribute to the gradients of keys and values
-                real = grad.new_zeros(grad.shape[0] * grad.shape[1]).index_fill_(0, queries.places, 1.0)
-                grad = grad * real.view(*grad.shape[:2], 1, 1, 1)
+                is_token = grad.new_zeros(grad.shape[0] * grad.shape[1]).index_fill_(0, queries.places, 1.0)
+                grad = grad * is_token.view(*grad.shape[:2], 1, 1, 1)
             sums = _fold(queries.spread(total))[..., 0].contiguous()
             part_grads = flash(
-                _fold(grad), *inputs[3 * number : 3 * number + 3], _fold(queries.spread(out)), sums, 0.0, False,
-                attn_mask=part.mask(groups, out.dtype), scale=ctx.scale,
+                _fold(grad), *inputs[3 * number : 3 * number + 3], _fold(queries.spread(output)), sums, 0.0, False,
+                attn_mask=part.mask(groups, output.dtype), scale=ctx.scale,
             )  # fmt: skip
             grad_of[0][queries.tokens] += queries.gather(_unfold(part_grads[0], groups))
             for total_grad, part_grad in zip(grad_of[1:], part_grads[1:], strict=True):

@@ -127,7 +127,7 @@ class JudgeClient:
         if isinstance(self.cache, str | Path) and self._opened is None:
             self._opened = open_cache(self.cache)
         assert self._opened is not None
-        result = await self._opened.through(key, run, time.monotonic() + IN_FLIGHT_TIMEOUT)
+        result = await self._opened.get_or_execute(key, run, time.monotonic() + IN_FLIGHT_TIMEOUT)
         entry = json.loads(result.content)
         reply = JudgeReply(entry["text"], *entry["tokens"])
         if result.cached:
@@ -147,14 +147,14 @@ class JudgeClient:
                 if attempt >= self.retries:
                     attempts = f" ({attempt + 1} attempts)" if attempt else ""
                     raise JudgeFailure(f"{error}{attempts}", "unavailable") from error
-                wait = min(error.wait or 0.0, MAX_RETRY_AFTER)
-            pause = max(min(self.pause * 2**attempt, MAX_BACKOFF) * _chance.uniform(0.5, 1), wait)
+                delay = min(error.wait or 0.0, MAX_RETRY_AFTER)
+            pause = max(min(self.pause * 2**attempt, MAX_BACKOFF) * _chance.uniform(0.5, 1), delay)
             attempt += 1
             self.usage.retries += 1
             await asyncio.sleep(pause)
 
     async def _attempt(self, messages: Sequence[Message], number: int) -> JudgeReply:
-        async with self._limits.place():
+        async with self._limits.hold_slot():
             self._check_budget()
             self.usage.requests += 1
             reply = await self.model.ask(messages, number)
@@ -173,11 +173,11 @@ class JudgeClient:
             "max_tokens": sum(usage.input_tokens + usage.output_tokens for usage in self.spent),
             "max_requests": sum(usage.requests for usage in self.spent),
         }
-        for name, spent in used.items():
+        for name, amount in used.items():
             limit = getattr(self.budget, name)
-            if limit is not None and spent >= limit:
+            if limit is not None and amount >= limit:
                 raise JudgeFailure(
-                    f"the judge's budget is spent: budget.{name} is {limit:g}, and this process has used {spent:g}; "
+                    f"the judge's budget is spent: budget.{name} is {limit:g}, and this process has used {amount:g}; "
                     "raise it, or resume in a new process, which starts with a fresh budget",
                     "budget",
                 )
@@ -186,8 +186,8 @@ class JudgeClient:
         """Close the connections, and the cache unless it was passed in. A later request reopens both."""
         await self.model.close()
         if isinstance(self.cache, str | Path) and self._opened is not None:
-            opened, self._opened = self._opened, None
-            await in_thread(opened.close)
+            client, self._opened = self._opened, None
+            await in_thread(client.close)
 
 
 def open_cache(target: str | Path) -> ToolCache:

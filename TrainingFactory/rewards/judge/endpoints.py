@@ -112,11 +112,11 @@ class SampledJudge:
 
     async def ask(self, messages: Sequence[Message], number: int) -> JudgeReply:
         prompt = self.chat.render(messages)
-        room = self.sampler.max_length - len(prompt)
-        if room < 1:
+        tokens_left = self.sampler.max_length - len(prompt)
+        if tokens_left < 1:
             limit = self.sampler.max_length
             raise JudgeFailure(f"the judge's prompt has {len(prompt)} tokens; max_length is {limit}", "error")
-        max_tokens = min(room, self.params.max_tokens)
+        max_tokens = min(tokens_left, self.params.max_tokens)
         params = dataclasses.replace(self.params, seed=self.params.seed + number, max_tokens=max_tokens)
         completion = await self.sampler.sample(prompt, params)
         text = self.chat.parse(completion.token_ids, prompt).content
@@ -127,11 +127,11 @@ class SampledJudge:
         """Leave the sampler open, because the caller owns it."""
 
 
-def fault_of(finish: Any, refused: str, cut: str) -> FailureKind | None:
+def fault_of(finish: Any, refused: str, truncated: str) -> FailureKind | None:
     """Return the fault that a finish reason means. A truncated answer is a fault, because `10` may be cut to `1`."""
     if finish == refused:
         return "refused"
-    return "cut" if finish == cut else None
+    return "cut" if finish == truncated else None
 
 
 def reply_with_usage(

@@ -55,16 +55,16 @@ class Judge:
     async def close(self) -> None:
         await self.client.close()
 
-    def failed(self, trajectory: Trajectory) -> bool:
+    def is_failed(self, trajectory: Trajectory) -> bool:
         """Return whether the episode fails without a request: it did not finish, or has neither an answer nor calls
         that the prompt shows. Counts these episodes in `unfinished`."""
         check_scorable(trajectory)
         shows_calls = self.prompt.kind != SINGLE or "conversation" in self.prompt.fields
         acted = shows_calls and any(turn.message.tool_calls for turn in trajectory.turns)
         empty = trajectory.status != "done" or not (answer_text(trajectory) or acted)
-        failed = empty and not self.judge_unfinished
-        self.unfinished += failed
-        return failed
+        is_failed = empty and not self.judge_unfinished
+        self.unfinished += is_failed
+        return is_failed
 
     async def _ask(
         self, values: Mapping[str, FieldValue], instruction: str, number: int, read: Callable[[str], T]
@@ -112,14 +112,16 @@ class ModelJudge(Judge):
 
     async def __call__(self, episode: Episode) -> Reward:
         trajectory = episode.trajectory
-        if self.failed(trajectory):
+        if self.is_failed(trajectory):
             return self._rewarded(0.0)
         with suppress(ToolFailure):  # the environment is closed
             if isinstance(environment := episode.environment, JudgePromptEnvironment):
-                return await environment.ask_judge(episode, self.put)
+                return await environment.ask_judge(episode, self.ask_judge)
         return self._rewarded(await self.judge(trajectory))
 
-    async def put(self, messages: Sequence[Message], read: Callable[[str], float] | None = None) -> float:
+    async def ask_judge(
+        self, messages: Sequence[Message], read: Callable[[str], float] | None = None
+    ) -> float:
         """Return the score that `read` parses from the replies. None: this judge's verdict, with its instruction."""
         if read is None:
             last = replace(messages[-1], content=f"{messages[-1].content}\n\n{self.verdict.instruction}")
@@ -164,15 +166,15 @@ class PairJudge(Judge):
         """Return each episode's share of wins, or the failure if half or more of its comparisons failed. Raise if no
         episode has a share."""
         trajectories = _several(episodes)
-        failed = [self.failed(trajectory) for trajectory in trajectories]
+        failed_flags = [self.is_failed(trajectory) for trajectory in trajectories]
         count = len(trajectories)
         reach = min(self.opponents or count, count - 1)
         matches = ((first, (first + step) % count) for first in range(count) for step in range(1, reach + 1))
         pairs = sorted({(min(pair), max(pair)) for pair in matches})
 
         async def compare(first: int, second: int) -> float:
-            if failed[first] or failed[second]:
-                return 0.5 * (1 + failed[second] - failed[first])
+            if failed_flags[first] or failed_flags[second]:
+                return 0.5 * (1 + failed_flags[second] - failed_flags[first])
             return await self.compare(trajectories[first], trajectories[second])
 
         results = await asyncio.gather(*(compare(*pair) for pair in pairs), return_exceptions=True)
@@ -200,10 +202,14 @@ class RankingJudge(Judge):
 
     async def __call__(self, episodes: Sequence[Episode]) -> list[Reward]:
         trajectories = _several(episodes)
-        failed = [self.failed(trajectory) for trajectory in trajectories]
-        candidates = [trajectory for trajectory, lost in zip(trajectories, failed, strict=True) if not lost]
+        failed_flags = [self.is_failed(trajectory) for trajectory in trajectories]
+        candidates = [
+            trajectory
+            for trajectory, is_failed in zip(trajectories, failed_flags, strict=True)
+            if not is_failed
+        ]
         scores = iter(await self.rank(candidates))
-        return [self._rewarded(0.0 if lost else next(scores)) for lost in failed]
+        return [self._rewarded(0.0 if is_failed else next(scores)) for is_failed in failed_flags]
 
     async def rank(self, trajectories: Sequence[Trajectory]) -> list[float]:
         count = len(trajectories)
@@ -219,7 +225,7 @@ class RankingJudge(Judge):
     async def _ranked(self, trajectories: Sequence[Trajectory], number: int) -> list[float]:
         count = len(trajectories)
         verdict = RankingVerdict()
-        order = [(place + number) % count for place in range(count)]
+        order = [(offset + number) % count for offset in range(count)]
         texts = [trajectory_text(trajectories[index], self.prompt.reasoning, prompt=False) for index in order]
         values = self.prompt.values(trajectories[0].task, candidates=texts)
 

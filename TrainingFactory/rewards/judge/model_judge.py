@@ -82,9 +82,9 @@ def model_judge(
     if opponents is not None and verdict != "pairwise":
         raise OptionError(InvalidOption("opponents", f"requires verdict pairwise; verdict is {verdict}"))
     try:
-        form = make_from(FORMS[verdict], verdict_options or {}, f"the verdict {verdict}")
+        verdict_reader = make_from(FORMS[verdict], verdict_options or {}, f"the verdict {verdict}")
     except OptionError as error:
-        raise error.within("verdict_options") from None
+        raise error.prefixed_with("verdict_options") from None
     prompt = JudgePrompt(template, rubric, PROMPT_FIELDS.get(verdict, SINGLE), reference, reasoning)
     if isinstance(model, str):
         request: dict[str, Any] = {"api_key_env": api_key_env, "timeout": timeout, "options": options}
@@ -104,7 +104,7 @@ def model_judge(
         return PairJudge(opponents=opponents, **shared)
     if verdict == "ranking":
         return RankingJudge(**shared)
-    return ModelJudge(verdict=form, **shared)
+    return ModelJudge(verdict=verdict_reader, **shared)
 
 
 def _endpoint(kind: type[OpenAIEndpoint], base_url: str, model: str, **options: Any) -> OpenAIEndpoint:
@@ -133,7 +133,7 @@ def judges_at(
     for url in urls:
         judges.append(make_from(model_judge, {"base_url": url, **options}, "a model judge"))
         options["cache"] = judges[0].client.cache  # shared: opened once, closed with the first judge
-    spent = [judge.client.usage for judge in judges]
+    usage = [judge.client.usage for judge in judges]
     for judge in judges:
-        judge.client.spent = spent
+        judge.client.spent = usage
     return [judges[number % len(urls)] for number in range(count)]

@@ -73,10 +73,10 @@ class JudgePrompt:
             hint = did_you_mean(nearest(name, allowed))
             fields = ", ".join(allowed)
             raise ValueError(f"unknown field {name} in the judge's template{hint} (fields: {fields})")
-        word, enough = ("or", any) if self.kind == SINGLE else ("and", all)
-        if not enough(name in self.fields for name in REQUIRED_FIELDS[self.kind]):
-            needed = f" {word} ".join(f"{{{name}}}" for name in REQUIRED_FIELDS[self.kind])
-            raise ValueError(f"the judge's template does not show the text to judge; add {needed}")
+        conjunction, combine = ("or", any) if self.kind == SINGLE else ("and", all)
+        if not combine(name in self.fields for name in REQUIRED_FIELDS[self.kind]):
+            required = f" {conjunction} ".join(f"{{{name}}}" for name in REQUIRED_FIELDS[self.kind])
+            raise ValueError(f"the judge's template does not show the text to judge; add {required}")
         for name, is_set in (("reference", self.reference), ("rubric", self.rubric != RUBRIC)):
             if is_set and name not in self.fields:
                 raise ValueError(f"{name} is set, but the judge's template does not use it; add {{{name}}}")
@@ -85,14 +85,17 @@ class JudgePrompt:
     def fields(self) -> set[str]:
         """Return the template's fields. Only plain names are allowed, so that a field cannot access attributes."""
         try:
-            parsed = [piece[1:] for piece in string.Formatter().parse(self.template) if piece[1] is not None]
+            placeholders = [
+                piece[1:] for piece in string.Formatter().parse(self.template) if piece[1] is not None
+            ]
         except ValueError:
-            parsed = [("", "", None)]
+            placeholders = [("", "", None)]
         if not all(
-            str(name).isidentifier() and not spec and not conversion for name, spec, conversion in parsed
+            str(name).isidentifier() and not spec and not conversion
+            for name, spec, conversion in placeholders
         ):
             raise ValueError("invalid field in the judge's template; write {name}, or {{ for a literal {")
-        return {str(name) for name, _, _ in parsed}
+        return {str(name) for name, _, _ in placeholders}
 
     def for_pairs(self) -> JudgePrompt:
         """Return the prompt for comparing two texts; both replace the single text in the template."""
@@ -118,12 +121,12 @@ class JudgePrompt:
         rules = SYSTEM_PROMPT.format(open=OPEN, close=CLOSE, boundary=boundary)
         return [Message("system", rules), Message("user", f"{text}\n\n{instruction}")]
 
-    def values(self, task: Task, **shown: FieldValue) -> dict[str, FieldValue]:
+    def values(self, task: Task, **fields: FieldValue) -> dict[str, FieldValue]:
         """Return the values of the template's fields; raise ValueError if it needs an answer that the task lacks."""
         if "reference" in self.fields and task.answer is None:
             raise ValueError(f"task {task.id} has no answer, but the judge's template uses {{reference}}")
         answer = task.answer if isinstance(task.answer, str) else json.dumps(task.answer, default=str)
-        values: dict[str, FieldValue] = {"task": task_text(task), "reference": answer} | shown
+        values: dict[str, FieldValue] = {"task": task_text(task), "reference": answer} | fields
         return {name: value for name, value in values.items() if name in self.fields}
 
 
@@ -158,12 +161,12 @@ def conversation_text(messages: Sequence[Message], reasoning: bool = False) -> s
     """Return the messages as text, each indented under its number and role, so that none can imitate several."""
     lines: list[str] = []
     for number, message in enumerate(messages, 1):
-        who = f"{message.role} {message.name}" if message.name else message.role
-        lines.append(f"[{number}] {' '.join(who.split())}")
+        speaker = f"{message.role} {message.name}" if message.name else message.role
+        lines.append(f"[{number}] {' '.join(speaker.split())}")
         if reasoning and message.reasoning:
             lines += ["  (reasoning)", *_indented(message.reasoning)]
-        hidden = message.role == "assistant" and not reasoning
-        lines += _indented(without_reasoning(message.content) if hidden else message.content)
+        hides_reasoning = message.role == "assistant" and not reasoning
+        lines += _indented(without_reasoning(message.content) if hides_reasoning else message.content)
         for call in message.tool_calls:
             lines += _indented(
                 call.error or f"calls {call.name} {json.dumps(call.arguments, ensure_ascii=False)}"

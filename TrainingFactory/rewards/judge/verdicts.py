@@ -61,9 +61,9 @@ class ScoreVerdict:
         match = SCORE.fullmatch(final_line(text, "score"))
         if match is None:
             raise missing_line(text, "score")
-        value, out_of = match.groups()
-        if out_of and float(out_of) != self.high:
-            raise JudgeFailure(f"the judge's score is out of {out_of}, not {self.high:g}", "out_of_range")
+        value, maximum = match.groups()
+        if maximum and float(maximum) != self.high:
+            raise JudgeFailure(f"the judge's score is out of {maximum}, not {self.high:g}", "out_of_range")
         return self.scaled(float(value))
 
     def scaled(self, value: float) -> float:
@@ -125,10 +125,10 @@ class JsonVerdict:
         if not isinstance(value, dict):
             raise unreadable(text, "one JSON object")
         try:
-            fits = make_validator(self.schema).is_valid(value)
+            is_valid = make_validator(self.schema).is_valid(value)
         except (OverflowError, RecursionError):  # too large or too deep to validate
-            fits = False
-        if not fits or self.key not in value:
+            is_valid = False
+        if not is_valid or self.key not in value:
             raise unreadable(text, f"an object of the schema with the key {self.key}")
         verdict = value[self.key]
         if isinstance(verdict, bool):
@@ -142,13 +142,13 @@ class JsonVerdict:
     def _verdict_in(self, text: str) -> str:
         """Return the fenced block at the end of the text, or the whole text if there is none. Return "" if the key also
         occurs before the block, because that may be another verdict."""
-        before, fence, block = text.removesuffix(FENCE).rpartition(FENCE)
+        text_before, fence, block = text.removesuffix(FENCE).rpartition(FENCE)
         if not fence or not text.endswith(FENCE):
             return text
-        if json.dumps(self.key) in before:
+        if json.dumps(self.key) in text_before:
             return ""
-        language, _, inside = block.partition("\n")
-        return inside if language.strip().isalnum() else block
+        language, _, content = block.partition("\n")
+        return content if language.strip().isalnum() else block
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -175,53 +175,53 @@ class RankingVerdict:
 
     def read_all(self, text: str, count: int) -> list[float]:
         ranking = final_line(text, "ranking").upper()
-        ranks = [[letter.strip(MARKUP) for letter in tied.split("=")] for tied in ranking.split(">")]
-        letters = [letter for tied in ranks for letter in tied]
+        ranks = [[letter.strip(MARKUP) for letter in group.split("=")] for group in ranking.split(">")]
+        letters = [letter for group in ranks for letter in group]
         if sorted(letters) != list(string.ascii_uppercase[:count]):
             raise unreadable(text, f"each of the {count} candidates once")
         scores: dict[str, float] = {}
-        ahead = 0
-        for tied in ranks:
-            rank = ahead + (len(tied) - 1) / 2
-            scores |= dict.fromkeys(tied, 1 - rank / (count - 1))
-            ahead += len(tied)
+        num_ahead = 0
+        for group in ranks:
+            rank = num_ahead + (len(group) - 1) / 2
+            scores |= dict.fromkeys(group, 1 - rank / (count - 1))
+            num_ahead += len(group)
         return [scores[letter] for letter in string.ascii_uppercase[:count]]
 
 
-def final_line(text: str, mark: str) -> str:
+def final_line(text: str, prefix: str) -> str:
     """Return the text after `mark:` in the last line, in lower case. A text of one line needs no mark."""
     # A marked line with text after it, or two that differ, may be quoted from the judged material: rejected.
     lines = [line.strip(MARKUP) for line in without_reasoning(text).splitlines()]
     lines = [line for line in lines if any(map(str.isalnum, line))]  # drops closing fences
-    verdicts = [verdict for line in lines if (verdict := _after(mark, line)) is not None]
-    if verdicts and _after(mark, lines[-1]) == verdicts[0] and len(set(verdicts)) == 1:
+    verdicts = [verdict for line in lines if (verdict := _after(prefix, line)) is not None]
+    if verdicts and _after(prefix, lines[-1]) == verdicts[0] and len(set(verdicts)) == 1:
         return verdicts[0]
     if len(lines) == 1 and not verdicts:
         return _plain(lines[0])
-    raise missing_line(text, mark)
+    raise missing_line(text, prefix)
 
 
-def _after(mark: str, line: str) -> str | None:
+def _after(prefix: str, line: str) -> str | None:
     """Return the text after `mark:` or `mark=`; None if the line does not start with it."""
-    if not line.lower().startswith(mark):
+    if not line.lower().startswith(prefix):
         return None
-    rest = line[len(mark) :].lstrip(MARKUP)
-    return _plain(rest[1:]) if rest[:1] in (":", "=") else None
+    remainder = line[len(prefix) :].lstrip(MARKUP)
+    return _plain(remainder[1:]) if remainder[:1] in (":", "=") else None
 
 
 def _plain(text: str) -> str:
     return " ".join(text.strip(MARKUP).rstrip(f"{MARKUP}.").lower().split())
 
 
-def read_choice(text: str, mark: str, values: Mapping[str, float]) -> float:
-    value = values.get(final_line(text, mark))
+def read_choice(text: str, prefix: str, values: Mapping[str, float]) -> float:
+    value = values.get(final_line(text, prefix))
     if value is None:
-        raise missing_line(text, mark)
+        raise missing_line(text, prefix)
     return value
 
 
-def missing_line(text: str, mark: str) -> JudgeFailure:
-    return unreadable(text, f"one line `{mark.capitalize()}: ...` at its end")
+def missing_line(text: str, prefix: str) -> JudgeFailure:
+    return unreadable(text, f"one line `{prefix.capitalize()}: ...` at its end")
 
 
 def unreadable(text: str, expected: str) -> JudgeFailure:
@@ -236,5 +236,5 @@ def aggregate(vote: Vote, values: Sequence[float]) -> float:
     if vote == "median":
         return median(values)
     counts = Counter(values)
-    most = max(counts.values())
-    return mean(value for value, times in counts.items() if times == most)
+    top_count = max(counts.values())
+    return mean(value for value, times in counts.items() if times == top_count)

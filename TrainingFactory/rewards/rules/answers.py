@@ -125,7 +125,11 @@ class AnswerRule(ReferenceRule):
 
     def __call__(self, episode: Episode) -> Reward:
         correct = self.parsed_references(episode)
-        scores = [self.score(answer, one) for answer in self.candidate_answers(episode) for one in correct]
+        scores = [
+            self.score(answer, reference)
+            for answer in self.candidate_answers(episode)
+            for reference in correct
+        ]
         return self.rewarded(max(scores, default=0.0))
 
     def score(self, answer: str, reference: Any) -> float:
@@ -137,13 +141,13 @@ def without_reasoning(text: str) -> str:
     if OPENING not in text and CLOSING not in text:
         return text
     kept: list[str] = []
-    inside = False
+    is_inside = False
     for piece in re.split(f"({OPENING}|{CLOSING})", text):
-        if piece == CLOSING and not inside:
+        if piece == CLOSING and not is_inside:
             kept.clear()
         elif piece in (OPENING, CLOSING):
-            inside = piece == OPENING
-        elif not inside:
+            is_inside = piece == OPENING
+        elif not is_inside:
             kept.append(piece)
     return "".join(kept)
 
@@ -169,13 +173,13 @@ _GOES_ON = re.compile(r"\W{0,5}or\b", re.I)
 
 def _after_phrase(text: str) -> tuple[int, str] | None:
     """Return the position and the answer of the last phrase such as `Answer:`, or of `####` in the last line."""
-    marks = [match.span() for match in _PHRASE.finditer(text)][-1:]
+    phrase_spans = [match.span() for match in _PHRASE.finditer(text)][-1:]
     stripped = text.rstrip()
     heading = stripped.rfind(_HEADING, stripped.rfind("\n") + 1)  # in other lines, #### is a heading
     if heading >= 0:
-        marks.append((heading, heading + len(_HEADING)))
-    if marks:
-        start, end = max(marks)
+        phrase_spans.append((heading, heading + len(_HEADING)))
+    if phrase_spans:
+        start, end = max(phrase_spans)
         if answer := _line_after(text, end):
             return start, answer
     return None
@@ -192,21 +196,21 @@ def _line_after(text: str, position: int) -> str | None:
 
 def _tagged(text: str) -> tuple[int, str] | None:
     """Return the position and the content of the last <answer> tag."""
-    *_, closing = [None, *re.finditer("</answer>", text, re.I)]
-    *_, opening = [None, *re.finditer("<answer>", text[: closing.start()] if closing else "", re.I)]
-    if closing is None or opening is None:
+    *_, end_tag = [None, *re.finditer("</answer>", text, re.I)]
+    *_, start_tag = [None, *re.finditer("<answer>", text[: end_tag.start()] if end_tag else "", re.I)]
+    if end_tag is None or start_tag is None:
         return None
-    inside = text[opening.end() : closing.start()].strip()
-    return (opening.start(), inside) if inside else None
+    content = text[start_tag.end() : end_tag.start()].strip()
+    return (start_tag.start(), content) if content else None
 
 
 def _boxed(text: str) -> tuple[int, str] | None:
     """Return the position and the content of the last balanced \\boxed{...}, with a minus sign before the box."""
     for match in reversed(list(re.finditer(r"\\f?box(?:ed)?\s?\{", text))[-MAX_BOXES:]):
         end = _closing_brace(text, match.end())
-        if end is not None and (inside := text[match.end() : end].strip()):
+        if end is not None and (content := text[match.end() : end].strip()):
             minus = _MINUS_BEFORE.search(text[max(0, match.start() - 24) : match.start()])
-            return match.start(), f"-{inside}" if minus else inside
+            return match.start(), f"-{content}" if minus else content
     return None
 
 
@@ -230,8 +234,8 @@ def _only_one(text: str, marked: tuple[int, str] | None) -> str | None:
     if marked is None:
         return None
     start, answer = marked
-    before = _MARKED_OR.get(text[start], _MARKED_OR["A"])
-    return None if before.search(text[max(0, start - 150) : start]) else answer
+    marker = _MARKED_OR.get(text[start], _MARKED_OR["A"])
+    return None if marker.search(text[max(0, start - 150) : start]) else answer
 
 
 _BETWEEN = r"[\s$.,;)*]{0,6}\bor\b[^\n<\\{}\d]{0,30}\Z"

@@ -29,8 +29,8 @@ class ChoiceRule(ReferenceRule):
     def __call__(self, episode: Episode) -> Reward:
         correct = self.parsed_references(episode)
         texts = episode.task.metadata.get("choices") or []
-        chosen = (self._chosen(answer, texts) for answer in self.candidate_answers(episode))
-        return self.rewarded(any(letter in correct for letter in chosen))
+        choices = (self._chosen(answer, texts) for answer in self.candidate_answers(episode))
+        return self.rewarded(any(letter in correct for letter in choices))
 
     def read_reference(self, reference: Any) -> str:
         letter = str(reference).strip(" ().").upper()
@@ -55,9 +55,11 @@ class ChoiceRule(ReferenceRule):
         rest = normalise_text(match["rest"]) if match["rest"] else ""
         if rest in choices:  # the letter of one choice with the text of another is no answer
             return letter if rest in choices[self.letters.index(letter) :][:1] else None
-        others = self.letters.replace(letter, "")
-        remaining = re.sub(_REFUSED.format(others), "", match["rest"])  # drops: (not B); B is wrong
-        if _DENIED.match(remaining) or any(other in others for other in _letters_in(remaining)):
+        other_letters = self.letters.replace(letter, "")
+        remaining = re.sub(_REFUSED.format(other_letters), "", match["rest"])  # drops: (not B); B is wrong
+        if _DENIED.match(remaining) or any(
+            letter_found in other_letters for letter_found in _letters_in(remaining)
+        ):
             return None
         return letter
 

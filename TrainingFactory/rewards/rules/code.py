@@ -58,14 +58,14 @@ class CodeTests(ToolRule):
 
     async def _passes(self, episode: Episode, code: str, test: str) -> bool:
         try:
-            asserts = split_test(test)
+            split = split_test(test)
         except ValueError as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
         ask = tool_caller(episode, self.tool, "code")
-        if asserts is not None:
+        if split is not None:
             expression = "'[' + ', '.join(_found) + ']'"
-            values = await run_and_read(ask, f"{code}\n\n{asserts.script}", expression, expected=asserts.size)
-            return values is not None and asserts.hold(values)
+            values = await run_and_read(ask, f"{code}\n\n{split.script}", expression, expected=split.size)
+            return values is not None and split.hold(values)
         if not self.trusting:
             raise ValueError(
                 f"task {episode.task.id}: the code could fake the test {test.strip()[:60]!r}; rewrite the test in the "
@@ -86,20 +86,20 @@ def tool_caller(episode: Episode, tool: str, argument: str) -> RunQuery:
     return ask
 
 
-async def run_and_read(ask: RunQuery, code: str, shown: str, expected: int = 0) -> str | None:
-    """Return the value of the string expression `shown` after the code has run; None if the code failed. Raise
+async def run_and_read(ask: RunQuery, code: str, displayed: str, expected: int = 0) -> str | None:
+    """Return the value of the string expression `displayed` after the code has run; None if the code failed. Raise
     ValueError if the tool truncated output that may be correct; `expected` is the length of the correct value."""
     # The digest marks our line among the output of the code, so that exiting early does not pass. It depends only on
     # the code, so that recorded calls can be replayed; code that guesses it gains nothing.
-    word = digest(code)
-    result = await ask(f"{code}\nprint('\\n' + {word!r} + {shown})\n")
+    marker = digest(code)
+    result = await ask(f"{code}\nprint('\\n' + {marker!r} + {displayed})\n")
     if _CUT.search(result.content) and expected * 2 > len(result.content):
         raise ValueError(
             "cannot compare the output of the code, because the tool truncated it and the expected value is too long "
             "as well; raise the tool's max_output_chars, or use a test with a shorter value"
         )
-    lines = [line for line in result.content.splitlines() if line.startswith(word)]
-    return lines[0].removeprefix(word) if result.ok and len(lines) == 1 else None
+    lines = [line for line in result.content.splitlines() if line.startswith(marker)]
+    return lines[0].removeprefix(marker) if result.ok and len(lines) == 1 else None
 
 
 _CUT = re.compile(r"\[\.\.\. \d+ (?:bytes|characters) cut \.\.\.\]")

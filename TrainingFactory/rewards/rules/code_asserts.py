@@ -18,7 +18,7 @@ Condition = Callable[[Any], bool]
 OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
-    ast.In: lambda value, listed: value in listed, ast.NotIn: lambda value, listed: value not in listed,
+    ast.In: lambda value, container: value in container, ast.NotIn: lambda value, container: value not in container,
 }  # fmt: skip
 MIRRORED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.Eq, ast.NotEq: ast.NotEq, ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE,
@@ -57,18 +57,18 @@ class SplitTest:
     """A split test."""
 
     script: str  # computes the values and appends their literals to `_found`
-    wanted: Sequence[Condition]  # the condition on each value
+    conditions: Sequence[Condition]  # the condition on each value
     size: int = 0  # upper bound of the expected values' length: characters of the test outside the script
 
-    def hold(self, shown: str) -> bool:
+    def hold(self, printed: str) -> bool:
         """Return whether the values, formatted as a list literal, meet the conditions."""
         try:
-            values = ast.literal_eval(shown)
+            values = ast.literal_eval(printed)
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             return False
-        if not isinstance(values, list) or len(values) != len(self.wanted):
+        if not isinstance(values, list) or len(values) != len(self.conditions):
             return False
-        return all(map(_holds, self.wanted, values))
+        return all(map(_holds, self.conditions, values))
 
 
 def split_test(test: str) -> SplitTest | None:
@@ -136,27 +136,27 @@ class _Splitter:
         bound = Counter(_bound(statements))
         assigned = [pair for pair in map(_assigned, statements) if pair and bound[pair[0]] == 1]
         # Names that the test binds, except to objects of the code: results of their calls could be guessed.
-        self.own = set(bound)
-        self.own -= {name for name, value in assigned if self._is_of_code(value)}
+        self.local_names = set(bound)
+        self.local_names -= {name for name, value in assigned if self._is_of_code(value)}
         # Names of literals of the test. One that is used outside comparisons may be changed there, so a mutable one
         # does not count.
-        used = Counter(name.id for statement in statements for name in _names(statement, ast.Load))
-        used.subtract(_compared(statements))
-        self.known: dict[str, Any] = {}
+        name_counts = Counter(name.id for statement in statements for name in _names(statement, ast.Load))
+        name_counts.subtract(_compared(statements))
+        self.constants: dict[str, Any] = {}
         for name, value in assigned:
-            if (literal := self.literal(value)) and (_fixed(literal[0]) or not used[name]):
-                self.known[name] = literal[0]
+            if (literal := self.literal(value)) and (_fixed(literal[0]) or not name_counts[name]):
+                self.constants[name] = literal[0]
 
     def sandbox_statements(self) -> list[ast.stmt]:
         """Return the statements that the sandbox runs; fills `conditions`."""
         rewritten = [node for statement in self.statements for node in self._rewritten(statement)]
-        used = {name.id for node in rewritten if self._expected(node) is None for name in _names(node)}
-        return [node for node in rewritten if (name := self._expected(node)) is None or name in used]
+        used_names = {name.id for node in rewritten if self._expected(node) is None for name in _names(node)}
+        return [node for node in rewritten if (name := self._expected(node)) is None or name in used_names]
 
     def _expected(self, statement: ast.stmt) -> str | None:
         """Return the name to which the statement assigns a literal of the test, which the code must not see."""
         pair = _assigned(statement)
-        return pair[0] if pair is not None and pair[0] in self.known else None
+        return pair[0] if pair is not None and pair[0] in self.constants else None
 
     def _rewritten(self, statement: ast.stmt) -> Iterator[ast.stmt]:
         if isinstance(statement, ast.Assert):
@@ -185,8 +185,8 @@ class _Splitter:
 
     def literal(self, node: ast.expr) -> tuple[Any] | None:
         """Return the value of a literal or of a name for one, as a tuple of one; None for other expressions."""
-        if isinstance(node, ast.Name) and node.id in self.known:
-            return (self.known[node.id],)
+        if isinstance(node, ast.Name) and node.id in self.constants:
+            return (self.constants[node.id],)
         try:
             if ast.unparse(node) in ("float('inf')", "math.inf"):
                 return (math.inf,)
@@ -243,11 +243,11 @@ class _Splitter:
     def _is_of_code(self, node: ast.expr) -> bool:
         """Return whether the node calls or names an object of the code: neither a builtin nor bound by the test."""
         first = (_called(node) or _dotted(node) or "").partition(".")[0]
-        return bool(first) and not hasattr(builtins, first) and first not in self.own
+        return bool(first) and not hasattr(builtins, first) and first not in self.local_names
 
     def _calls_own(self, node: ast.expr) -> bool:
         return any(
-            isinstance(inner, ast.Call) and self.own & {name.id for name in _names(inner.func)}
+            isinstance(inner, ast.Call) and self.local_names & {name.id for name in _names(inner.func)}
             for inner in ast.walk(node)
         )
 

@@ -62,10 +62,12 @@ class PatternRule(ExtractionRule):
         answer = self.answer_of(episode.trajectory)
         try:
             regexes = [compile_pattern(str(pattern)) for pattern in patterns]
-            hit = answer is not None and any(matches(one, answer, self.full, self.timeout) for one in regexes)
+            is_match = answer is not None and any(
+                matches(pattern, answer, self.full, self.timeout) for pattern in regexes
+            )
         except ValueError as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
-        return self.rewarded(hit)
+        return self.rewarded(is_match)
 
 
 AnswerPart = Literal["tool_call", "marked_answer", "reasoning", "readable_calls", "json"]
@@ -96,10 +98,10 @@ class FormatRule(FinalTextRule):
         return self.rewarded(sum(checks) / len(checks) if self.partial else all(checks))
 
     def _has(self, part: AnswerPart, trajectory: Trajectory, text: str) -> bool:
-        *before, last = trajectory.turns
+        *earlier_turns, last = trajectory.turns
         match part:
             case "tool_call":  # in an earlier turn, because a call in the last one cannot inform the answer
-                return any(call.error is None for turn in before for call in turn.message.tool_calls)
+                return any(call.error is None for turn in earlier_turns for call in turn.message.tool_calls)
             case "readable_calls":
                 return not any(call.error for turn in trajectory.turns for call in turn.message.tool_calls)
             case "marked_answer":

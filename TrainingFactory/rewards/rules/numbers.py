@@ -25,7 +25,7 @@ class Number:
     value: Fraction
     percent: bool = False  # 50%, whose value is 1/2
     units: tuple[Unit, ...] = ()  # possible meanings of its unit (5 pounds: weight or money)
-    word: str = ""  # an unknown unit: 72 clips are not 72 miles
+    unit_name: str = ""  # an unknown unit: 72 clips are not 72 miles
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,53 +79,55 @@ def same_number(
     if answer.units and reference.units:
         pairs = [(one, other) for one in answer.units for other in reference.units if one.kind == other.kind]
         return any(close(left * one.factor, right * other.factor) for one, other in pairs)
-    if (answer.units and reference.word) or (answer.word and reference.units):
+    if (answer.units and reference.unit_name) or (answer.unit_name and reference.units):
         return False
     if close(left, right):
         return True
     if answer.percent == reference.percent:
         return False
     left, right = left * (100 if answer.percent else 1), right * (100 if reference.percent else 1)
-    bare = right if answer.percent else left
-    return abs(bare) >= 1 and close(left, right)
+    without_percent = right if answer.percent else left
+    return abs(without_percent) >= 1 and close(left, right)
 
 
 def _figure(text: str, start: int, end: int, decimal_comma: bool) -> NumberSpan:
     """Parse the run at start:end with the sign, currency, percent, scale and unit next to it."""
     value = _value(text[start:end], decimal_comma)
     window = text[max(0, start - 24) : start]
-    lead = _LEAD.search(window)
-    assert lead is not None  # the pattern also matches the empty end
-    before, after = window[: lead.start()], text[end : end + 40]
-    start -= len(window) - lead.start()
-    signs = (lead["sign"] or "") + (lead["inner"] or "")
+    sign_match = _LEAD.search(window)
+    assert sign_match is not None  # the pattern also matches the empty end
+    text_before, text_after = window[: sign_match.start()], text[end : end + 40]
+    start -= len(window) - sign_match.start()
+    signs = (sign_match["sign"] or "") + (sign_match["inner"] or "")
     if (
         value is None
-        or _SPOILT_BEFORE.search(before)
-        or _WORDS_BEFORE.search(before)
-        or _SPOILT_AFTER.match(after)
-        or (not lead["money"] and _MEGA.match(after))  # 5M: millions, metres, molar?
+        or _SPOILT_BEFORE.search(text_before)
+        or _WORDS_BEFORE.search(text_before)
+        or _SPOILT_AFTER.match(text_after)
+        or (not sign_match["money"] and _MEGA.match(text_after))  # 5M: millions, metres, molar?
         or len(signs.replace(" ", "")) > 1
-        or (lead["sign"] and _MINUS_IS_A_DASH.search(before + lead["sign"]))
-        or ("-" in signs and before.endswith("|") and after.startswith("|"))  # |-5|
+        or (sign_match["sign"] and _MINUS_IS_A_DASH.search(text_before + sign_match["sign"]))
+        or ("-" in signs and text_before.endswith("|") and text_after.startswith("|"))  # |-5|
     ):
         return NumberSpan(start, end, None)
     value = -value if "-" in signs else value
-    money = (lead["money"] or "").strip()
-    units, word = UNITS.get(money, ()), None
+    money = (sign_match["money"] or "").strip()
+    units, unit_name = UNITS.get(money, ()), None
     for scale in (_MONEY_SCALE if money else _SCALE, _SCALE, _SCALE):  # 5 hundred thousand
-        if match := scale.match(after):
+        if match := scale.match(text_after):
             value *= _SCALES[match.group(1).lower().removesuffix("s")]
             end += match.end()
-            after = after[match.end() :]
-    if percent := _PERCENT.match(after):
+            text_after = text_after[match.end() :]
+    if percent := _PERCENT.match(text_after):
         value /= 100
         end += percent.end()
     elif not money:
-        units, length = units_of(after)
+        units, length = units_of(text_after)
         end += length
-        word = None if units else _OTHER_UNIT.match(after)
-    return NumberSpan(start, end, Number(value, percent is not None, units, word[1] if word else ""))
+        unit_name = None if units else _OTHER_UNIT.match(text_after)
+    return NumberSpan(
+        start, end, Number(value, percent is not None, units, unit_name[1] if unit_name else "")
+    )
 
 
 def _value(run: str, decimal_comma: bool) -> Fraction | None:
@@ -135,11 +137,11 @@ def _value(run: str, decimal_comma: bool) -> Fraction | None:
         whole, above, below = (int(part) for part in match.groups())
         return whole + Fraction(above, below) if 0 < above < below else None
     above, slash, below = run.partition("/")
-    over = _scientific(above.strip(), decimal_comma)
-    if not slash or over is None:
-        return over
-    under = _scientific(below.strip(), decimal_comma)
-    return over / under if under else None
+    numerator = _scientific(above.strip(), decimal_comma)
+    if not slash or numerator is None:
+        return numerator
+    denominator = _scientific(below.strip(), decimal_comma)
+    return numerator / denominator if denominator else None
 
 
 def _scientific(run: str, decimal_comma: bool) -> Fraction | None:
@@ -239,8 +241,8 @@ def normalise_symbols(text: str) -> str:
         for pattern, replacement in _LATEX:
             text = pattern.sub(replacement, text)
     text = _MATHS.sub(r" \1 ", text)
-    for written, meant in _ARROWS.items():
-        text = text.replace(written, meant)
+    for symbol, meant in _ARROWS.items():
+        text = text.replace(symbol, meant)
     text = _MINUS_WORD.sub("-", text)
     text = _POWER_STARS.sub("^", text).replace("**", "")
     text = _EMPHASIS.sub("", text)
@@ -253,8 +255,8 @@ def superscripts_to_powers(text: str) -> str:
 
 
 def _fraction_sign(match: re.Match[str]) -> str:
-    above, below = unicodedata.normalize("NFKC", match.group(2)).split("\u2044")
-    return f"{match.group(1)} {above}/{below}" if match.group(1) else f"{above}/{below}"
+    numerator, denominator = unicodedata.normalize("NFKC", match.group(2)).split("\u2044")
+    return f"{match.group(1)} {numerator}/{denominator}" if match.group(1) else f"{numerator}/{denominator}"
 
 
 def _ascii(character: str) -> str:
@@ -313,15 +315,19 @@ def only_number(text: str, decimal_comma: bool = False) -> Number | None:
     text = normalise_symbols(text).strip() if len(text) <= MAX_CHARS else ""
     if "≈" in text and "\n" in text:
         return None  # ambiguous: the approximated line is unknown
-    stated = next((part for part in text.split("≈") if RUN.search(part)), "")
-    equation, _, stated = stated.rpartition("=")
-    numbers = [figure.number for figure in number_spans(stated, decimal_comma)]
+    stated_text = next((part for part in text.split("≈") if RUN.search(part)), "")
+    equation, _, stated_text = stated_text.rpartition("=")
+    numbers = [figure.number for figure in number_spans(stated_text, decimal_comma)]
     first = numbers[0] if numbers else None
     if first is None or any(number is None or number.value != first.value for number in numbers):
         return None
-    if _DENIAL.search(stated) or _REFUSAL.search(stated) or (len(numbers) == 1 and _CHOICE.search(stated)):
+    if (
+        _DENIAL.search(stated_text)
+        or _REFUSAL.search(stated_text)
+        or (len(numbers) == 1 and _CHOICE.search(stated_text))
+    ):
         return None
-    return None if equation and _is_unclear(equation, stated, decimal_comma) else first
+    return None if equation and _is_unclear(equation, stated_text, decimal_comma) else first
 
 
 def last_number_text(text: str, decimal_comma: bool = False) -> str | None:
@@ -332,13 +338,17 @@ def last_number_text(text: str, decimal_comma: bool = False) -> str | None:
     if not spans or spans[-1].number is None:
         return None
     start, end = spans[-1].start, spans[-1].end
-    between = text[spans[-2].end if len(spans) > 1 else 0 : start].rpartition("\n")[2]
-    after = text[end:].partition("\n")[0]
-    denied = _DENIAL.search(between) or _CHOICE.search(between) or _REFUSAL.search(between + "5" + after)
-    return None if denied or _TAKEN_BACK.search(between.rpartition("=")[0]) else text[start:end]
+    separator = text[spans[-2].end if len(spans) > 1 else 0 : start].rpartition("\n")[2]
+    text_after = text[end:].partition("\n")[0]
+    denied = (
+        _DENIAL.search(separator)
+        or _CHOICE.search(separator)
+        or _REFUSAL.search(separator + "5" + text_after)
+    )
+    return None if denied or _TAKEN_BACK.search(separator.rpartition("=")[0]) else text[start:end]
 
 
-def _is_unclear(equation: str, stated: str, decimal_comma: bool) -> bool:
+def _is_unclear(equation: str, stated_text: str, decimal_comma: bool) -> bool:
     """Return whether the text before the last = of a line retracts the value or states another one: not x = 72,
     x = 5 or x = 72, 5 < x = 72."""
     line = equation.rpartition("\n")[2]
@@ -347,12 +357,12 @@ def _is_unclear(equation: str, stated: str, decimal_comma: bool) -> bool:
         return True
     if not re.search(r"\d", left) and (_DENIAL.search(left) or _CHOICE.search(left)):
         return True
-    sides = f"{line}={stated}".split("=")
+    sides = f"{line}={stated_text}".split("=")
     right_sides = [_NEXT.split(right)[0] for left, right in pairwise(sides) if _NAME.search(left)]
-    single = [
+    single_numbers = [
         spans for spans in (number_spans(side, decimal_comma) for side in right_sides) if len(spans) == 1
     ]
-    return len({figure.number.value for [figure] in single if figure.number}) > 1
+    return len({figure.number.value for [figure] in single_numbers if figure.number}) > 1
 
 
 _DENIAL = re.compile(r"\b(?:not|neither|nor|never|cannot)\b|n't\b|≠|不是|并非", re.I)

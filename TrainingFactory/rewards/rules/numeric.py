@@ -132,12 +132,12 @@ class MathRule(ReferenceRule):
         if len(answer) > MAX_FORMULA_CHARS:
             return False
         try:
-            same = await self._worker.ask([reference, answer], seconds=10 * self.timeout)
+            are_equal = await self._worker.ask([reference, answer], seconds=10 * self.timeout)
         except WorkerTooSlow:  # math-verify's own timeouts cannot interrupt every operation
             return False
-        if same is None:
+        if are_equal is None:
             raise ValueError(f"math-verify cannot parse the reference answer {reference[:60]!r}; correct it")
-        return same
+        return are_equal
 
 
 def comparing(seconds: int) -> Callable[[tuple[str, str]], bool | None]:
@@ -150,7 +150,7 @@ def comparing(seconds: int) -> Callable[[tuple[str, str]], bool | None]:
     with suppress(ValueError, OSError):  # not supported on every system
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
 
-    def same(formulas: tuple[str, str]) -> bool | None:
+    def are_equal(formulas: tuple[str, str]) -> bool | None:
         """Return whether the two formulas, reference and answer, are equal; None if the reference cannot be parsed."""
         # Only LaTeX, because the parser of plain expressions evaluates its text as Python.
         reference, answer = (
@@ -161,4 +161,4 @@ def comparing(seconds: int) -> Callable[[tuple[str, str]], bool | None]:
             return None
         return bool(answer) and verify(reference, answer, timeout_seconds=seconds)
 
-    return same
+    return are_equal

@@ -79,10 +79,10 @@ def normalise_text(text: str) -> str:
     text = unicodedata.normalize("NFKC", superscripts_to_powers(text)).casefold().translate(_QUOTES)
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s?\{([^{}]{0,200})\}", r"\1", text)
     text = " ".join(text.replace("**", "").split())
-    inside = text.lstrip(_AROUND)
-    if inside[:1].isdigit() and _POINT.search(text[: len(text) - len(inside)]):
-        inside = text[len(text) - len(inside) - 1 :]  # .5 is not 5
-    return inside.rstrip(_AROUND) or text
+    stripped = text.lstrip(_AROUND)
+    if stripped[:1].isdigit() and _POINT.search(text[: len(text) - len(stripped)]):
+        stripped = text[len(text) - len(stripped) - 1 :]  # .5 is not 5
+    return stripped.rstrip(_AROUND) or text
 
 
 _QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014\u2212", "''\"\"---")
@@ -94,26 +94,26 @@ def contains_words(answer: str, reference: str) -> bool:
     """Return whether the answer contains the reference as whole words, and a number only as a whole number: 7.72, -72,
     1/72, x^72 and 72,000 do not contain 72. A dash between numbers (1939-1945) is not a minus."""
     target = normalise_text(reference)
-    before, after = r"(?<!\w)(?<!\d[.,])", r"(?!\w)(?![.,]\d)"
+    start_boundary, end_boundary = r"(?<!\w)(?<!\d[.,])", r"(?!\w)(?![.,]\d)"
     if target[:1].isdigit():
-        before += r"(?<![.,/^\\])(?<!\d')(?<![\s(\[=:$]-)(?<!\A-)"
+        start_boundary += r"(?<![.,/^\\])(?<!\d')(?<![\s(\[=:$]-)(?<!\A-)"
     if target[-1:].isdigit():
-        after += r"(?!'\d)(?! ?[/^] ?\w)"
-        after += r"(?! \d{3}(?!\d))" if re.fullmatch(r"\d{1,3}", target) else ""
-    return re.search(f"{before}{re.escape(target)}{after}", normalise_text(answer)) is not None
+        end_boundary += r"(?!'\d)(?! ?[/^] ?\w)"
+        end_boundary += r"(?! \d{3}(?!\d))" if re.fullmatch(r"\d{1,3}", target) else ""
+    return re.search(f"{start_boundary}{re.escape(target)}{end_boundary}", normalise_text(answer)) is not None
 
 
 def squad_words(text: str) -> list[str]:
     """Return the words as SQuAD compares them: in lower case, without punctuation and articles. Unlike SQuAD, keep the
     articles of a text of nothing else (`The` and `A` differ) and the marks in numbers (1.5 and 15 differ)."""
     lower = unicodedata.normalize("NFKC", superscripts_to_powers(text)).lower()
-    bare = _IN_NUMBER.sub(_protect, lower).translate(_PUNCTUATION)
-    return _ARTICLES.sub(" ", bare).split() or bare.split() or lower.split()
+    stripped = _IN_NUMBER.sub(_protect, lower).translate(_PUNCTUATION)
+    return _ARTICLES.sub(" ", stripped).split() or stripped.split() or lower.split()
 
 
-def _protect(mark: re.Match[str]) -> str:
+def _protect(match: re.Match[str]) -> str:
     """Return the mark as private-use characters, which are not punctuation; "" for a thousands separator."""
-    return "" if mark["thousands"] is not None else mark.group().translate(_PROTECTED)
+    return "" if match["thousands"] is not None else match.group().translate(_PROTECTED)
 
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -126,5 +126,5 @@ _IN_NUMBER = re.compile(
     rf"|[{re.escape(string.punctuation)}{_DASHES}]+(?=\d))"
     r"|(?<=\de)[-\u2212](?=\d)|(?<![\w)])[-\u2212](?=\.?\d)|(?<!\w)\.(?=\d)"
 )
-_PROTECTED = {ord(mark): 0xE000 + ord(mark) for mark in string.punctuation}
+_PROTECTED = {ord(character): 0xE000 + ord(character) for character in string.punctuation}
 _PROTECTED |= {ord(dash): _PROTECTED[ord("-")] for dash in _DASHES}

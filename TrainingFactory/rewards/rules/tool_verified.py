@@ -134,8 +134,10 @@ def _numbers(task: Task) -> Counter[Fraction] | None:
 
 def _uses_only(answer: str, numbers: Counter[Fraction]) -> bool:
     """Return whether a side of the answer is an expression of these numbers, each used at most as often as listed."""
-    used = [Counter(map(Fraction, filter(_DIGIT.search, tokens(side)))) for side in _calculated(answer)]
-    return any(side and side <= numbers for side in used)
+    used_numbers = [
+        Counter(map(Fraction, filter(_DIGIT.search, tokens(side)))) for side in _calculated(answer)
+    ]
+    return any(side and side <= numbers for side in used_numbers)
 
 
 _DIGIT = re.compile(r"\d")

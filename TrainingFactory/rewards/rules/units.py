@@ -22,15 +22,15 @@ def units_of(text: str) -> tuple[tuple[Unit, ...], int]:
         return (), 0
     power = int(match["power"] or 0) or {"sq": 2, "cu": 3}.get((match["shape"] or "")[:2].lower(), 1)
     units = tuple(_raised(unit, power) for unit in units)
-    if match["per"] and (below := _named(match["per"])):
-        lower = [_raised(unit, int(match["per_power"] or 1)) for unit in below]
-        return tuple(_over(unit, other) for unit in units for other in lower), match.end()
+    if match["per"] and (divisor_units := _named(match["per"])):
+        lower = [_raised(unit, int(match["per_power"] or 1)) for unit in divisor_units]
+        return tuple(_over(unit, divisor) for unit in units for divisor in lower), match.end()
     return units, match.end("power" if match["power"] else "name")
 
 
-def _over(unit: Unit, other: Unit) -> Unit:
+def _over(unit: Unit, divisor: Unit) -> Unit:
     """Divide two units. Money keeps its kind, because a price is often written without what it is for."""
-    return unit if unit.kind in MONEY else Unit(f"{unit.kind}/{other.kind}", unit.factor / other.factor)
+    return unit if unit.kind in MONEY else Unit(f"{unit.kind}/{divisor.kind}", unit.factor / divisor.factor)
 
 
 def _raised(unit: Unit, power: int) -> Unit:

@@ -42,10 +42,10 @@ class PoolWorker:
     model: Any  # as passed to the pool
     reward: AdaptedReward | RewardProcess
     breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(failures=2, pause=0.5))
-    down: bool = False  # a warning was logged
+    is_down: bool = False  # a warning was logged
     running: int = 0
     done: int = 0
-    failed: int = 0
+    num_failed: int = 0
 
     @property
     def name(self) -> str:
@@ -81,13 +81,13 @@ class RewardWorkerPool:
         else:
             models = self._models(model, num_workers)
         self.workers = [
-            PoolWorker(number, one, one if isinstance(one, RewardProcess) else as_reward(one))
-            for number, one in enumerate(models)
+            PoolWorker(number, model, model if isinstance(model, RewardProcess) else as_reward(model))
+            for number, model in enumerate(models)
         ]
         self.grouped, self.compares = self.workers[0].reward.grouped, self.workers[0].reward.compares
         self.per_worker = per_worker or (1 if isinstance(models[0], RewardProcess) else 8)
         self.dropped: Counter[str] = Counter()  # unscored rows by reason
-        self.moved = 0  # rows that were retried on another worker
+        self.num_retried = 0  # rows that were retried on another worker
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def _models(self, model: Any, num_workers: int | None) -> list[Any]:
@@ -98,8 +98,12 @@ class RewardWorkerPool:
             raise ValueError(f"num_workers is {count}, but there are {len(models)} models; pass 1 or {count}")
         if len(models) == 1:
             models *= count
-        rewards = [RewardProcess(one, self.timeout) if isinstance(one, str) else one for one in models]
-        self._opened += [reward for reward, one in zip(rewards, models, strict=True) if isinstance(one, str)]
+        rewards = [
+            RewardProcess(model, self.timeout) if isinstance(model, str) else model for model in models
+        ]
+        self._opened += [
+            reward for reward, model in zip(rewards, models, strict=True) if isinstance(model, str)
+        ]
         return rewards
 
     async def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[Reward | None]:
@@ -155,22 +159,24 @@ class RewardWorkerPool:
     @property
     def metrics(self) -> dict[str, float]:
         metrics = {f"pool/worker_{worker.number}_done": float(worker.done) for worker in self.workers}
-        metrics |= {f"pool/worker_{worker.number}_failed": float(worker.failed) for worker in self.workers}
-        return metrics | {"pool/moved": float(self.moved), "pool/dropped": float(self.dropped.total())}
+        metrics |= {
+            f"pool/worker_{worker.number}_failed": float(worker.num_failed) for worker in self.workers
+        }
+        return metrics | {"pool/moved": float(self.num_retried), "pool/dropped": float(self.dropped.total())}
 
     async def _scored(self, score: Callable[[PoolWorker], Coroutine[Any, Any, T]]) -> T:
-        tried: dict[PoolWorker, Exception] = {}
+        errors: dict[PoolWorker, Exception] = {}
         # A single worker is retried once if its process died, because the next call starts a new process.
         retried = len(self.workers) > 1 or not isinstance(self.workers[0].reward, RewardProcess)
         while True:
-            worker, ticket = await self._acquire(tried)
+            worker, ticket = await self._acquire(errors)
             answered: bool | None = None  # None: cancelled, which says nothing about the worker
             error: Exception | None = None
             try:
                 reward = await self._run(worker, score)
                 answered = True
                 worker.done += 1
-                self.moved += bool(tried)
+                self.num_retried += bool(errors)
                 return reward
             except Exception as caught:
                 error = caught
@@ -178,45 +184,45 @@ class RewardWorkerPool:
                 if not retry:
                     raise
                 if retried or not isinstance(caught, ConnectionError):
-                    tried[worker] = caught
+                    errors[worker] = caught
                 retried = True
             finally:
                 worker.running -= 1
-                worker.failed += answered is False
-                worker.breaker.ended(ticket, answered)
+                worker.num_failed += answered is False
+                worker.breaker.release(ticket, answered)
                 self._log_health(worker, answered, error)
                 self._wake()
 
     def _log_health(self, worker: PoolWorker, answered: bool | None, error: Exception | None) -> None:
         """Log once that a worker is down, and once that it has recovered."""
-        if worker.down and answered:
-            worker.down = False
+        if worker.is_down and answered:
+            worker.is_down = False
             log.warning("reward %s has recovered", worker.name)
-        elif not worker.down and answered is False and worker.breaker.is_open and error is not None:
-            worker.down = True
+        elif not worker.is_down and answered is False and worker.breaker.is_open and error is not None:
+            worker.is_down = True
             log.warning(
                 "reward %s is down and is skipped until it recovers: %s", worker.name, describe_failure(error)
             )
 
-    async def _acquire(self, tried: dict[PoolWorker, Exception]) -> tuple[PoolWorker, int]:
+    async def _acquire(self, failed_workers: dict[PoolWorker, Exception]) -> tuple[PoolWorker, int]:
         """Return the free worker with the fewest running rows that has not failed on this row yet."""
         deadline = time.monotonic() + self.patience
         while True:
-            untried = [worker for worker in self.workers if worker not in tried]
+            untried = [worker for worker in self.workers if worker not in failed_workers]
             if not untried:
-                last = next(reversed(tried.values()))
+                last = next(reversed(failed_workers.values()))
                 raise WorkersDown(
-                    f"all {len(tried)} reward workers failed; last error: {describe_failure(last)}"
+                    f"all {len(failed_workers)} reward workers failed; last error: {describe_failure(last)}"
                 )
-            up = [worker for worker in untried if not worker.breaker.is_open]
-            free = [worker for worker in up if worker.running < self.per_worker]
+            available = [worker for worker in untried if not worker.breaker.is_open]
+            free = [worker for worker in available if worker.running < self.per_worker]
             if free:
                 worker = min(free, key=lambda candidate: (candidate.running, candidate.done))
                 ticket = worker.breaker.allow()
                 assert ticket is not None
                 worker.running += 1
                 return worker, ticket
-            if up:  # only busy
+            if available:  # only busy
                 deadline = time.monotonic() + self.patience
             elif time.monotonic() > deadline:
                 raise WorkersDown(f"all reward workers have been down for {self.patience:g} s")

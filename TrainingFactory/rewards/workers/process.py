@@ -62,10 +62,10 @@ class RewardProcess:
         target: str,
         timeout: float = 300.0,
         options: Mapping[str, Any] | None = None,
-        like: AdaptedReward | None = None,  # the same reward, if it is already loaded in this process
+        adapted: AdaptedReward | None = None,  # the same reward, if it is already loaded in this process
         worker: Callable[..., Any] = Worker,  # factory of the worker; its process may be on another machine
     ) -> None:
-        self.like = like or load_reward(target, options)
+        self.like = adapted or load_reward(target, options)
         self.grouped, self.compares = self.like.grouped, self.like.compares
         self.target, self.timeout = with_absolute_path(target), timeout
         self._worker = worker(f"{__name__}:start", {"target": self.target, "options": options})

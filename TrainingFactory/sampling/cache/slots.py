@@ -30,13 +30,18 @@ class LayerCache:
     values: torch.Tensor  # [S+1, C, Hkv, dv]
 
     def write(
-        self, where: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, source: torch.Tensor | None
+        self,
+        cache_positions: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        source: torch.Tensor | None,
     ) -> None:
-        """Write [1, Hkv, N, d] to `where` = slot * C + position. `source`: the token for each; None: token i for i."""
+        """Write [1, Hkv, N, d] to `cache_positions` = slot * C + position. `source`: the token for each; None: token i
+        for i."""
         for cache, new in ((self.keys, keys), (self.values, values)):
             tokens = new[0].transpose(0, 1).flatten(1)
             tokens = tokens if source is None else tokens.index_select(0, source)
-            cache.flatten(0, 1).flatten(1).index_copy_(0, where, tokens)
+            cache.flatten(0, 1).flatten(1).index_copy_(0, cache_positions, tokens)
 
 
 @dataclass(slots=True)
@@ -90,7 +95,7 @@ class AttentionPart:
     trunk_slot: int = 0  # slot of one of these rows
     _masks: dict[int, torch.Tensor] = field(default_factory=dict)  # the mask repeated for G query heads
 
-    def seen(self, cache: torch.Tensor) -> torch.Tensor:
+    def cached(self, cache: torch.Tensor) -> torch.Tensor:
         """[S+1, C, Hkv, d] -> [P, Hkv, width - trunk, d]"""
         cache = cache[:, self.trunk : self.width]
         # `index_select` copies whole rows, several times as fast as indexing
@@ -105,12 +110,12 @@ class AttentionPart:
             return q
         return q.unflatten(0, (-1, length)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
-    def unfold(self, out: torch.Tensor) -> torch.Tensor:
+    def unfold(self, output: torch.Tensor) -> torch.Tensor:
         """[P, Hkv, G * T, d] -> [n, Hkv, G, d]"""
         length = self.mask.shape[2]
         if length > 1:
-            out = out.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(0, 1)
-        return out if self.unpad is None else out.index_select(0, self.unpad)
+            output = output.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        return output if self.unpad is None else output.index_select(0, self.unpad)
 
     def folded_mask(self, groups: int) -> torch.Tensor:
         """Return the mask as [P, 1, G * T, width], or in a shape that broadcasts to it."""
@@ -138,7 +143,7 @@ class StepContext:
     """Inputs of the attention function, which the engine passes through the model as a keyword argument."""
 
     cache: SlotCache | None = None  # None: the probe that records the shapes
-    where: torch.Tensor | None = None  # [N] flat cache positions to write
+    cache_positions: torch.Tensor | None = None  # [N] flat cache positions to write
     source: torch.Tensor | None = None  # [N] the computed token for each of them; None: token i for i
     dense: AttentionPart | None = None
     tokens: int = 0  # tokens of the dense part
@@ -155,12 +160,12 @@ class StepContext:
 def part_attention(query: torch.Tensor, layer: LayerCache, part: AttentionPart, scale: Any) -> torch.Tensor:
     """[1, H, n, d] -> [n, H, dv]"""
     q = query[0].transpose(0, 1).unflatten(1, (layer.keys.shape[2], -1))  # [n, Hkv, G, d]
-    k, v = part.seen(layer.keys), part.seen(layer.values)
+    k, v = part.cached(layer.keys), part.cached(layer.values)
     mask = part.folded_mask(q.shape[2])[..., part.trunk :]
     if part.trunk:
         return trunk_attention(q, k, v, mask, layer, part, scale).flatten(1, 2)
-    out = scaled_dot_product_attention(part.fold(q), k, v, attn_mask=mask, scale=scale)
-    return part.unfold(out).flatten(1, 2)
+    output = scaled_dot_product_attention(part.fold(q), k, v, attn_mask=mask, scale=scale)
+    return part.unfold(output).flatten(1, 2)
 
 
 def trunk_attention(
@@ -197,9 +202,9 @@ def slot_attention(
     step = tfactory_step
     if step.cache is None:
         return _probe(module, query, key, value, attention_mask, step, kwargs), None
-    assert step.where is not None
+    assert step.cache_positions is not None
     layer = step.cache.layers[int(module.layer_idx)]  # pyright: ignore[reportArgumentType]
-    layer.write(step.where, key, value, step.source)
+    layer.write(step.cache_positions, key, value, step.source)
     if step.attend is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return step.attend(query[0].transpose(0, 1).contiguous(), layer, step, scale).unsqueeze(0), None

@@ -56,15 +56,15 @@ def can_fuse_norm(module: nn.Module) -> bool:
         return False
     if module._forward_hooks or module._forward_pre_hooks or module._modules or "forward" in module.__dict__:
         return False
-    size, twin = len(weight), kind.__new__(kind)
+    size, copied = len(weight), kind.__new__(kind)
     # Different weights, and small numbers that show the effect of epsilon.
     test_weights = {"weight": nn.Parameter(torch.linspace(0.5, 1.5, size))}
-    twin.__dict__.update(module.__dict__, _parameters=test_weights)
+    copied.__dict__.update(module.__dict__, _parameters=test_weights)
     states = torch.linspace(-3, 3, 2 * size).view(2, -1)
     states = torch.cat([states, states * 1e-3])
     try:
-        expected = rms_norm(states, (size,), twin.weight, float(twin.variance_epsilon))  # pyright: ignore
-        return torch.allclose(twin(states), expected, 1e-6, 1e-6)
+        expected = rms_norm(states, (size,), copied.weight, float(copied.variance_epsilon))  # pyright: ignore
+        return torch.allclose(copied(states), expected, 1e-6, 1e-6)
     except Exception:  # an unknown class
         return False
 
@@ -79,33 +79,35 @@ def shared_view(
 
     def view_config(config: PreTrainedConfig) -> PreTrainedConfig:
         if id(config) not in configs:
-            twin = copy.deepcopy(config)
-            twin._attn_implementation = attention
-            configs[id(config)] = twin
+            config_copy = copy.deepcopy(config)
+            config_copy._attn_implementation = attention
+            configs[id(config)] = config_copy
         return configs[id(config)]
 
     def view(module: nn.Module) -> nn.Module:
         if id(module) in modules:
             return modules[id(module)]
         kind = (fused and fused(module)) or (FusedRMSNorm if can_fuse_norm(module) else module.__class__)
-        twin = modules[id(module)] = kind.__new__(kind)
+        view_module = modules[id(module)] = kind.__new__(kind)
         # The dict of parameters is shared, so that parameters replaced by the learner are replaced here too. The
         # dict of buffers is not: a forward may replace rotary tables, and here they are inference tensors.
-        twin.__dict__.update(module.__dict__)
-        twin.__dict__.pop("forward", None)  # wrappers such as Accelerate's are bound to the learner's modules
-        twin.__dict__["_buffers"] = dict(module._buffers)
-        twin.__dict__["training"] = False
-        twin.__dict__["plain"] = module.__class__
+        view_module.__dict__.update(module.__dict__)
+        view_module.__dict__.pop(
+            "forward", None
+        )  # wrappers such as Accelerate's are bound to the learner's modules
+        view_module.__dict__["_buffers"] = dict(module._buffers)
+        view_module.__dict__["training"] = False
+        view_module.__dict__["plain"] = module.__class__
         if isinstance(config := module.__dict__.get("config"), PreTrainedConfig):
-            twin.__dict__["config"] = view_config(config)
-        twin.__dict__["_modules"] = {
+            view_module.__dict__["config"] = view_config(config)
+        view_module.__dict__["_modules"] = {
             name: child if child is None else view(child) for name, child in module._modules.items()
         }
-        return twin
+        return view_module
 
-    twin = view(model)
-    assert isinstance(twin, PreTrainedModel)
-    return twin
+    view_model = view(model)
+    assert isinstance(view_model, PreTrainedModel)
+    return view_model
 
 
 def join_weights(layers: Sequence[Any]) -> torch.Tensor | None:
@@ -113,15 +115,19 @@ def join_weights(layers: Sequence[Any]) -> torch.Tensor | None:
     if any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers):
         return None
     weights, size = [layer.weight for layer in layers], sum(layer.out_features for layer in layers)
-    first, ends = weights[0], [weight.data_ptr() + weight.nbytes for weight in weights]
-    contiguous = all(end == weight.data_ptr() for end, weight in zip(ends, weights[1:], strict=False))
-    room = first.untyped_storage().nbytes() - first.storage_offset() * first.itemsize
+    first, end_addresses = weights[0], [weight.data_ptr() + weight.nbytes for weight in weights]
+    contiguous = all(
+        end == weight.data_ptr() for end, weight in zip(end_addresses, weights[1:], strict=False)
+    )
+    available_bytes = first.untyped_storage().nbytes() - first.storage_offset() * first.itemsize
     with torch.inference_mode(False), torch.no_grad():  # because the learner trains these weights
-        if contiguous and room >= size * first.shape[1] * first.itemsize:
+        if contiguous and available_bytes >= size * first.shape[1] * first.itemsize:
             return first.detach().as_strided((size, first.shape[1]), first.stride())
         joined = torch.cat(weights)
-        for weight, part in zip(weights, joined.split([len(weight) for weight in weights]), strict=True):
-            weight.data = part
+        for weight, weight_part in zip(
+            weights, joined.split([len(weight) for weight in weights]), strict=True
+        ):
+            weight.data = weight_part
         return joined
 
 

@@ -25,18 +25,22 @@ class FusedLayer(nn.Module):
         step: StepContext = kwargs["tfactory_step"]
         if step.attend is None:  # the probe
             return self.plain.forward(self, hidden_states, **kwargs)
-        assert step.cache is not None and step.where is not None
+        assert step.cache is not None and step.cache_positions is not None
         attention: Any = self.self_attn
         mlp: Any = self.mlp
         layer, states = step.cache.layers[attention.layer_idx], hidden_states[0]
-        normed, _ = kernels.norm(states, self.input_layernorm)
-        q, k, v = _products(normed, attention.q_proj, attention.k_proj, attention.v_proj)
+        normalised, _ = kernels.norm(states, self.input_layernorm)
+        q, k, v = _products(normalised, attention.q_proj, attention.k_proj, attention.v_proj)
         norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        kernels.norm_rotate_and_cache(q, k, v, kwargs["position_embeddings"], layer, step.where, norms)
-        mixed = step.attend(q.unflatten(1, (-1, layer.keys.shape[3])), layer, step, attention.scaling)
-        (mixed,) = _products(mixed.flatten(1), attention.o_proj)
-        normed, states = kernels.norm(mixed, self.post_attention_layernorm, states)
-        inner = kernels.gate(*_products(normed, mlp.gate_proj, mlp.up_proj))
+        kernels.norm_rotate_and_cache(
+            q, k, v, kwargs["position_embeddings"], layer, step.cache_positions, norms
+        )
+        attention_output = step.attend(
+            q.unflatten(1, (-1, layer.keys.shape[3])), layer, step, attention.scaling
+        )
+        (attention_output,) = _products(attention_output.flatten(1), attention.o_proj)
+        normalised, states = kernels.norm(attention_output, self.post_attention_layernorm, states)
+        inner = kernels.gate(*_products(normalised, mlp.gate_proj, mlp.up_proj))
         _products(inner, mlp.down_proj, onto=states)
         return states[None]
 
@@ -67,16 +71,16 @@ def _products(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = No
     """Return the layers' outputs for the states [N, E]: one matrix product for plain layers, and one more for the down
     projections of their adapters. The output of a single layer can be added in place to `onto`."""
     projections = [_opened(layer) for layer in layers]
-    downs = [projection.down for projection in projections if projection.down is not None]
+    down_layers = [projection.down for projection in projections if projection.down is not None]
     weight = join_weights([projection.layer for projection in projections])
-    down_weight = join_weights(downs) if downs else None
-    if weight is None or (downs and down_weight is None):
+    down_weight = join_weights(down_layers) if down_layers else None
+    if weight is None or (down_layers and down_weight is None):
         outputs = [layer(states) for layer in layers]
         return outputs if onto is None else [onto.add_(outputs[0])]
-    joined = torch.mm(states, weight.t()) if onto is None else onto.addmm_(states, weight.t())
-    outputs = joined.split([projection.layer.out_features for projection in projections], 1)
+    product = torch.mm(states, weight.t()) if onto is None else onto.addmm_(states, weight.t())
+    outputs = product.split([projection.layer.out_features for projection in projections], 1)
     if down_weight is not None:
-        low = iter(torch.mm(states, down_weight.t()).split([down.out_features for down in downs], 1))
+        low = iter(torch.mm(states, down_weight.t()).split([down.out_features for down in down_layers], 1))
         for output, projection in zip(outputs, projections, strict=True):
             if projection.down is not None:
                 output.addmm_(next(low), projection.up.weight.t(), alpha=projection.scaling)
@@ -92,8 +96,8 @@ class Float32Head(nn.Linear):
 
 def use_float32_logits(head: Any) -> None:
     """Make a plain output layer with 16-bit weights on a GPU return float32 logits."""
-    plain = type(head) is nn.Linear and head.bias is None
-    if plain and head.weight.is_cuda and head.weight.dtype != torch.float32:
+    is_plain = type(head) is nn.Linear and head.bias is None
+    if is_plain and head.weight.is_cuda and head.weight.dtype != torch.float32:
         head.__class__ = Float32Head
 
 
@@ -102,11 +106,11 @@ def fused_class(module: nn.Module) -> type[nn.Module] | None:
     if not type(module).__name__.endswith("DecoderLayer"):
         return None
     parts: list[Any] = [module, *module.children()]
-    changed = any(
+    is_patched = any(
         part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__ for part in parts
     )
     silu = type(module.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")  # pyright: ignore
-    return FusedLayer if silu and not changed else None
+    return FusedLayer if silu and not is_patched else None
 
 
 def can_attend(shapes: list[LayerShape]) -> bool:

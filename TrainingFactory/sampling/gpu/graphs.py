@@ -19,17 +19,17 @@ FREE_TOKENS = 128  # reading the weights takes most of the time of a forward up 
 Step = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
-def graph_rows(rows: int, most: int) -> int:
+def graph_rows(rows: int, max_rows: int) -> int:
     """Round a number of rows up to one that has a graph, so that there are few graphs."""
-    return min(most, next((size for size in ROWS if size >= rows), -(-rows // 256) * 256))
+    return min(max_rows, next((size for size in ROWS if size >= rows), -(-rows // 256) * 256))
 
 
-def graph_span(following: np.ndarray, rows: int, most: int) -> int:
+def graph_span(following: np.ndarray, rows: int, max_rows: int) -> int:
     """Return the number of tokens to feed per row; 0: one. `following` [D] is how many known or draft tokens each row
     has after its next. The result is the largest span of which a third is useful, or which costs next to nothing."""
     for span in SPANS:
         useful = int(np.minimum(following, span - 1).sum())
-        if span <= most and useful and (useful * 3 >= rows * (span - 1) or rows * span <= FREE_TOKENS):
+        if span <= max_rows and useful and (useful * 3 >= rows * (span - 1) or rows * span <= FREE_TOKENS):
             return span
     return 0
 
@@ -67,15 +67,15 @@ class DecodeGraphs:
         return result
 
     def _record(self, key: Hashable, arrays: list[np.ndarray], step: Step) -> Any:
-        started, inputs = time.perf_counter(), packed(arrays).to(self.device)
+        start_time, inputs = time.perf_counter(), packed(arrays).to(self.device)
         tensors = unpack_arrays(inputs, arrays)
         try:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # warm-up: libraries initialize outside the recording
-                before = self.state.clone()
+                saved_state = self.state.clone()
                 step(tensors)
-                self.state.copy_(before)
+                self.state.copy_(saved_state)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # thread_local: allocations by a learner in another thread must not fail this recording.
@@ -87,7 +87,7 @@ class DecodeGraphs:
             return None
         self._pool = self._pool or graph.pool()
         self._graphs[key] = (graph, inputs, result)
-        self.recorded, self.seconds = self.recorded + 1, self.seconds + time.perf_counter() - started
+        self.recorded, self.seconds = self.recorded + 1, self.seconds + time.perf_counter() - start_time
         return self._graphs[key]
 
 
@@ -99,7 +99,7 @@ def packed(arrays: list[np.ndarray]) -> torch.Tensor:
 def unpack_arrays(packed: torch.Tensor, arrays: list[np.ndarray]) -> list[torch.Tensor]:
     kinds = {np.dtype(np.int64): torch.int64, np.dtype(np.float64): torch.float64}
     parts = packed.split([len(array) for array in arrays])
-    return [part.view(kinds[array.dtype]) for part, array in zip(parts, arrays, strict=True)]
+    return [view.view(kinds[array.dtype]) for view, array in zip(parts, arrays, strict=True)]
 
 
 def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:

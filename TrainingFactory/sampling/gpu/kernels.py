@@ -24,61 +24,73 @@ PROGRAMS = 264  # two for each multiprocessor of a large device
 
 @triton.jit
 def _norm(x, add, weight, out, total, size, epsilon, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0), tl.arange(0, BLOCK)
-    inside, place = at < size, tl.program_id(0) * size + at
-    states = tl.load(x + place, inside, 0)
+    row, column = tl.program_id(0), tl.arange(0, BLOCK)
+    in_bounds, offset = column < size, tl.program_id(0) * size + column
+    states = tl.load(x + offset, in_bounds, 0)
     if ADD:
-        states = states + tl.load(add + place, inside, 0)
-        tl.store(total + place, states, inside)
-    wide = states.to(tl.float32)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide) / size + epsilon)
-    tl.store(out + row * size + at, wide.to(states.dtype) * tl.load(weight + at, inside, 0), inside)
+        states = states + tl.load(add + offset, in_bounds, 0)
+        tl.store(total + offset, states, in_bounds)
+    upcast = states.to(tl.float32)
+    upcast = upcast * tl.rsqrt(tl.sum(upcast * upcast) / size + epsilon)
+    tl.store(
+        out + row * size + column, upcast.to(states.dtype) * tl.load(weight + column, in_bounds, 0), in_bounds
+    )
 
 
 @triton.jit
 def _gate(gate, up, out, size, width, stride, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    place = at // width * stride + at % width
-    raw = tl.load(gate + place, at < size, 0)
-    wide = raw.to(tl.float32)
-    tl.store(out + at, (wide * tl.sigmoid(wide)).to(raw.dtype) * tl.load(up + place, at < size, 0), at < size)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offset = index // width * stride + index % width
+    raw = tl.load(gate + offset, index < size, 0)
+    upcast = raw.to(tl.float32)
+    tl.store(
+        out + index,
+        (upcast * tl.sigmoid(upcast)).to(raw.dtype) * tl.load(up + offset, index < size, 0),
+        index < size,
+    )
 
 
 @triton.jit
-def _turn(x, cos, sin, weight, epsilon, heads, at, BLOCK: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
+def _turn(x, cos, sin, weight, epsilon, heads, row, BLOCK: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
     """Return both halves of a token's heads [BLOCK, D / 2], normed and rotated, and their offsets and mask."""
     head, half = tl.arange(0, BLOCK)[:, None], tl.arange(0, D // 2)[None, :]
-    place, inside = head * D + half, (head < heads) & (half < D)
-    a, b = tl.load(x + place, inside, 0), tl.load(x + place + D // 2, inside, 0)
+    offset, in_bounds = head * D + half, (head < heads) & (half < D)
+    a, b = tl.load(x + offset, in_bounds, 0), tl.load(x + offset + D // 2, in_bounds, 0)
     if NORM:
         wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
         scale = tl.rsqrt((tl.sum(wide_a * wide_a, 1) + tl.sum(wide_b * wide_b, 1)) / D + epsilon)[:, None]
         a = (wide_a * scale).to(a.dtype) * tl.load(weight + half)
         b = (wide_b * scale).to(b.dtype) * tl.load(weight + half + D // 2)
-    first, second = at * D + half, at * D + half + D // 2
+    first, second = row * D + half, row * D + half + D // 2
     c, d = tl.load(cos + first), tl.load(cos + second)
     e, f = tl.load(sin + first), tl.load(sin + second)
-    return a * c - b * e, b * d + a * f, place, inside
+    return a * c - b * e, b * d + a * f, offset, in_bounds
 
 
 @triton.jit(do_not_specialize_on_alignment=["where"])
 def _rotate(
-    q, k, v, cos, sin, q_weight, k_weight, where, keys, values, epsilon, q_stride, stride,
+    q, k, v, cos, sin, q_weight, k_weight, cache_positions, keys, values, epsilon, q_stride, stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    at, part = tl.program_id(0), tl.program_id(1)
-    to = tl.load(where + at).to(tl.int64) * (K * D)
-    if part == 0:
-        a, b, place, inside = _turn(q + at * q_stride, cos, sin, q_weight, epsilon, H, at, BLOCK, D, NORM)
-        tl.store(q + at * q_stride + place, a, inside)
-        tl.store(q + at * q_stride + place + D // 2, b, inside)
-    elif part == 1:
-        a, b, place, inside = _turn(k + at * stride, cos, sin, k_weight, epsilon, K, at, BLOCK, D, NORM)
-        tl.store(keys + to + place, a, inside)
-        tl.store(keys + to + place + D // 2, b, inside)
+    row, kind = tl.program_id(0), tl.program_id(1)
+    target = tl.load(cache_positions + row).to(tl.int64) * (K * D)
+    if kind == 0:
+        a, b, offset, in_bounds = _turn(
+            q + row * q_stride, cos, sin, q_weight, epsilon, H, row, BLOCK, D, NORM
+        )
+        tl.store(q + row * q_stride + offset, a, in_bounds)
+        tl.store(q + row * q_stride + offset + D // 2, b, in_bounds)
+    elif kind == 1:
+        a, b, offset, in_bounds = _turn(k + row * stride, cos, sin, k_weight, epsilon, K, row, BLOCK, D, NORM)
+        tl.store(keys + target + offset, a, in_bounds)
+        tl.store(keys + target + offset + D // 2, b, in_bounds)
     else:
-        whole = tl.arange(0, BLOCK)[:, None] * D + tl.arange(0, D)[None, :]
-        tl.store(values + to + whole, tl.load(v + at * stride + whole, whole < K * D), whole < K * D)
+        full_offset = tl.arange(0, BLOCK)[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(
+            values + target + full_offset,
+            tl.load(v + row * stride + full_offset, full_offset < K * D),
+            full_offset < K * D,
+        )
 
 
 @triton.jit(
@@ -94,43 +106,43 @@ def _attend(
     G: tl.constexpr = H // K
     m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
     if LISTED:
-        at = tl.load(members + tile * T + tl.minimum(m // G, T - 1))
-        at = tl.where(m // G < T, at, -1)
+        token = tl.load(members + tile * T + tl.minimum(m // G, T - 1))
+        token = tl.where(m // G < T, token, -1)
         slot, end = tl.load(slots + tile), tl.load(ends + tile)
     else:
-        at = tl.where(m // G < T, tile * T + m // G, -1)
+        token = tl.where(m // G < T, tile * T + m // G, -1)
         slot, end = tile, capacity
-    real = at >= 0
-    place = tl.load(positions + at, real, -1)
+    is_token = token >= 0
+    position = tl.load(positions + token, is_token, -1)
     begin = tl.load(begins + tile) if BEGINS else 0
-    end = tl.minimum(end, tl.max(place) + 1)
+    end = tl.minimum(end, tl.max(position) + 1)
     share = tl.cdiv(tl.cdiv(end - begin, splits), N) * N
     begin = (begin + split * share).to(tl.int32)
     end = tl.minimum(end, begin + share).to(tl.int32)
-    query = (at * H + head * G + m % G) * D
-    own = at * stride + (head * G + m % G) * D
-    rows = tl.load(q + own[:, None] + d[None, :], real[:, None], 0)
+    query = (token * H + head * G + m % G) * D
+    query_offset = token * stride + (head * G + m % G) * D
+    rows = tl.load(q + query_offset[:, None] + d[None, :], is_token[:, None], 0)
     base = slot.to(tl.int64) * capacity * (K * D) + head * D
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    mix = tl.zeros([M, D], tl.float32)
+    output_sum = tl.zeros([M, D], tl.float32)
     for start in range(begin, end, N):
         key = start + n
-        inside = key < end
-        k = tl.load(keys + base + key[None, :] * (K * D) + d[:, None], inside[None, :], 0)
+        in_bounds = key < end
+        k = tl.load(keys + base + key[None, :] * (K * D) + d[:, None], in_bounds[None, :], 0)
         scores = tl.dot(rows, k, input_precision="ieee") * scale
-        scores = tl.where(inside[None, :] & (key[None, :] <= place[:, None]), scores, float("-inf"))
+        scores = tl.where(in_bounds[None, :] & (key[None, :] <= position[:, None]), scores, float("-inf"))
         high = tl.maximum(top, tl.max(scores, 1))
         safe = tl.where(high == float("-inf"), 0.0, high)
-        weights, fade = tl.exp2(scores - safe[:, None]), tl.exp2(top - safe)
-        v = tl.load(values + base + key[:, None] * (K * D) + d[None, :], inside[:, None], 0)
-        mix = mix * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total, top = total * fade + tl.sum(weights, 1), high
-    mix = mix / tl.where(total > 0, total, 1.0)[:, None]
+        weights, decay = tl.exp2(scores - safe[:, None]), tl.exp2(top - safe)
+        v = tl.load(values + base + key[:, None] * (K * D) + d[None, :], in_bounds[:, None], 0)
+        output_sum = output_sum * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total, top = total * decay + tl.sum(weights, 1), high
+    output_sum = output_sum / tl.where(total > 0, total, 1.0)[:, None]
     if PARTIAL:
         query += (part + split) * tokens * H * D
-        tl.store(sums + query // D, top + tl.log2(total), real)
-    tl.store(out + query[:, None] + d[None, :], mix.to(out.dtype.element_ty), real[:, None])
+        tl.store(sums + query // D, top + tl.log2(total), is_token)
+    tl.store(out + query[:, None] + d[None, :], output_sum.to(out.dtype.element_ty), is_token[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens", "T", "count"], do_not_specialize_on_alignment=["begins"])
@@ -139,36 +151,36 @@ def _merge(
     GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Merge the results over parts of the keys by their log-sum-exps; part 0 may be a group's shared prefix."""
-    at, head, d = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, D)
-    inside, row = head < H, tl.program_id(0) * H + tl.arange(0, BLOCK)
+    token, head, d = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, D)
+    in_bounds, row = head < H, tl.program_id(0) * H + tl.arange(0, BLOCK)
     first: tl.constexpr = 1 if GROUPED else 0
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     for part in range(first, count):
-        top = tl.maximum(top, tl.load(sums + part * tokens * H + row, inside, 0.0))
-    total, mix = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, D], tl.float32)
+        top = tl.maximum(top, tl.load(sums + part * tokens * H + row, in_bounds, 0.0))
+    total, output_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, D], tl.float32)
     if GROUPED:
-        grouped = tl.load(begins + at // T + 0 * head, inside, 0) > 0
+        grouped = tl.load(begins + token // T + 0 * head, in_bounds, 0) > 0
         group = tl.load(sums + row, grouped, float("-inf"))
         top = tl.maximum(top, group)
         total = tl.exp2(group - top)
-        mix = total[:, None] * tl.load(parts + row[:, None] * D + d[None, :], grouped[:, None], 0.0)
+        output_sum = total[:, None] * tl.load(parts + row[:, None] * D + d[None, :], grouped[:, None], 0.0)
     for part in range(first, count):
-        weight = tl.exp2(tl.load(sums + part * tokens * H + row, inside, 0.0) - top)
-        place = (part * tokens * H + row)[:, None] * D + d[None, :]
-        mix += weight[:, None] * tl.load(parts + place, inside[:, None], 0.0)
+        weight = tl.exp2(tl.load(sums + part * tokens * H + row, in_bounds, 0.0) - top)
+        offset = (part * tokens * H + row)[:, None] * D + d[None, :]
+        output_sum += weight[:, None] * tl.load(parts + offset, in_bounds[:, None], 0.0)
         total += weight
-    mix = mix / total[:, None]
-    tl.store(out + row[:, None] * D + d[None, :], mix.to(out.dtype.element_ty), inside[:, None])
+    output_sum = output_sum / total[:, None]
+    tl.store(out + row[:, None] * D + d[None, :], output_sum.to(out.dtype.element_ty), in_bounds[:, None])
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature", "masses"])
 def _mass(logits, temperature, tops, masses, V, SCALED: tl.constexpr, CHUNK: tl.constexpr):
     row, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row.to(tl.int64) * V + at, at < V, float("-inf")).to(tl.float32)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row.to(tl.int64) * V + index, index < V, float("-inf")).to(tl.float32)
     if SCALED:
-        heat = tl.load(temperature + row).to(tl.float32)
-        x = x / tl.where(heat > 0, heat, 1.0)
+        row_temperature = tl.load(temperature + row).to(tl.float32)
+        x = x / tl.where(row_temperature > 0, row_temperature, 1.0)
     top = tl.max(x)
     safe = tl.where(top == float("-inf"), 0.0, top)
     tl.store(tops + row * chunks + chunk, top)
@@ -181,7 +193,7 @@ def _choose(
     SCALED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Draw the chunk of the vocabulary, then the token in it, with float64 sums, like `picking.draw`."""
-    row, c, at = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, CHUNK)
+    row, c, index = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, CHUNK)
     high = tl.load(tops + row * chunks + c, c < chunks, float("-inf"))
     top = tl.max(high)
     mass = tl.load(masses + row * chunks + c, c < chunks, 0.0) * tl.exp(high - top)
@@ -190,26 +202,28 @@ def _choose(
     total = tl.max(ends)
     point = tl.load(uniform + row) * total
     chunk = tl.minimum(tl.sum((ends <= point).to(tl.int32)), chunks - 1)
-    before = tl.max(tl.where(c < chunk, ends, 0.0))
-    share = (point - before) / tl.sum(tl.where(c == chunk, mass, 0.0))
+    mass_before = tl.max(tl.where(c < chunk, ends, 0.0))
+    share = (point - mass_before) / tl.sum(tl.where(c == chunk, mass, 0.0))
     below_one = tl.full([], 1.0, tl.float64) - tl.full([], 2.0**-40, tl.float64)
     share = tl.minimum(tl.maximum(share, 0.0), below_one)
-    heat = 1.0
+    row_temperature = 1.0
     if SCALED:
-        heat = tl.load(temperature + row).to(tl.float32)
-        chunk = tl.where(heat > 0, chunk, tl.argmax(high, 0))
-    inside = chunk * CHUNK + at < V
-    x = tl.load(logits + row.to(tl.int64) * V + chunk * CHUNK + at, inside, float("-inf")).to(tl.float32)
+        row_temperature = tl.load(temperature + row).to(tl.float32)
+        chunk = tl.where(row_temperature > 0, chunk, tl.argmax(high, 0))
+    in_bounds = chunk * CHUNK + index < V
+    x = tl.load(logits + row.to(tl.int64) * V + chunk * CHUNK + index, in_bounds, float("-inf")).to(
+        tl.float32
+    )
     if SCALED:
-        x = x / tl.where(heat > 0, heat, 1.0)
+        x = x / tl.where(row_temperature > 0, row_temperature, 1.0)
     inner = tl.cumsum(tl.exp(x - tl.max(x)).to(tl.float64))
     token = tl.sum((inner <= share * tl.max(inner)).to(tl.int32))
     if SCALED:
-        token = tl.where(heat > 0, token, tl.argmax(x, 0))
+        token = tl.where(row_temperature > 0, token, tl.argmax(x, 0))
     token = tl.minimum(token, CHUNK - 1)
-    chosen = tl.sum(tl.where(at == token, x, 0.0))
+    chosen_logit = tl.sum(tl.where(index == token, x, 0.0))
     tl.store(out + row, tl.minimum(chunk * CHUNK + token, V - 1).to(tl.float64))
-    tl.store(out + tl.num_programs(0) + row, (chosen - top).to(tl.float64) - tl.log(total))
+    tl.store(out + tl.num_programs(0) + row, (chosen_logit - top).to(tl.float64) - tl.log(total))
 
 
 # -- calls
@@ -217,32 +231,32 @@ def _choose(
 
 def norm(x: torch.Tensor, module: Any, add: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the RMSNorm of x [N, E] (plus `add`), and its input, the sum."""
-    out, total = torch.empty_like(x), x if add is None else torch.empty_like(x)
+    output, total = torch.empty_like(x), x if add is None else torch.empty_like(x)
     block = triton.next_power_of_2(x.shape[1])
     _norm[(len(x),)](
-        x, add, module.weight, out, total, x.shape[1], module.variance_epsilon, add is not None, block,
+        x, add, module.weight, output, total, x.shape[1], module.variance_epsilon, add is not None, block,
         num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
-    return out, total
+    return output, total
 
 
 def gate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Return silu(first) * second; both may be columns of one tensor."""
-    out, size = first.new_empty(first.shape), first.numel()
-    _gate[(triton.cdiv(size, 1024),)](first, second, out, size, first.shape[1], first.stride(0), 1024)
-    return out
+    output, size = first.new_empty(first.shape), first.numel()
+    _gate[(triton.cdiv(size, 1024),)](first, second, output, size, first.shape[1], first.stride(0), 1024)
+    return output
 
 
 def norm_rotate_and_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], layer: LayerCache,
-    where: torch.Tensor, norms: tuple[Any, Any],
+    cache_positions: torch.Tensor, norms: tuple[Any, Any],
 ) -> None:  # fmt: skip
     """Norm and rotate q [N, H * D] in place, and write k, normed and rotated, and v to the cache. All may be columns of
     one tensor."""
     heads, size = layer.keys.shape[2:]
     first, second = norms
     _rotate[(len(q), 3)](
-        q, k, v, *turn, first and first.weight, second and second.weight, where, layer.keys, layer.values,
+        q, k, v, *turn, first and first.weight, second and second.weight, cache_positions, layer.keys, layer.values,
         first.variance_epsilon if first else 0.0, q.stride(0), k.stride(0), q.shape[1] // size, heads, size,
         triton.next_power_of_2(max(q.shape[1] // size, heads)), first is not None,
     )  # fmt: skip
@@ -250,7 +264,7 @@ def norm_rotate_and_cache(
 
 def attend(q: torch.Tensor, layer: LayerCache, step: StepContext, scale: float) -> torch.Tensor:
     """[N, H, D] -> [N, H, D]"""
-    out = q.new_empty(q.shape)
+    output = q.new_empty(q.shape)
     dense = step.tokens
     if step.rows is not None:
         groups = step.groups
@@ -258,7 +272,7 @@ def attend(q: torch.Tensor, layer: LayerCache, step: StepContext, scale: float) 
         splits = min(8, triton.next_power_of_2(triton.cdiv(PROGRAMS, spare))) if spare < PROGRAMS else 1
         first = int(groups is not None)
         if first + splits == 1:
-            _tiles(q, layer, step, step.rows, scale, out)
+            _tiles(q, layer, step, step.rows, scale, output)
         else:
             parts = q.new_empty(first + splits, dense, *q.shape[1:], dtype=torch.float32)
             sums = q.new_empty(first + splits, dense, q.shape[1], dtype=torch.float32)
@@ -266,12 +280,12 @@ def attend(q: torch.Tensor, layer: LayerCache, step: StepContext, scale: float) 
                 _tiles(q, layer, step, groups, scale, parts, sums)
             _tiles(q, layer, step, step.rows, scale, parts, sums, first, splits)
             _merge[(dense,)](
-                parts, sums, out, step.rows.begins, dense, step.rows.tokens, first + splits, *q.shape[1:],
+                parts, sums, output, step.rows.begins, dense, step.rows.tokens, first + splits, *q.shape[1:],
                 triton.next_power_of_2(q.shape[1]), groups is not None,
             )  # fmt: skip
     if step.pieces is not None:
-        _tiles(q, layer, step, step.pieces, scale, out)
-    return out
+        _tiles(q, layer, step, step.pieces, scale, output)
+    return output
 
 
 def _tiles(
@@ -279,14 +293,14 @@ def _tiles(
     sums: torch.Tensor | None = None, part: int = 0, splits: int = 1,
 ) -> None:  # fmt: skip
     _, capacity, heads, size = layer.keys.shape
-    listed = tiles.members is not None
+    has_members = tiles.members is not None
     rows = max(16, triton.next_power_of_2(tiles.tokens * (q.shape[1] // heads)))
     # Tuned on an H200: many small programs for rows of one token, which are bound by memory.
     keys = min(64, max(16, (2048 if q.element_size() > 2 else 4096 if rows == 16 else 8192) // size))
     _attend[(tiles.count, heads, splits)](
         q, layer.keys, layer.values, out, sums, step.positions, tiles.members, tiles.slots, tiles.begins,
         tiles.ends, step.tokens, capacity, q.stride(0), scale * LOG2E, part, splits, tiles.tokens, q.shape[1],
-        heads, size, rows, keys, listed, tiles.begins is not None, sums is not None,
+        heads, size, rows, keys, has_members, tiles.begins is not None, sums is not None,
         num_warps=2 if rows == 16 else 4, num_stages=3,
     )  # fmt: skip
 
@@ -298,11 +312,11 @@ def sample_tokens(
     rows, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
     tops, masses = logits.new_empty(2, rows, chunks, dtype=torch.float32)
-    out = logits.new_empty(2, rows, dtype=torch.float64)
+    output = logits.new_empty(2, rows, dtype=torch.float64)
     scaled = temperature is not None
     _mass[(rows, chunks)](logits, temperature, tops, masses, vocabulary, scaled, CHUNK)
     _choose[(rows,)](
-        logits, temperature, uniform, tops, masses, out, vocabulary, chunks, scaled, CHUNK,
+        logits, temperature, uniform, tops, masses, output, vocabulary, chunks, scaled, CHUNK,
         triton.next_power_of_2(chunks),
     )  # fmt: skip
-    return out
+    return output

@@ -97,8 +97,8 @@ def split_terms(text: str) -> list[str]:
         text = "".join(letter for letter in text if unicodedata.category(letter)[0] != "M")
     terms = []
     for match in _RUNS.finditer(text):
-        run, word = match.groups()
-        terms += [word] if word else [*run, *(run[at : at + 2] for at in range(len(run) - 1))]
+        run, term = match.groups()
+        terms += [term] if term else [*run, *(run[index : index + 2] for index in range(len(run) - 1))]
     return terms
 
 
@@ -184,14 +184,14 @@ def _documents(
                 yield _document(line, fields, number, f"tool {name}: {path}:{number}")
 
 
-def _document(line: str, fields: tuple[str, str, str], number: int, where: str) -> tuple[str, str, str]:
+def _document(line: str, fields: tuple[str, str, str], number: int, location: str) -> tuple[str, str, str]:
     text_field, title_field, id_field = fields
     try:
         row = dict(json.loads(line))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{where}: not a JSON object: {error}") from error
+        raise ValueError(f"{location}: not a JSON object: {error}") from error
     if not isinstance(row.get(text_field), str):
-        raise ValueError(f"{where}: no text in {text_field!r}; set text_field to one of {', '.join(row)}")
+        raise ValueError(f"{location}: no text in {text_field!r}; set text_field to one of {', '.join(row)}")
     title, document = row.get(title_field), row.get(id_field)
     return str(number if document is None else document), "" if title is None else str(title), row[text_field]
 

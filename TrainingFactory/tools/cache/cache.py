@@ -74,7 +74,7 @@ class ToolCache:
         """Open the cache for one episode."""
         return EpisodeToolCache(self, scope)
 
-    async def through(
+    async def get_or_execute(
         self, key: str, run: Callable[[], Awaitable[ToolResult]], deadline: float
     ) -> ToolResult:
         """Return the cached result of `key`; otherwise await `run()` and cache its result if it is ok. Of concurrent
@@ -112,7 +112,7 @@ class ToolCache:
     async def _run(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
         result = await run()
         if result.ok:
-            self._put(key, result)
+            self._store_result(key, result)
         return result
 
     def flush(self) -> None:
@@ -145,7 +145,7 @@ class ToolCache:
         self._writer.used(key)
         return _decode(value)
 
-    def _put(self, key: str, result: ToolResult) -> None:
+    def _store_result(self, key: str, result: ToolResult) -> None:
         try:
             value = _encode(result)
         except (TypeError, ValueError):  # attachments that are not JSON
@@ -188,32 +188,32 @@ class EpisodeToolCache:
         self, call: PendingCall, state: ToolState, name: str | None, deadline: float
     ) -> ToolResult:
         """Return the result of a call that depends on earlier calls, or that changes the results of later ones."""
-        server, lost = state.server, False
+        server, is_lost = state.server, False
 
         async def execute() -> ToolResult:
-            nonlocal lost
+            nonlocal is_lost
             await state.catch_up()
             outcome = await call.make(call, deadline)
-            lost = outcome.lost
+            is_lost = outcome.is_lost
             return outcome.result
 
         # Servers start in the same state for all episodes; objects of this process, such as an environment, may not.
         start = digest("start", server, "" if server else self._scope)
-        before = self._histories.get(server, start)
+        history = self._histories.get(server, start)
         self._histories[server] = None  # remains None if this call raises or makes further calls
         self._started[server] += 1
         number = self._started[server]
-        key = digest(before, name) if call.options.stateful and before and name else None
+        key = digest(history, name) if call.options.stateful and history and name else None
         result = await self._through(key, call, execute, deadline)
         if result.cached:
             state.skip(call, result.content)
-        if lost or before is None or name is None or self._started[server] != number:
+        if is_lost or history is None or name is None or self._started[server] != number:
             return result
         if result.error in ("schema", "unavailable"):  # the call never reached the tool
-            self._histories[server] = before
+            self._histories[server] = history
         else:
             # A failure may be accidental, so its text is part of the history: only equal failures share results.
-            self._histories[server] = digest(before, name if result.ok else digest(name, result.content))
+            self._histories[server] = digest(history, name if result.ok else digest(name, result.content))
         return result
 
     async def _through(
@@ -222,7 +222,7 @@ class EpisodeToolCache:
         if key is None:
             return await run()
         # The output limit is part of the key, because cached results are already cut.
-        return await self._cache.through(digest(key, str(call.max_output_chars)), run, deadline)
+        return await self._cache.get_or_execute(digest(key, str(call.max_output_chars)), run, deadline)
 
 
 class _Memory:
@@ -250,8 +250,8 @@ class _Memory:
 class _Writer:
     """Writes entries to the store in batches, on its own thread, so that the event loop never waits for the disk."""
 
-    def __init__(self, store: Store, failed: Callable[[BaseException], None]) -> None:
-        self._store, self._failed = store, failed
+    def __init__(self, store: Store, on_failed: Callable[[BaseException], None]) -> None:
+        self._store, self._failed = store, on_failed
         self._entries: deque[tuple[str, str, float]] = deque()
         self._used: dict[str, float] = {}
         self._thread = ThreadPoolExecutor(1, "tool-cache")
@@ -276,10 +276,10 @@ class _Writer:
 
     def _write(self) -> None:
         entries = [self._entries.popleft() for _ in range(len(self._entries))]
-        used, self._used = self._used, {}
+        used_at, self._used = self._used, {}
         try:
-            if entries or used:
-                self._store.write(entries, used.items())
+            if entries or used_at:
+                self._store.write(entries, used_at.items())
         except Exception as error:
             self._failed(error)
 

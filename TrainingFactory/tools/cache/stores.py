@@ -81,7 +81,7 @@ class SQLiteStore:
             query = "SELECT value, made FROM entries WHERE key = ?"
             return self._reader.execute(query, (key,)).fetchone()
 
-    def write(self, entries: Sequence[tuple[str, str, float]], used: Iterable[tuple[str, float]]) -> None:
+    def write(self, entries: Sequence[tuple[str, str, float]], used_at: Iterable[tuple[str, float]]) -> None:
         """Insert entries (key, value, creation time) and update the last use of keys."""
         rows = [
             (key, value, len(key) + len(value.encode()), created, created) for key, value, created in entries
@@ -93,7 +93,7 @@ class SQLiteStore:
                 "value = excluded.value, size = excluded.size, made = excluded.made, used = excluded.used",
                 rows,
             )
-            changes = [(when, key, when) for key, when in used]
+            changes = [(when, key, when) for key, when in used_at]
             self._writer.executemany("UPDATE entries SET used = ? WHERE key = ? AND used < ?", changes)
             self._evict()
 
@@ -145,8 +145,8 @@ def _check_owner(path: Path) -> None:
     if path.is_file():
         with path.open("rb") as file:
             header = file.read(100)
-    ours = header[:16] == b"SQLite format 3\0" and header[68:72] == APPLICATION_ID.to_bytes(4, "big")
-    if path.is_dir() or (header and not ours):
+    is_own = header[:16] == b"SQLite format 3\0" and header[68:72] == APPLICATION_ID.to_bytes(4, "big")
+    if path.is_dir() or (header and not is_own):
         raise ValueError(f"the cache cannot use {path}: it is not a TrainingFactory cache; set another path")
 
 
@@ -181,7 +181,7 @@ class RedisStore:
         created, _, value = entry.partition(" ")
         return value, float(created)
 
-    def write(self, entries: Sequence[tuple[str, str, float]], used: Iterable[tuple[str, float]]) -> None:
+    def write(self, entries: Sequence[tuple[str, str, float]], used_at: Iterable[tuple[str, float]]) -> None:
         with self._client.pipeline(transaction=False) as pipe:
             for key, value, created in entries:
                 pipe.set(self.PREFIX + key, f"{created!r} {value}", px=self._ttl_ms)
@@ -199,7 +199,7 @@ class NoStore:
     def get(self, key: str) -> None:
         return None
 
-    def write(self, entries: Sequence[tuple[str, str, float]], used: Iterable[tuple[str, float]]) -> None:
+    def write(self, entries: Sequence[tuple[str, str, float]], used_at: Iterable[tuple[str, float]]) -> None:
         """Do nothing."""
 
     def close(self) -> None:

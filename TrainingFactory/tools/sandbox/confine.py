@@ -216,9 +216,9 @@ def _rule(name: str, pid: int, threads: bool) -> list[Instruction]:
     return [_verdict(ERRNO | errno.ENOSYS)] if name == "clone3" and threads else [denied]
 
 
-def _one_of(load: Instruction, values: list[int], otherwise: Instruction) -> list[Instruction]:
+def _one_of(load: Instruction, values: list[int], next_instruction: Instruction) -> list[Instruction]:
     allowed = [step for value in values for step in ((EQUAL, 0, 1, value), _verdict(ALLOW))]
-    return [load, *allowed, otherwise]
+    return [load, *allowed, next_instruction]
 
 
 def _argument(index: int) -> Instruction:

@@ -56,10 +56,12 @@ class CappedOutput(io.RawIOBase):
 class Interpreter:
     """The Python session of one episode, with its variables in a module called __main__."""
 
-    def __init__(self, limit: int, stray: int) -> None:
+    def __init__(self, limit: int, stray_output: int) -> None:
         self.output = CappedOutput(limit)
         self.limit = limit
-        self.stray = stray  # descriptor to read what code writes to descriptors 1 and 2, bypassing sys.stdout
+        self.stray = (
+            stray_output  # descriptor to read what code writes to descriptors 1 and 2, bypassing sys.stdout
+        )
         self.module = ModuleType("__main__")
         self.module.__dict__["__builtins__"] = builtins
         sys.modules["__main__"] = self.module
@@ -152,10 +154,10 @@ def start(settings: dict[str, Any]) -> Callable[[dict[str, str]], dict[str, Any]
     del sys.path[0]  # this folder
     sys.path += settings["readable"]
     sys.dont_write_bytecode = True
-    stray = divert_output()
+    stray_output = divert_output()
     report = confine(settings)
     sys.path.insert(0, "")
     for name in ("interpreter", "confine", "syscalls"):
         del sys.modules[name]
-    interpreter = Interpreter(settings["max_output"], stray)
+    interpreter = Interpreter(settings["max_output"], stray_output)
     return lambda message: interpreter.run(message["code"]) if "code" in message else report

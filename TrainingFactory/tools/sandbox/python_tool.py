@@ -211,13 +211,13 @@ class PythonSession:
             process.kill()
             self._end_reason = "ran out of memory"
             text += f"\nAll of its {self.source.limits.memory_mb} MiB of memory are in use. {GONE}"
-        failed = bool(answer.get("error"))
-        return ToolResult(text, ok=not failed, error="exception" if failed else None)
+        is_failed = bool(answer.get("error"))
+        return ToolResult(text, ok=not is_failed, error="exception" if is_failed else None)
 
-    def stop(self, why: str) -> None:
-        """Kill the idle process; `why` is shown to the model at the next call."""
+    def stop(self, reason: str) -> None:
+        """Kill the idle process; `reason` is shown to the model at the next call."""
         assert self._process is not None
-        self._end_reason = why
+        self._end_reason = reason
         self._process.kill()
 
     async def close(self) -> None:
