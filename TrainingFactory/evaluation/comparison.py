@@ -53,6 +53,13 @@ class ComparedModel:
         self.stored.append(earlier_record)
         self.pending.append(None if earlier_record else evaluation)
 
+    def play(self) -> None:
+        """Run the scheduled evaluations and add their records."""
+        for evaluation in self.pending:
+            if evaluation is not None:
+                evaluation.run()
+        self.take()
+
     def take(self) -> None:
         """Add the records of scheduled evaluations that have run."""
         for index, evaluation in enumerate(self.pending):

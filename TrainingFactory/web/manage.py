@@ -133,7 +133,7 @@ class ManageRoutes:
         run = self._find(name)
         removed = [] if request.tags is None else read_annotations(run).tags.keys() - request.tags.keys()
         annotate(run, archived=request.archived, tags=request.tags, removed=removed, note=request.note)
-        return ManagedRun(name=name, command=f"tfactory runs show {run.shown}")
+        return ManagedRun(name=name, command=f"tfactory runs show {run.display_path}")
 
     def rename(self, name: str, request: RenameRequest) -> ManagedRun:
         """Rename a run that is not running and whose files no other run needs."""

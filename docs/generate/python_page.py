@@ -63,7 +63,19 @@ def python_page() -> str:
         parts.append(f"## {title}\n")
         home = import_module(module)
         parts.extend(name_entry(module, name, getattr(home, name)) for name in names.split())
-    return "\n".join(parts)
+    return "\n".join([*parts, "## Types of trainer arguments\n", *alias_entries()])
+
+
+def alias_entries() -> list[str]:
+    """Return an entry for each type alias of the trainers' arguments; the comment before an alias is its text."""
+    source = inspect.getsource(import_module("TrainingFactory.trainers.inputs"))
+    aliases = re.findall(r"((?:^# .*\n)*)^(\w+): TypeAlias = (\((?:\n .*)*\n\)|.*)$", source, re.MULTILINE)
+    entries = []
+    for comment, name, definition in aliases:
+        text = " ".join(line.removeprefix("# ") for line in comment.splitlines())
+        code = code_block(f"from TrainingFactory import {name}\n\n{name} = {definition.strip(chr(34))}")
+        entries.append(f"### {name}\n\n{code}\n{text}\n")
+    return entries
 
 
 def name_entry(module: str, name: str, item: Any) -> str:

@@ -39,4 +39,4 @@ def test_the_small_dataset_is_what_its_script_makes(tmp_path: Path) -> None:
 def test_the_files_of_an_install_lead_to_pyproject() -> None:
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     assert lines[-2:] == ["-c constraints.txt", "-e .[rl]"] and (ROOT / "constraints.txt").is_file()
-    assert "setup()" in (ROOT / "setup.py").read_text()
+    assert "setup(" in (ROOT / "setup.py").read_text()

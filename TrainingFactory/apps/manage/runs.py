@@ -83,12 +83,14 @@ def _claim(run: RunFolder, runs: Path, action: str | None) -> RunReferences:
     try:
         run.lock()
     except ValueError:
-        stop = f"tfactory runs stop {run.shown}"
+        stop = f"tfactory runs stop {run.display_path}"
         raise ValueError(f"run {run.name} is running or in use. Stop it first: {stop}") from None
     try:
         references = find_references(run, runs)
         if action and references.needed_by:
-            delete = f"Delete those first, or delete it anyway: tfactory runs delete {run.shown} --force"
+            delete = (
+                f"Delete those first, or delete it anyway: tfactory runs delete {run.display_path} --force"
+            )
             remedy = (
                 delete if action == "deleted" else "Set a tag or a note instead: tfactory runs tag --help"
             )
