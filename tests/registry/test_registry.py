@@ -160,8 +160,8 @@ def test_a_model_that_is_swept_away_while_it_is_looked_at_is_stored_again(
 ) -> None:
     folder, changed = registry.folder(registry.register("agent", "sft")), store.modified_files
 
-    def swept(path: Path, but: Collection[str] = ()) -> list[str]:
-        found = changed(path, but)
+    def swept(path: Path, ignored: Collection[str] = ()) -> list[str]:
+        found = changed(path, ignored)
         if path == folder:
             monkeypatch.setattr(store, "modified_files", changed)
             shutil.rmtree(path)
