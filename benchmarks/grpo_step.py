@@ -8,8 +8,7 @@ between two steps of TRL's own training loop. The first step of each warms up an
 `generation` is everything up to scored episodes, tools included; `update` is the rest of the step. We leave out
 groups whose episodes all earned the same, which TRL computes with a gradient of zero; `rows` says how many are
 left, and `update_all_rows` is the time of our update, on a spare copy of the model, over all 64. `ratio` is
-TRL's median step over ours, `ratio_all_rows` the same if we computed all rows. `ratio_by_step` is the median over steps
-of TRL's time over ours, which were measured one after the other: it depends least on other work on the machine.
+TRL's median step over ours, `ratio_all_rows` the same if we computed all rows.
 """
 
 from __future__ import annotations
@@ -181,17 +180,8 @@ def main() -> None:
     whole = middle["ours"]["generation"] + middle["ours"]["update_all_rows"]
     result = {"rollouts": EPISODES, "threads": torch.get_num_threads(), "steps": raw, "median": middle}
     result |= {"ratios": ratios, "ratio_all_rows": middle["trl"]["seconds"] / whole}
-    by_step = [
-        theirs["seconds"] / ours["seconds"] for ours, theirs in zip(raw["ours"], raw["trl"], strict=True)
-    ]
-    by_step_all = [
-        theirs["seconds"] / (ours["generation"] + ours["update_all_rows"])
-        for ours, theirs in zip(raw["ours"], raw["trl"], strict=True)
-    ]
-    result |= {"ratio_by_step_all_rows": statistics.median(by_step_all)}
-    result |= {"ratio": ratios["seconds"], "ratio_by_step": statistics.median(by_step), "goal": 5}
+    result |= {"ratio": ratios["seconds"], "goal": 5}
     print(f"ratio {result['ratio']:.2f}, {result['ratio_all_rows']:.2f} if we computed all rows")
-    print(f"by step {result['ratio_by_step']:.2f}, all rows {result['ratio_by_step_all_rows']:.2f}")
     print("RESULT " + json.dumps(result))
 
 

@@ -26,6 +26,7 @@ from tests.kits.siblings import COMPUTE, DATA, ENVIRONMENTS
 from TrainingFactory.assembly.local_judge import LocalJudge
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.rewards.judge.endpoints import JudgeReply
+from TrainingFactory.runs.notebook_view import default_watcher
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.types import Task, ToolCall, Trajectory
 
@@ -298,7 +299,9 @@ def trains_with_servers(space: dict[str, Any]) -> None:
 
 def trains_on_machines(space: dict[str, Any]) -> None:
     said: list[str] = []
-    space["trainer"]._watcher.say = said.append
+    watcher = default_watcher()
+    watcher.say = said.append
+    space["trainer"]._watcher = watcher
     assert space["trainer"].train({**LIMITS, "environment_id": "calculator"}).steps == 1
     assert any("allocation alloc-1" in text and "get_allocation" in text for text in said)
 

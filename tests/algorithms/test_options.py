@@ -66,8 +66,12 @@ def test_the_config_has_the_same_options_and_defaults() -> None:
 
 def test_the_published_recipes_are_those_of_their_authors(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "algorithms" / "grpo.md").read_text(encoding="utf-8")
-    table = page.partition("The published recipes")[2].partition("##")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.count("`") == 2]
+    table = page.partition("## Published variants")[2].partition("##")[0]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in table.splitlines()
+        if line.startswith("|") and line.count("`") == 2
+    ]
     recipes: dict[str, GRPO] = {}
     for name, options in rows:
         (tmp_path / "recipe.yaml").write_text(f"grpo: {{{options.strip('`')}}}", encoding="utf-8")

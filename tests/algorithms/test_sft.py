@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.algorithms.test_grpo import group_of
 from tests.kits.data import loaded, tool_dialogues
 from tests.kits.engine import tiny
 from tests.kits.learner import sample, words
+from tests.test_grpo import group_of
 from TrainingFactory.algorithms.sft import SFT
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.data.packing import make_batch

@@ -123,7 +123,7 @@ def test_sixteen_at_once_are_sampled_together_and_stay_themselves(
 ) -> None:
     bodies = [user(f"Question {n}", max_tokens=12, seed=n) for n in range(16)]
     alone = [post(tiny, body)["choices"][0]["message"] for body in bodies]
-    engine = served.served.sampler
+    engine = served.model.sampler
     assert isinstance(engine, NativeEngine)
     run, go_on = engine._runner.run, threading.Event()
     monkeypatch.setattr(engine._runner, "run", lambda plan: (go_on.wait(HANG), run(plan))[1])
@@ -140,7 +140,7 @@ def test_sixteen_at_once_are_sampled_together_and_stay_themselves(
 def test_a_client_that_hangs_up_frees_the_engine(
     served: ChatServer, tiny: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = served.served.sampler
+    engine = served.model.sampler
     assert isinstance(engine, NativeEngine)
     before, run = engine.stats.forwards, engine._runner.run
     begun, go_on = threading.Event(), threading.Event()

@@ -145,7 +145,7 @@ def test_held_out_success_is_the_newest_of_the_run_and_of_evaluations_after_it(t
     evaluated(tmp_path, "a", "1", 3)  # the best checkpoint
     with (run.path / EVALUATIONS).open("a") as file:
         file.write('{"by": "eval", nonsense}\n{"by": "eval", "metrics": []}\n')
-    assert told() == (1.0, 3, "tfactory eval, 1 tasks of calculator") and runs.rows()[0].problem is None
+    assert told() == (1.0, 3, "tfactory eval, 1 task of calculator") and runs.rows()[0].problem is None
     run.lock()
     run.write_status(Status("running", 4, 5))
     assert told() == (0.25, 4, "training")  # it goes on

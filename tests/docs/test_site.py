@@ -76,7 +76,7 @@ def test_the_options_of_every_paper_load() -> None:
     assert len(rows) > 30
     for row in rows:
         config = load_config(None, row.split())
-        assert not unused_options(config, played=True), row
+        assert not unused_options(config, has_episodes=True), row
 
 
 def test_the_variants_of_grpo_load() -> None:

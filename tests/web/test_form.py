@@ -13,6 +13,8 @@ from TrainingFactory.config.problems import ConfigError, fields_by_key
 from TrainingFactory.web import form
 from TrainingFactory.web.form import Draft
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+
 
 def check(draft: Draft, runs: Path = Path("runs")) -> form.DraftCheck:
     return form.check_draft(draft, runs)
@@ -43,7 +45,7 @@ def test_kinds_and_ranges_are_those_of_the_schema() -> None:
     assert (found["sampling.top_p"].least, found["sampling.top_p"].most) == (0, 1)
 
 
-@pytest.mark.parametrize("path", sorted(form.FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_templates_go_through_the_form_unchanged(path: Path) -> None:
     first = check(Draft(yaml=path.read_text()))
     own = {"data.dataset", "data.tasks", "data.heldout", "model.name"}  # of the user, and not there
