@@ -1,4 +1,4 @@
-"""What a user writes about a run: tags, a note, and whether it is archived. Training neither reads nor writes it."""
+"""Annotations of a run by its user: tags, a note, the archive mark. Training neither reads nor writes them."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class RunFolder:
         return f"tfactory runs resume {self.display_path}"
 
     @property
-    def mend(self) -> str:
+    def fix_instruction(self) -> str:
         """Return the instruction for a run that stopped with an error."""
         return f"Fix the problem (options are in {self.path / CONFIG}), then run: {self.resume_command}"
 

@@ -127,7 +127,7 @@ class TrainingLoop:
             other_log = (
                 "The run can also resume on another machine that has its folder and the files of its config"
             )
-            return ValueError(f"{progress_text}: {problem}. {other_log}. {self.run.mend}")
+            return ValueError(f"{progress_text}: {problem}. {other_log}. {self.run.fix_instruction}")
         if isinstance(error, OSError | SamplersLost):
             kind = OSError if isinstance(error, OSError) else ValueError
             return kind(f"{error}. Fix the problem, then run: {self.run.resume_command}")
@@ -216,7 +216,7 @@ class TrainingLoop:
         if finding.warning is not None:
             self.watcher.say(f"WARNING step {step + 1}: {finding.warning}")
         if finding.stop is not None:
-            raise ValueError(f"{finding.stop}. {self.run.mend}")
+            raise ValueError(f"{finding.stop}. {self.run.fix_instruction}")
         if finding.pause:
             await self.interrupts.pause(finding.pause)
 

@@ -1,7 +1,7 @@
 """One warm start for the whole suite: a tiny model that has seen a task with one tool done well and badly. What learns
 from rewards or comparisons is measured from there, all on the same held-out tasks.
 
-It is kept in examples/own_agent/model and does about 0.3 of the tasks. `python -m tests.kits.warm` makes it anew, in
+It is kept in examples/own_agent/model and does about 0.3 of the tasks. `python -m tests.kits.warm` trains it again, in
 240 steps; with 170 it does as many tasks, and learns more slowly.
 """
 

@@ -18,7 +18,7 @@ LABELS = "labels"  # folder beside the runs: gold labels by run name, see docs/J
 
 @dataclass(slots=True)
 class RunReferences:
-    """What refers to a run. `needed_by` breaks without the run's files; `copies` keep what they need themselves."""
+    """References to a run. `needed_by` breaks without the run's files; `copies` keep what they need themselves."""
 
     needed_by: list[str] = field(default_factory=list)  # such as: run rl loads checkpoints/step-000040
     copies: list[str] = field(default_factory=list)  # such as: agent:2 was trained by it
