@@ -12,7 +12,8 @@ from typing import Any, Generic, NamedTuple
 import numpy as np
 import torch
 
-from TrainingFactory.sampling.cache.slots import SlotCache, StepContext, Tiles
+from TrainingFactory.sampling.cache.attention import StepContext, Tiles
+from TrainingFactory.sampling.cache.store import PagedCache
 from TrainingFactory.sampling.gpu.graphs import to_device
 from TrainingFactory.sampling.picking import Data, DrawInputs, pick, require_finite, split_picked, uniforms
 from TrainingFactory.sampling.planning import EMPTY, StepPlan
@@ -41,7 +42,7 @@ class LegInputs(NamedTuple, Generic[Data]):
 
     tokens: Data  # [N] ids; -1 - slot: the token that this slot samples in the previous leg or launch
     positions: Data  # [N]
-    cache_positions: Data  # [N] flat cache positions to write
+    cache_positions: Data  # [tables * N] positions of the pool to write
     keep: Data  # [M] tokens whose logits are drawn from; empty in the second leg: all
     target_slots: Data  # [M] slot whose latest token the draw becomes; `table.slots`: the draw is not used
 
@@ -137,21 +138,20 @@ class AsyncRunner(Runner):
         return SampledTokens(slots, flight.places[valid], tokens[valid], require_finite(logprobs[valid]))
 
     def _feed(
-        self, plan: StepPlan, cache: SlotCache, dense_end: int, chunk_end: int
+        self, plan: StepPlan, cache: PagedCache, dense_end: int, chunk_end: int
     ) -> tuple[FlatBatch, torch.Tensor | None]:
         if self._kernels is None:
             return super()._feed(plan, cache, dense_end, chunk_end)
         kernels, table, shape = self._kernels, self.table, self.shapes[0]
         layout = plan_tiles(plan, table, shape.queries // shape.heads)
-        batch = self._flat(plan, cache, 0, layout)
+        batch = self._flat(plan, 0, layout)
         draws = self._draws(batch)
         target_slots = np.where(batch.live, batch.rows, table.slots)
-        legs = [
-            (LegInputs(batch.tokens, batch.positions, batch.cache_positions, batch.keep, target_slots), draws)
-        ]
+        cache_positions = self._cache_positions(batch)
+        legs = [(LegInputs(batch.tokens, batch.positions, cache_positions, batch.keep, target_slots), draws)]
         recorded = layout.recorded and not draws.filters
         if recorded and plan.twice and plan.rows:
-            legs.append(self._second_leg(plan, batch, cache, scaled=draws.temperature is not None))
+            legs.append(self._second_leg(plan, batch, scaled=draws.temperature is not None))
         leg_arrays = [array for inputs, draws in legs for array in (*inputs, *draws.present)]
         arrays = [*leg_arrays, *layout.arrays]
 
@@ -160,7 +160,8 @@ class AsyncRunner(Runner):
             leg_tensors = [_next_leg(remaining, leg) for leg in legs]
             tiles = list(remaining)
             for number, (inputs, draws) in enumerate(leg_tensors):
-                context = StepContext(cache, inputs.cache_positions, tokens=plan.rows * (plan.span or 1))
+                targets = inputs.cache_positions.unflatten(0, (len(table.pages.tables), -1))
+                context = StepContext(cache, targets, tokens=plan.rows * (plan.span or 1))
                 context.attend, context.positions = kernels.attend, inputs.positions
                 layout.enter(context, plan, tiles)
                 has_chunks = len(plan.slots) and not number
@@ -184,9 +185,7 @@ class AsyncRunner(Runner):
             picked = step(to_device(arrays, self.device))
         return batch, picked
 
-    def _second_leg(
-        self, plan: StepPlan, batch: FlatBatch, cache: SlotCache, scaled: bool
-    ) -> Leg[np.ndarray]:
+    def _second_leg(self, plan: StepPlan, batch: FlatBatch, scaled: bool) -> Leg[np.ndarray]:
         """Return a leg that feeds the tokens of the first leg, in rows whose turn may continue, and add its rows of
         logits to `batch`. Two legs pay because a launch takes the host as long as a token takes the GPU."""
         table, rows = self.table, np.arange(plan.rows)
@@ -196,8 +195,7 @@ class AsyncRunner(Runner):
         live[slots] = True
         tokens, positions = np.where(live, -1 - rows, 0), batch.positions[: plan.rows].copy()
         positions[slots] = places
-        cache_positions = np.full(plan.rows, cache.slots * cache.capacity)
-        cache_positions[slots] = slots * cache.capacity + places
+        cache_positions = table.pages.locate(np.where(live, rows, table.slots), positions).ravel()
         batch.rows, batch.live = np.concatenate((batch.rows, rows)), np.concatenate((batch.live, live))
         batch.offsets = np.concatenate((batch.offsets, np.ones(plan.rows, np.int64)))
         uniform = uniforms(table.seed[: plan.rows], table.lengths[: plan.rows] + 1)

@@ -80,6 +80,7 @@ class NativeEngine:
         prefill_tokens: int | None = None,
         guesses: int = 7,  # most draft tokens of a row in one step; 0: no speculative decoding
         source: Any = None,
+        cache_bytes: int | None = None,  # most memory of the KV cache; None: a share of the free memory
     ) -> None:
         self._model, self._source = model, source
         causal = causal_model(model)
@@ -88,7 +89,7 @@ class NativeEngine:
             raise unsupported_model(causal.config.model_type, reason)
         on_cuda = causal.device.type == "cuda"
         self._table = SlotTable(slots, max_length, deterministic=deterministic)
-        self._runner = AsyncRunner(causal, self._table)
+        self._runner = AsyncRunner(causal, self._table, cache_bytes)
         if on_cuda and not self._runner.tiled:
             # Steps that only decode are by far the cheapest, so decoding rows feed short replies token by token.
             self._table.ride = 32
@@ -101,7 +102,9 @@ class NativeEngine:
         self._flight: InFlightStep | None = None  # the launched step whose tokens have not been fetched
         self._ahead = 0  # steps launched ahead since one waited; negative: drafts are worth waiting for
         self.policy_version = 0
-        self.max_length = max_length
+        self.max_length = (
+            self._table.max_length
+        )  # less than requested if the cache holds no sequence of that length
         self.sessions = 0  # currently open
         self.stats = self._table.stats
         self._deterministic = deterministic
@@ -264,17 +267,23 @@ class NativeEngine:
             self._deliver([(request, ValueError("the session was closed while it was sampling"))])
 
     def _admit(self) -> None:
-        """Start the waiting requests that get a slot, first come first served, and copy the prefixes they share."""
+        """Start the waiting requests that get a slot and pages, first come first served."""
         if not self._waiting:
             return
         admission, place_request = AdmissionRound(), self._table.place
         self._waiting = deque([request for request in self._waiting if not place_request(request, admission)])
-        if admission.source_slots:
-            length = int(self._table.stored[list(admission.source_slots)].max())
-            self._runner.copy([(source, target) for target, source in admission.source_slots.items()], length)
+        self._requeue()
+        self._runner.copy_pages()
+
+    def _requeue(self) -> None:
+        """Put preempted turns first into the queue."""
+        self._waiting.extendleft(reversed(self._table.preempted))
+        self._table.preempted.clear()
 
     def _step(self) -> None:
         self._compact()
+        self._table.reserve()
+        self._requeue()
         if self._runner.launches_ahead and (self._drafts is None or 0 <= self._ahead < MAX_STEPS_AHEAD):
             self._launch(self._planner.plan(guess=False))
             return
@@ -333,9 +342,8 @@ class NativeEngine:
         pairs = self._table.scattered()
         if not pairs:
             return
-        moved_slots = [slot for pair in pairs for slot in pair]
-        self._runner.copy([*pairs, *((b, a) for a, b in pairs)], int(self._table.stored[moved_slots].max()))
         self._table.exchange(pairs)
+        self._runner.copy_pages()
 
     def _deliver(self, results: Sequence[tuple[SamplingRequest, Completion | BaseException]]) -> None:
         """Pass results to their event loops, with one call per loop, because every call may cost the worker the GIL."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple
 
@@ -10,14 +11,24 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from TrainingFactory.sampling.cache.slots import ATTENTION, AttentionPart, LayerShape, SlotCache, StepContext
-from TrainingFactory.sampling.cache.view import check_model, shared_view, unsupported_model
+from TrainingFactory.sampling.cache.attention import AttentionPart, StepContext
+from TrainingFactory.sampling.cache.pages import PAGE, CachePages
+from TrainingFactory.sampling.cache.store import (
+    LayerShape,
+    PagedCache,
+    free_memory,
+    layer_windows,
+    plan_pages,
+)
+from TrainingFactory.sampling.cache.view import ATTENTION, check_model, shared_view, unsupported_model
 from TrainingFactory.sampling.gpu.graphs import DecodeGraphs, to_device
 from TrainingFactory.sampling.picking import Data, DrawInputs, pick, require_finite, split_picked, uniforms
 from TrainingFactory.sampling.planning import CHUNK, EMPTY, StepPlan
 from TrainingFactory.sampling.table import SlotTable
 from TrainingFactory.sampling.tiles import TileLayout, pad_to
 from TrainingFactory.sampling.twins import TwinRows, find_twins
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -26,7 +37,7 @@ class FlatBatch:
 
     tokens: np.ndarray  # [N]
     positions: np.ndarray  # [N]
-    cache_positions: np.ndarray  # [N] flat cache positions to write
+    slots: np.ndarray  # [N] slot of each token; `table.slots`: padding, which nobody reads
     fed: np.ndarray  # [R] tokens of each dense row
     rows: np.ndarray  # [M] slot
     offsets: np.ndarray  # [M] 0: after the row's last known token; k: after k guesses; negative: before it
@@ -39,7 +50,7 @@ class StepInputs(NamedTuple, Generic[Data]):
 
     tokens: Data  # [U]
     positions: Data  # [U]
-    cache_positions: Data  # [N] flat cache positions to write
+    cache_positions: Data  # [tables * N] positions of the pool to write
     keep: Data  # [L] computed tokens whose logits are needed; L = M without twins
     source: Data  # [N] the computed token for each token; empty without twins
     logit_rows: Data  # [M] the row of logits for each draw; empty without twins
@@ -65,7 +76,7 @@ def round_up(number: int, step: int) -> int:
 class Runner:
     """Owns the view of the model and the cache. Runs in inference mode, in the caller's thread."""
 
-    def __init__(self, model: PreTrainedModel, table: SlotTable) -> None:
+    def __init__(self, model: PreTrainedModel, table: SlotTable, cache_bytes: int | None = None) -> None:
         check_model(model)
         self.model, self.table = model, table
         embeddings: Any = model.get_input_embeddings()
@@ -76,19 +87,59 @@ class Runner:
         self.refresh()
         self.shapes = self._shapes()
         self.dtype = self.shapes[0].dtype
+        self._size_cache(free_memory(self.device) if cache_bytes is None else cache_bytes)
         self.full = round_up(table.max_length, 64)
-        self.cache: SlotCache | None = None
+        self.cache: PagedCache | None = None
         self._span = torch.arange(max(self.full, 64), device=self.device)
         self._seen = torch.zeros((), dtype=self.dtype, device=self.device)
         self._hidden = torch.full((), -torch.inf, dtype=self.dtype, device=self.device)
-        same_sizes = all(shape.key_size == shape.value_size for shape in self.shapes)
-        self._fused = same_sizes and self.device.type == "cpu"  # the CPU's fused kernel supports these layers
+        supported = all(shape.key_size == shape.value_size for shape in self.shapes)
+        self._fused = supported and self.device.type == "cpu"  # the CPU's fused kernel supports these layers
         self.launches_ahead = False  # steps are launched before the tokens of the previous step are known
         self._trunks: dict[tuple[int, bytes], int] = {}
         self._latest = torch.zeros(table.slots + 1, dtype=torch.long, device=self.device)  # by slot
         self._graphs = DecodeGraphs(self.device, self._latest) if self.device.type == "cuda" else None
         self._prepare()
         self._compare()
+
+    def _size_cache(self, memory: int) -> None:
+        """Set the pages of the table to what fits into the memory. If that is less than all slots may hold, slots share
+        the pages of common prefixes; deterministic mode, in which no session may be preempted, has fewer slots."""
+        table = self.table
+        length = round_up(table.max_length, 64)
+        windows, per_slot = layer_windows(self.shapes), length // PAGE
+        slot_bytes = length * sum(shape.token_bytes for shape in self.shapes)
+        fitting = memory // slot_bytes
+        if table.deterministic and fitting < table.slots:
+            if not fitting:
+                raise ValueError(
+                    f"the KV cache of one sequence of {table.max_length} tokens needs {slot_bytes / 2**30:.1f} GiB, "
+                    f"but {memory / 2**30:.1f} GiB are available. Lower model.max_length."
+                )
+            log.warning(
+                "Deterministic sampling with %d slots instead of %d, because the KV cache has %.1f GiB of memory",
+                fitting, table.slots, memory / 2**30,
+            )  # fmt: skip
+            table.resize(fitting, table.max_length)
+        fixed = table.deterministic or (self.device.type == "cpu" and fitting >= table.slots)
+        if fixed:
+            counts = [table.slots * per_slot] * len(windows)
+        else:
+            counts = plan_pages(self.shapes, table.slots, length, memory, 8192)
+        if min(counts) < per_slot:
+            available = min(counts) * PAGE // 64 * 64
+            if available < 64:
+                raise ValueError(
+                    f"{memory / 2**30:.2f} GiB are available for the KV cache, which is less than 64 tokens need. "
+                    "Use a smaller model or raise sampling.cache_gib."
+                )
+            log.warning(
+                "Sequences are truncated at %d tokens instead of %d, because the KV cache has %.1f GiB of memory",
+                available, table.max_length, memory / 2**30,
+            )  # fmt: skip
+            table.resize(table.slots, available)
+            length = available
+        table.pages = CachePages(table.slots, length, windows, counts, fixed=fixed)
 
     def _prepare(self) -> None:
         """Choose the kernels for the known shapes."""
@@ -116,18 +167,14 @@ class Runner:
         most tokens. At a few tokens, the 16-bit logits of a trained model differ much for any order of summation."""
         ids = (self._span[:15] + 1000) % self.vocabulary  # the first ids are special tokens
         expected = shared_view(self.model, "eager")(input_ids=ids[None], use_cache=False).logits[0].float()
-        cache, logits = SlotCache(1, 64, self.shapes), []
+        windows = layer_windows(self.shapes)
+        cache = PagedCache(CachePages(1, 64, windows, [64 // PAGE] * len(windows), fixed=True), self.shapes)
+        logits = []
         for positions in self._span[:15].split([8] + 7 * [1]):
-            part = AttentionPart(slice(0, 1), self._mask(positions[None], 64), 64)
+            part = AttentionPart(slice(0, 1), positions[None], 64, self._mask)
             parts: Any = {"dense": part, "tokens": 1} if len(positions) == 1 else {"chunks": part}
-            logits.append(
-                self._logits(
-                    ids[positions],
-                    positions,
-                    self._tile(StepContext(cache, positions, **parts), positions),
-                    0,
-                )
-            )
+            step = StepContext(cache, positions.expand(len(windows), -1), **parts)
+            logits.append(self._logits(ids[positions], positions, self._tile(step, positions), 0))
         errors = (torch.cat(logits).float() - expected).abs().mean(1) / expected.std(1).clamp(min=1e-6)
         error = max(float(errors_of_part.median()) for errors_of_part in errors.split([8, 7]))
         if not error < (0.01 if self.dtype == torch.float32 else 0.1):
@@ -141,24 +188,18 @@ class Runner:
 
     # -- cache
 
-    def reserve(self, length: int) -> SlotCache:
-        """Return the cache, after growing it for sequences of this length if necessary. It grows by doubling."""
-        length = min(round_up(length, 128), self.full)
-        if self.cache is None or length > self.cache.capacity:
-            self._moved = True
+    def current_cache(self) -> PagedCache:
+        """Return the cache, with the device's page tables up to date. The first call allocates it."""
         if self.cache is None:
-            start = self.full if self.table.deterministic else min(self.full, max(512, length))
-            self.cache = SlotCache(self.table.slots, start, self.shapes)
-        if length > self.cache.capacity:
-            self.cache.grow(min(self.full, max(length, 2 * self.cache.capacity)))
+            self._moved = True
+            self.cache = PagedCache(self.table.pages, self.shapes)
+        self.cache.upload()
         return self.cache
 
     @torch.inference_mode()
-    def copy(self, pairs: Sequence[tuple[int, int]], length: int) -> None:
-        """Copy keys and values from the first to the second slot of each pair, reading all before writing any."""
-        cache = self.reserve(length)
-        sources, targets = torch.tensor(pairs, device=self.device).unbind(1)
-        cache.copy(sources, targets, min(round_up(length, 64), cache.capacity))
+    def copy_pages(self) -> None:
+        """Make the copies of pages that the table has ordered."""
+        self.current_cache().copy_pages()
 
     def width(self, length: int) -> int:
         """Return the number of cached positions that attention reads for sequences of this length."""
@@ -193,14 +234,13 @@ class Runner:
         stored_lengths, guessed = table.stored, plan.guessed if plan.guesses is not None else 0
         dense_end = int((stored_lengths[plan.dense] + guessed).max()) + 1 if len(plan.dense) else 0
         chunk_end = int((stored_lengths[plan.slots] + plan.counts).max()) if len(plan.slots) else 0
-        cache = self.reserve(max(dense_end, chunk_end) + plan.twice)
-        return self._feed(plan, cache, dense_end, chunk_end)
+        return self._feed(plan, self.current_cache(), dense_end, chunk_end)
 
     def _feed(
-        self, plan: StepPlan, cache: SlotCache, dense_end: int, chunk_end: int
+        self, plan: StepPlan, cache: PagedCache, dense_end: int, chunk_end: int
     ) -> tuple[FlatBatch, torch.Tensor | None]:
         trunk = self.trunk(plan.dense)
-        batch = self._flat(plan, cache, trunk)
+        batch = self._flat(plan, trunk)
         draws = self._draws(batch)
         widths = self.width(dense_end), self.width(chunk_end)
         picked = None
@@ -225,10 +265,11 @@ class Runner:
         if not plan.fixed:
             rows, fed = _covered(merged.dense, batch.fed[merged.dense])
         chunks, counts = _covered(merged.slots, merged.counts)
-        arrays = _step_inputs(batch, twin_rows, fed, counts)
+        arrays = _step_inputs(batch, self._cache_positions(batch), twin_rows, fed, counts)
         tensors = to_device([*arrays, *draws.present], self.device)
         inputs = StepInputs(*tensors[: len(arrays)])
-        step.cache_positions, step.tokens = inputs.cache_positions, int(fed.sum())
+        step.cache_positions = inputs.cache_positions.unflatten(0, (len(self.table.pages.tables), -1))
+        step.tokens = int(fed.sum())
         step.source = inputs.source if twin_rows is not None else None
         if plan.rows:
             positions = inputs.positions[: step.tokens]
@@ -271,24 +312,27 @@ class Runner:
         return result.logits[0]
 
     def _replay(
-        self, plan: StepPlan, cache: SlotCache, batch: FlatBatch, draws: DrawInputs[np.ndarray], width: int
+        self, plan: StepPlan, cache: PagedCache, batch: FlatBatch, draws: DrawInputs[np.ndarray], width: int
     ) -> torch.Tensor | None:
         """Run a plan that only decodes, without filters, as a CUDA graph; None if it cannot be recorded."""
         assert self._graphs is not None
-        arrays = [batch.tokens, batch.positions, batch.cache_positions, batch.keep, *draws.present]
+        cache_positions = self._cache_positions(batch)
+        arrays = [batch.tokens, batch.positions, cache_positions, batch.keep, *draws.present]
+        tables = len(self.table.pages.tables)
 
         def step(tensors: list[torch.Tensor]) -> torch.Tensor:
             ids, positions, cache_positions, _, *draw_tensors = tensors
             draws = DrawInputs(*draw_tensors)
-            mask = self._mask(positions.unflatten(0, (plan.rows, -1)), width)
-            part = AttentionPart(slice(0, plan.rows), mask, width)
-            context = StepContext(cache=cache, cache_positions=cache_positions, dense=part, tokens=len(ids))
+            rows = positions.unflatten(0, (plan.rows, -1))
+            part = AttentionPart(slice(0, plan.rows), rows, width, self._mask)
+            targets = cache_positions.unflatten(0, (tables, -1))
+            context = StepContext(cache=cache, cache_positions=targets, dense=part, tokens=len(ids))
             return pick(self._logits(ids, positions, context, 0), draws.uniform, draws.temperature)
 
         self._check_graphs(cache)
         return self._graphs.run((plan.rows, plan.span, width, len(arrays)), arrays, step)
 
-    def _check_graphs(self, cache: SlotCache) -> None:
+    def _check_graphs(self, cache: PagedCache) -> None:
         if self._moved and self._graphs is not None:
             self._graphs.check(self.model, [layer.keys for layer in cache.layers])
             self._moved = False
@@ -315,11 +359,12 @@ class Runner:
             require_finite(logprobs[is_used]),
         )
 
-    def _flat(
-        self, plan: StepPlan, cache: SlotCache, trunk: int, layout: TileLayout | None = None
-    ) -> FlatBatch:
-        # Padding feeds token 0, at the position after the shared prefix, to the scratch slot, which nobody reads.
-        table, capacity = self.table, cache.capacity
+    def _cache_positions(self, batch: FlatBatch) -> np.ndarray:
+        return self.table.pages.locate(batch.slots, batch.positions).ravel()
+
+    def _flat(self, plan: StepPlan, trunk: int, layout: TileLayout | None = None) -> FlatBatch:
+        # Padding feeds token 0, at the position after the shared prefix, to the scratch page, which nobody reads.
+        table = self.table
         fed = np.full(plan.rows, int(plan.fixed))
         fed[plan.dense] = 1
         if plan.guesses is not None:
@@ -329,33 +374,30 @@ class Runner:
         size = start + (CHUNK if table.deterministic and len(plan.slots) else int(plan.counts.sum()))
         size = size if layout is None else start + layout.extra
         tokens, positions = np.zeros(size, np.int64), np.full(size, trunk)
-        cache_positions = np.full(size, cache.slots * capacity)
+        token_slots = np.full(size, table.slots)
         first = fed.cumsum() - fed  # [R] flat index of each row's first token
         stored_lengths, start_rows = table.stored[plan.dense], first[plan.dense]
         tokens[start_rows] = table.ids[plan.dense, stored_lengths]
         positions[start_rows] = stored_lengths
-        cache_positions[start_rows] = plan.dense * capacity + stored_lengths
+        token_slots[start_rows] = plan.dense
         if plan.guesses is not None:
             row, column = np.nonzero(np.arange(plan.guesses.shape[1]) < plan.guessed[:, None])
             guess = start_rows[row] + 1 + column
             tokens[guess] = plan.guesses[row, column]
             positions[guess] = stored_lengths[row] + 1 + column
-            cache_positions[guess] = plan.dense[row] * capacity + positions[guess]
+            token_slots[guess] = plan.dense[row]
         if len(plan.slots):
             start = int(table.stored[plan.slots[0]]) % CHUNK if table.deterministic else start
             slot, starts = np.repeat(plan.slots, plan.counts), plan.counts.cumsum() - plan.counts
             stored_lengths = table.stored[slot] + np.arange(len(slot)) - np.repeat(starts, plan.counts)
             part = slice(start, start + len(slot))
-            tokens[part], positions[part], cache_positions[part] = (
-                table.ids[slot, stored_lengths],
-                stored_lengths,
-                slot * capacity + stored_lengths,
-            )
+            tokens[part] = table.ids[slot, stored_lengths]
+            positions[part], token_slots[part] = stored_lengths, slot
         logit_rows = self._logit_rows(plan, fed, first)
         if layout is not None and layout.recorded:  # pad the rows of logits to the shape of the graph
             rows = int(fed.sum()) + layout.pieces
             logit_rows = [pad_to(array, rows) for array in logit_rows]
-        return FlatBatch(tokens, positions, cache_positions, fed, *logit_rows)
+        return FlatBatch(tokens, positions, token_slots, fed, *logit_rows)
 
     def _logit_rows(
         self, plan: StepPlan, fed: np.ndarray, first: np.ndarray
@@ -391,16 +433,15 @@ class Runner:
         padded = len(pad) > 0
         positions = (positions[pad] if padded else positions).unflatten(0, (rows, -1))
         slot_index = slots if isinstance(slots, slice) else torch.from_numpy(slots).to(self.device)
-        mask = self._mask(positions, width)
-        return (
-            AttentionPart(slot_index, mask, width, pad, unpad)
-            if padded
-            else AttentionPart(slot_index, mask, width)
-        )
+        padding = (pad, unpad) if padded else (None, None)
+        return AttentionPart(slot_index, positions, width, self._mask, *padding)
 
-    def _mask(self, positions: torch.Tensor, width: int) -> torch.Tensor:
+    def _mask(self, positions: torch.Tensor, width: int, window: int | None) -> torch.Tensor:
         """Return the causal mask of positions [rows, T], additive, as [rows, 1, T, width]."""
-        is_masked = self._span[:width] > positions[:, None, :, None]
+        span, positions = self._span[:width], positions[:, None, :, None]
+        is_masked = span > positions
+        if window is not None:
+            is_masked = is_masked | (span <= positions - window)
         return torch.where(is_masked, self._hidden, self._seen)
 
     def _draws(self, batch: FlatBatch) -> DrawInputs[np.ndarray]:
@@ -419,17 +460,15 @@ def _leaders_only(plan: StepPlan, twin_rows: TwinRows) -> StepPlan:
 
 
 def _step_inputs(
-    batch: FlatBatch, twin_rows: TwinRows | None, fed: np.ndarray, counts: np.ndarray
-) -> StepInputs[np.ndarray]:
+    batch: FlatBatch, cache_positions: np.ndarray, twin_rows: TwinRows | None, fed: np.ndarray, counts: np.ndarray
+) -> StepInputs[np.ndarray]:  # fmt: skip
     """Return the inputs of a forward; `fed` and `counts` [rows] are the tokens of each dense row and of each chunk."""
     padding = *_padding(fed), *_padding(counts)
     if twin_rows is None:
-        return StepInputs(
-            batch.tokens, batch.positions, batch.cache_positions, batch.keep, EMPTY, EMPTY, *padding
-        )
+        return StepInputs(batch.tokens, batch.positions, cache_positions, batch.keep, EMPTY, EMPTY, *padding)
     keep, logit_rows = np.unique(twin_rows.source[batch.keep], return_inverse=True)
     tokens, positions = batch.tokens[twin_rows.is_leader], batch.positions[twin_rows.is_leader]
-    return StepInputs(tokens, positions, batch.cache_positions, keep, twin_rows.source, logit_rows, *padding)
+    return StepInputs(tokens, positions, cache_positions, keep, twin_rows.source, logit_rows, *padding)
 
 
 def _covered(slots: np.ndarray, counts: np.ndarray) -> tuple[slice | np.ndarray, np.ndarray]:

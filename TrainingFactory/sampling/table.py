@@ -2,7 +2,10 @@
 
 A slot's sequence is `ids[slot, :known]`; the keys and values of its first `stored` tokens are in the cache.
 A step feeds tokens from `stored` on; after the last known token, it samples the next one. A prompt that equals
-another one needs only a copy, because the last token of a prompt is always fed again.
+another one shares all its pages, because the last token of a prompt is always fed again.
+
+When the pages run out, closed sessions release theirs, the least recently used first. Then sessions younger than the
+one that needs pages release theirs and are prefilled again later: idle sessions first, the youngest first.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from TrainingFactory.sampling.cache.pages import PAGE, CachePages
 from TrainingFactory.types import Completion, SamplingParams
 
 WAIT_FOR = 4  # a request waits for a prefix that is being computed if that saves at least this many tokens
+MARGIN = 16  # tokens that the steps before the next reservation may add to a sequence
 EVICT_AFTER = 0.2  # seconds that a session must be idle before a waiting request may evict it
 
 
@@ -24,14 +29,15 @@ class EngineStats:
     """Counters since the engine was created."""
 
     prefilled: int = 0  # prompt and reply tokens fed in chunks, including twins that are computed only once
-    shared: int = 0  # prompt tokens copied from another slot, or still present in a freed one
+    shared: int = 0  # prompt tokens shared with another slot, or still present in a freed one
     kept_tokens: int = 0  # tokens of earlier turns that are still in the session's slot
     sampled: int = 0
     forwards: int = 0
     decodes: int = 0  # forwards with decoding rows
     rows: int = 0  # decoding rows fed, including unused rows if they are fed
     guessed: int = 0  # draft tokens fed
-    evictions: int = 0
+    evictions: int = 0  # sessions that lost their slot to another one
+    preemptions: int = 0  # sessions that released their pages to an older one
 
 
 @dataclass(slots=True, eq=False)
@@ -52,13 +58,14 @@ class SamplingRequest:
     params: SamplingParams
     future: asyncio.Future[Completion]
     cancelled: bool = False
+    # Log-probs of the tokens at the end of `prompt` that were sampled before a preemption.
+    sampled: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
 
 @dataclass(slots=True)
 class AdmissionRound:
-    """State of one round of admissions. The engine makes its copies together, at the end of the round."""
+    """State of one round of admissions."""
 
-    source_slots: dict[int, int] = field(default_factory=dict)  # target slot of a prefix: its source slot
     must_wait: set[bytes] = field(default_factory=set)  # prompts that wait; equal prompts wait too
     full: bool = False  # no slot is free, and no idle session can be evicted
 
@@ -68,7 +75,16 @@ class SlotTable:
     after a turn that are fed by decoding rows instead of a chunk."""
 
     def __init__(self, slots: int, max_length: int, *, deterministic: bool = False, ride: int = 1) -> None:
-        self.slots, self.max_length, self.deterministic, self.ride = slots, max_length, deterministic, ride
+        self.deterministic, self.ride = deterministic, ride
+        self.preempted: list[SamplingRequest] = []  # running turns that must be admitted again
+        self.stats = EngineStats()
+        self.resize(slots, max_length)
+
+    def resize(self, slots: int, max_length: int) -> None:
+        """Set the number of slots and the longest sequence. No session may be open."""
+        self.slots, self.max_length = slots, max_length
+        per_slot = -(-max_length // PAGE)
+        self.pages = CachePages(slots, max_length, [None], [slots * per_slot], fixed=True)
         self.ids = np.zeros((slots, max_length), np.int32)
         self.logprobs = np.zeros((slots, max_length), np.float32)
         self.stored = np.zeros(slots, np.int64)  # tokens whose keys and values are in the cache
@@ -94,7 +110,6 @@ class SlotTable:
         self.seats: list[SessionSlot | None] = [None] * slots
         self.free = np.ones(slots, bool)  # no session has the slot
         self.requests: list[SamplingRequest | None] = [None] * slots
-        self.stats = EngineStats()
         self.changes = 0  # increases whenever a slot gets other tokens
         # Deterministic mode: session i uses slot i mod slots after session i - slots is closed.
         self._next_session = list(range(slots))
@@ -103,7 +118,7 @@ class SlotTable:
     # -- sessions
 
     def close(self, session_slot: SessionSlot) -> None:
-        """Release the session's slot. Its keys and values stay in the cache until they are overwritten."""
+        """Release the session's slot. Its keys and values stay in the cache until their pages are needed."""
         if session_slot.slot is not None:
             self.seats[session_slot.slot], self.free[session_slot.slot] = None, True
             session_slot.slot = None
@@ -118,6 +133,7 @@ class SlotTable:
         """Invalidate all cached keys and values, because the weights have changed."""
         for array in (self.stored, self.pure, self.chunked, self.lengths):
             array[:] = 0
+        self.pages.clear()
 
     def clear(self) -> list[SamplingRequest]:
         """Release all slots and invalidate the cache after a failed step; return the requests that were running."""
@@ -151,7 +167,8 @@ class SlotTable:
         return width if is_common.all() else int(is_common.argmin())
 
     def place(self, request: SamplingRequest, admission: AdmissionRound) -> bool:
-        """Start the request if a slot is available and no longer prefix is being computed. Return whether it did."""
+        """Start the request if a slot and pages are available and no longer prefix is being computed. Return whether it
+        did."""
         current, num_needed = request.seat.slot, len(request.prompt) - 1
         if current is None and not self._has_slot(request.seat, admission):
             return False
@@ -162,54 +179,64 @@ class SlotTable:
             self.ids[current, :stored_length], request.prompt[:stored_length]
         )
         if current is not None and is_continuation:
-            self.stats.kept_tokens += stored_length
-            self._start(request, current, stored_length, is_continuation=True)
-            return True
+            return self._continue(request, current, stored_length, is_continuation=True)
         if current is None and not self.deterministic:
             # A session that began with this prompt and has it in the cache: no other prefix is longer.
             equal = (self.mark == self.marks(request.prompt, np.arange(num_needed + 1)).sum()) & (
                 self.pure >= num_needed
             )
-            if equal.any():
-                self._copy(
-                    request, admission, int(equal.argmax()), num_needed, np.where(equal, num_needed, 0)
-                )
-                return True
+            reusable = self.pages.usable(np.where(equal, num_needed, 0))
+            if reusable.any():
+                return self._share(request, int(reusable.argmax()), num_needed, reusable)
         common = np.minimum(self.common(request.prompt), num_needed)
-        reusable = np.minimum(common, self.pure)
-        if (
-            current is not None
-            and (kept_length := min(int(common[current]), stored_length)) > reusable[current]
-        ):
-            # Deterministic mode: only this session may reuse the tokens that it has decoded.
-            self.stats.kept_tokens += kept_length
-            self._start(request, current, kept_length)
-            return True
+        reusable = self.pages.usable(np.minimum(common, self.pure))
+        if current is not None:
+            kept = int(self.pages.usable(np.minimum(common, self.stored))[current])
+            if kept > reusable[current]:
+                # Deterministic mode: only this session may reuse the tokens that it has decoded.
+                return self._continue(request, current, kept)
         source = int(reusable.argmax())
         best = int(reusable[source])
         upcoming = np.where(self.running & (self.pure == self.stored), np.minimum(common, self.chunked), 0)
         if int(upcoming.max()) >= best + WAIT_FOR:
             admission.must_wait.add(request.prompt.tobytes())
             return False
-        self._copy(request, admission, source, best, reusable)
+        return self._share(request, source, best, reusable)
+
+    def _continue(
+        self, request: SamplingRequest, slot: int, stored: int, *, is_continuation: bool = False
+    ) -> bool:
+        """Start the request in its session's slot, whose first `stored` tokens it keeps, if there are pages."""
+        num_copied = 0 if is_continuation else 1  # page in the middle of which the kept tokens end
+        count = self.pages.missing(slot, len(request.prompt) + MARGIN) + num_copied
+        if not self._make_room(count, request.seat, [slot]):
+            if self.running.any():
+                return False
+            return self._share(request, slot, 0, np.zeros(self.slots, np.int64))
+        self.stats.kept_tokens += stored
+        self.pages.truncate(slot, stored)
+        self._start(request, slot, stored, is_continuation=is_continuation)
         return True
 
-    def _copy(
-        self,
-        request: SamplingRequest,
-        admission: AdmissionRound,
-        source: int,
-        best: int,
-        reusable: np.ndarray,
-    ) -> None:
-        """Start the request in a slot that has its first `best` tokens, or that gets them copied from `source`.
-        `reusable` [slots] is the length of the prefix that the request could reuse from each slot."""
+    def _share(self, request: SamplingRequest, source: int, best: int, reusable: np.ndarray) -> bool:
+        """Start the request in a slot that has its first `best` tokens, or that shares those of `source`, if there are
+        pages. `reusable` [slots] is the length of the prefix that the request could reuse from each slot."""
         session_slot = request.seat
+        length = len(request.prompt) + MARGIN
+        num_pages = self.pages.pages(length)
+        if not self._make_room(num_pages - best // PAGE + 1, session_slot, [source]):
+            # With nothing running, nobody will release pages: give up the shared prefix.
+            if self.running.any() or not self._make_room(num_pages, session_slot, []):
+                return False
+            best = 0
+        reusable = np.minimum(reusable, self.pure if best else 0)  # without slots whose pages were released
         previous, slot = session_slot.slot, self._slot_for(session_slot, reusable, best)
         if reusable[slot] == best:
             source = slot
+            self.pages.truncate(slot, best)
         else:
-            admission.source_slots[slot] = admission.source_slots.get(source, source)
+            self.pages.release(slot)
+            self.pages.share(source, slot, best)
             self.used[source] = time.monotonic()
         if previous == source:
             self.stats.kept_tokens += best
@@ -218,6 +245,7 @@ class SlotTable:
         self.seats[slot], self.free[slot], session_slot.slot = session_slot, False, slot
         self.pure[slot] = best
         self._start(request, slot, best)
+        return True
 
     def _has_slot(self, session_slot: SessionSlot, admission: AdmissionRound) -> bool:
         if self.deterministic:
@@ -253,6 +281,82 @@ class SlotTable:
         may_evict = not self.running.any() or time.monotonic() - self.used[slot] >= EVICT_AFTER
         return slot if may_evict else None
 
+    # -- pages
+
+    def _make_room(self, count: int, session_slot: SessionSlot, keep: list[int]) -> bool:
+        """Release pages of other slots than `keep` until `count` are free; return False if there are too few."""
+        if self.pages.fixed or self.pages.available >= count:
+            return True
+        closed_slots = np.flatnonzero(self.free & (self.pages.held() > 0))
+        for slot in closed_slots[self.used[closed_slots].argsort()].tolist():
+            if slot not in keep:
+                self._release(slot)
+            if self.pages.available >= count:
+                return True
+        youngest_first = self._younger(session_slot, keep)
+        if self.pages.available + int(self.pages.held()[youngest_first].sum()) < count:
+            return False
+        for slot in youngest_first:
+            self._preempt(slot)
+            if self.pages.available >= count:
+                return True
+        return False
+
+    def _younger(self, session_slot: SessionSlot, keep: list[int]) -> list[int]:
+        """Return the slots that may be preempted for a session: those of younger ones, and of all idle ones if nothing
+        runs, because a parent session may wait for its child. Idle ones first, the youngest first."""
+        none_runs = not self.running.any()
+        orders = {
+            slot: seat.order
+            for slot, seat in enumerate(self.seats)
+            if seat is not None and slot not in keep and (none_runs or seat.order > session_slot.order)
+        }
+        return sorted(orders, key=lambda slot: (bool(self.running[slot]), -orders[slot]))
+
+    def _preempt(self, slot: int) -> None:
+        """Take slot and pages from a session. A running turn is admitted again later, with its sampled tokens."""
+        if self.running[slot]:
+            request = self.stop(slot)
+            length = int(self.lengths[slot])
+            start = len(request.prompt) - len(request.sampled)
+            request.prompt = self.ids[slot, :length].copy()
+            request.sampled = self.logprobs[slot, start:length].copy()
+            self.preempted.append(request)
+        seat = self.seats[slot]
+        assert seat is not None
+        seat.slot, self.seats[slot], self.free[slot] = None, None, True
+        self._release(slot)
+        self.stats.preemptions += 1
+
+    def _release(self, slot: int) -> None:
+        self.pages.release(slot)
+        for array in (self.stored, self.pure, self.chunked, self.lengths):
+            array[slot] = 0
+
+    def reserve(self) -> None:
+        """Reserve pages for the next tokens of all running slots, the oldest session first. A session that gets none is
+        preempted."""
+        if self.pages.fixed:
+            return
+        running_slots = np.flatnonzero(self.running)
+        left = self.pages.capacity(running_slots) - np.minimum(self.lengths[running_slots], self.max_length)
+        if not (left < np.minimum(MARGIN, self.max_length - self.lengths[running_slots])).any():
+            return
+        short = running_slots[left < MARGIN + PAGE // 2]  # and those that will be short soon
+        for slot in sorted(short.tolist(), key=lambda slot: self._seat(slot).order):
+            if not self.running[slot]:
+                continue
+            length = int(self.lengths[slot]) + MARGIN + PAGE // 2
+            if self._make_room(self.pages.missing(slot, length), self._seat(slot), [slot]):
+                self.pages.reserve(slot, length)
+            else:
+                self._preempt(slot)
+
+    def _seat(self, slot: int) -> SessionSlot:
+        seat = self.seats[slot]
+        assert seat is not None
+        return seat
+
     def recent(self, slots: np.ndarray, ends: np.ndarray, count: int) -> np.ndarray:
         """Return the `count` tokens before each of these positions [len(slots), count]; 0 before a sequence's start."""
         places = ends[:, None] - np.arange(count, 0, -1)
@@ -268,6 +372,9 @@ class SlotTable:
         self, request: SamplingRequest, slot: int, stored: int, *, is_continuation: bool = False
     ) -> None:
         prompt, params, size = request.prompt, request.params, len(request.prompt)
+        sampled = len(request.sampled)  # before a preemption
+        self.pages.reserve(slot, size + MARGIN)
+        self.logprobs[slot, size - sampled : size] = request.sampled
         first = bool(stored <= self.pure[slot]) if self.deterministic else not is_continuation
         self.changes += 1
         self.ids[slot, :size] = prompt
@@ -281,7 +388,7 @@ class SlotTable:
             self.chunked[slot] = size - 1 if first or size - stored > 32 else 0
         else:
             self.chunked[slot] = size if size - stored > (1 if first else self.ride) else 0
-        self.limit[slot] = min(size + params.max_tokens, self.max_length)
+        self.limit[slot] = min(size - sampled + params.max_tokens, self.max_length)
         self.seed[slot] = params.seed & 0xFFFFFFFFFFFFFFFF
         self.temperature[slot] = params.temperature
         self.top_p[slot], self.top_k[slot], self.min_p[slot] = params.top_p, params.top_k, params.min_p
@@ -301,6 +408,7 @@ class SlotTable:
             pure = (self.pure[slots] == previous) & (previous < self.chunked[slots])
             stored_lengths = np.where(pure, stored_lengths, self.pure[slots])
         self.pure[slots] = stored_lengths
+        self.pages.leave_window(slots, self.stored[slots])
 
     def expect(self, slots: np.ndarray) -> None:
         """Count an in-flight token as known, with the id -1 - slot, so that the next step can be planned."""
@@ -325,7 +433,7 @@ class SlotTable:
 
     def finish(self, slot: int, version: int) -> tuple[SamplingRequest, Completion]:
         request = self.stop(slot)
-        new = slice(len(request.prompt), int(self.lengths[slot]))
+        new = slice(len(request.prompt) - len(request.sampled), int(self.lengths[slot]))
         tokens = self.ids[slot, new].tolist()
         finish = "stop" if tokens[-1] in request.params.stop_ids else "length"
         return request, Completion(tokens, self.logprobs[slot, new].tolist(), finish, version)
@@ -359,6 +467,7 @@ class SlotTable:
         low, high = (np.array(side) for side in zip(*pairs, strict=True))
         all_slots, swapped = np.concatenate((low, high)), np.concatenate((high, low))
         self.changes += 1
+        self.pages.exchange(low, high)
         for array in (
             self.ids, self.logprobs, self.stored, self.lengths, self.pure, self.chunked, self.running,
             self.used, self.limit, self.seed, self.stops, self.temperature, self.top_p, self.top_k,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from TrainingFactory.sampling.cache.slots import StepContext, Tiles
+from TrainingFactory.sampling.cache.attention import StepContext, Tiles
 from TrainingFactory.sampling.planning import EMPTY, PIECES, StepPlan
 from TrainingFactory.sampling.table import SlotTable
 

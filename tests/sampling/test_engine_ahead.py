@@ -12,7 +12,8 @@ import torch
 
 from tests.kits.engine import VOCABULARY, Informed, grouped_prompts, play, tiny, worst
 from TrainingFactory.sampling import NativeEngine, native
-from TrainingFactory.sampling.cache.slots import LayerCache, SlotCache, StepContext
+from TrainingFactory.sampling.cache.attention import StepContext
+from TrainingFactory.sampling.cache.store import LayerCache
 from TrainingFactory.sampling.flights import InFlightStep
 from TrainingFactory.sampling.picking import pick
 from TrainingFactory.sampling.planning import PIECES, StepPlan, StepPlanner
@@ -69,8 +70,11 @@ class PlainKernels:
     """Does what the GPU's kernels do, token by token: each looks at the keys of its own slot up to its place."""
 
     @staticmethod
-    def attend(q: torch.Tensor, layer: LayerCache, step: StepContext, scale: float) -> torch.Tensor:
-        assert step.positions is not None
+    def attend(
+        q: torch.Tensor, layer: LayerCache, step: StepContext, scale: float, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert step.positions is not None and step.cache is not None
+        cache = step.cache
         slots = {row: row for row in range(step.tokens)}
         if step.pieces is not None and step.pieces.members is not None and step.pieces.slots is not None:
             tiles = step.pieces.members.unflatten(0, (step.pieces.count, -1)).tolist()
@@ -80,10 +84,12 @@ class PlainKernels:
         for token, slot in slots.items():
             seen = slice(0, int(step.positions[token]) + 1)
             grouped = q[token].unflatten(0, (layer.keys.shape[2], -1))  # [Hkv, G, d]
-            weights = torch.einsum("hgd,nhd->hgn", grouped, layer.keys[slot, seen]) * scale
-            out[token] = torch.einsum("hgn,nhd->hgd", weights.softmax(-1), layer.values[slot, seen]).flatten(
-                0, 1
+            keys, values = (
+                cache.gather(layer, states, slice(slot, slot + 1), 0, 256)[0, seen]
+                for states in (layer.keys, layer.values)
             )
+            weights = torch.einsum("hgd,nhd->hgn", grouped, keys) * scale
+            out[token] = torch.einsum("hgn,nhd->hgd", weights.softmax(-1), values).flatten(0, 1)
         return out
 
     sample_tokens = staticmethod(pick)
@@ -98,24 +104,18 @@ def with_plain_kernels(model: Any, slots: int) -> NativeEngine:
 
 
 def test_two_tokens_of_a_launch_are_what_two_launches_would_have_sampled() -> None:
-    model, seconds, room = tiny(), 0, 0
+    model, seconds = tiny(), 0
     expected = play(NativeEngine(model, slots=5, max_length=256, guesses=0), PROMPTS)
     engine = with_plain_kernels(model, 5)
-    launch, reserve = engine._runner.launch, engine._runner.reserve
+    launch = engine._runner.launch
 
     def counted(plan: StepPlan) -> InFlightStep:
         nonlocal seconds
         flight = launch(plan)
         seconds += len(flight.slots) - flight.first
-        assert room >= flight.places.max(initial=0)  # for the tokens before what is sampled
         return flight
 
-    def noted(length: int) -> SlotCache:
-        nonlocal room
-        room = length
-        return reserve(length)
-
-    engine._runner.launch, engine._runner.reserve = counted, noted
+    engine._runner.launch = counted
     played = play(engine, PROMPTS)
     assert sampled(played) == sampled(expected)
     assert {completion.finish for turns in played for _, completion in turns} == {"stop", "length"}

@@ -12,20 +12,36 @@ import pytest
 ROWS = """
 import torch
 from TrainingFactory.sampling.gpu import kernels
-from TrainingFactory.sampling.cache.slots import LayerCache, StepContext, Tiles
+from TrainingFactory.sampling.cache.attention import StepContext, Tiles
+from TrainingFactory.sampling.cache.pages import PAGE, CachePages
+from TrainingFactory.sampling.cache.store import LayerShape, PagedCache
 
 torch.manual_seed(0)
-rows, heads, shared, size, capacity = 4, 4, 2, 16, 64
-places = torch.tensor([3, 17, 40, 63])
-keys, values = torch.randn(2, rows, capacity, shared, size)
-q = torch.randn(rows, heads, size)
-step = StepContext(tokens=rows, positions=places, rows=Tiles(1, rows))
-got = kernels.attend(q, LayerCache(keys, values), step, size**-0.5)
-for row, place in enumerate(places.tolist()):
-    k, v = (part[row, : place + 1].repeat_interleave(heads // shared, 1).transpose(0, 1) for part in (keys, values))
-    weights = ((k @ q[row, :, :, None])[..., 0] * size**-0.5).softmax(-1)
-    expected = (weights[:, None] @ v)[:, 0]
-    assert (got[row] - expected).abs().max() < 1e-5, (row, (got[row] - expected).abs().max())
+rows, heads, shared, size, length = 4, 4, 2, 16, 64
+positions = torch.tensor([3, 17, 40, 63])
+for window, softcap, has_sinks in ((None, None, False), (16, None, True), (None, 5.0, False), (33, 5.0, True)):
+    shape = LayerShape(heads, shared, size, size, torch.float32, torch.device("cpu"), window, softcap, has_sinks)
+    pages = CachePages(rows, length, [window], [rows * length // PAGE], fixed=False)
+    for slot in (2, 0, 3, 1):  # so that pages are not in the order of the slots
+        pages.reserve(slot, length)
+    cache = PagedCache(pages, [shape])
+    layer = cache.layers[0]
+    layer.keys.normal_(), layer.values.normal_()
+    q, sinks = 4 * torch.randn(rows, heads, size), torch.randn(heads) if has_sinks else None
+    step = StepContext(cache, tokens=rows, positions=positions, rows=Tiles(1, rows))
+    got = kernels.attend(q, layer, step, size**-0.5, sinks)
+    for row, position in enumerate(positions.tolist()):
+        begin = 0 if window is None else max(0, position + 1 - window)
+        k, v = (
+            cache.gather(layer, states, slice(row, row + 1), 0, length)[0, begin : position + 1]
+            .repeat_interleave(heads // shared, 1).transpose(0, 1)
+            for states in (layer.keys, layer.values)
+        )
+        scores = (k @ q[row, :, :, None])[..., 0] * size**-0.5
+        scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+        scores = scores if sinks is None else torch.cat((scores, sinks[:, None]), 1)
+        expected = (scores.softmax(-1)[:, None, : k.shape[1]] @ v)[:, 0]
+        assert (got[row] - expected).abs().max() < 1e-5, (window, row, (got[row] - expected).abs().max())
 print("ATTENDED")
 """
 
@@ -60,9 +76,9 @@ def sampled(engine):
 expected = sampled(NativeEngine(model, slots=6, max_length=256, guesses=0))
 engine, attend, groups = NativeEngine(model, slots=6, max_length=256, guesses=0), kernels.attend, []
 
-def attended(q, layer, step, scale):
+def attended(q, layer, step, scale, sinks=None):
     groups.append(step.groups)
-    return attend(q, layer, step, scale)
+    return attend(q, layer, step, scale, sinks)
 
 kernels.attend = attended
 engine._runner.use_kernels()

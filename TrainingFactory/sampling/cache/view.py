@@ -13,7 +13,14 @@ from torch import nn
 from torch.nn.functional import rms_norm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-ALTERNATIVES = "Sample this model with vLLM or with transformers' own `generate` instead."
+from TrainingFactory.sampling.cache.latent import latent_class
+
+ATTENTION = "tfactory_pages"  # name of the engine's attention function in transformers
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+ALTERNATIVES = (
+    "`tfactory models --compat` and docs/COMPATIBILITY.md list the supported models; "
+    "`sampling.engine: vllm` samples the models that vLLM supports."
+)
 
 
 def unsupported_model(model_type: str, reason: str) -> ValueError:
@@ -88,6 +95,8 @@ def shared_view(
         if id(module) in modules:
             return modules[id(module)]
         kind = (fused and fused(module)) or (FusedRMSNorm if can_fuse_norm(module) else module.__class__)
+        if attention == ATTENTION:
+            kind = latent_class(module) or kind
         view_module = modules[id(module)] = kind.__new__(kind)
         # The dict of parameters is shared, so that parameters replaced by the learner are replaced here too. The
         # dict of buffers is not: a forward may replace rotary tables, and here they are inference tensors.
@@ -145,9 +154,10 @@ def check_model(model: PreTrainedModel) -> None:
         )
     text = config.get_text_config()
     layers = getattr(text, "layer_types", None) or []
-    if unsupported := sorted({str(layer) for layer in layers} - {"full_attention"}):
+    if unsupported := sorted({str(layer) for layer in layers} - LAYER_TYPES):
         raise unsupported_model(
-            kind, f"it has {' and '.join(unsupported)} layers, and only full attention is supported"
+            kind,
+            f"it has {' and '.join(unsupported)} layers, and only full and sliding attention are supported",
         )
 
 

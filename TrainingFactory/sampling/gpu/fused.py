@@ -9,7 +9,8 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
-from TrainingFactory.sampling.cache.slots import LayerShape, StepContext
+from TrainingFactory.sampling.cache.attention import StepContext
+from TrainingFactory.sampling.cache.store import LayerShape
 from TrainingFactory.sampling.cache.view import join_weights
 from TrainingFactory.sampling.gpu import kernels
 
@@ -33,7 +34,7 @@ class FusedLayer(nn.Module):
         q, k, v = _products(normalised, attention.q_proj, attention.k_proj, attention.v_proj)
         norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         kernels.norm_rotate_and_cache(
-            q, k, v, kwargs["position_embeddings"], layer, step.cache_positions, norms
+            q, k, v, kwargs["position_embeddings"], layer, step.cache_positions[layer.table], norms
         )
         attention_output = step.attend(
             q.unflatten(1, (-1, layer.keys.shape[3])), layer, step, attention.scaling
@@ -116,5 +117,5 @@ def fused_class(module: nn.Module) -> type[nn.Module] | None:
 def can_attend(shapes: list[LayerShape]) -> bool:
     """Return whether the attention kernel supports these layers."""
     kinds = (torch.float32, torch.bfloat16, torch.float16)
-    sizes = all(shape.key_size == shape.value_size in (16, 32, 64, 128, 256) for shape in shapes)
+    sizes = all(shape.key_size == shape.value_size in (16, 32, 64, 128, 256, 512) for shape in shapes)
     return sizes and all(shape.dtype in kinds for shape in shapes)

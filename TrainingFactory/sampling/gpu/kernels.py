@@ -7,13 +7,16 @@ Legend: H query heads, K key heads, G = H / K, D head size, V vocabulary, T toke
 # pyright: reportIndexIssue=false
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from TrainingFactory.sampling.cache.slots import LayerCache, StepContext, Tiles
+from TrainingFactory.sampling.cache.attention import StepContext, Tiles
+from TrainingFactory.sampling.cache.pages import PAGE
+from TrainingFactory.sampling.cache.store import LayerCache
 
 LOG2E = 1.4426950408889634
 CHUNK = 2048  # tokens of the vocabulary that one program sums
@@ -67,7 +70,7 @@ def _turn(x, cos, sin, weight, epsilon, heads, row, BLOCK: tl.constexpr, D: tl.c
     return a * c - b * e, b * d + a * f, offset, in_bounds
 
 
-@triton.jit(do_not_specialize_on_alignment=["where"])
+@triton.jit(do_not_specialize_on_alignment=["cache_positions"])
 def _rotate(
     q, k, v, cos, sin, q_weight, k_weight, cache_positions, keys, values, epsilon, q_stride, stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
@@ -98,9 +101,10 @@ def _rotate(
     do_not_specialize_on_alignment=["positions", "members", "slots", "begins", "ends"],
 )
 def _attend(
-    q, keys, values, out, sums, positions, members, slots, begins, ends, tokens, capacity, stride, scale, part,
-    splits, T, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LISTED: tl.constexpr, BEGINS: tl.constexpr, PARTIAL: tl.constexpr,
+    q, keys, values, out, sums, positions, members, slots, begins, ends, pages, sinks, tokens, per_slot, stride,
+    scale, window, part, splits, T, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, CAP: tl.constexpr, LISTED: tl.constexpr, BEGINS: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // K
@@ -111,33 +115,45 @@ def _attend(
         slot, end = tl.load(slots + tile), tl.load(ends + tile)
     else:
         token = tl.where(m // G < T, tile * T + m // G, -1)
-        slot, end = tile, capacity
+        slot, end = tile, per_slot * P
     is_token = token >= 0
     position = tl.load(positions + token, is_token, -1)
     begin = tl.load(begins + tile) if BEGINS else 0
     end = tl.minimum(end, tl.max(position) + 1)
+    if WINDOW:
+        begin = tl.maximum(begin, tl.min(tl.where(is_token, position, 1 << 30)) + 1 - window)
     share = tl.cdiv(tl.cdiv(end - begin, splits), N) * N
     begin = (begin + split * share).to(tl.int32)
     end = tl.minimum(end, begin + share).to(tl.int32)
     query = (token * H + head * G + m % G) * D
     query_offset = token * stride + (head * G + m % G) * D
     rows = tl.load(q + query_offset[:, None] + d[None, :], is_token[:, None], 0)
-    base = slot.to(tl.int64) * capacity * (K * D) + head * D
+    own_pages = pages + slot.to(tl.int64) * per_slot
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     output_sum = tl.zeros([M, D], tl.float32)
     for start in range(begin, end, N):
         key = start + n
         in_bounds = key < end
-        k = tl.load(keys + base + key[None, :] * (K * D) + d[:, None], in_bounds[None, :], 0)
+        page = tl.load(own_pages + key // P, in_bounds, 0).to(tl.int64)
+        cached = (page * P + key % P) * (K * D) + head * D
+        k = tl.load(keys + cached[None, :] + d[:, None], in_bounds[None, :], 0)
         scores = tl.dot(rows, k, input_precision="ieee") * scale
-        scores = tl.where(in_bounds[None, :] & (key[None, :] <= position[:, None]), scores, float("-inf"))
+        if CAP:  # `scale` includes 1 / CAP; tanh(x) = 2 sigmoid(2 x) - 1
+            scores = (2.0 * tl.sigmoid(2.0 * scores) - 1.0) * (CAP * 1.4426950408889634)
+        is_visible = in_bounds[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW:
+            is_visible = is_visible & (key[None, :] > position[:, None] - window)
+        scores = tl.where(is_visible, scores, float("-inf"))
         high = tl.maximum(top, tl.max(scores, 1))
         safe = tl.where(high == float("-inf"), 0.0, high)
         weights, decay = tl.exp2(scores - safe[:, None]), tl.exp2(top - safe)
-        v = tl.load(values + base + key[:, None] * (K * D) + d[None, :], in_bounds[:, None], 0)
+        v = tl.load(values + cached[:, None] + d[None, :], in_bounds[:, None], 0)
         output_sum = output_sum * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total, top = total * decay + tl.sum(weights, 1), high
+    if SINKS:  # only without PARTIAL, where `_merge` adds them
+        sink = tl.load(sinks + head * G + m % G).to(tl.float32) * 1.4426950408889634
+        total += tl.exp2(sink - tl.where(top == float("-inf"), 0.0, top))
     output_sum = output_sum / tl.where(total > 0, total, 1.0)[:, None]
     if PARTIAL:
         query += (part + split) * tokens * H * D
@@ -147,8 +163,8 @@ def _attend(
 
 @triton.jit(do_not_specialize=["tokens", "T", "count"], do_not_specialize_on_alignment=["begins"])
 def _merge(
-    parts, sums, out, begins, tokens, T, count, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    GROUPED: tl.constexpr,
+    parts, sums, out, begins, sinks, tokens, T, count, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the results over parts of the keys by their log-sum-exps; part 0 may be a group's shared prefix."""
     token, head, d = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, D)
@@ -169,6 +185,8 @@ def _merge(
         offset = (part * tokens * H + row)[:, None] * D + d[None, :]
         output_sum += weight[:, None] * tl.load(parts + offset, in_bounds[:, None], 0.0)
         total += weight
+    if SINKS:
+        total += tl.exp2(tl.load(sinks + head, in_bounds, 0.0).to(tl.float32) * 1.4426950408889634 - top)
     output_sum = output_sum / total[:, None]
     tl.store(out + row[:, None] * D + d[None, :], output_sum.to(out.dtype.element_ty), in_bounds[:, None])
 
@@ -262,45 +280,55 @@ def norm_rotate_and_cache(
     )  # fmt: skip
 
 
-def attend(q: torch.Tensor, layer: LayerCache, step: StepContext, scale: float) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, layer: LayerCache, step: StepContext, scale: float, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """[N, H, D] -> [N, H, D]"""
     output = q.new_empty(q.shape)
     dense = step.tokens
     if step.rows is not None:
-        groups = step.groups
-        spare = layer.keys.shape[2] * step.rows.count
+        rows, groups = step.rows, step.groups
+        if (
+            layer.shape.window is not None
+        ):  # a row's window has its own begin, and other rows may have released it
+            rows, groups = replace(rows, begins=None), None
+        spare = layer.keys.shape[2] * rows.count
         splits = min(8, triton.next_power_of_2(triton.cdiv(PROGRAMS, spare))) if spare < PROGRAMS else 1
         first = int(groups is not None)
         if first + splits == 1:
-            _tiles(q, layer, step, step.rows, scale, output)
+            _tiles(q, layer, step, rows, scale, output, sinks)
         else:
             parts = q.new_empty(first + splits, dense, *q.shape[1:], dtype=torch.float32)
             sums = q.new_empty(first + splits, dense, q.shape[1], dtype=torch.float32)
             if groups is not None:
-                _tiles(q, layer, step, groups, scale, parts, sums)
-            _tiles(q, layer, step, step.rows, scale, parts, sums, first, splits)
+                _tiles(q, layer, step, groups, scale, parts, None, sums)
+            _tiles(q, layer, step, rows, scale, parts, None, sums, first, splits)
             _merge[(dense,)](
-                parts, sums, output, step.rows.begins, dense, step.rows.tokens, first + splits, *q.shape[1:],
-                triton.next_power_of_2(q.shape[1]), groups is not None,
+                parts, sums, output, rows.begins, sinks, dense, rows.tokens, first + splits, *q.shape[1:],
+                triton.next_power_of_2(q.shape[1]), groups is not None, sinks is not None,
             )  # fmt: skip
     if step.pieces is not None:
-        _tiles(q, layer, step, step.pieces, scale, output)
+        _tiles(q, layer, step, step.pieces, scale, output, sinks)
     return output
 
 
 def _tiles(
     q: torch.Tensor, layer: LayerCache, step: StepContext, tiles: Tiles, scale: float, out: torch.Tensor,
-    sums: torch.Tensor | None = None, part: int = 0, splits: int = 1,
+    sinks: torch.Tensor | None, sums: torch.Tensor | None = None, part: int = 0, splits: int = 1,
 ) -> None:  # fmt: skip
-    _, capacity, heads, size = layer.keys.shape
+    assert step.cache is not None
+    heads, size = layer.keys.shape[2:]
+    pages, shape = step.cache.tables[layer.table], layer.shape
     has_members = tiles.members is not None
     rows = max(16, triton.next_power_of_2(tiles.tokens * (q.shape[1] // heads)))
     # Tuned on an H200: many small programs for rows of one token, which are bound by memory.
     keys = min(64, max(16, (2048 if q.element_size() > 2 else 4096 if rows == 16 else 8192) // size))
     _attend[(tiles.count, heads, splits)](
         q, layer.keys, layer.values, out, sums, step.positions, tiles.members, tiles.slots, tiles.begins,
-        tiles.ends, step.tokens, capacity, q.stride(0), scale * LOG2E, part, splits, tiles.tokens, q.shape[1],
-        heads, size, rows, keys, has_members, tiles.begins is not None, sums is not None,
+        tiles.ends, pages, sinks, step.tokens, pages.shape[1], q.stride(0),
+        scale / shape.softcap if shape.softcap else scale * LOG2E, shape.window or 0, part, splits, tiles.tokens,
+        q.shape[1], heads, size, rows, keys, PAGE, shape.softcap or 0.0, has_members, tiles.begins is not None,
+        shape.window is not None, sinks is not None, sums is not None,
         num_warps=2 if rows == 16 else 4, num_stages=3,
     )  # fmt: skip
 

@@ -1,0 +1,248 @@
+"""The attention function of the engine, which writes keys and values to the cache and reads them.
+
+Legend: N tokens of one forward, R dense rows, P rows of a part, T tokens of its longest row, n all its tokens,
+H query heads, Hkv key heads, G = H / Hkv, d head size (of values dv).
+
+One forward has a single flat row of N tokens: first the R dense rows, row i from slot i (one token each, or one token
+and its guesses), then the chunks to prefill. Attention gets each part in its own shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from TrainingFactory.sampling.cache.latent import absorb_keys, expand_values, is_latent
+from TrainingFactory.sampling.cache.store import LayerCache, LayerShape, PagedCache
+from TrainingFactory.sampling.cache.view import ATTENTION, unsupported_model
+
+MakeMask = Callable[
+    [torch.Tensor, int, int | None], torch.Tensor
+]  # of positions [P, T], a width and a window
+
+
+@dataclass(slots=True)
+class AttentionPart:
+    """One part of a forward: P rows of up to T tokens, each with its own slot; a row may be empty."""
+
+    slots: torch.Tensor | slice  # [P], or a slice if that avoids a copy
+    positions: torch.Tensor  # [P, T]
+    width: int  # number of cached positions that attention reads
+    make_mask: MakeMask
+    pad: torch.Tensor | None = None  # [P * T]: the flat token at each padded position; None: no padding
+    unpad: torch.Tensor | None = None  # [n]: the padded position of each flat token
+    trunk: int = 0  # length of the prefix that all rows share; 0: rows are read separately
+    trunk_slot: int = 0  # slot of one of these rows
+    _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+
+    def fold(self, q: torch.Tensor) -> torch.Tensor:
+        """[n, Hkv, G, d] -> [P, Hkv, G * T, d]: query heads with the same key head become query positions."""
+        length = self.positions.shape[1]
+        q = q if self.pad is None else q.index_select(0, self.pad)
+        if length == 1:
+            return q
+        return q.unflatten(0, (-1, length)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+    def unfold(self, output: torch.Tensor) -> torch.Tensor:
+        """[P, Hkv, G * T, d] -> [n, Hkv, G, d]"""
+        length = self.positions.shape[1]
+        if length > 1:
+            output = output.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        return output if self.unpad is None else output.index_select(0, self.unpad)
+
+    def mask(self, groups: int, window: int | None) -> torch.Tensor:
+        """Return the additive mask [P, 1, G * T, width], or in a shape that broadcasts to it, for all layers with this
+        window."""
+        if (groups, window) not in self._masks:
+            mask = self.make_mask(self.positions, self.width, window)
+            self._masks[groups, window] = mask if mask.shape[2] == 1 else mask.repeat(1, 1, groups, 1)
+        return self._masks[groups, window]
+
+
+@dataclass(slots=True)
+class Tiles:
+    """Work of the GPU attention kernel: in each tile, up to `tokens` tokens attend to the keys of one slot."""
+
+    tokens: int
+    count: int
+    members: torch.Tensor | None = None  # [count * tokens] flat tokens, negative: none; None: row i, slot i
+    slots: torch.Tensor | None = None  # [count]
+    ends: torch.Tensor | None = None  # [count] first key that is not read
+    begins: torch.Tensor | None = None  # [count] first key that is read; None: 0
+
+
+@dataclass(slots=True)
+class StepContext:
+    """Inputs of the attention function, which the engine passes through the model as a keyword argument."""
+
+    cache: PagedCache | None = None  # None: the probe that records the shapes
+    cache_positions: torch.Tensor | None = None  # [tables, N] positions of the pool to write
+    source: torch.Tensor | None = None  # [N] the computed token for each of them; None: token i for i
+    dense: AttentionPart | None = None
+    tokens: int = 0  # tokens of the dense part
+    chunks: AttentionPart | None = None
+    shapes: list[LayerShape] = field(default_factory=list)  # filled by the probe
+    keys: list[torch.Tensor] = field(default_factory=list)  # by the probe too, to find layers that share them
+    # With the GPU kernels, instead of the two parts:
+    attend: Callable[..., torch.Tensor] | None = None
+    positions: torch.Tensor | None = None  # [N]
+    rows: Tiles | None = None  # the dense part
+    groups: Tiles | None = None  # dense rows with a shared prefix, over the keys of that prefix
+    pieces: Tiles | None = None  # the chunks
+
+
+def part_attention(
+    query: torch.Tensor, layer: LayerCache, cache: PagedCache, part: AttentionPart, scale: Any,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """[1, H, n, d] -> [n, H, dv]"""
+    q = query[0].transpose(0, 1).unflatten(1, (layer.keys.shape[2], -1))  # [n, Hkv, G, d]
+    shape = layer.shape
+    trunk = part.trunk if shape.plain else 0
+    k, v = (
+        cache.gather(layer, states, part.slots, trunk, part.width).transpose(
+            1, 2
+        )  # [P, Hkv, width - trunk, d]
+        for states in (layer.keys, layer.values)
+    )
+    mask = part.mask(q.shape[2], shape.window)[..., trunk:]
+    if trunk:
+        return trunk_attention(q, k, v, mask, layer, cache, part, scale).flatten(1, 2)
+    if shape.softcap is None and sinks is None:
+        output = scaled_dot_product_attention(part.fold(q), k, v, attn_mask=mask, scale=scale)
+    else:
+        output = explicit_attention(part.fold(q), k, v, mask, scale, shape.softcap, sinks)
+    return part.unfold(output).flatten(1, 2)
+
+
+def explicit_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: Any, softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Attend with soft-capped scores or with sinks [H], in float32: [P, Hkv, G * T, d] -> [P, Hkv, G * T, dv]."""
+    scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + mask
+    if sinks is not None:
+        groups = sinks.float().view(q.shape[1], -1)  # [Hkv, G]
+        column = groups.repeat_interleave(q.shape[2] // groups.shape[1], 1)[None, :, :, None]
+        scores = torch.cat((scores, column.expand(len(q), -1, -1, -1)), -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    return weights.to(v.dtype) @ v
+
+
+def trunk_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: LayerCache, cache: PagedCache,
+    part: AttentionPart, scale: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Attend to the rows' shared prefix once and to the rest per row; merge both by their log-sum-exps. CPU only."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    slot = slice(part.trunk_slot, part.trunk_slot + 1)
+    prefix = (
+        cache.gather(layer, states, slot, 0, part.trunk).transpose(1, 2)
+        for states in (layer.keys, layer.values)
+    )
+    all_queries = q.transpose(0, 1).flatten(1, 2)[None]  # [1, Hkv, n * G, d]
+    shared, shared_sum = flash(all_queries, *prefix, scale=scale)
+    shared = shared[0].unflatten(1, (q.shape[0], -1)).transpose(0, 1)  # [n, Hkv, G, d]
+    shared_sum = shared_sum[0].unflatten(1, (q.shape[0], -1)).transpose(0, 1)[..., None]  # [n, Hkv, G, 1]
+    rest, rest_sum = flash(part.fold(q), k, v, attn_mask=mask, scale=scale)
+    rest, rest_sum = part.unfold(rest), part.unfold(rest_sum[..., None])
+    weight = torch.sigmoid(shared_sum - rest_sum)  # float32, like the merge
+    return torch.lerp(rest.float(), shared.float(), weight).to(rest.dtype)
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, H, N, d]
+    key: torch.Tensor,  # [1, Hkv, N, d]
+    value: torch.Tensor,  # [1, Hkv, N, dv]
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    tfactory_step: StepContext | None = None,
+    s_aux: torch.Tensor | None = None,  # sinks [H]
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write keys and values to the cache and attend, as transformers' attention function; return [1, N, H, dv]."""
+    if tfactory_step is None:
+        raise unsupported_model(_kind(module), "it does not pass keyword arguments to its attention function")
+    if is_latent(module):
+        latent_query = absorb_keys(module, query)
+        output = _attention(
+            module, latent_query, key, value, attention_mask, scaling, tfactory_step, s_aux, kwargs
+        )
+        return expand_values(module, output), None
+    return _attention(module, query, key, value, attention_mask, scaling, tfactory_step, s_aux, kwargs), None
+
+
+def _attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None, step: StepContext, sinks: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    if step.cache is None:
+        return _probe(module, query, key, value, attention_mask, step, sinks, kwargs)
+    assert step.cache_positions is not None
+    number: Any = module.layer_idx
+    layer = step.cache.layers[number]
+    if step.cache.owners[number] == number:
+        layer.write(step.cache_positions[layer.table], key, value, step.source)
+    if step.attend is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return step.attend(query[0].transpose(0, 1).contiguous(), layer, step, scale, sinks).unsqueeze(0)
+    parts = []
+    if step.dense is not None:
+        queries = query[:, :, : step.tokens]
+        parts.append(part_attention(queries, layer, step.cache, step.dense, scaling, sinks))
+    if step.chunks is not None:
+        queries = query[:, :, step.tokens :]
+        parts.append(part_attention(queries, layer, step.cache, step.chunks, scaling, sinks))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+
+
+def _kind(module: torch.nn.Module) -> str:
+    return getattr(module.config, "model_type", type(module).__name__)
+
+
+def _probe(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, step: StepContext, sinks: torch.Tensor | None, kwargs: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """Record the shapes; raise ValueError for kinds of attention that are not supported."""
+    kind = _kind(module)
+    if kwargs.get("position_bias") is not None:
+        raise unsupported_model(kind, "its attention has a position bias")
+    if attention_mask is not None:
+        raise unsupported_model(kind, "it builds its own attention mask")
+    number = len(step.shapes)
+    if getattr(module, "layer_idx", None) != number:
+        raise unsupported_model(kind, "its attention layers are not numbered consecutively")
+    shape = LayerShape(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], key.dtype, key.device)
+    shape.window = _window(module, number, kwargs)
+    shape.softcap, shape.sinks, shape.latent = kwargs.get("softcap"), sinks is not None, is_latent(module)
+    shape.source = next((n for n, earlier in enumerate(step.keys) if earlier is key), None)
+    step.shapes.append(shape)
+    step.keys.append(key)
+    # Zeros of the right shape, because the probe ignores the values.
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+
+
+def _window(module: torch.nn.Module, number: int, kwargs: dict[str, Any]) -> int | None:
+    """Return the layer's sliding window: what it passes to its attention, or what its config says of it."""
+    if kwargs.get("sliding_window") is not None:
+        return int(kwargs["sliding_window"])
+    config: Any = module.config
+    types = getattr(config, "layer_types", None)  # foreign object
+    if types and types[number] == "sliding_attention":
+        return int(config.sliding_window)
+    return None
+
+
+# Without a registered mask function, transformers builds no mask for this attention.
+AttentionInterface.register(ATTENTION, slot_attention)

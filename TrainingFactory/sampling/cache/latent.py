@@ -1,0 +1,63 @@
+"""Multi-head latent attention (DeepSeek V3) over a cache of compressed keys and values.
+
+The model's own attention expands the compressed vector of every cached token to keys and values of all heads. Here the
+expansion of the keys is applied to the queries instead, and that of the values to the attention output, so that the
+cache holds one vector per token: its compressed part (rank r) and the rotated part that all heads share.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class LatentAttention:
+    """Mixin for an attention module whose `expand_kv` makes keys and values from the compressed vectors."""
+
+    def expand_kv(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the compressed vectors [1, 1, N, r + rotated] as keys of one head, and [1, 1, N, r] as its values."""
+        return torch.cat((kv_nope, k_rot), -1), kv_nope
+
+
+@functools.cache
+def _with_latent_cache(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (LatentAttention, kind), {})
+
+
+def latent_class(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class that caches compressed vectors, if the module has latent attention."""
+    if hasattr(type(module), "expand_kv") and isinstance(getattr(module, "kv_b_proj", None), nn.Module):
+        return _with_latent_cache(type(module))
+    return None
+
+
+def is_latent(module: nn.Module) -> bool:
+    return isinstance(module, LatentAttention)
+
+
+def _expansions(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the matrices [H, key size, r] and [H, value size, r] that expand the compressed vectors."""
+    layer = module.kv_b_proj
+    if type(layer) is nn.Linear:
+        weight = layer.weight
+    else:  # adapters and quantized layers: the output for each unit vector
+        states = module.kv_a_layernorm.weight
+        weight = layer(torch.eye(module.kv_lora_rank, dtype=states.dtype, device=states.device)).t()
+    by_head = weight.unflatten(0, (module.num_heads, -1))
+    return by_head[:, : module.qk_nope_head_dim], by_head[:, module.qk_nope_head_dim :]
+
+
+def absorb_keys(module: Any, query: torch.Tensor) -> torch.Tensor:
+    """[1, H, N, key size + rotated] -> [1, H, N, r + rotated]"""
+    keys, _ = _expansions(module)
+    plain, rotated = query.split([keys.shape[1], query.shape[-1] - keys.shape[1]], -1)
+    return torch.cat((plain[0] @ keys, rotated[0]), -1)[None]
+
+
+def expand_values(module: Any, output: torch.Tensor) -> torch.Tensor:
+    """[1, N, H, r] -> [1, N, H, value size]"""
+    _, values = _expansions(module)
+    return (output[0].transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1)[None]

@@ -1,0 +1,218 @@
+"""Page tables of the KV cache: the pages of the pool that hold the tokens of each slot. Numpy only.
+
+A page holds PAGE tokens. Slots with a common prefix share its full pages, which are never written again. The last,
+partly filled page of a sequence belongs to one slot; sharing copies it. Layers with a sliding window have their own
+table, which releases the pages that have left the window.
+
+On a CPU with enough memory, every slot has its own consecutive pages ("fixed"): attention then reads a slot without
+gathering its pages, and sharing copies the prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+PAGE = 32
+WINDOW_SLACK = 64  # tokens kept before the window, because a step can be rolled back by a few tokens
+
+
+class PageCopies(NamedTuple):
+    """Pages of one table to copy. All are read before any is written."""
+
+    sources: list[int]
+    targets: list[int]
+
+
+class PageTable:
+    """The pages of every slot in one pool. The last page of the pool is scratch: padding writes it, nobody reads it."""
+
+    def __init__(self, slots: int, per_slot: int, pages: int, window: int | None, fixed: bool) -> None:
+        self.window, self.fixed, self.num_pages = window, fixed, pages
+        self.scratch = pages
+        self.entries = np.full((slots + 1, per_slot), self.scratch, np.int64)  # the last row: padding
+        self.begins = np.zeros(slots, np.int64)  # first page that a slot holds
+        self.ends = np.zeros(slots, np.int64)  # first page that it does not hold
+        self.references = np.zeros(pages + 1, np.int64)
+        self.free = list(range(pages))[::-1]
+        self.pending: dict[int, int] = {}  # copies to make, source by target
+        self.changed: set[int] = set()  # slots whose entries differ from the device's copy
+        if fixed:
+            self.entries[:slots] = np.arange(slots * per_slot).reshape(slots, per_slot)
+            self.ends[:] = per_slot
+            self.changed.update(range(slots))
+
+    def reserve(self, slot: int, end_page: int) -> None:
+        """Give the slot all pages before `end_page`; the caller has checked that enough are free."""
+        start = int(self.ends[slot])
+        count = end_page - start
+        if self.fixed or count <= 0:
+            return
+        pages = self.free[-count:]
+        del self.free[-count:]
+        self.entries[slot, start:end_page] = pages
+        self.references[pages] = 1
+        self.ends[slot] = end_page
+        self.changed.add(slot)
+
+    def release(self, slot: int, first: int, end: int) -> None:
+        """Release the slot's pages from `first` to before `end`."""
+        pages = self.entries[slot, first:end]
+        self.references[pages] -= 1
+        self.free.extend(pages[self.references[pages] == 0].tolist())
+        self.entries[slot, first:end] = self.scratch
+        self.changed.add(slot)
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Keep the slot's first `length` tokens, and make sure that no other slot has the page of the next one."""
+        if self.fixed:
+            return
+        keep = -(-length // PAGE)
+        if keep < self.ends[slot]:
+            self.release(slot, max(keep, int(self.begins[slot])), int(self.ends[slot]))
+            self.ends[slot] = keep
+            self.begins[slot] = min(self.begins[slot], keep)
+        last = keep - 1
+        if length % PAGE and self.references[self.entries[slot, last]] > 1:
+            shared = int(self.entries[slot, last])
+            self.references[shared] -= 1
+            self.ends[slot] = last
+            self.reserve(slot, keep)
+            self._copy(shared, int(self.entries[slot, last]))
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """Give `target`, which holds no pages, the first `length` tokens of `source`."""
+        full, rest = divmod(length, PAGE)
+        if self.fixed:
+            pages = slice(0, full + bool(rest))
+            for page, copied in zip(self.entries[source, pages], self.entries[target, pages], strict=True):
+                self._copy(int(page), int(copied))
+            return
+        first = min(int(self.begins[source]), full)
+        shared = self.entries[source, first:full]
+        self.references[shared] += 1
+        self.entries[target, first:full] = shared
+        self.begins[target], self.ends[target] = first, full
+        self.changed.add(target)
+        if rest:
+            self.reserve(target, full + 1)
+            self._copy(int(self.entries[source, full]), int(self.entries[target, full]))
+
+    def _copy(self, source: int, target: int) -> None:
+        # A source that is itself a target of this round has the contents of its own source.
+        self.pending[target] = self.pending.get(source, source)
+
+    def leave_window(self, slots: np.ndarray, stored: np.ndarray) -> None:
+        """Release the pages of these slots that are outside the window of all further tokens."""
+        if self.window is None or self.fixed:
+            return
+        firsts = np.maximum(stored - self.window - WINDOW_SLACK, 0) // PAGE
+        for index in np.flatnonzero(firsts > self.begins[slots]).tolist():
+            slot, first = int(slots[index]), int(firsts[index])
+            self.release(slot, int(self.begins[slot]), first)
+            self.begins[slot] = first
+
+    def has_prefix(self, lengths: np.ndarray) -> np.ndarray:
+        """Return whether each slot still holds what a token after its first `lengths` [slots] tokens attends to."""
+        if self.window is None or self.fixed:
+            return np.ones(len(lengths), bool)
+        return self.begins <= np.maximum(lengths - self.window + 1, 0) // PAGE
+
+    def exchange(self, low: np.ndarray, high: np.ndarray) -> None:
+        all_slots, swapped = np.concatenate((low, high)), np.concatenate((high, low))
+        if self.fixed:
+            sources, targets = (
+                self.entries[swapped].ravel().tolist(),
+                self.entries[all_slots].ravel().tolist(),
+            )
+            self.pending = dict(zip(targets, sources, strict=True))
+            return
+        for array in (self.entries, self.begins, self.ends):
+            array[all_slots] = array[swapped]
+        self.changed.update(all_slots.tolist())
+
+
+class CachePages:
+    """The page tables of all layers: one for each size of window, and one for layers without a window."""
+
+    def __init__(
+        self, slots: int, max_length: int, windows: Sequence[int | None], pages: Sequence[int], *, fixed: bool
+    ) -> None:
+        self.slots, self.fixed = slots, fixed
+        self.per_slot = -(-max_length // PAGE)
+        self._sizes = list(zip(windows, pages, strict=True))
+        self.peak = 0  # most pages of the first table in use
+        self.clear()
+
+    def clear(self) -> None:
+        """Release all pages of all slots."""
+        self.tables = [
+            PageTable(self.slots, self.per_slot, count, window, self.fixed) for window, count in self._sizes
+        ]
+
+    @property
+    def used(self) -> int:
+        """Pages of the first table that are in use."""
+        return self.tables[0].num_pages - len(self.tables[0].free)
+
+    @property
+    def available(self) -> int:
+        return min(len(table.free) for table in self.tables)
+
+    def held(self) -> np.ndarray:
+        """Return the number of pages [slots] that each slot holds in the table where it holds the most."""
+        return np.max([table.ends - table.begins for table in self.tables], 0)
+
+    def capacity(self, slots: np.ndarray) -> np.ndarray:
+        """Return the number of tokens for which these slots have pages."""
+        return self.tables[0].ends[slots] * PAGE
+
+    def missing(self, slot: int, length: int) -> int:
+        """Return the number of pages that the slot needs in addition, for `length` tokens."""
+        return 0 if self.fixed else max(0, self.pages(length) - int(self.tables[0].ends[slot]))
+
+    def pages(self, length: int) -> int:
+        return min(-(-length // PAGE), self.per_slot)
+
+    def locate(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return the position in the pool [tables, N] of the tokens at these positions [N] of these slots [N]."""
+        column, offset = positions // PAGE, positions % PAGE
+        return np.stack([table.entries[slots, column] * PAGE + offset for table in self.tables])
+
+    def reserve(self, slot: int, length: int) -> None:
+        for table in self.tables:
+            table.reserve(slot, self.pages(length))
+        self.peak = max(self.peak, self.used)
+
+    def release(self, slot: int) -> None:
+        for table in self.tables:
+            table.truncate(slot, 0)
+
+    def truncate(self, slot: int, length: int) -> None:
+        for table in self.tables:
+            table.truncate(slot, length)
+
+    def share(self, source: int, target: int, length: int) -> None:
+        for table in self.tables:
+            table.share(source, target, length)
+
+    def leave_window(self, slots: np.ndarray, stored: np.ndarray) -> None:
+        for table in self.tables:
+            table.leave_window(slots, stored)
+
+    def usable(self, lengths: np.ndarray) -> np.ndarray:
+        """Return these lengths [slots] of prefixes, with 0 where a slot has released part of what they need."""
+        return np.where(np.all([table.has_prefix(lengths) for table in self.tables], 0), lengths, 0)
+
+    def exchange(self, low: np.ndarray, high: np.ndarray) -> None:
+        for table in self.tables:
+            table.exchange(low, high)
+
+    def take_copies(self) -> list[PageCopies]:
+        """Return the copies to make, by table, and forget them."""
+        copies = [PageCopies(list(table.pending.values()), list(table.pending)) for table in self.tables]
+        for table in self.tables:
+            table.pending = {}
+        return copies

@@ -1,0 +1,190 @@
+"""Keys and values of all layers, in pages, and the device's copy of the page tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+
+from TrainingFactory.sampling.cache.pages import PAGE, CachePages
+
+GPU_SHARE, CPU_SHARE = 0.9, 0.5  # of the free memory, if the engine is given no size
+
+
+@dataclass(slots=True)
+class LayerShape:
+    """One attention layer's keys and values, as the probe recorded them."""
+
+    queries: int  # query heads
+    heads: int
+    key_size: int
+    value_size: int
+    dtype: torch.dtype
+    device: torch.device
+    window: int | None = None  # sliding window, in tokens
+    softcap: float | None = None  # largest absolute score
+    sinks: bool = False  # an additional score per head that takes probability
+    latent: bool = False  # values are the first `value_size` numbers of the keys
+    source: int | None = None  # layer whose keys and values this one reads; None: its own
+
+    @property
+    def plain(self) -> bool:
+        return self.window is None and self.softcap is None and not self.sinks
+
+    @property
+    def token_bytes(self) -> int:
+        size = self.key_size if self.latent else self.key_size + self.value_size
+        return 0 if self.source is not None else self.heads * size * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """Cache of one attention layer. Initialized with zeros, because NaN in unused memory would survive the mask."""
+
+    keys: torch.Tensor  # [pages + 1, PAGE, Hkv, d]; padding tokens are written to the last page
+    values: torch.Tensor  # [pages + 1, PAGE, Hkv, dv]
+    table: int  # index of the layer's page table
+    shape: LayerShape
+
+    def write(
+        self,
+        cache_positions: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        source: torch.Tensor | None,
+    ) -> None:
+        """Write [1, Hkv, N, d] to `cache_positions` of the pool. `source`: the token for each; None: token i for i."""
+        pairs = ((self.keys, keys),) if self.shape.latent else ((self.keys, keys), (self.values, values))
+        for cache, new in pairs:
+            tokens = new[0].transpose(0, 1).flatten(1)
+            tokens = tokens if source is None else tokens.index_select(0, source)
+            cache.flatten(0, 1).flatten(1).index_copy_(0, cache_positions, tokens)
+
+
+class PagedCache:
+    """Keys and values of every layer in the pages of `CachePages`."""
+
+    def __init__(self, pages: CachePages, shapes: Sequence[LayerShape]) -> None:
+        self.pages = pages
+        self.fixed = pages.fixed
+        device = shapes[0].device
+        windows = [table.window for table in pages.tables]
+        self.layers: list[LayerCache] = []
+        self.owners: list[int] = []  # the layer that writes the keys and values of each layer
+        for number, shape in enumerate(shapes):
+            self.owners.append(number if shape.source is None else shape.source)
+            if shape.source is not None:
+                self.layers.append(self.layers[shape.source])
+                continue
+            table = windows.index(shape.window)
+            size = pages.tables[table].num_pages + 1
+            keys = _zeros((size, PAGE, shape.heads, shape.key_size), shape)
+            values = (
+                keys[..., : shape.value_size]
+                if shape.latent
+                else _zeros((size, PAGE, shape.heads, shape.value_size), shape)
+            )
+            self.layers.append(LayerCache(keys, values, table, shape))
+        # On a CPU, these are the host's arrays. Kernels read 32-bit entries.
+        on_cpu = device.type == "cpu"
+        self._host_tables = pages.tables
+        self.tables = [
+            torch.from_numpy(table.entries) if on_cpu else torch.from_numpy(table.entries).int().to(device)
+            for table in pages.tables
+        ]
+        for table in pages.tables:
+            table.changed.clear()
+
+    def upload(self) -> None:
+        """Bring the device's page tables up to date."""
+        if self._host_tables is not self.pages.tables:  # they were cleared
+            self._host_tables = self.pages.tables
+            for number, table in enumerate(self.pages.tables):
+                entries = torch.from_numpy(table.entries)
+                if self.tables[number].device.type == "cpu":
+                    self.tables[number] = entries
+                else:
+                    self.tables[number].copy_(entries)
+                table.changed.clear()
+        for device_table, table in zip(self.tables, self.pages.tables, strict=True):
+            if table.changed and device_table.device.type != "cpu":
+                slots = np.fromiter(table.changed, np.int64)
+                rows = torch.from_numpy(np.column_stack((slots, table.entries[slots])))
+                rows = rows.pin_memory().to(device_table.device, non_blocking=True)
+                device_table.index_copy_(0, rows[:, 0], rows[:, 1:].int())
+            table.changed.clear()
+
+    def copy_pages(self) -> None:
+        """Make the copies that sharing requires."""
+        for number, copies in enumerate(self.pages.take_copies()):
+            if not copies.targets:
+                continue
+            device = self.tables[number].device
+            sources, targets = (torch.tensor(pages, device=device) for pages in copies)
+            for layer in {id(layer): layer for layer in self.layers if layer.table == number}.values():
+                for cache in (layer.keys,) if layer.shape.latent else (layer.keys, layer.values):
+                    cache.index_copy_(0, targets, cache.index_select(0, sources))
+
+    def gather(
+        self, layer: LayerCache, states: torch.Tensor, slots: torch.Tensor | slice, begin: int, end: int
+    ) -> torch.Tensor:
+        """Return the tokens [P, end - begin, Hkv, d] of the slots; `begin` and `end` are multiples of PAGE."""
+        if self.fixed:  # a view, if `slots` is a slice
+            rows = states[:-1].unflatten(0, (self.pages.slots, -1)).flatten(1, 2)[:, begin:end]
+            # `index_select` copies whole rows, several times as fast as indexing
+            return rows[slots] if isinstance(slots, slice) else rows.index_select(0, slots)
+        pages = self.tables[layer.table][slots, begin // PAGE : end // PAGE]
+        return states.index_select(0, pages.flatten()).unflatten(0, pages.shape).flatten(1, 2)
+
+
+def _zeros(size: Sequence[int], shape: LayerShape) -> torch.Tensor:
+    """Return zeros; on a CPU, the system commits memory when it is first written."""
+    if shape.device.type != "cpu":
+        return torch.zeros(*size, dtype=shape.dtype, device=shape.device)
+    count = int(np.prod(size)) * shape.dtype.itemsize
+    return torch.from_numpy(np.zeros(count, np.uint8)).view(shape.dtype).view(*size)
+
+
+def layer_windows(shapes: Sequence[LayerShape]) -> list[int | None]:
+    """Return the windows of the layers, one for each page table: first the layers without a window."""
+    windows = {shape.window for shape in shapes}
+    return sorted(windows, key=lambda window: -1 if window is None else window)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that an engine may use by default."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(GPU_SHARE * (torch.cuda.mem_get_info(device)[0] + cached))
+    return int(CPU_SHARE * psutil.virtual_memory().available)
+
+
+def plan_pages(
+    shapes: Sequence[LayerShape], slots: int, max_length: int, memory: int, prefill_tokens: int
+) -> list[int]:
+    """Return the number of pages of each table. No table needs more than all slots can hold; one of a window needs no
+    more than the windows of all slots and the prompts that are being prefilled."""
+    per_slot = -(-max_length // PAGE)
+    windows = layer_windows(shapes)
+    page_bytes = [
+        PAGE * sum(shape.token_bytes for shape in shapes if shape.window == window) for window in windows
+    ]
+    needed = [slots * per_slot] * len(windows)
+    for number, window in enumerate(windows):
+        if window is not None and len(windows) > 1:
+            in_window = window // PAGE + 4
+            needed[number] = min(
+                needed[number], slots * in_window + 4 * max(per_slot, prefill_tokens // PAGE)
+            )
+    total = sum(count * size for count, size in zip(needed, page_bytes, strict=True))
+    if total > memory:  # tables of windows, which are small, get what they need, at most half of the memory
+        windowed = sum(needed[n] * page_bytes[n] for n in range(1, len(windows)))
+        shares = min(1.0, memory / 2 / windowed) if windowed else 1.0
+        counts = [int(count * shares) for count in needed]
+        rest = memory - sum(counts[n] * page_bytes[n] for n in range(1, len(windows)))
+        counts[0] = min(needed[0], rest // page_bytes[0])
+        needed = [max(1, count) for count in counts]
+    return needed
