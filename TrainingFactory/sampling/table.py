@@ -343,6 +343,8 @@ class SlotTable:
         if not (left < np.minimum(MARGIN, self.max_length - self.lengths[running_slots])).any():
             return
         short = running_slots[left < MARGIN + PAGE // 2]  # and those that will be short soon
+        if self.pages.reserve_many(short, self.lengths[short] + MARGIN + PAGE // 2):
+            return
         for slot in sorted(short.tolist(), key=lambda slot: self._seat(slot).order):
             if not self.running[slot]:
                 continue

@@ -13,7 +13,8 @@ from TrainingFactory.sampling.cache.attention import StepContext, Tiles
 from TrainingFactory.sampling.planning import EMPTY, PIECES, StepPlan
 from TrainingFactory.sampling.table import SlotTable
 
-MIN_SAVED_SHARE = 0.5  # smallest fraction of key reads that groups must save
+MIN_SAVED_SHARE = 0.5  # smallest fraction of key reads that groups must save,
+MIN_SAVED_TOKENS = 32_768  # or smallest number of tokens whose keys are read once less in a step
 MIN_SHARED_PREFIX = 64  # shortest shared prefix of a group, in tokens
 QUERIES = 64  # query heads of a tile, independent of group sizes, because graphs are recorded for few shapes
 
@@ -110,7 +111,8 @@ def _groups(plan: StepPlan, table: SlotTable, tokens: int) -> tuple[TileArrays |
     tile = (offset == 0).cumsum() - 1
     leaders = rows[offset == 0]
     saved_tokens = table.head[rows].sum() - table.head[leaders].sum()
-    if saved_tokens < MIN_SAVED_SHARE * table.stored[dense].sum() or len(leaders) > plan.rows // 2:
+    min_saved = min(MIN_SAVED_SHARE * table.stored[dense].sum(), MIN_SAVED_TOKENS)
+    if saved_tokens < min_saved or len(leaders) > plan.rows // 2:
         return None, EMPTY
     members = np.full((len(leaders), tokens), -1)
     members[tile, offset] = rows

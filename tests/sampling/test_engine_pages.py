@@ -170,7 +170,7 @@ def test_page_tables_keep_their_books() -> None:
 MLA: dict[str, Any] = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 12, "num_key_value_heads": 4,
+    "v_head_dim": 12, "num_key_value_heads": 4, "head_dim": 8,
 }  # fmt: skip
 MIXED = ["sliding_attention", "full_attention"] * 2
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -179,7 +179,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 8},
     "gemma3_text": {"sliding_window": 24, "query_pre_attn_scalar": 8, "layer_types": MIXED},
-    "gemma4_text": {"sliding_window": 24, "num_kv_shared_layers": 2, "global_head_dim": 16, "layer_types": MIXED,
+    "gemma4_text": {"sliding_window": 24, "num_kv_shared_layers": 2, "global_head_dim": 32, "layer_types": MIXED,
                     "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
     "gpt_oss": {"sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo3": {"sliding_window": 24},
@@ -192,7 +192,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def family(kind: str) -> PreTrainedModel:
     shape = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
         "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     torch.manual_seed(0)

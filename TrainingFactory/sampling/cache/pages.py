@@ -57,6 +57,17 @@ class PageTable:
         self.ends[slot] = end_page
         self.changed.add(slot)
 
+    def reserve_many(self, slots: np.ndarray, end_pages: np.ndarray) -> None:
+        """Give each of these slots all pages before its end, without a Python loop over the slots."""
+        while len(slots := slots[short := self.ends[slots] < end_pages]):
+            end_pages = end_pages[short]
+            pages = self.free[-len(slots) :]
+            del self.free[-len(slots) :]
+            self.entries[slots, self.ends[slots]] = pages
+            self.references[pages] = 1
+            self.ends[slots] += 1
+            self.changed.update(slots.tolist())
+
     def release(self, slot: int, first: int, end: int) -> None:
         """Release the slot's pages from `first` to before `end`."""
         pages = self.entries[slot, first:end]
@@ -106,7 +117,7 @@ class PageTable:
 
     def leave_window(self, slots: np.ndarray, stored: np.ndarray) -> None:
         """Release the pages of these slots that are outside the window of all further tokens."""
-        if self.window is None or self.fixed:
+        if self.window is None:
             return
         firsts = np.maximum(stored - self.window - WINDOW_SLACK, 0) // PAGE
         for index in np.flatnonzero(firsts > self.begins[slots]).tolist():
@@ -116,7 +127,7 @@ class PageTable:
 
     def has_prefix(self, lengths: np.ndarray) -> np.ndarray:
         """Return whether each slot still holds what a token after its first `lengths` [slots] tokens attends to."""
-        if self.window is None or self.fixed:
+        if self.window is None:
             return np.ones(len(lengths), bool)
         return self.begins <= np.maximum(lengths - self.window + 1, 0) // PAGE
 
@@ -143,6 +154,7 @@ class CachePages:
         self.slots, self.fixed = slots, fixed
         self.per_slot = -(-max_length // PAGE)
         self._sizes = list(zip(windows, pages, strict=True))
+        self._windowed = not fixed and any(window is not None for window in windows)
         self.peak = 0  # most pages of the first table in use
         self.clear()
 
@@ -169,6 +181,16 @@ class CachePages:
         """Return the number of tokens for which these slots have pages."""
         return self.tables[0].ends[slots] * PAGE
 
+    def reserve_many(self, slots: np.ndarray, lengths: np.ndarray) -> bool:
+        """Reserve pages for these lengths, if enough pages are free for all slots."""
+        end_pages = np.minimum(-(-lengths // PAGE), self.per_slot)
+        if int(np.maximum(end_pages - self.tables[0].ends[slots], 0).sum()) > self.available:
+            return False
+        for table in self.tables:
+            table.reserve_many(slots, end_pages)
+        self.peak = max(self.peak, self.used)
+        return True
+
     def missing(self, slot: int, length: int) -> int:
         """Return the number of pages that the slot needs in addition, for `length` tokens."""
         return 0 if self.fixed else max(0, self.pages(length) - int(self.tables[0].ends[slot]))
@@ -178,7 +200,7 @@ class CachePages:
 
     def locate(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the position in the pool [tables, N] of the tokens at these positions [N] of these slots [N]."""
-        column, offset = positions // PAGE, positions % PAGE
+        column, offset = np.divmod(positions, PAGE)
         return np.stack([table.entries[slots, column] * PAGE + offset for table in self.tables])
 
     def reserve(self, slot: int, length: int) -> None:
@@ -199,11 +221,14 @@ class CachePages:
             table.share(source, target, length)
 
     def leave_window(self, slots: np.ndarray, stored: np.ndarray) -> None:
-        for table in self.tables:
-            table.leave_window(slots, stored)
+        if self._windowed:
+            for table in self.tables:
+                table.leave_window(slots, stored)
 
     def usable(self, lengths: np.ndarray) -> np.ndarray:
         """Return these lengths [slots] of prefixes, with 0 where a slot has released part of what they need."""
+        if not self._windowed:
+            return lengths
         return np.where(np.all([table.has_prefix(lengths) for table in self.tables], 0), lengths, 0)
 
     def exchange(self, low: np.ndarray, high: np.ndarray) -> None:

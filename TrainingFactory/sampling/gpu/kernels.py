@@ -20,6 +20,7 @@ from TrainingFactory.sampling.cache.store import LayerCache
 
 LOG2E = 1.4426950408889634
 CHUNK = 2048  # tokens of the vocabulary that one program sums
+LONG = 2048  # longest sequence, in tokens, from which on rows of one token read more keys at a time
 PROGRAMS = 264  # two for each multiprocessor of a large device
 # Small arrays are parts of one packed tensor with any alignment. Without `do_not_specialize_on_alignment`, Triton would
 # compile kernels again, half a second each, for each new alignment.
@@ -139,7 +140,7 @@ def _attend(
         cached = (page * P + key % P) * (K * D) + head * D
         k = tl.load(keys + cached[None, :] + d[:, None], in_bounds[None, :], 0)
         scores = tl.dot(rows, k, input_precision="ieee") * scale
-        if CAP:  # `scale` includes 1 / CAP; tanh(x) = 2 sigmoid(2 x) - 1
+        if CAP > 0.0:  # `scale` includes 1 / CAP; tanh(x) = 2 sigmoid(2 x) - 1
             scores = (2.0 * tl.sigmoid(2.0 * scores) - 1.0) * (CAP * 1.4426950408889634)
         is_visible = in_bounds[None, :] & (key[None, :] <= position[:, None])
         if WINDOW:
@@ -321,15 +322,17 @@ def _tiles(
     pages, shape = step.cache.tables[layer.table], layer.shape
     has_members = tiles.members is not None
     rows = max(16, triton.next_power_of_2(tiles.tokens * (q.shape[1] // heads)))
-    # Tuned on an H200: many small programs for rows of one token, which are bound by memory.
-    keys = min(64, max(16, (2048 if q.element_size() > 2 else 4096 if rows == 16 else 8192) // size))
+    # Tuned on an H200: many small programs for rows of one token, which are bound by memory, unless rows are long.
+    few_rows, is_long = rows == 16, pages.shape[1] * PAGE >= LONG
+    values = 2048 if q.element_size() > 2 else 4096 if few_rows and not is_long else 8192
+    keys = min(64, max(16, values // size))
     _attend[(tiles.count, heads, splits)](
         q, layer.keys, layer.values, out, sums, step.positions, tiles.members, tiles.slots, tiles.begins,
         tiles.ends, pages, sinks, step.tokens, pages.shape[1], q.stride(0),
         scale / shape.softcap if shape.softcap else scale * LOG2E, shape.window or 0, part, splits, tiles.tokens,
         q.shape[1], heads, size, rows, keys, PAGE, shape.softcap or 0.0, has_members, tiles.begins is not None,
         shape.window is not None, sinks is not None, sums is not None,
-        num_warps=2 if rows == 16 else 4, num_stages=3,
+        num_warps=2 if few_rows and not is_long else 4, num_stages=2 if few_rows and is_long else 3,
     )  # fmt: skip
 
 
