@@ -236,7 +236,7 @@ class SlotTable:
             self.pages.truncate(slot, best)
         else:
             self.pages.release(slot)
-            self.pages.share(source, slot, best)
+            self.pages.share(source, slot, best, length)
             self.used[source] = time.monotonic()
         if previous == source:
             self.stats.kept_tokens += best
@@ -338,11 +338,12 @@ class SlotTable:
         preempted."""
         if self.pages.fixed:
             return
-        running_slots = np.flatnonzero(self.running)
-        left = self.pages.capacity(running_slots) - np.minimum(self.lengths[running_slots], self.max_length)
-        if not (left < np.minimum(MARGIN, self.max_length - self.lengths[running_slots])).any():
+        capacity = self.pages.capacity()
+        is_short = np.minimum(self.lengths + MARGIN, self.max_length) > capacity
+        if not (is_short & self.running).any():
             return
-        short = running_slots[left < MARGIN + PAGE // 2]  # and those that will be short soon
+        # Together with those that will be short soon, because the device's page table must be updated then.
+        short = np.flatnonzero(self.running & (self.lengths + (MARGIN + PAGE // 2) > capacity))
         if self.pages.reserve_many(short, self.lengths[short] + MARGIN + PAGE // 2):
             return
         for slot in sorted(short.tolist(), key=lambda slot: self._seat(slot).order):

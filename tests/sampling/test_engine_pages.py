@@ -31,7 +31,7 @@ def check_pages(engine: NativeEngine) -> None:
     for table in engine._table.pages.tables:
         counts = np.bincount(table.entries.ravel(), minlength=table.num_pages + 1)[: table.num_pages]
         assert (counts == table.references[: table.num_pages]).all()
-        assert sorted(table.free) == np.flatnonzero(counts == 0).tolist()
+        assert sorted(table.free_pages()) == np.flatnonzero(counts == 0).tolist()
 
 
 def tokens_of(runs: list[Turns]) -> list[list[list[int]]]:
@@ -151,7 +151,7 @@ def test_page_tables_keep_their_books() -> None:
             length = rng.randint(0, usable) if usable == lengths[source] else 0
             if source != slot and length and pages.usable(np.full(6, length))[source] and pages.available > 1:
                 pages.release(slot)
-                pages.share(source, slot, length)
+                pages.share(source, slot, length, length)
                 lengths[slot] = length
         elif action < 0.8 and pages.available > 1:
             length = rng.randint(0, lengths[slot])
@@ -163,7 +163,7 @@ def test_page_tables_keep_their_books() -> None:
         for table in pages.tables:
             counts = np.bincount(table.entries.ravel(), minlength=41)[:40]
             assert (counts == table.references[:40]).all()
-            assert len(table.free) == (counts == 0).sum()
+            assert table.num_free == (counts == 0).sum()
     assert pages.take_copies()[0].targets
 
 
@@ -225,7 +225,7 @@ async def test_pages_that_have_left_the_window_are_released() -> None:
     await session.sample(words(random.Random(0), 300), SamplingParams(max_tokens=60))
     held = [table.ends[0] - table.begins[0] for table in (full, windowed)]
     assert held[0] * PAGE >= 359 and held[1] * PAGE <= 24 + 64 + 3 * PAGE
-    assert len(windowed.free) + held[1] == windowed.num_pages
+    assert windowed.num_free + held[1] == windowed.num_pages
 
 
 def test_latent_attention_caches_the_compressed_vectors() -> None:

@@ -36,7 +36,8 @@ class PageTable:
         self.begins = np.zeros(slots, np.int64)  # first page that a slot holds
         self.ends = np.zeros(slots, np.int64)  # first page that it does not hold
         self.references = np.zeros(pages + 1, np.int64)
-        self.free = list(range(pages))[::-1]
+        self.num_free = pages
+        self._free = np.arange(pages)[::-1].copy()  # a stack: the first `num_free` pages are free
         self.pending: dict[int, int] = {}  # copies to make, source by target
         self.changed: set[int] = set()  # slots whose entries differ from the device's copy
         if fixed:
@@ -47,22 +48,27 @@ class PageTable:
     def reserve(self, slot: int, end_page: int) -> None:
         """Give the slot all pages before `end_page`; the caller has checked that enough are free."""
         start = int(self.ends[slot])
-        count = end_page - start
-        if self.fixed or count <= 0:
+        if self.fixed or end_page <= start:
             return
-        pages = self.free[-count:]
-        del self.free[-count:]
+        pages = self._take(end_page - start)
         self.entries[slot, start:end_page] = pages
         self.references[pages] = 1
         self.ends[slot] = end_page
         self.changed.add(slot)
 
+    def _take(self, count: int) -> np.ndarray:
+        self.num_free -= count
+        assert self.num_free >= 0, "reserve pages only if enough are free"
+        return self._free[self.num_free : self.num_free + count]
+
+    def free_pages(self) -> list[int]:
+        return self._free[: self.num_free].tolist()
+
     def reserve_many(self, slots: np.ndarray, end_pages: np.ndarray) -> None:
         """Give each of these slots all pages before its end, without a Python loop over the slots."""
         while len(slots := slots[short := self.ends[slots] < end_pages]):
             end_pages = end_pages[short]
-            pages = self.free[-len(slots) :]
-            del self.free[-len(slots) :]
+            pages = self._take(len(slots))
             self.entries[slots, self.ends[slots]] = pages
             self.references[pages] = 1
             self.ends[slots] += 1
@@ -72,13 +78,15 @@ class PageTable:
         """Release the slot's pages from `first` to before `end`."""
         pages = self.entries[slot, first:end]
         self.references[pages] -= 1
-        self.free.extend(pages[self.references[pages] == 0].tolist())
+        unused = pages[self.references[pages] == 0]
+        self._free[self.num_free : self.num_free + len(unused)] = unused
+        self.num_free += len(unused)
         self.entries[slot, first:end] = self.scratch
         self.changed.add(slot)
 
     def truncate(self, slot: int, length: int) -> None:
         """Keep the slot's first `length` tokens, and make sure that no other slot has the page of the next one."""
-        if self.fixed:
+        if self.fixed or not self.ends[slot]:
             return
         keep = -(-length // PAGE)
         if keep < self.ends[slot]:
@@ -93,8 +101,8 @@ class PageTable:
             self.reserve(slot, keep)
             self._copy(shared, int(self.entries[slot, last]))
 
-    def share(self, source: int, target: int, length: int) -> None:
-        """Give `target`, which holds no pages, the first `length` tokens of `source`."""
+    def share(self, source: int, target: int, length: int, end_page: int) -> None:
+        """Give `target`, which holds no pages, the first `length` tokens of `source` and the pages before `end_page`."""
         full, rest = divmod(length, PAGE)
         if self.fixed:
             pages = slice(0, full + bool(rest))
@@ -107,8 +115,8 @@ class PageTable:
         self.entries[target, first:full] = shared
         self.begins[target], self.ends[target] = first, full
         self.changed.add(target)
+        self.reserve(target, max(end_page, full + bool(rest)))
         if rest:
-            self.reserve(target, full + 1)
             self._copy(int(self.entries[source, full]), int(self.entries[target, full]))
 
     def _copy(self, source: int, target: int) -> None:
@@ -167,19 +175,19 @@ class CachePages:
     @property
     def used(self) -> int:
         """Pages of the first table that are in use."""
-        return self.tables[0].num_pages - len(self.tables[0].free)
+        return self.tables[0].num_pages - self.tables[0].num_free
 
     @property
     def available(self) -> int:
-        return min(len(table.free) for table in self.tables)
+        return min([table.num_free for table in self.tables])
 
     def held(self) -> np.ndarray:
         """Return the number of pages [slots] that each slot holds in the table where it holds the most."""
         return np.max([table.ends - table.begins for table in self.tables], 0)
 
-    def capacity(self, slots: np.ndarray) -> np.ndarray:
-        """Return the number of tokens for which these slots have pages."""
-        return self.tables[0].ends[slots] * PAGE
+    def capacity(self) -> np.ndarray:
+        """Return the number of tokens [slots] for which each slot has pages."""
+        return self.tables[0].ends * PAGE
 
     def reserve_many(self, slots: np.ndarray, lengths: np.ndarray) -> bool:
         """Reserve pages for these lengths, if enough pages are free for all slots."""
@@ -200,8 +208,9 @@ class CachePages:
 
     def locate(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the position in the pool [tables, N] of the tokens at these positions [N] of these slots [N]."""
-        column, offset = np.divmod(positions, PAGE)
-        return np.stack([table.entries[slots, column] * PAGE + offset for table in self.tables])
+        column, offset = positions // PAGE, positions % PAGE
+        located = [table.entries[slots, column] * PAGE + offset for table in self.tables]
+        return located[0][None] if len(located) == 1 else np.stack(located)
 
     def reserve(self, slot: int, length: int) -> None:
         for table in self.tables:
@@ -216,9 +225,10 @@ class CachePages:
         for table in self.tables:
             table.truncate(slot, length)
 
-    def share(self, source: int, target: int, length: int) -> None:
+    def share(self, source: int, target: int, length: int, reserved: int) -> None:
+        """Give `target` the first `length` tokens of `source`, and pages for `reserved` tokens."""
         for table in self.tables:
-            table.share(source, target, length)
+            table.share(source, target, length, self.pages(reserved))
 
     def leave_window(self, slots: np.ndarray, stored: np.ndarray) -> None:
         if self._windowed:
