@@ -219,6 +219,7 @@ class EngineSpec:
     pushed: bool = True
     trust_remote_code: bool = False
     options: dict[str, Any] = field(default_factory=dict)  # vLLM engine arguments
+    cache_gib: float | None = None  # size of the native engine's KV cache; None: most of the free memory
 
 
 class SamplersLost(Exception):

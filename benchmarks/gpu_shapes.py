@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from benchmarks.update import make_rows
-from TrainingFactory.apps.plan.memory import needed
 from TrainingFactory.apps.plan.shapes import find_shape
 from TrainingFactory.assembly.learner import make_algorithm, make_learner, make_trainable
+from TrainingFactory.assembly.memory import needed
 from TrainingFactory.assembly.sampler import make_engine
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch

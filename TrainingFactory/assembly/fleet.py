@@ -140,7 +140,10 @@ def _fleet(
     slots = min(config.sampling.slots, episodes)
     device = "auto" if compute.backend == "ray" else config.model.device  # Ray assigns each actor's devices
     engine = config.sampling.engine
-    spec = EngineSpec(engine, model, length, slots, device=device, trust_remote_code=trust, **options)
+    cache_gib = config.sampling.cache_gib
+    spec = EngineSpec(
+        engine, model, length, slots, device=device, trust_remote_code=trust, cache_gib=cache_gib, **options
+    )
     hosts = engine_hosts(compute, spec, compute.samplers, compute.gpus_per_sampler, notify, "sampler", logs)
     return Fleet(hosts, compute.samplers, length, notify, tolerance, keep_alive, compute.start_timeout)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,20 +101,28 @@ def make_engine(
     episodes: int,
     samples_ahead: bool = False,
     gathered_model: Any = None,
+    needs: Set[str] | None = None,
 ) -> NativeEngine:
     """Make the native engine. With `samples_ahead` it samples while the model is trained, from its own copy of the
-    weights. With `gathered_model` it uses that object's whole model, because the learner's is sharded."""
+    weights. With `gathered_model` it uses that object's whole model, because the learner's is sharded. `needs` are the
+    algorithm's, if a learner shares the device."""
+    from TrainingFactory.assembly.memory import GIB, cache_limit
     from TrainingFactory.sampling import NativeEngine
 
     engine_model = (
         copy_model(loaded_model.model) if samples_ahead and gathered_model is None else loaded_model.model
     )
+    length, cache_gib = max_length(config, loaded_model), config.sampling.cache_gib
+    cache_bytes = None if cache_gib is None else int(cache_gib * GIB)
+    if needs is not None and gathered_model is None:
+        cache_bytes = cache_limit(config, loaded_model.model, needs, length)
     return NativeEngine(
         engine_model if gathered_model is None else gathered_model.model,
         source=gathered_model or (loaded_model.model if samples_ahead else None),
         slots=min(config.sampling.slots, episodes),
-        max_length=max_length(config, loaded_model),
+        max_length=length,
         deterministic=config.sampling.deterministic,
+        cache_bytes=cache_bytes,
     )
 
 
@@ -127,7 +135,7 @@ def make_training_sampler(
     that load published weights and log into the folder `logs`."""
     publisher = policy.publisher
     if publisher is None or not publisher.model_folder:
-        return make_engine(config, loaded_model, episodes, samples_ahead, publisher)
+        return make_engine(config, loaded_model, episodes, samples_ahead, publisher, policy.algorithm.needs)
     return make_training_fleet(config, publisher, max_length(config, loaded_model), episodes, notify, logs)
 
 

@@ -37,7 +37,10 @@ class NativeHost:
             self._model = await in_thread(self._make_model)
         except LOADING_ERRORS as error:
             raise ValueError(f"Cannot load the model {spec.model!r}: {error}") from error
-        self._engine = NativeEngine(self._model, slots=spec.slots, max_length=spec.max_length, source=self)
+        cache_bytes = None if spec.cache_gib is None else int(spec.cache_gib * 2**30)
+        self._engine = NativeEngine(
+            self._model, slots=spec.slots, max_length=spec.max_length, source=self, cache_bytes=cache_bytes
+        )
         versions = {"TrainingFactory": __version__, "torch": torch.__version__}
         return {"pid": os.getpid(), "node": platform.node(), "versions": versions}
 

@@ -268,7 +268,10 @@ class SamplingSection(Section):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Minimum token probability, relative to the most likely token. Evaluation only."""
     slots: Count = 64
-    """Maximum number of concurrent sequences in the engine. Memory grows with it."""
+    """Maximum number of concurrent sequences in the engine."""
+    cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """Size of the native engine's KV cache in GiB. null: the memory that is free after the learner's peak. When it is
+    full, the youngest waiting episode releases its part and is prefilled again later."""
     deterministic: bool = False
     """Make trajectories depend only on the seed, not on tool latencies."""
     max_reply_tokens: Count = 1024

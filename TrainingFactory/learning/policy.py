@@ -37,19 +37,19 @@ class LocalPolicy:
         publisher: WeightPublisher | None = None,
     ) -> None:  # fmt: skip
         self.publisher = publisher
-        self.learner, self._algorithm = learner, algorithm
+        self.learner, self.algorithm = learner, algorithm
         self._tokenizer, self._options = tokenizer, options
         self._thread = OneThread("policy")
         self._version = 0
 
     async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        args = (self.learner, self._algorithm, rows, step, self._options)
+        args = (self.learner, self.algorithm, rows, step, self._options)
         metrics = await self._thread.call(train_step, *args)
         self._version = step + 1
         return metrics
 
     async def evaluate(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        args = (self.learner, self._algorithm, rows, step, self._options)
+        args = (self.learner, self.algorithm, rows, step, self._options)
         return await self._thread.call(evaluate_rows, *args)
 
     async def score(self, rows: Sequence[Sample]) -> list[list[float]]:

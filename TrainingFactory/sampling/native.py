@@ -169,6 +169,16 @@ class NativeEngine:
             if target is not source:
                 target.copy_(source)
 
+    def metrics(self) -> dict[str, float]:
+        """Return the peak share of used pages and the number of preempted sessions, since the start."""
+        pages, stats = self._table.pages, self.stats
+        if pages.fixed:
+            return {}
+        return {
+            "cache/peak_share": pages.peak / pages.tables[0].num_pages,
+            "cache/preemptions": float(stats.preemptions),
+        }
+
     async def close(self) -> None:
         """Stop the worker thread. Afterwards the engine cannot sample."""
         self._pool.shutdown(wait=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple
@@ -13,22 +12,15 @@ from transformers import PreTrainedModel
 
 from TrainingFactory.sampling.cache.attention import AttentionPart, StepContext
 from TrainingFactory.sampling.cache.pages import PAGE, CachePages
-from TrainingFactory.sampling.cache.store import (
-    LayerShape,
-    PagedCache,
-    free_memory,
-    layer_windows,
-    plan_pages,
-)
+from TrainingFactory.sampling.cache.store import LayerShape, PagedCache, free_memory, layer_windows
 from TrainingFactory.sampling.cache.view import ATTENTION, check_model, shared_view, unsupported_model
 from TrainingFactory.sampling.gpu.graphs import DecodeGraphs, to_device
 from TrainingFactory.sampling.picking import Data, DrawInputs, pick, require_finite, split_picked, uniforms
 from TrainingFactory.sampling.planning import CHUNK, EMPTY, StepPlan
+from TrainingFactory.sampling.sizing import round_up, size_cache
 from TrainingFactory.sampling.table import SlotTable
 from TrainingFactory.sampling.tiles import TileLayout, pad_to
 from TrainingFactory.sampling.twins import TwinRows, find_twins
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -69,10 +61,6 @@ class SampledTokens(NamedTuple):
     logprobs: np.ndarray
 
 
-def round_up(number: int, step: int) -> int:
-    return -(-number // step) * step
-
-
 class Runner:
     """Owns the view of the model and the cache. Runs in inference mode, in the caller's thread."""
 
@@ -87,7 +75,7 @@ class Runner:
         self.refresh()
         self.shapes = self._shapes()
         self.dtype = self.shapes[0].dtype
-        self._size_cache(free_memory(self.device) if cache_bytes is None else cache_bytes)
+        size_cache(table, self.shapes, free_memory(self.device) if cache_bytes is None else cache_bytes)
         self.full = round_up(table.max_length, 64)
         self.cache: PagedCache | None = None
         self._span = torch.arange(max(self.full, 64), device=self.device)
@@ -101,45 +89,6 @@ class Runner:
         self._graphs = DecodeGraphs(self.device, self._latest) if self.device.type == "cuda" else None
         self._prepare()
         self._compare()
-
-    def _size_cache(self, memory: int) -> None:
-        """Set the pages of the table to what fits into the memory. If that is less than all slots may hold, slots share
-        the pages of common prefixes; deterministic mode, in which no session may be preempted, has fewer slots."""
-        table = self.table
-        length = round_up(table.max_length, 64)
-        windows, per_slot = layer_windows(self.shapes), length // PAGE
-        slot_bytes = length * sum(shape.token_bytes for shape in self.shapes)
-        fitting = memory // slot_bytes
-        if table.deterministic and fitting < table.slots:
-            if not fitting:
-                raise ValueError(
-                    f"the KV cache of one sequence of {table.max_length} tokens needs {slot_bytes / 2**30:.1f} GiB, "
-                    f"but {memory / 2**30:.1f} GiB are available. Lower model.max_length."
-                )
-            log.warning(
-                "Deterministic sampling with %d slots instead of %d, because the KV cache has %.1f GiB of memory",
-                fitting, table.slots, memory / 2**30,
-            )  # fmt: skip
-            table.resize(fitting, table.max_length)
-        fixed = table.deterministic or (self.device.type == "cpu" and fitting >= table.slots)
-        if fixed:
-            counts = [table.slots * per_slot] * len(windows)
-        else:
-            counts = plan_pages(self.shapes, table.slots, length, memory, 8192)
-        if min(counts) < per_slot:
-            available = min(counts) * PAGE // 64 * 64
-            if available < 64:
-                raise ValueError(
-                    f"{memory / 2**30:.2f} GiB are available for the KV cache, which is less than 64 tokens need. "
-                    "Use a smaller model or raise sampling.cache_gib."
-                )
-            log.warning(
-                "Sequences are truncated at %d tokens instead of %d, because the KV cache has %.1f GiB of memory",
-                available, table.max_length, memory / 2**30,
-            )  # fmt: skip
-            table.resize(table.slots, available)
-            length = available
-        table.pages = CachePages(table.slots, length, windows, counts, fixed=fixed)
 
     def _prepare(self) -> None:
         """Choose the kernels for the known shapes."""

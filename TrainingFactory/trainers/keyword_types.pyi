@@ -136,6 +136,7 @@ class Keywords(TypedDict, total=False):
     top_k: int
     min_p: float
     slots: int
+    cache_gib: float | None
     deterministic: bool
     max_reply_tokens: int
     engine_options: dict[str, Any]

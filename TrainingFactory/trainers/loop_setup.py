@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import date
@@ -124,7 +125,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
         total=total,
         policy=policy,
         sampler=None if setup is None else setup.sampler,
-        counts=setup.sampler.metrics if setup is not None and isinstance(setup.sampler, Fleet) else dict,
+        counts=_sampler_metrics(setup),
         source=source,
         algorithm=algorithm,
         order=order,
@@ -260,6 +261,14 @@ def _make_source(
         return SampledSource(*arguments, **options)
     by_arrival = config.optimization.async_order == "arrival"
     return AsyncSource(*arguments, **options, max_staleness=max_staleness, by_arrival=by_arrival, total=total)
+
+
+def _sampler_metrics(setup: RolloutSetup | None) -> Callable[[], dict[str, float]]:
+    from TrainingFactory.sampling import NativeEngine
+
+    if setup is None or not isinstance(setup.sampler, Fleet | NativeEngine):
+        return dict
+    return setup.sampler.metrics
 
 
 def _make_rollouts(training: PreparedRun, setup: RolloutSetup, reward: RewardClock) -> RolloutEngine:

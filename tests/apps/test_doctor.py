@@ -21,9 +21,10 @@ from TrainingFactory.apps.doctor.checks import (
     check_tools,
 )
 from TrainingFactory.apps.doctor.examination import examine, forecast
-from TrainingFactory.apps.plan.memory import check_memory, estimate_model_memory, suggest_options
+from TrainingFactory.apps.plan.memory import check_memory, compare_memory, suggest_options
 from TrainingFactory.apps.plan.planning import RunPlanner
 from TrainingFactory.apps.plan.shapes import find_shape
+from TrainingFactory.assembly.memory import GIB, estimate_model_memory
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.runs.diagnosis import REMEDIES, Diagnosis
@@ -147,6 +148,20 @@ def test_memory_is_what_the_parts_take(tiny: Any) -> None:
     check_memory(found, config, {"weights": 1e18, "cache": 1.0}, torch.device("cpu"))
     assert names(found) == {"memory": "error"} and "largest part: weights" in found.findings[0].sentence
     assert found.findings[0].remedy == REMEDIES["memory"]  # weights of which all are trained stay as they are
+
+
+def test_a_cache_that_the_memory_limits_is_reported() -> None:
+    """The engine divides what is left of the memory into pages: fewer episodes of full length, and no error."""
+    config = TrainingConfig.model_validate({"sampling": {"slots": 8}})
+    diagnosis = Diagnosis()
+    compare_memory(diagnosis, config, {"weights": 50.0 * GIB, "cache": 80.0 * GIB}, 100 * GIB, "cuda")
+    assert "4 of 8 episodes" in diagnosis.facts["KV cache"] and not diagnosis.findings
+    compare_memory(diagnosis, config, {"weights": 65.0 * GIB, "cache": 80.0 * GIB}, 100 * GIB, "cuda")
+    assert [finding.name for finding in diagnosis.findings] == ["cache"]
+    assert "2 of 8 episodes" in diagnosis.findings[0].sentence
+    full = Diagnosis()
+    compare_memory(full, config, {"weights": 85.0 * GIB, "cache": 80.0 * GIB}, 100 * GIB, "cuda")
+    assert [(finding.name, finding.severity) for finding in full.findings] == [("memory", "warning")]
 
 
 def test_memory_of_a_model_that_is_not_there(tfactory: Run) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from TrainingFactory.apps.plan.memory import estimate_model_memory
 from TrainingFactory.apps.plan.planning import RunPlanner
 from TrainingFactory.apps.plan.shapes import FIGURES, ModelShape, find_shape, learner_bytes, sampler_bytes
 from TrainingFactory.apps.plan.step_time import Costs, StepModel, expected_maximum
 from TrainingFactory.apps.plan.workload import Workload, draw_workload, parse_distribution, workload_from_run
+from TrainingFactory.assembly.memory import estimate_model_memory
 from TrainingFactory.cli.app import app
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.models import load_model

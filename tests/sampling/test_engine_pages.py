@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.kits.engine import VOCABULARY, Turns, episode, grouped_prompts, play, tiny, words, worst
+from TrainingFactory import GRPOTrainer
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.cache.pages import PAGE, CachePages
 from TrainingFactory.types import Completion, SamplingParams
@@ -247,3 +251,16 @@ async def test_a_long_episode_of_many_turns_fits_exactly() -> None:
     turns: Turns = await episode(engine, words(random.Random(0), 60), 3, turns=6)
     completions: list[Completion] = [completion for _, completion in turns]
     assert worst(model, turns) < 1e-4 and len(completions) > 2
+
+
+def test_a_run_with_a_small_cache_counts_preemptions(tmp_path: Path) -> None:
+    config = TrainingConfig.model_validate({
+        "model": {"name": "builtin:tiny", "max_length": 512},
+        "environment": {"name": "calculator"},
+        "sampling": {"cache_gib": 0.001, "max_tokens": 48},
+        "training": {"algorithm": "grpo", "max_steps": 1, "batch_size": 2, "group_size": 8},
+        "logging": {"output_dir": str(tmp_path)},
+    })  # fmt: skip
+    GRPOTrainer(config=config, name="small").train()
+    (row,) = RunFolder(tmp_path / "small").metrics()
+    assert row["cache/preemptions"] > 0 and 0.5 < row["cache/peak_share"] <= 1

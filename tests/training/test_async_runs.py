@@ -14,8 +14,8 @@ import torch
 
 from tests.kits.run import Offering, Quiet, assert_same_run, brief, go_on, rows, small, train
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.apps.plan.memory import estimate_model_memory
 from TrainingFactory.assembly.learner import copy_model, make_trainable
+from TrainingFactory.assembly.memory import estimate_model_memory
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories, trajectory_from_dict, trajectory_to_dict
 from TrainingFactory.models import load_model

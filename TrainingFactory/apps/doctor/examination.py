@@ -13,17 +13,12 @@ from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.apps.doctor import checks
-from TrainingFactory.apps.plan.memory import (
-    check_memory,
-    compare_memory,
-    estimate_model_memory,
-    needed,
-    suggest_options,
-)
+from TrainingFactory.apps.plan.memory import check_memory, compare_memory, suggest_options
 from TrainingFactory.apps.plan.planning import RunPlanner, find_figures
 from TrainingFactory.apps.plan.shapes import ModelShape, dense_shape, find_shape
 from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.assembly.learner import make_algorithm, make_trainable
+from TrainingFactory.assembly.memory import estimate_model_memory, needed
 from TrainingFactory.assembly.rewards import check_group_size, check_reward
 from TrainingFactory.assembly.trackers import check_trackers
 from TrainingFactory.common.event_loop import run as run_anywhere

@@ -1,21 +1,19 @@
-"""Estimates of a run's device memory, from the model and the config."""
+"""Comparison of a run's memory with its device, and the options that reduce it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import psutil
 import torch
 
-from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.assembly.memory import GIB
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.runs.diagnosis import Diagnosis
 
 MemoryEstimator = Callable[[TrainingConfig], dict[str, float]]  # returns the bytes of a config by part
-# Maximum bytes of optimizer state per trained weight.
-OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2, "muon": 8}
 # part -> options that reduce it, the least intrusive first
 REDUCING_OPTIONS = {
     "activations": ["training.gradient_checkpointing", "training.token_budget"],
@@ -29,25 +27,6 @@ MIN_TOKEN_BUDGET = 1024  # smallest training.token_budget that is suggested
 MIN_PART_SHARE = 0.05  # share of the total below which a part gets no remedy
 
 
-class WeightCounts(NamedTuple):
-    """Number and size of a model's weights."""
-
-    weights: int
-    stored: float  # bytes of all weights
-    trained: int
-    exact: int  # trained weights stored in float32, which need no master copy
-    size: int  # bytes per value of the compute dtype
-
-    @classmethod
-    def of(cls, model: Any) -> WeightCounts:
-        params = list(model.parameters())
-        trained = [param for param in params if param.requires_grad]
-        exact = sum(param.numel() for param in trained if param.dtype == torch.float32)
-        counts = [sum(param.numel() for param in group) for group in (params, trained)]
-        stored, size = sum(param.nbytes for param in params), max(2, params[0].element_size())
-        return cls(counts[0], stored, counts[1], exact, size)
-
-
 def with_changes(config: TrainingConfig, changes: Mapping[str, Any]) -> TrainingConfig:
     """Return a copy of the config with changed values, by dotted key."""
     for key, value in changes.items():
@@ -55,94 +34,6 @@ def with_changes(config: TrainingConfig, changes: Mapping[str, Any]) -> Training
         changed = getattr(config, section).model_copy(update={name: value})
         config = config.model_copy(update={section: changed})
     return config
-
-
-def estimate_model_memory(
-    config: TrainingConfig, model: Any, needs: Set[str], max_length: int
-) -> dict[str, float]:
-    """Return the bytes that a run needs for a loaded model, by part."""
-    return needed(config, model.config.get_text_config(), WeightCounts.of(model), needs, max_length)
-
-
-def needed(
-    config: TrainingConfig, shape: Any, counts: WeightCounts, needs: Set[str], max_length: int
-) -> dict[str, float]:
-    """Return the bytes by part on a device that learns and samples; `shape` has the attributes of a text config."""
-    training, learners, ahead = (
-        config.training,
-        config.compute.learners or 1,
-        config.optimization.effective_max_staleness,
-    )
-    episodes = training.batch_size * training.group_size
-    parts = learner_bytes(
-        config, shape, counts, needs, learners, min(training.token_budget, episodes * max_length)
-    )
-    if KINDS[training.algorithm].samples:
-        if ahead or learners > 1:  # the sampler of a sharded learner has a full copy
-            parts["the sampler's weights"] = counts.stored if learners > 1 else counts.size * counts.trained
-        slots = min(config.sampling.slots, episodes * (1 + ahead))
-        parts["cache"] = cache_bytes(shape, slots, max_length, counts.size)
-    return {name: float(count) for name, count in parts.items()}
-
-
-def learner_bytes(
-    config: TrainingConfig, shape: Any, counts: WeightCounts, needs: Set[str], learners: int, tokens: int
-) -> dict[str, float]:
-    """Return the bytes on each learner's device, with packs of `tokens` tokens. Logits are computed in chunks and not
-    counted. A single learner holds the stored weights and float32 copies of the trained ones. Shards of trained weights
-    are float32, and two layers and the head at a time are gathered in the compute dtype."""
-    ends = shape.hidden_size * shape.vocab_size
-    tied = getattr(shape, "tie_word_embeddings", True)  # foreign object
-    layer = (counts.weights - ends * (1 if tied else 2)) / shape.num_hidden_layers
-    gathered = 0.0 if learners == 1 else counts.size * (2 * layer + ends)
-    stored = counts.stored if learners == 1 else counts.stored * (1 - counts.trained / counts.weights)
-    parts = {
-        "weights": stored / learners + gathered,
-        "float32 copies": 4 * (counts.trained - (counts.exact if learners == 1 else 0)) / learners,
-        "gradients": 4 * counts.trained / learners,
-        "optimizer": OPTIMIZER_BYTES[config.training.optimizer] * counts.trained / learners,
-    }
-    learned = sum(parts.values()) - gathered
-    alone = not config.lora.enabled and config.model.adapter is None
-    if "reference" in needs and "precomputed" not in needs and alone:
-        parts["reference model"] = counts.stored / learners
-    if "critic" in needs:
-        parts["critic"] = learned
-    left = activation_bytes(shape, tokens, config.training.gradient_checkpointing, counts.size)
-    if learners == 1:  # layer by layer, backward frees activations and adds gradients in the compute dtype
-        parts["gradients"] += max(0, counts.size * (counts.trained - counts.exact) - left)
-    return parts | {"activations": float(left)}
-
-
-def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int) -> int:
-    """Return the bytes of activations that a pack keeps for backward; `shape` is the text config. A layer keeps its
-    input, its output, both norms, queries, keys and values before and after rotary embedding, the attention output, and
-    three times the width of its MLP."""
-    wide = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size  # foreign object
-    queries, keys = attention_widths(shape)
-    layer = 4 * shape.hidden_size + 3 * (queries + keys) + 3 * wide
-    per_layer = shape.hidden_size if checkpointing else layer
-    return tokens * size * (shape.num_hidden_layers * per_layer + layer * checkpointing)
-
-
-def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:
-    """Return the bytes of the native engine's KV cache with all slots full; `shape` is the text config."""
-    return 2 * shape.num_hidden_layers * attention_widths(shape)[1] * size * (slots + 1) * max_length
-
-
-def attention_widths(shape: Any) -> tuple[int, int]:
-    """Return the total width of a token's queries and of its keys, over all heads."""
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads  # foreign object
-    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    return shape.num_attention_heads * width, heads * width
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the bytes that this process can still allocate on a device."""
-    if device.type != "cuda":
-        return psutil.virtual_memory().available
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own cache
-    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def check_memory(
@@ -159,6 +50,7 @@ def compare_memory(
     diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], available: float, device: str,
     estimate_other: MemoryEstimator | None = None,
 ) -> None:  # fmt: skip
+    needed = needed | _limited_cache(diagnosis, config, needed, MAX_MEMORY_SHARE * available)
     total = sum(needed.values())
     parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in needed.items() if count)
     diagnosis.facts["memory"] = (
@@ -174,6 +66,37 @@ def compare_memory(
             "error" if total > available else "warning",
             f"{fitting}{suggest_options(config, needed, device)}",
         )
+
+
+def _limited_cache(
+    diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], available: float
+) -> dict[str, float]:
+    """Return the KV cache as the memory beside the other parts limits it, and report how many episodes it holds."""
+    if not (full := needed.get("cache", 0.0)):
+        return {}
+    rest = available - sum(needed.values()) + full
+    if config.sampling.cache_gib is not None:
+        rest = config.sampling.cache_gib * GIB
+    slots = config.sampling.slots
+    episodes = min(slots, int(rest / full * slots))  # of full length that the cache holds
+    if episodes < 1:
+        return {"cache": full / slots}
+    if episodes == slots:
+        return {"cache": full}
+    diagnosis.facts["KV cache"] = (
+        f"{format_bytes(rest)} of pages: {episodes} of {slots} episodes at full length, more if they are shorter or "
+        "share prefixes"
+    )
+    if 2 * episodes < slots:
+        diagnosis.add(
+            "cache",
+            f"the KV cache has {format_bytes(rest)}, which {episodes} of {slots} episodes fill at full length; further "
+            "ones wait, or are prefilled again",
+            "warning",
+            "Lower model.max_length or sampling.slots, or free memory: "
+            + suggest_options(config, {name: count for name, count in needed.items() if name != "cache"}),
+        )
+    return {"cache": rest}
 
 
 def saving_options(config: TrainingConfig, device: str) -> dict[str, Any]:

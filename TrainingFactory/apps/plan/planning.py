@@ -11,11 +11,12 @@ import numpy as np
 import yaml
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.apps.plan.memory import OPTIMIZER_BYTES, with_changes
+from TrainingFactory.apps.plan.memory import with_changes
 from TrainingFactory.apps.plan.shapes import FIGURES, find_shape, learner_bytes, sampler_bytes
 from TrainingFactory.apps.plan.step_time import Costs, StepModel
 from TrainingFactory.apps.plan.workload import draw_workload, parse_distribution, workload_from_run
 from TrainingFactory.assembly.learner import make_algorithm
+from TrainingFactory.assembly.memory import OPTIMIZER_BYTES
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.runs.folder import RunFolder

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from TrainingFactory.apps.plan import memory
-from TrainingFactory.apps.plan.memory import WeightCounts, cache_bytes
+from TrainingFactory.assembly import memory
+from TrainingFactory.assembly.memory import WeightCounts, cache_bytes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.names import resolve_model_name
 

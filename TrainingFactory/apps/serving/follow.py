@@ -17,10 +17,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig
 
-from TrainingFactory.apps.plan.memory import cache_bytes, format_bytes, free_bytes
+from TrainingFactory.apps.plan.memory import format_bytes
 from TrainingFactory.apps.serving.served import ServedModel, load_served_model, serving_config
 from TrainingFactory.apps.serving.server import ChatServer
 from TrainingFactory.assembly.fleet import samples_elsewhere
+from TrainingFactory.assembly.memory import cache_bytes, free_bytes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.loading import pick_device, pick_dtype
 from TrainingFactory.registry.catalogue import Catalogue, registry_path

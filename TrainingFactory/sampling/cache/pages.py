@@ -102,7 +102,7 @@ class PageTable:
             self._copy(shared, int(self.entries[slot, last]))
 
     def share(self, source: int, target: int, length: int, end_page: int) -> None:
-        """Give `target`, which holds no pages, the first `length` tokens of `source` and the pages before `end_page`."""
+        """Give `target`, which holds no pages, the first `length` tokens of `source`, and all pages to `end_page`."""
         full, rest = divmod(length, PAGE)
         if self.fixed:
             pages = slice(0, full + bool(rest))

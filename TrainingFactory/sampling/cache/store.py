@@ -160,31 +160,3 @@ def free_memory(device: torch.device) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(GPU_SHARE * (torch.cuda.mem_get_info(device)[0] + cached))
     return int(CPU_SHARE * psutil.virtual_memory().available)
-
-
-def plan_pages(
-    shapes: Sequence[LayerShape], slots: int, max_length: int, memory: int, prefill_tokens: int
-) -> list[int]:
-    """Return the number of pages of each table. No table needs more than all slots can hold; one of a window needs no
-    more than the windows of all slots and the prompts that are being prefilled."""
-    per_slot = -(-max_length // PAGE)
-    windows = layer_windows(shapes)
-    page_bytes = [
-        PAGE * sum(shape.token_bytes for shape in shapes if shape.window == window) for window in windows
-    ]
-    needed = [slots * per_slot] * len(windows)
-    for number, window in enumerate(windows):
-        if window is not None and len(windows) > 1:
-            in_window = window // PAGE + 4
-            needed[number] = min(
-                needed[number], slots * in_window + 4 * max(per_slot, prefill_tokens // PAGE)
-            )
-    total = sum(count * size for count, size in zip(needed, page_bytes, strict=True))
-    if total > memory:  # tables of windows, which are small, get what they need, at most half of the memory
-        windowed = sum(needed[n] * page_bytes[n] for n in range(1, len(windows)))
-        shares = min(1.0, memory / 2 / windowed) if windowed else 1.0
-        counts = [int(count * shares) for count in needed]
-        rest = memory - sum(counts[n] * page_bytes[n] for n in range(1, len(windows)))
-        counts[0] = min(needed[0], rest // page_bytes[0])
-        needed = [max(1, count) for count in counts]
-    return needed

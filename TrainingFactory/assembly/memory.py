@@ -1,0 +1,138 @@
+"""Estimates of a run's device memory, from the model and the config."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.sampling.cache.store import free_memory
+
+# Maximum bytes of optimizer state per trained weight.
+OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2, "muon": 8}
+GIB = 2**30
+MIN_CACHE_SHARE = 0.25  # of the free memory, for the KV cache, even if the learner is estimated to need more
+
+
+class WeightCounts(NamedTuple):
+    """Number and size of a model's weights."""
+
+    weights: int
+    stored: float  # bytes of all weights
+    trained: int
+    exact: int  # trained weights stored in float32, which need no master copy
+    size: int  # bytes per value of the compute dtype
+
+    @classmethod
+    def of(cls, model: Any) -> WeightCounts:
+        params = list(model.parameters())
+        trained = [param for param in params if param.requires_grad]
+        exact = sum(param.numel() for param in trained if param.dtype == torch.float32)
+        counts = [sum(param.numel() for param in group) for group in (params, trained)]
+        stored, size = sum(param.nbytes for param in params), max(2, params[0].element_size())
+        return cls(counts[0], stored, counts[1], exact, size)
+
+
+def estimate_model_memory(
+    config: TrainingConfig, model: Any, needs: Set[str], max_length: int
+) -> dict[str, float]:
+    """Return the bytes that a run needs for a loaded model, by part."""
+    return needed(config, model.config.get_text_config(), WeightCounts.of(model), needs, max_length)
+
+
+def needed(
+    config: TrainingConfig, shape: Any, counts: WeightCounts, needs: Set[str], max_length: int
+) -> dict[str, float]:
+    """Return the bytes by part on a device that learns and samples; `shape` has the attributes of a text config."""
+    training, learners, ahead = (
+        config.training,
+        config.compute.learners or 1,
+        config.optimization.effective_max_staleness,
+    )
+    episodes = training.batch_size * training.group_size
+    parts = learner_bytes(
+        config, shape, counts, needs, learners, min(training.token_budget, episodes * max_length)
+    )
+    if KINDS[training.algorithm].samples:
+        if ahead or learners > 1:  # the sampler of a sharded learner has a full copy
+            parts["the sampler's weights"] = counts.stored if learners > 1 else counts.size * counts.trained
+        slots = min(config.sampling.slots, episodes * (1 + ahead))
+        parts["cache"] = cache_bytes(shape, slots, max_length, counts.size)
+    return {name: float(count) for name, count in parts.items()}
+
+
+def learner_bytes(
+    config: TrainingConfig, shape: Any, counts: WeightCounts, needs: Set[str], learners: int, tokens: int
+) -> dict[str, float]:
+    """Return the bytes on each learner's device, with packs of `tokens` tokens. Logits are computed in chunks and not
+    counted. A single learner holds the stored weights and float32 copies of the trained ones. Shards of trained weights
+    are float32, and two layers and the head at a time are gathered in the compute dtype."""
+    ends = shape.hidden_size * shape.vocab_size
+    tied = getattr(shape, "tie_word_embeddings", True)  # foreign object
+    layer = (counts.weights - ends * (1 if tied else 2)) / shape.num_hidden_layers
+    gathered = 0.0 if learners == 1 else counts.size * (2 * layer + ends)
+    stored = counts.stored if learners == 1 else counts.stored * (1 - counts.trained / counts.weights)
+    parts = {
+        "weights": stored / learners + gathered,
+        "float32 copies": 4 * (counts.trained - (counts.exact if learners == 1 else 0)) / learners,
+        "gradients": 4 * counts.trained / learners,
+        "optimizer": OPTIMIZER_BYTES[config.training.optimizer] * counts.trained / learners,
+    }
+    learned = sum(parts.values()) - gathered
+    alone = not config.lora.enabled and config.model.adapter is None
+    if "reference" in needs and "precomputed" not in needs and alone:
+        parts["reference model"] = counts.stored / learners
+    if "critic" in needs:
+        parts["critic"] = learned
+    left = activation_bytes(shape, tokens, config.training.gradient_checkpointing, counts.size)
+    if learners == 1:  # layer by layer, backward frees activations and adds gradients in the compute dtype
+        parts["gradients"] += max(0, counts.size * (counts.trained - counts.exact) - left)
+    return parts | {"activations": float(left)}
+
+
+def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int) -> int:
+    """Return the bytes of activations that a pack keeps for backward; `shape` is the text config. A layer keeps its
+    input, its output, both norms, queries, keys and values before and after rotary embedding, the attention output, and
+    three times the width of its MLP."""
+    wide = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size  # foreign object
+    queries, keys = attention_widths(shape)
+    layer = 4 * shape.hidden_size + 3 * (queries + keys) + 3 * wide
+    per_layer = shape.hidden_size if checkpointing else layer
+    return tokens * size * (shape.num_hidden_layers * per_layer + layer * checkpointing)
+
+
+def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:
+    """Return the bytes of the native engine's KV cache with all slots full; `shape` is the text config."""
+    return 2 * shape.num_hidden_layers * attention_widths(shape)[1] * size * (slots + 1) * max_length
+
+
+def attention_widths(shape: Any) -> tuple[int, int]:
+    """Return the total width of a token's queries and of its keys, over all heads."""
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads  # foreign object
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return shape.num_attention_heads * width, heads * width
+
+
+def cache_limit(config: TrainingConfig, model: Any, needs: Set[str], max_length: int) -> int:
+    """Return the largest size of the KV cache beside the learner: `sampling.cache_gib`, or what is free of the memory
+    after the learner's peak."""
+    if config.sampling.cache_gib is not None:
+        return int(config.sampling.cache_gib * GIB)
+    device = next(model.parameters()).device
+    parts = estimate_model_memory(config, model, needs, max_length)
+    peak = sum(count for name, count in parts.items() if name != "cache")
+    allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else parts["weights"]
+    free = free_memory(device)
+    return int(max(free - max(0.0, peak - allocated), MIN_CACHE_SHARE * free))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that this process can still allocate on a device."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own cache
+    return torch.cuda.mem_get_info(device)[0] + cached

@@ -1,0 +1,81 @@
+"""Size of the KV cache: the pages that fit into the memory, and the limits of slots and lengths that follow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from TrainingFactory.sampling.cache.pages import PAGE, CachePages
+from TrainingFactory.sampling.cache.store import LayerShape, layer_windows
+from TrainingFactory.sampling.table import SlotTable
+
+log = logging.getLogger(__name__)
+PREFILL_TOKENS = 8192  # most tokens of prompts in one forward
+
+
+def round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int) -> None:
+    """Set the pages of the table to what fits into the memory. If that is less than all slots may hold, slots share
+    the pages of common prefixes; deterministic mode, in which no session may be preempted, has fewer slots."""
+    length = round_up(table.max_length, 64)
+    windows, per_slot = layer_windows(shapes), length // PAGE
+    slot_bytes = length * sum(shape.token_bytes for shape in shapes)
+    fitting = memory // slot_bytes
+    if table.deterministic and fitting < table.slots:
+        if not fitting:
+            raise ValueError(
+                f"the KV cache of one sequence of {table.max_length} tokens needs {slot_bytes / 2**30:.1f} GiB, "
+                f"but {memory / 2**30:.1f} GiB are available. Lower model.max_length."
+            )
+        log.warning(
+            "Deterministic sampling with %d slots instead of %d, because the KV cache has %.1f GiB of memory",
+            fitting, table.slots, memory / 2**30,
+        )  # fmt: skip
+        table.resize(fitting, table.max_length)
+    fixed = table.deterministic or (shapes[0].device.type == "cpu" and fitting >= table.slots)
+    counts = (
+        [table.slots * per_slot] * len(windows) if fixed else plan_pages(shapes, table.slots, length, memory)
+    )
+    if min(counts) < per_slot:
+        available = min(counts) * PAGE // 64 * 64
+        if available < 64:
+            raise ValueError(
+                f"{memory / 2**30:.2f} GiB are available for the KV cache, which is less than 64 tokens need. "
+                "Use a smaller model or raise sampling.cache_gib."
+            )
+        log.warning(
+            "Sequences are truncated at %d tokens instead of %d, because the KV cache has %.1f GiB of memory",
+            available, table.max_length, memory / 2**30,
+        )  # fmt: skip
+        table.resize(table.slots, available)
+        length = available
+    table.pages = CachePages(table.slots, length, windows, counts, fixed=fixed)
+
+
+def plan_pages(shapes: Sequence[LayerShape], slots: int, max_length: int, memory: int) -> list[int]:
+    """Return the number of pages of each table. No table needs more than all slots can hold; one of a window needs no
+    more than the windows of all slots and the prompts that are being prefilled."""
+    per_slot = -(-max_length // PAGE)
+    windows = layer_windows(shapes)
+    page_bytes = [
+        PAGE * sum(shape.token_bytes for shape in shapes if shape.window == window) for window in windows
+    ]
+    needed = [slots * per_slot] * len(windows)
+    for number, window in enumerate(windows):
+        if window is not None and len(windows) > 1:
+            in_window = window // PAGE + 4
+            needed[number] = min(
+                needed[number], slots * in_window + 4 * max(per_slot, PREFILL_TOKENS // PAGE)
+            )
+    total = sum(count * size for count, size in zip(needed, page_bytes, strict=True))
+    if total > memory:  # tables of windows, which are small, get what they need, at most half of the memory
+        windowed = sum(needed[n] * page_bytes[n] for n in range(1, len(windows)))
+        shares = min(1.0, memory / 2 / windowed) if windowed else 1.0
+        counts = [int(count * shares) for count in needed]
+        rest = memory - sum(counts[n] * page_bytes[n] for n in range(1, len(windows)))
+        counts[0] = min(needed[0], rest // page_bytes[0])
+        needed = [max(1, count) for count in counts]
+    return needed
