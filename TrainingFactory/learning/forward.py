@@ -12,12 +12,16 @@ import torch
 from transformers import PreTrainedModel
 
 from TrainingFactory.data.packing import Pack, pack
-from TrainingFactory.learning.tree.attention import ATTENTION, plan_tree, tree_attention
+from TrainingFactory.learning.tree.attention import ATTENTION, TreePlan, tree_attention
 from TrainingFactory.learning.tree.flex import pad_to_blocks
 from TrainingFactory.learning.tree.layers import fused
 from TrainingFactory.types import Sample
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # [C, D] -> [C, V]
+SHARED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# Attributes of configs and layers that count positions; the last is where Llama 4 begins to scale queries.
+WINDOW_ATTRIBUTES = ("sliding_window", "attention_chunk_size", "floor_scale")
+PROBE_WINDOW = 24  # shorter than the probe's rows
 
 
 def causal_model(model: Any) -> PreTrainedModel:
@@ -25,12 +29,19 @@ def causal_model(model: Any) -> PreTrainedModel:
     return model if isinstance(model, PreTrainedModel) else model.get_base_model()
 
 
+def decoder(model: PreTrainedModel) -> Any:
+    """Return the model without its output layer. Llama 4 names another attribute than the one that holds it."""
+    return model.base_model if model.base_model is not model else model.model
+
+
 @contextlib.contextmanager
 def tree_mode(model: PreTrainedModel, enabled: bool = True) -> Iterator[None]:
-    """Run the model with tree attention inside the block; backward passes too, which may run the layers again."""
+    """Run the model with tree attention inside the block; backward passes too, which may run the layers again. Not
+    `enabled`: with its own attention, by an implementation that caps the scores if the model does."""
     config = model.config.get_text_config()
     previous = config._attn_implementation
-    config._attn_implementation = ATTENTION if enabled else previous
+    row_attention = "eager" if getattr(config, "attn_logit_softcapping", None) else previous
+    config._attn_implementation = ATTENTION if enabled else row_attention
     use_fused = enabled and model.device.type == "cuda"
     try:
         with fused(model, tree_attention) if use_fused else contextlib.nullcontext():
@@ -44,9 +55,9 @@ def tree_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
     size = len(pack.token_ids)
     pack = pad_to_blocks(pack) if model.device.type == "cuda" else pack
     ids, positions = (torch.from_numpy(array).to(model.device) for array in (pack.token_ids, pack.positions))
-    return model.base_model(
+    return decoder(model)(
         input_ids=ids[None], position_ids=positions[None], use_cache=False,
-        tfactory_tree=plan_tree(pack, model.device),
+        tfactory_tree=TreePlan(pack, model.device),
     ).last_hidden_state[0, :size]  # fmt: skip
 
 
@@ -58,7 +69,7 @@ def row_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
     is_token = columns < lengths[:, None]  # [n, T]
     places = np.where(is_token, starts[:, None] + columns, 0)
     ids = torch.from_numpy(pack.token_ids[places]).to(model.device)
-    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
+    states = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
     return states.index_select(0, torch.from_numpy(np.flatnonzero(is_token)).to(model.device))
 
 
@@ -86,7 +97,7 @@ def check_head(model: PreTrainedModel) -> None:
     model.eval()  # `update` switches back to train mode
     expected = model(input_ids=ids, use_cache=False).logits[0].float()
     head_logits = output_head(model)(
-        model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
     ).float()
     limit = 1e-2 if model.dtype != torch.float32 else 1e-4
     if head_logits.shape != expected.shape or not _relative_error(head_logits, expected) <= limit:
@@ -100,9 +111,15 @@ def check_head(model: PreTrainedModel) -> None:
 def sharing_problem(model: PreTrainedModel) -> str | None:
     """Return why a forward over a prefix tree differs from one over rows (by layer types and a probe), or None."""
     config: Any = model.config.get_text_config()  # third-party; may have no layer types
-    if unsupported := sorted({*map(str, getattr(config, "layer_types", None) or ())} - {"full_attention"}):
+    if unsupported := sorted({*map(str, getattr(config, "layer_types", None) or ())} - SHARED_LAYER_TYPES):
         return f"it has {' and '.join(unsupported)} layers"
     model.eval()
+    with short_windows(model):
+        return _probe_problem(model)
+
+
+def _probe_problem(model: PreTrainedModel) -> str | None:
+    """Compare the hidden states of a few rows over a tree with those row by row."""
     unshared, probe = _probe(model, sharing=False), _probe(model, sharing=True)
     try:
         # With gradients, a GPU compiles here what training needs. Not with FSDP, which expects a backward afterwards.
@@ -115,12 +132,36 @@ def sharing_problem(model: PreTrainedModel) -> str | None:
         )  # an aborted forward leaves its layer unsharded; a complete one reshards it
         return f"its layers do not run over a tree ({(str(error) or type(error).__name__).splitlines()[0]})"
     # The probe trains all tokens but the first, so `source` lists the positions of the rows' tokens.
-    rows, trees = row_states(model, unshared)[_positions(unshared)], shared[_positions(probe)]
-    rounding = max(5e-2, 1.5e-2 * config.num_hidden_layers**0.5)  # 16-bit errors grow like a random walk
+    with tree_mode(model, enabled=False):
+        rows = row_states(model, unshared)[_positions(unshared)]
+    trees = shared[_positions(probe)]
+    layers = model.config.get_text_config().num_hidden_layers
+    rounding = max(5e-2, 1.5e-2 * layers**0.5)  # 16-bit errors grow like a random walk
     limit = rounding if model.dtype != torch.float32 else 1e-3
     if not (error := _relative_error(trees, rows)) <= limit:
         return f"its hidden states over a tree differ from those over rows by {error:.1%} on average"
     return None
+
+
+@contextlib.contextmanager
+def short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Shorten windows and chunks inside the block, so that the probe's rows exceed them. Different ones stay different:
+    a layer whose mask and attention disagree is noticed."""
+    owners: list[Any] = [model.config.get_text_config(), *model.modules()]
+    lengths = [
+        (owner, name, length)
+        for owner in owners
+        for name in WINDOW_ATTRIBUTES
+        if isinstance(length := vars(owner).get(name), int)
+    ]
+    order = sorted({length for _, _, length in lengths})
+    for owner, name, length in lengths:
+        setattr(owner, name, PROBE_WINDOW + order.index(length))
+    try:
+        yield
+    finally:
+        for owner, name, length in lengths:
+            setattr(owner, name, length)
 
 
 def _positions(pack: Pack) -> torch.Tensor:

@@ -63,7 +63,7 @@ def test_flex_attention_equals_levels() -> None:
     size, heads, kv_heads = len(packed.token_ids), 4, 2
     shapes = [(1, heads, size, 8), (1, kv_heads, size, 8), (1, kv_heads, size, 8)]
     query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
-    plan = tree.plan_tree(packed, torch.device("cpu"))
+    plan = tree.TreePlan(packed, torch.device("cpu"))
     module = torch.nn.Module()
     wanted, _ = tree.tree_attention(module, query, key, value, None, tfactory_tree=plan)
     mask = tree_flex.block_mask(packed, torch.device("cpu"))
@@ -84,7 +84,10 @@ def test_tokens_of_no_use_fill_the_last_block() -> None:
     assert tree_flex.pad_to_blocks(full).nodes == full.nodes
 
 
-FAMILIES = {"llama": {}, "mistral": {"sliding_window": None}, "qwen2": {}, "qwen3": {}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {}, "mistral": {"sliding_window": 9}, "qwen3": {},
+    "qwen2": {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
+}  # fmt: skip
 
 
 class OtherLinear(torch.nn.Linear):

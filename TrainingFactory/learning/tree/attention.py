@@ -1,7 +1,7 @@
 """Attention over a prefix tree: every token attends to the tokens before it on its own path to the root.
 
 All other layers compute each token of the tree once. On a CPU, attention runs over pairs of a node and its descendants
-(`parts.py`); on a GPU it is one FlexAttention call (`flex.py`).
+(`parts.py`; `reach.py` with a sliding window); on a GPU it is one FlexAttention call (`flex.py`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,36 @@ from transformers import AttentionInterface
 
 from TrainingFactory.data.packing import Pack
 from TrainingFactory.learning.tree.flex import block_mask, flex
-from TrainingFactory.learning.tree.parts import TreePart, attend, plan_parts
+from TrainingFactory.learning.tree.parts import attend, plan_parts
+from TrainingFactory.learning.tree.reach import Reach, plan_reach
 
 ATTENTION = "tfactory_tree"
 # Arguments that some models pass to their attention function and that would change its result.
-UNSUPPORTED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
+UNSUPPORTED_ARGUMENTS = ("position_bias", "head_mask")
 
 
-def plan_tree(pack: Pack, device: torch.device) -> list[TreePart] | Any:
-    """Return the `tfactory_tree` argument that the model passes to its attention: parts, or a block mask on a GPU."""
-    return block_mask(pack, device) if device.type == "cuda" else plan_parts(pack.nodes, device)
+class TreePlan:
+    """The `tfactory_tree` argument that the model passes to its attention. Its parts (or a block mask on a GPU) are
+    planned when the first layer of a reach needs them."""
+
+    def __init__(self, pack: Pack, device: torch.device) -> None:
+        self.pack, self.device = pack, device
+        self._plans: dict[Reach | None, Any] = {}
+
+    def for_reach(self, reach: Reach | None) -> Any:
+        """Return the list of parts, or the block mask on a GPU. None: queries see their whole path."""
+        if reach is not None and reach.size > self.pack.positions.max():
+            reach = None
+        if reach not in self._plans:
+            self._plans[reach] = self._plan(reach)
+        return self._plans[reach]
+
+    def _plan(self, reach: Reach | None) -> Any:
+        if self.device.type == "cuda":
+            return block_mask(self.pack, self.device, reach)
+        if reach is None:
+            return plan_parts(self.pack.nodes, self.device)
+        return plan_reach(self.pack.nodes, self.pack.positions, reach, self.device)
 
 
 def tree_attention(
@@ -33,17 +53,46 @@ def tree_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     *,
-    tfactory_tree: list[TreePart] | Any,
+    tfactory_tree: TreePlan,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,  # [H] logits of the attention sinks
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return the attention outputs [1, N, H, dv]. Attention dropout is not applied."""
     if unsupported := [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]:
         raise ValueError(f"tree attention does not support {unsupported[0]}")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if not isinstance(tfactory_tree, list):
-        return flex(query, key, value, tfactory_tree, scale).transpose(1, 2), None
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        query = _retuned(module, query, tfactory_tree)
+    plan = tfactory_tree.for_reach(Reach(sliding_window) if sliding_window else _configured_reach(module))
+    if not isinstance(plan, list):
+        return flex(query, key, value, plan, scale, softcap, s_aux).transpose(1, 2), None
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    return attend(q, k, v, tfactory_tree, scale)[None], None
+    return attend(q, k, v, plan, scale, softcap, s_aux)[None], None
+
+
+def _configured_reach(module: Any) -> Reach | None:
+    """Return the reach by the type of the layer, for models that express it in their mask alone."""
+    config: Any = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None)
+    layer_type = layer_types[module.layer_idx] if layer_types and hasattr(module, "layer_idx") else None
+    if layer_type == "sliding_attention":
+        return Reach(config.sliding_window)
+    if layer_type == "chunked_attention":
+        return Reach(config.attention_chunk_size, chunked=True)
+    return None
+
+
+def _retuned(module: Any, query: torch.Tensor, plan: TreePlan) -> torch.Tensor:
+    """Scale queries by position. Llama 4 did so by the index of the token, which in a tree is another number."""
+
+    def scales(positions: torch.Tensor) -> torch.Tensor:
+        return torch.log1p(torch.floor((positions.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+
+    positions = torch.from_numpy(plan.pack.positions).to(query.device)
+    ratio = scales(positions) / scales(torch.arange(len(positions), device=query.device))
+    return (query * ratio[:, None]).to(query.dtype)
 
 
 # No mask function is registered: transformers then builds no mask for this attention.

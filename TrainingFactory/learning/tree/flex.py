@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,11 @@ import torch
 
 from TrainingFactory.data.packing import Pack, TreeNode
 from TrainingFactory.learning.tree.parts import descendant_tokens
+from TrainingFactory.learning.tree.reach import Reach
 
+MaskMod = Callable[..., torch.Tensor]
 BLOCK = 128  # FlexAttention's default block size
+MAX_PIPELINED_SIZE = 256  # larger heads leave no shared memory for loading the next block early
 
 
 def count_visible_pairs(pack: Pack) -> np.ndarray:
@@ -49,8 +53,9 @@ def pad_to_blocks(pack: Pack) -> Pack:
     return replace(pack, token_ids=ids, positions=positions, nodes=nodes)
 
 
-def block_mask(pack: Pack, device: torch.device) -> Any:
-    """Return FlexAttention's mask: a key is visible to later tokens of its node and the node's descendants."""
+def block_mask(pack: Pack, device: torch.device, reach: Reach | None = None) -> Any:
+    """Return FlexAttention's mask: a key is visible to later tokens of its node and the node's descendants, as far as
+    these reach back (None: without limit)."""
     from torch.nn.attention.flex_attention import BlockMask
 
     end_tokens, lengths = (
@@ -64,16 +69,52 @@ def block_mask(pack: Pack, device: torch.device) -> Any:
 
     pairs, size = torch.from_numpy(count_visible_pairs(pack)), len(pack.token_ids)
     is_full_block = pairs == BLOCK * BLOCK  # blocks in which no pair is masked
+    is_visible = pairs > 0
+    mask_mod = sees
+    if reach is not None:
+        first_visible = reach.first_visible(pack.positions)
+        some_near, all_near = (torch.from_numpy(near) for near in _near_blocks(pack.positions, first_visible))
+        is_visible &= some_near
+        is_full_block &= all_near
+        mask_mod = _within_reach(sees, pack.positions, first_visible, device)
     parts: list[torch.Tensor] = []
     for blocks in (
-        (pairs > 0) & ~is_full_block,
+        is_visible & ~is_full_block,
         is_full_block,
     ):  # number of key blocks per query block, and their indices first
         parts += [blocks.sum(-1, dtype=torch.int32), (~blocks).int().argsort(dim=-1, stable=True).int()]
     counts, indices, full_counts, full_indices = (part[None, None].to(device) for part in parts)
     return BlockMask.from_kv_blocks(
-        counts, indices, full_counts, full_indices, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size)
+        counts,
+        indices,
+        full_counts,
+        full_indices,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=(size, size),
     )
+
+
+def _within_reach(
+    sees: MaskMod, positions: np.ndarray, first_visible: np.ndarray, device: torch.device
+) -> MaskMod:
+    """Restrict a mask to the reach. It is read from tensors, so that one kernel serves every window."""
+    position, first = (
+        torch.from_numpy(array.astype(np.int32)).to(device) for array in (positions, first_visible)
+    )
+
+    def sees_near(batch: Any, head: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return sees(batch, head, q, k) & (position[k] >= first[q])
+
+    return sees_near
+
+
+def _near_blocks(positions: np.ndarray, first_visible: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return whether some pair and whether all pairs of each block may be within reach, by positions alone."""
+    starts = np.arange(0, len(positions), BLOCK)
+    first_key, last_key = (bound.reduceat(positions, starts) for bound in (np.minimum, np.maximum))
+    widest, narrowest = (bound.reduceat(first_visible, starts) for bound in (np.minimum, np.maximum))
+    return last_key >= widest[:, None], first_key >= narrowest[:, None]
 
 
 @functools.cache
@@ -83,10 +124,32 @@ def _compiled() -> Any:
     return torch.compile(flex_attention, dynamic=True)
 
 
+@functools.cache
+def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+    def cap_score(score: torch.Tensor, _batch: Any, _h: Any, _q: Any, _k: Any) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap_score
+
+
 def flex(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scale: float
-) -> torch.Tensor:
-    return _compiled()(
-        query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1],
-        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # the kernel for short queries fails on some shapes
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scale: float,
+    softcap: float | None = None, sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """[1, H, N, d], [1, K, N, d], [1, K, N, dv] -> [1, H, N, dv]. `softcap` and `sinks` [H] as in `attend`."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    # The kernel for short queries fails on some shapes.
+    options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
+    if query.shape[-1] > MAX_PIPELINED_SIZE:
+        options["num_stages"] = 1
+    result = _compiled()(
+        query, key, value, score_mod=None if softcap is None else _capped(softcap), block_mask=mask, scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1], kernel_options=options,
+        return_aux=None if sinks is None else AuxRequest(lse=True),
     )  # fmt: skip
+    if sinks is None:
+        return result
+    output, aux = result
+    share = torch.sigmoid(aux.lse - sinks.float()[None, :, None])  # of the keys; the sink has the rest
+    return (output * share[..., None]).to(output.dtype)

@@ -87,7 +87,6 @@ def fused(model: PreTrainedModel, attend: Attend, make: Make = compiled) -> Iter
     """Replace the forward of supported models' layers by the fused one inside the block; patched layers are skipped."""
     config = model.config.get_text_config()
     supported = config.model_type in SUPPORTED_MODELS and config.hidden_act == "silu"
-    supported = supported and not getattr(config, "sliding_window", None)  # may be absent
     layers: list[Any] = list(filter(_is_unpatched, model.base_model.layers)) if supported else []  # pyright: ignore
     for layer in layers:
         layer.forward = functools.partial(_forward, layer, attend, make)
@@ -117,13 +116,29 @@ def _forward(
     attention, mlp, post_norm = layer.self_attn, layer.mlp, layer.post_attention_layernorm
     matrices = _matrices(layer)
     inputs = _before(layer, make, matrices, hidden_states, *position_embeddings)
-    attention_output, _ = attend(attention, *inputs, None, attention.scaling, tfactory_tree=tfactory_tree)
+    attention_output, _ = attend(
+        attention,
+        *inputs,
+        None,
+        attention.scaling,
+        tfactory_tree=tfactory_tree,
+        sliding_window=_window(attention),
+    )
     attention_output = attention_output.flatten(2)
     norm_args = post_norm.weight, post_norm.variance_epsilon
     if matrices is not None:
         return make(layer_output)(hidden_states, attention_output, *norm_args, *matrices[3:])
     states, normed = make(add_norm)(hidden_states, attention.o_proj(attention_output), *norm_args)
     return states + mlp.down_proj(make(gate)(mlp.gate_proj(normed), mlp.up_proj(normed)))
+
+
+def _window(attention: Any) -> int | None:
+    """Return the layer's sliding window: Mistral has one for all layers in its config, Qwen one in each layer."""
+    return (
+        attention.config.sliding_window
+        if attention.config.model_type == "mistral"
+        else getattr(attention, "sliding_window", None)
+    )
 
 
 def _before(

@@ -19,7 +19,9 @@ import torch
 from torch.nn.functional import pad
 
 from TrainingFactory.data.packing import TreeNode
+from TrainingFactory.learning.tree.capped import capped_attention, capped_gradients
 
+FLASH = torch.ops.aten
 FREE_PADDING = 256  # padding tokens that cost no more than one further part
 
 
@@ -49,7 +51,9 @@ class TreePart:
     queries: PaddedRows
     keys: PaddedRows
     is_causal: bool  # nodes against themselves: causal
-    hidden: torch.Tensor | None  # additive mask [n, 1, 1, A] or [1, 1, T, A]; None: nothing is masked
+    hidden: (
+        torch.Tensor | None
+    )  # additive mask [n, 1, 1, A], [1, 1, T, A] or [n, 1, T, A]; None: nothing is masked
     _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -57,9 +61,8 @@ class TreePart:
         if self.hidden is None:
             return None
         if (groups, dtype) not in self._masks:
-            self._masks[groups, dtype] = self.hidden.to(dtype).repeat(
-                1, 1, groups if self.is_causal else 1, 1
-            )
+            per_query = self.hidden.shape[2] > 1
+            self._masks[groups, dtype] = self.hidden.to(dtype).repeat(1, 1, groups if per_query else 1, 1)
         return self._masks[groups, dtype]
 
 
@@ -69,28 +72,38 @@ def plan_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
     levels: list[list[int]] = [[] for _ in range(1 + max(node.level for node in nodes))]
     for number, node in enumerate(nodes):
         levels[node.level].append(number)
-    parts = []
-    for numbers in _by_length(nodes):
-        padded, _ = _side([_own_tokens(nodes[number]) for number in numbers], device)
-        length = max(nodes[number].length for number in numbers)
-        later = torch.full((length, length), -torch.inf).triu(1)[None, None].to(device)
-        parts.append(TreePart(padded, padded, True, later if length > 1 else None))
+    parts = own_parts(nodes, device)
     for numbers in levels:
         parents = [number for number in numbers if len(descendants[number])]
         if parents:
-            queries, _ = _side([descendants[number] for number in parents], device)
-            keys, is_token = _side([_own_tokens(nodes[number]) for number in parents], device)
+            queries, _ = padded_rows([descendants[number] for number in parents], device)
+            keys, is_token = padded_rows([_own_tokens(nodes[number]) for number in parents], device)
             padding_mask = torch.where(torch.from_numpy(is_token), 0.0, -torch.inf)[:, None, None].to(device)
             parts.append(TreePart(queries, keys, False, None if keys.places is None else padding_mask))
     return parts
 
 
+def own_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
+    """Return the parts of the nodes against themselves, nodes of similar length together."""
+    parts = []
+    for numbers in _by_length(nodes):
+        padded, _ = padded_rows([_own_tokens(nodes[number]) for number in numbers], device)
+        length = max(nodes[number].length for number in numbers)
+        later = torch.full((length, length), -torch.inf).triu(1)[None, None].to(device)
+        parts.append(TreePart(padded, padded, True, later if length > 1 else None))
+    return parts
+
+
 def _by_length(nodes: list[TreeNode]) -> list[list[int]]:
-    """Group nodes of similar length, trading the fixed cost of a part against padding, whose cost is quadratic."""
+    return group_by_length([node.length for node in nodes])
+
+
+def group_by_length(lengths: list[int]) -> list[list[int]]:
+    """Group rows of similar length, trading the fixed cost of a part against padding, whose cost is quadratic."""
     groups: list[list[int]] = []
     longest = num_tokens = padding = 0
-    for number in sorted(range(len(nodes)), key=lambda number: -nodes[number].length):
-        length = nodes[number].length
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        length = lengths[number]
         too_short = longest > FREE_PADDING and length < 3 / 4 * longest
         if not groups or too_short or padding + longest - length > max(FREE_PADDING, num_tokens // 2):
             groups.append([])
@@ -115,30 +128,55 @@ def descendant_tokens(nodes: list[TreeNode]) -> list[range]:
     return [range(node.start + node.length, end) for node, end in zip(nodes, node_ends, strict=True)]
 
 
-def _side(rows: list[range], device: torch.device) -> tuple[PaddedRows, np.ndarray]:
-    """Return the side of these token ranges, and a mask [n, length] that is False at padding."""
+def padded_rows(rows: list[range], device: torch.device) -> tuple[PaddedRows, np.ndarray]:
+    """Return these token ranges as padded rows, and a mask [n, length] that is False at padding."""
     starts, lengths = np.array([row.start for row in rows]), np.array([len(row) for row in rows])
     columns = np.arange(lengths.max())
     is_token = columns < lengths[:, None]
     if len(rows) == 1:
         token_range = slice(rows[0].start, rows[0].stop)
         return PaddedRows(1, token_range, None, token_range), is_token
-    padded = torch.from_numpy(np.where(is_token, starts[:, None] + columns, 0).ravel()).to(device)
+    return _with_padding(np.where(is_token, starts[:, None] + columns, 0), is_token, device), is_token
+
+
+def padded_indices(rows: list[np.ndarray], device: torch.device) -> tuple[PaddedRows, np.ndarray]:
+    """Return rows of any token indices as padded rows, and a mask [n, length] that is False at padding."""
+    lengths = np.array([len(row) for row in rows])
+    is_token = np.arange(lengths.max()) < lengths[:, None]
+    indices = np.zeros(is_token.shape, np.int64)
+    indices[is_token] = np.concatenate(rows)
+    return _with_padding(indices, is_token, device), is_token
+
+
+def _with_padding(indices: np.ndarray, is_token: np.ndarray, device: torch.device) -> PaddedRows:
+    padded = torch.from_numpy(indices.ravel()).to(device)
     if is_token.all():
-        return PaddedRows(len(rows), padded, None, padded), is_token
+        return PaddedRows(len(indices), padded, None, padded)
     places = torch.from_numpy(np.flatnonzero(is_token)).to(device)
-    return PaddedRows(len(rows), padded, places, padded[places]), is_token
+    return PaddedRows(len(indices), padded, places, padded[places])
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: list[TreePart], scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    parts: list[TreePart],
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[N, H, d], [N, K, d], [N, K, dv] -> [N, H, dv]"""
+    """[N, H, d], [N, K, d], [N, K, dv] -> [N, H, dv]. `softcap` caps the scores by tanh; `sinks` [H] are logits that
+    take part in the softmax without a value."""
     size = value.shape[-1]
-    if size < key.shape[-1]:  # the kernel needs equal head sizes; zero padding changes nothing
-        value = pad(value, (0, key.shape[-1] - size))
+    missing = key.shape[-1] - size  # the kernel needs equal head sizes; zero padding changes nothing
+    if missing > 0:
+        value = pad(value, (0, missing))
+    elif missing < 0:
+        query = pad(query, (0, -missing))
+        key = pad(key, (0, -missing))
     q = query.unflatten(1, (key.shape[1], -1))  # [N, K, G, d]
-    output: Any = _Attention.apply(q, key, value, parts, scale)
+    sinks = None if sinks is None else sinks.unflatten(0, (key.shape[1], -1))
+    output: Any = _Attention.apply(q, key, value, sinks, parts, scale, softcap)
     return output.flatten(1, 2)[..., :size]
 
 
@@ -154,20 +192,32 @@ def _unfold(folded: torch.Tensor, groups: int) -> torch.Tensor:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: list[TreePart], scale: float
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        parts: list[TreePart],
+        scale: float,
+        softcap: float | None,
     ) -> torch.Tensor:
-        flash, groups = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, q.shape[2]
+        groups = q.shape[2]
         output = torch.empty(q.shape, dtype=torch.float32, device=q.device)  # [N, K, G, d]
         total = torch.empty(*q.shape[:3], 1, dtype=torch.float32, device=q.device)  # log-sum-exp
         inputs: list[torch.Tensor] = []
         for part in parts:
             queries = part.queries
-            scattered = (
-                _fold(queries.spread(q)),  # [n, K, G * T, d]
-                *(part.keys.spread(states).transpose(1, 2) for states in (k, v)),  # [n, K, A, d]
-            )
-            inputs += scattered
-            part_output, sums = flash(*scattered, attn_mask=part.mask(groups, q.dtype), scale=scale)
+            part_q = _fold(queries.spread(q))  # [n, K, G * T, d]
+            part_k = part.keys.spread(k).transpose(1, 2)  # [n, K, A, d]
+            part_v = part.keys.spread(v).transpose(1, 2)
+            inputs += [part_q, part_k, part_v]
+            mask = part.mask(groups, q.dtype)
+            if softcap is None:
+                part_output, sums = FLASH._scaled_dot_product_flash_attention_for_cpu(
+                    part_q, part_k, part_v, attn_mask=mask, scale=scale
+                )
+            else:
+                part_output, sums = capped_attention(part_q, part_k, part_v, mask, scale, softcap)
             part_output = queries.gather(_unfold(part_output, groups)).float()
             sums = queries.gather(_unfold(sums[..., None], groups))
             if not part.is_causal:
@@ -177,33 +227,52 @@ class _Attention(torch.autograd.Function):
                 )
                 sums = torch.logaddexp(previous_total, sums)
             output[queries.tokens], total[queries.tokens] = part_output, sums
+        if sinks is not None:
+            logits = sinks.float()[..., None]
+            output *= torch.sigmoid(total - logits)
+            total = torch.logaddexp(total, logits)
         output = output.to(q.dtype)
-        ctx.save_for_backward(output, total, *inputs)
-        ctx.parts, ctx.scale, ctx.keys = parts, scale, k.shape
+        ctx.save_for_backward(output, total, sinks, *inputs)
+        ctx.parts, ctx.scale, ctx.softcap, ctx.keys = parts, scale, softcap, k.shape
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        output, total, *inputs = ctx.saved_tensors
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        groups, grad_of = (
-            output.shape[2],
-            [output.new_zeros(shape) for shape in (output.shape, ctx.keys, ctx.keys)],
-        )
+        output, total, sinks, *inputs = ctx.saved_tensors
+        groups = output.shape[2]
+        grad_of = [output.new_zeros(shape) for shape in (output.shape, ctx.keys, ctx.keys)]
+        output_grad = grads[0].contiguous()
         for number, part in enumerate(ctx.parts):
             queries, keys = part.queries, part.keys
-            grad = queries.spread(grads[0].contiguous())
+            grad = queries.spread(output_grad)
             if (
                 queries.places is not None
             ):  # padded queries must not contribute to the gradients of keys and values
                 is_token = grad.new_zeros(grad.shape[0] * grad.shape[1]).index_fill_(0, queries.places, 1.0)
                 grad = grad * is_token.view(*grad.shape[:2], 1, 1, 1)
             sums = _fold(queries.spread(total))[..., 0].contiguous()
-            part_grads = flash(
-                _fold(grad), *inputs[3 * number : 3 * number + 3], _fold(queries.spread(output)), sums, 0.0, False,
-                attn_mask=part.mask(groups, output.dtype), scale=ctx.scale,
-            )  # fmt: skip
+            part_q, part_k, part_v = inputs[3 * number : 3 * number + 3]
+            mask = part.mask(groups, output.dtype)
+            part_output = _fold(queries.spread(output))
+            tensors = _fold(grad), part_q, part_k, part_v, part_output, sums
+            if ctx.softcap is None:
+                part_grads = FLASH._scaled_dot_product_flash_attention_for_cpu_backward(
+                    *tensors, 0.0, False, attn_mask=mask, scale=ctx.scale
+                )
+            else:
+                part_grads = capped_gradients(*tensors, mask, ctx.scale, ctx.softcap)
             grad_of[0][queries.tokens] += queries.gather(_unfold(part_grads[0], groups))
             for total_grad, part_grad in zip(grad_of[1:], part_grads[1:], strict=True):
                 total_grad[keys.tokens] += keys.gather(part_grad.transpose(1, 2))
-        return (*grad_of, None, None)
+        return (*grad_of, _sink_gradient(output_grad, output, total, sinks), None, None, None)
+
+
+def _sink_gradient(
+    grad: torch.Tensor, output: torch.Tensor, total: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return the gradient of the sinks [K, G]: that of a softmax entry whose value is zero."""
+    if sinks is None:
+        return None
+    probability = torch.exp(sinks.float()[..., None] - total)
+    product = (grad.float() * output.float()).sum(-1, keepdim=True)
+    return -(probability * product).sum((0, -1)).to(sinks.dtype)

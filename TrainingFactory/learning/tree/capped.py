@@ -1,0 +1,76 @@
+"""Attention with soft-capped scores on a CPU: cap * tanh(score / cap), which the flash kernel cannot compute. Queries
+go in blocks, so that the matrix of scores stays small; the backward pass computes the scores again.
+
+Legend: n rows, K key heads, T queries, A keys, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+BLOCK_SCORES = 1 << 22  # largest number of scores computed at once
+
+
+def capped_attention(
+    q: torch.Tensor,  # [n, K, T, d]
+    k: torch.Tensor,  # [n, K, A, d]
+    v: torch.Tensor,  # [n, K, A, d]
+    mask: torch.Tensor | None,
+    scale: float,
+    cap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs [n, K, T, d] and the log-sum-exp [n, K, T] of the capped scores."""
+    outputs = []
+    all_sums = []
+    for block in _blocks(q, k):
+        scores, _ = _scores(q, k, mask, scale, cap, block)
+        sums = scores.logsumexp(-1)
+        outputs.append(torch.exp(scores - sums[..., None]) @ v.float())
+        all_sums.append(sums)
+    return torch.cat(outputs, 2), torch.cat(all_sums, 2)
+
+
+def capped_gradients(
+    grad: torch.Tensor,  # [n, K, T, d]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,  # [n, K, T, d] of the whole softmax, of which this is one part
+    sums: torch.Tensor,  # [n, K, T] its log-sum-exp
+    mask: torch.Tensor | None,
+    scale: float,
+    cap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v."""
+    query_grads = []
+    key_grad = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+    value_grad = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
+    for block in _blocks(q, k):
+        scores, slope = _scores(q, k, mask, scale, cap, block)
+        weights = torch.exp(scores - sums[:, :, block, None])
+        block_grad = grad[:, :, block].float()
+        value_grad += weights.mT @ block_grad
+        mean_grad = (block_grad * output[:, :, block].float()).sum(-1, keepdim=True)
+        score_grad = weights * (block_grad @ v.float().mT - mean_grad) * slope
+        query_grads.append(score_grad @ k.float())
+        key_grad += score_grad.mT @ q[:, :, block].float()
+    return torch.cat(query_grads, 2).to(q.dtype), key_grad.to(k.dtype), value_grad.to(v.dtype)
+
+
+def _blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
+    length = max(1, BLOCK_SCORES // (k.shape[0] * k.shape[1] * k.shape[2]))
+    for start in range(0, q.shape[2], length):
+        yield slice(start, start + length)
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: float, cap: float, block: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the capped and masked scores of a block of queries, and their derivative by the products q @ k."""
+    tangent = torch.tanh((q[:, :, block].float() @ k.float().mT) * (scale / cap))
+    scores = tangent * cap
+    if mask is not None:
+        scores = scores + (mask[:, :, block] if mask.shape[2] > 1 else mask)
+    return scores, (1 - tangent.square()) * scale

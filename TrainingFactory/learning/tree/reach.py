@@ -1,0 +1,95 @@
+"""Attention over a prefix tree that reaches back a limited number of positions: sliding windows and chunks.
+
+On a CPU, long nodes are split into pieces. Each piece attends to itself, then to its parent piece, its grandparent and
+so on, as far as the reach goes; pieces with the same ancestor attend to it together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from TrainingFactory.data.packing import TreeNode
+from TrainingFactory.learning.tree.parts import (
+    TreePart,
+    group_by_length,
+    own_parts,
+    padded_indices,
+    padded_rows,
+)
+
+PIECE = 512  # tokens of a piece, unless the window is shorter or more than four pieces long
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far back a query sees: the last `size` positions, its own included, or the chunk of `size` that it is in."""
+
+    size: int
+    chunked: bool = False
+
+    def first_visible(self, positions: np.ndarray) -> np.ndarray:
+        """Return the first position that a query at each of these positions sees."""
+        return positions - positions % self.size if self.chunked else positions - (self.size - 1)
+
+    def split(self, nodes: list[TreeNode]) -> list[TreeNode]:
+        """Split the nodes into pieces in which every token sees all earlier ones."""
+        length = min(self.size, max(PIECE, self.size // 4))
+        pieces: list[TreeNode] = []
+        last_piece: list[int] = []  # of each node
+        for node in nodes:
+            offsets = np.arange(node.depth, node.depth + node.length)
+            offsets = (offsets % self.size if self.chunked else offsets) % length
+            starts = [0, *(start for start in np.flatnonzero(offsets == 0).tolist() if start)]
+            parent = last_piece[node.parent] if node.parent >= 0 else -1
+            for start, end in zip(starts, [*starts[1:], node.length], strict=True):
+                level = pieces[parent].level + 1 if parent >= 0 else 0
+                pieces.append(TreeNode(node.start + start, end - start, node.depth + start, parent, level))
+                parent = len(pieces) - 1
+            last_piece.append(parent)
+        return pieces
+
+
+def plan_reach(
+    nodes: list[TreeNode], positions: np.ndarray, reach: Reach, device: torch.device
+) -> list[TreePart]:
+    """Return the parts: first the pieces against themselves, then against their parents, grandparents and so on."""
+    pieces = reach.split(nodes)
+    first_visible = reach.first_visible(positions)
+    parts = own_parts(pieces, device)
+    ancestors = [piece.parent for piece in pieces]
+    while any(ancestor >= 0 for ancestor in ancestors):
+        queries: dict[int, list[np.ndarray]] = {}  # of each ancestor
+        for number, ancestor in enumerate(ancestors):
+            if ancestor < 0:
+                continue
+            piece = pieces[number]
+            tokens = np.arange(piece.start, piece.start + piece.length)
+            last_key = pieces[ancestor].depth + pieces[ancestor].length - 1
+            tokens = tokens[first_visible[tokens] <= last_key]
+            if len(tokens):
+                queries.setdefault(ancestor, []).append(tokens)
+            ancestors[number] = pieces[ancestor].parent if len(tokens) else -1
+        rows = [(np.concatenate(tokens), pieces[ancestor]) for ancestor, tokens in queries.items()]
+        for numbers in group_by_length([len(tokens) for tokens, _ in rows]):
+            parts.append(_part([rows[number] for number in numbers], first_visible, device))
+    return parts
+
+
+def _part(
+    rows: list[tuple[np.ndarray, TreeNode]], first_visible: np.ndarray, device: torch.device
+) -> TreePart:
+    """Return the part of these queries, each row against one piece. Every query sees at least the last key."""
+    queries, is_query = padded_indices([tokens for tokens, _ in rows], device)
+    keys, is_key = padded_rows([range(piece.start, piece.start + piece.length) for _, piece in rows], device)
+    visible = is_key[:, None] & is_query[:, :, None]  # [n, T, A]
+    for number, (tokens, piece) in enumerate(rows):
+        key_positions = np.arange(piece.depth, piece.depth + piece.length)
+        is_near = key_positions >= first_visible[tokens][:, None]
+        visible[number, : len(tokens), : piece.length] &= is_near
+    if visible.all():
+        return TreePart(queries, keys, False, None)
+    hidden = torch.where(torch.from_numpy(visible), 0.0, -torch.inf)[:, None].to(device)
+    return TreePart(queries, keys, False, hidden)
