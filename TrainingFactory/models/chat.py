@@ -260,6 +260,11 @@ class TemplateChatFormat:
             if is_control:
                 pieces.append(tuple(part.token for part in run))
             else:
+                if any(isinstance(part, str) and self._marks.is_damaged(part) for part in run):
+                    raise ValueError(
+                        "the chat template cuts or rewrites a name or text of a tool or call, so its tokens cannot be "
+                        "attributed; set model.chat_template to a template that prints it unchanged"
+                    )
                 without_marks = all(isinstance(part, str) for part in run)
                 pieces.append(tuple(self._encoder.plain("".join(run))) if without_marks else run)
         return pieces

@@ -58,8 +58,9 @@ class Outlines:
         place of its strings in the conversation, `key` that of its object keys."""
         inner = "nested argument" if context == "argument" else context
         if isinstance(value, dict):
+            contexts = {"name": key} | ({"type": "tool type"} if context.startswith("tool ") else {})
             return {
-                self.shield(name, texts, key): self.shield(item, texts, key if name == "name" else inner, key)
+                self.shield(name, texts, key): self.shield(item, texts, contexts.get(name, inner), key)
                 for name, item in value.items()
             }
         if isinstance(value, list | tuple):

@@ -48,8 +48,8 @@ def find_call_style(template: ChatTemplate) -> CallStyle | None:
     return None
 
 
-def tool(name: str, description: str) -> dict[str, Any]:
-    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+def tool(name: str, description: str, argument_type: str = "string") -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"a": {"type": argument_type, "description": "d"}}}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
@@ -142,7 +142,8 @@ def make_renderer(template: ChatTemplate, context: str, style: CallStyle | None)
         elif call:
             conversation = [user("m"), turn]
         else:
-            tools = [tool(text, "d") if context == "tool name" else tool("f", text)]
+            parts = {"tool name": (text, "d"), "tool type": ("f", "d", text)}
+            tools = [tool(*parts.get(context, ("f", text)))]
         return template.text(conversation, tools, header=False)
 
     return render

@@ -44,6 +44,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     _python_inner,
     lambda text: _python_inner(text).replace("\t", "\\t"),
 )
+CASE_TRANSFORMS: tuple[Transform, ...] = (str.upper, str.lower)  # of a tool's description, names and types
 
 
 class Marks:
@@ -52,9 +53,18 @@ class Marks:
     def __init__(self) -> None:
         self._salt = secrets.token_hex(8)
         self._pattern = re.compile(rf"Tf{self._salt}x(\d+)fT")
+        self._any_case = re.compile(self._pattern.pattern, re.IGNORECASE)
 
     def __getitem__(self, index: int) -> str:
         return f"Tf{self._salt}x{index}fT"
+
+    def restore_case(self, text: str) -> str:
+        """Return the text with marks in their own case: Gemma 4's template upper-cases the type of a property."""
+        return self._any_case.sub(lambda match: self[int(match[1])], text)
+
+    def is_damaged(self, text: str) -> bool:
+        """Return whether a text without whole marks contains a part of one."""
+        return self._salt in text.lower()
 
     def numbers(self, text: str) -> set[int]:
         return set(map(int, self._pattern.findall(text)))
@@ -115,9 +125,10 @@ class ChatTemplate:
             **self._options,
         )
         try:
-            return _bounded(render) if self.watched else render()
+            rendered = _bounded(render) if self.watched else render()
         except Exception as error:  # templates are third-party code
             raise ValueError(f"the chat template cannot render this conversation: {error}") from error
+        return self.marks.restore_case(rendered)
 
     def transform(self, context: str, render: Callable[[str], str]) -> Transform:
         """Find how the template changes a text at the place `context`, by rendering canaries there."""
@@ -130,12 +141,13 @@ class ChatTemplate:
                 f"the chat template drops or rewrites a text ({context}), so conversations with one cannot be rendered"
             )
         rendered = [render(canary) for canary in CANARIES]
-        for transform in TRANSFORMS:
+        for transform in TRANSFORMS + (CASE_TRANSFORMS if context.startswith("tool ") else ()):
             if all(
                 pattern.replace(placeholder, transform(c)) == s
                 for c, s in zip(CANARIES, rendered, strict=True)
             ):
                 return transform
         raise ValueError(
-            f"the chat template rewrites a text ({context}) in an unknown way, so its tokens cannot be attributed"
+            f"the chat template drops or rewrites a text ({context}) in an unknown way, so its tokens cannot be "
+            "attributed; set model.chat_template to a template that prints it unchanged"
         )
