@@ -63,8 +63,8 @@ class Marks:
         return self._any_case.sub(lambda match: self[int(match[1])], text)
 
     def is_damaged(self, text: str) -> bool:
-        """Return whether a text without whole marks contains a part of one."""
-        return self._salt in text.lower()
+        """Return whether a text without whole marks contains the beginning or end of one."""
+        return any(part in text.lower() for part in (f"tf{self._salt[:6]}", f"{self._salt[-6:]}x"))
 
     def numbers(self, text: str) -> set[int]:
         return set(map(int, self._pattern.findall(text)))
