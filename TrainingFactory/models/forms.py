@@ -237,7 +237,7 @@ class _PairReader:
             stop = min((tag for tag in (next_match, end_match) if tag), key=re.Match.start, default=None)
             if stop is None:
                 return None
-            values[key] = _typed(text[middle.end() : stop.start()], types.get(key))
+            values[key] = typed_value(text[middle.end() : stop.start()], types.get(key))
             position = stop.end()
             if stop is end_match:
                 return [make_call(name, values)], position
@@ -247,7 +247,7 @@ PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
-def _typed(text: str, schema: Any) -> Any:
+def typed_value(text: str, schema: Any) -> Any:
     """Return the value of an unquoted text: the JSON value or Python constant, unless the schema allows a string and
     not the value's type."""
     value, end = _decode(text, 0) or (text, 0)

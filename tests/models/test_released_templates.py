@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kits.tokenizers import QWEN3, from_wheel
+from tests.kits.tokenizers import QWEN3, byte_tokenizer, from_wheel
+from TrainingFactory.agent_api.response_text import TurnReader
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.round_trip import describe_difference
 from TrainingFactory.models.tiny import tiny_tokenizer
-from TrainingFactory.types import Message, ToolCall, ToolSpec
+from TrainingFactory.types import Completion, Message, ToolCall, ToolSpec, Turn
 
 QUESTION = [Message("user", "Where?")]
 TYPES = {
@@ -37,7 +38,9 @@ def test_constants_in_tagged_pairs_are_read_by_the_schema(name: str) -> None:
 def test_a_type_that_the_template_writes_in_capitals_is_filled_in(name: str) -> None:
     chat = chat_format(from_wheel(name))
     properties = {"q": {"type": "|turn", "description": "What."}}
-    text = chat.decode(chat.render(QUESTION, [ToolSpec("find", "F.", {"type": "object", "properties": properties})]))
+    text = chat.decode(
+        chat.render(QUESTION, [ToolSpec("find", "F.", {"type": "object", "properties": properties})])
+    )
     assert 'type:<|"|>|TURN<|"|>' in text
     assert chat._marks._salt not in text.lower()
 
@@ -70,3 +73,132 @@ def test_text_with_combining_accents_is_written() -> None:
 def test_characters_that_look_the_same_are_shown_by_their_numbers() -> None:
     text = describe_difference("x", Message("assistant", "\ufb01n"), Message("assistant", "fin"))
     assert r"\ufb01" in text and "NFKC" in text
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}CALLS<|im_end|>\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LIST_IN_LINES = (  # as in Granite 3
+    '{% if m.tool_calls %}<|tool_call|>[{% for c in m.tool_calls %}\n{"name": "{{ c.function.name }}",\n'
+    "\"arguments\": {{ c.function.arguments | tojson }}}{{ ',' if not loop.last }}{% endfor %}\n]{% endif %}"
+)
+ARGUMENTS_AS_TEXT = (  # as in InternLM 2, which prints the arguments of a call as a string
+    '{% for c in m.tool_calls or [] %}<|action_start|><|plugin|>\n{"name": "{{ c.function.name }}", '
+    '"arguments": {{ c.function.arguments | string }}}<|action_end|>{% endfor %}'
+)
+
+
+@pytest.mark.parametrize(
+    ("calls", "sampled"),
+    [
+        (LIST_IN_LINES, '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]'),
+        (ARGUMENTS_AS_TEXT, '<|action_start|><|plugin|>\n{"name": "f", "arguments": {"a": 1}}<|action_end|>'),
+    ],
+)
+def test_json_inside_tags_is_read_with_its_tags(calls: str, sampled: str) -> None:
+    chat = chat_format(byte_tokenizer(CHATML.replace("CALLS", calls), ("<|im_end|>",), eos="<|im_end|>"))
+    assert chat.family.name == "template"
+    assert chat.parse_text(sampled) == Message("assistant", tool_calls=[ToolCall("f", {"a": 1})])
+    prompt = chat.render(QUESTION, [TYPED])
+    for message in (
+        Message("assistant", "Text.", [ToolCall("f", {"a": "it's", "b": [None]}), ToolCall("g", {})]),
+        Message("assistant", '{"name": "f", "arguments": {}}'),  # an answer in JSON is no call
+    ):
+        read = chat.parse(chat.write(message, prompt, [TYPED]), prompt, [TYPED])
+        assert (read.content, read.tool_calls) == (message.content, message.tool_calls)
+
+
+EMPTY_THOUGHT = (  # as in Gemma 4: the generation prompt ends with an empty thought, and turns show none
+    "{% for m in messages %}<|turn>{{ m.role }}\n{% for c in m.tool_calls or [] %}<|tool_call>call:"
+    "{{ c.function.name }}{{ c.function.arguments | tojson }}<tool_call|>{% endfor %}{{ m.content or '' }}<turn|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|turn>assistant\n<|channel>thought\n<channel|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", ["gemma4", "gemma4_v5", EMPTY_THOUGHT])
+def test_a_call_inside_a_thought_channel_is_not_executed(template: str) -> None:
+    is_own = template == EMPTY_THOUGHT
+    chat = chat_format(
+        byte_tokenizer(template, eos="<turn|>") if is_own else from_wheel(template, eos="<turn|>")
+    )
+    assert chat.family.think == ("<|channel>thought", "<channel|>")
+    call = "<|tool_call>call:find{}<tool_call|>"
+    closed = chat.parse_text(f"<|channel>thought\nMaybe {call}\n<channel|>Five.")
+    assert closed == Message("assistant", "Five.", reasoning=f"Maybe {call}")
+    later = chat.parse_text(f"First.<|channel>thought\nMaybe {call}\n<channel|>{call}")
+    assert later == Message("assistant", "First.", [ToolCall("find")], reasoning=f"Maybe {call}")
+    for text in (f"<|channel>thought\n{call}", f"First.<|channel>thought\n{call}"):
+        assert chat.parse_text(text).tool_calls == []
+    prompt = chat.render(QUESTION)
+    for message in (
+        Message("assistant", "Five.", reasoning="Two and three."),
+        Message("assistant", "", [ToolCall("find", {"q": "a"})], reasoning="Two and three."),
+    ):
+        assert chat.parse(chat.write(message, prompt), prompt) == message
+
+
+CHANNEL_TURNS = {
+    "<|channel|>final<|message|>Five.": Message("assistant", "Five."),
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Five.": Message(
+        "assistant", "Five.", reasoning="Hm."
+    ),
+    '<|channel|>commentary to=functions.find <|constrain|>json<|message|>{"q": "a"}<|call|>': Message(
+        "assistant", tool_calls=[ToolCall("find", {"q": "a"})]
+    ),
+    " to=functions.find<|channel|>commentary json<|message|>{}<|call|>": Message(
+        "assistant", tool_calls=[ToolCall("find")]
+    ),
+    '<|channel|>analysis<|message|>I call to=functions.find {"q": 1}<|end|><|start|>assistant<|channel|>': Message(
+        "assistant", reasoning='I call to=functions.find {"q": 1}'
+    ),
+    "Plain text without a header.": Message("assistant", "Plain text without a header."),
+}
+
+
+def test_channels_are_thought_text_and_calls() -> None:
+    chat = chat_format(from_wheel("gptoss", ("<|constrain|>",), eos="<|return|>"))
+    assert chat.family.name == "gpt-oss"
+    for text, message in CHANNEL_TURNS.items():
+        assert chat.parse_text(text, [TYPED]) == message
+    broken = chat.parse_text(' to=functions.find<|channel|>commentary json<|message|>{"q": <|call|>')
+    assert broken.tool_calls[0].error
+    preamble = Message("assistant", "I look.", [ToolCall("find", {"text": "a"})], reasoning="Hm.")
+    assert "<|channel|>commentary<|message|>I look.<|end|>" in chat.decode(chat.write(preamble))
+    with pytest.raises(ValueError, match="one call per turn"):
+        chat.write(Message("assistant", tool_calls=[ToolCall("find"), ToolCall("find")]))
+
+
+@pytest.mark.parametrize("name", ["gptoss", "muse_glimmer"])
+def test_a_conversation_in_channels_is_continued(name: str) -> None:
+    chat = chat_format(from_wheel(name, eos="<|return|>" if name == "gptoss" else "<|eot|>"))
+    prompt = chat.render(QUESTION, [TYPED])
+    for message, reply in (
+        (
+            Message("assistant", tool_calls=[ToolCall("find", {"flag": True})], reasoning="Hm."),
+            Message("tool", "5"),
+        ),
+        (Message("assistant", "It is 5."), Message("user", "And <|end|>?")),
+    ):
+        ids = chat.write(message, prompt, [TYPED])
+        read = chat.parse(ids, prompt, [TYPED])
+        assert (read.content, read.tool_calls, read.reasoning) == (
+            message.content, message.tool_calls, message.reasoning
+        )  # fmt: skip
+        added = chat.extend(Turn(prompt, Completion(ids, [0.0] * len(ids), "stop"), message), [reply])
+        assert chat.decode(added).endswith("<|start|>assistant") and chat.decode(added).startswith(
+            "<|start|>"
+        )
+        prompt = prompt + ids + added
+
+
+def test_streamed_text_of_channels_has_no_headers() -> None:
+    chat = chat_format(from_wheel("gptoss", eos="<|return|>"))
+    message = Message("assistant", "It is five.", reasoning="Two and three.")
+    ids = chat.write(message)
+    reader = TurnReader(chat, [], [])
+    assert reader.message(ids, reader.text(ids)) == message
+    so_far = [reader.so_far(reader.text(ids[:size]), ()) for size in range(len(ids))]
+    assert all(message.content.startswith(part.content) for part in so_far)
+    assert all(message.reasoning.startswith(part.reasoning or "") for part in so_far)
+    assert so_far[-1].content and so_far[-1].reasoning
