@@ -84,15 +84,22 @@ def context_limit(loaded_model: LoadedModel) -> int | None:
 
 
 def make_chat(
-    config: TrainingConfig, loaded_model: LoadedModel, day: date | None = None
+    config: TrainingConfig,
+    loaded_model: LoadedModel,
+    day: date | None = None,
+    notify: Notify = lambda _: None,
 ) -> TemplateChatFormat:
-    """Make the chat format. `day` is the date that templates print; a run keeps the day of its start."""
+    """Make the chat format, and report a problem of the template with `notify`. `day` is the date that templates print;
+    a run keeps the day of its start."""
     from TrainingFactory.models import chat_format
 
     model = config.model
-    return chat_format(
+    chat = chat_format(
         loaded_model.tokenizer, model.family, thinking=model.thinking, stop_ids=loaded_model.stop_ids, day=day
     )
+    if chat.warning:
+        notify(f"warning: {chat.warning}")
+    return chat
 
 
 def make_engine(
@@ -174,7 +181,7 @@ def make_sampler_and_model(
     """Like `make_sampler`; also return the model if the engine runs in this process, else None."""
     check_engines(config)
     loaded_model = load(config, notify)
-    chat = make_chat(config, loaded_model)
+    chat = make_chat(config, loaded_model, notify=notify)
     if samples_elsewhere(config):
         return (
             chat,

@@ -21,7 +21,7 @@ from TrainingFactory.common.openai_format import message_from_dict, spec_from_di
 from TrainingFactory.models import probes
 from TrainingFactory.models.encoding import Control, TextEncoder, cache_short_texts
 from TrainingFactory.models.families import FAMILIES, THINK_TAGS, Family, get_family
-from TrainingFactory.models.forms import learn_reader
+from TrainingFactory.models.forms import TaggedCallReader, learn_reader
 from TrainingFactory.models.outlines import Outlines, Texts
 from TrainingFactory.models.probes import CallStyle
 from TrainingFactory.models.round_trip import RoundTripError, describe_difference, same_turn
@@ -82,6 +82,7 @@ class TemplateChatFormat:
         self._calls_text = None if native and not self._misread() else self.family.calls_text
         self._outlines.settle(calls_as_json=self._calls_text is not None)
         self._refusal = self._misread() if requested or native else self._why_no_tools()
+        self.warning = self._check_example()
         self._template.watched = False
 
     # writing
@@ -416,6 +417,23 @@ class TemplateChatFormat:
                     if len(calls) == 1:
                         return f"{error}; {TOOLS_ADVICE}"
         return ""
+
+    def _check_example(self) -> str | None:
+        """Return a warning if the template instructs the model with an example call that the parser rejects."""
+        reader = self.family.read_calls
+        begin, close = ("<tool_call>", "</tool_call>")
+        if isinstance(reader, TaggedCallReader):
+            begin, close = reader.begin.strip(), reader.close.strip()
+        example = (
+            probes.find_example(self._template, begin, close) if self._template_tools and close else None
+        )
+        calls = reader(example, ())[1] if example else []
+        if not example or (calls and not any(call.error for call in calls)):
+            return None
+        return (
+            f"the chat template shows an example call that its parser (family {self.family.name!r}) rejects, and the "
+            f"model may copy it: {example!r}. Set model.chat_template to a template with a corrected example"
+        )
 
     def _why_no_tools(self) -> str:
         reason = "the chat template of this model renders no tool calls"

@@ -54,12 +54,12 @@ def learn_reader(body: Body, placeholders: Marks) -> CallReader | None:
         close = _common_start(tail, separator.removesuffix(call_start)) if separator else tail
         if call_start.strip():
             outer_begin, outer_close = head.removesuffix(call_start), tail.removeprefix(close)
-            return _TaggedCallReader(outer_begin, call_start, close, outer_close, make_reader(close))
+            return TaggedCallReader(outer_begin, call_start, close, outer_close, make_reader(close))
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class _TaggedCallReader:
+class TaggedCallReader:
     """Parses calls that are enclosed in tags, with outer tags around all of them. Text outside the tags is content."""
 
     outer_begin: str

@@ -123,6 +123,25 @@ def renders_tools(template: ChatTemplate) -> bool:
         return False
 
 
+def find_example(template: ChatTemplate, begin: str, close: str) -> str | None:
+    """Return the example call between these tags in the template's instructions, with values in place of placeholders
+    such as <function-name>; None if there is none."""
+    try:
+        text = template.text([user("m")], [tool("f", "d")])
+    except ValueError:
+        return None
+    begin, close = re.escape(begin), re.escape(close)
+    example = re.search(
+        f"{begin}(?:(?!{begin}|{close}).)*\\w(?:(?!{begin}|{close}).)*{close}", text, re.DOTALL
+    )
+    if example is None or "..." in example[0] or not begin.startswith(("<", "\\[")):
+        return None
+    if '"name"' not in example[0]:
+        return example[0]
+    with_objects = re.sub(r"(?<=[:\s])<[\w -]*(?:arg|json|object|dict)[\w -]*>", "{}", example[0])
+    return re.sub(r"(?<=[:\s])<[\w -]+>", '"f"', with_objects)
+
+
 def end_of_turn(template: ChatTemplate, control_texts: Iterable[str]) -> str | None:
     """Return the control token with which the template ends an assistant message; None if there is none."""
     placeholder = template.marks[1]

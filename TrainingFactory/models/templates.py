@@ -13,6 +13,8 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 Transform = Callable[[str], str]
 
 MAX_STEPS = 3_000_000  # template lines that one rendering may execute; a message takes about 30
@@ -126,6 +128,10 @@ class ChatTemplate:
         )
         try:
             rendered = _bounded(render) if self.watched else render()
+        except TemplateSyntaxError as error:
+            raise ValueError(
+                f"the chat template has a syntax error in line {error.lineno}: {error}"
+            ) from error
         except Exception as error:  # templates are third-party code
             raise ValueError(f"the chat template cannot render this conversation: {error}") from error
         return self.marks.restore_case(rendered)

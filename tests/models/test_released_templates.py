@@ -202,3 +202,74 @@ def test_streamed_text_of_channels_has_no_headers() -> None:
     assert all(message.content.startswith(part.content) for part in so_far)
     assert all(message.reasoning.startswith(part.reasoning or "") for part in so_far)
     assert so_far[-1].content and so_far[-1].reasoning
+
+
+CODER = CHATML.replace(  # as in Qwen2.5-Coder
+    "CALLS",
+    '{% for c in m.tool_calls or [] %}<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}",
+).replace(
+    "{{ tools | tojson }}",
+    "{{ tools | tojson }} Return an object within <tool_call></tool_call> tags:\n<tool_call>\n"
+    '{{ \'{{"name": <function-name>, "arguments": <args-json-object>}}\' }}\n</tool_call>',
+)
+
+
+def test_the_doubled_braces_of_an_example_are_read() -> None:
+    chat = chat_format(byte_tokenizer(CODER, QWEN3))
+    assert '{{"name": <function-name>' in chat.decode(chat.render(QUESTION, [TYPED]))
+    assert chat.family.name == "qwen3" and chat.warning is None
+    for inside in (
+        '{{"name": "find", "arguments": {"q": "a } b"}}}',
+        '{{"name": "find", "arguments": {"q": "a } b"}}',
+        '{{"name": "find", "arguments": {"q": "a } b </tool_call>"}}}',
+    ):
+        call = chat.parse_text(f"Text.\n<tool_call>\n{inside}\n</tool_call>", [TYPED])
+        assert call.content == "Text." and call.tool_calls[0].error is None
+        assert call.tool_calls[0].arguments["q"].startswith("a } b")
+    everywhere = '<tool_call>\n{{"name": "find", "arguments": {{"n": {{"m": 1}} }}}}\n</tool_call>'
+    assert chat.parse_text(everywhere).tool_calls == [ToolCall("find", {"n": {"m": 1}})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "find", "arguments": {"text": "a"}}',
+        '```json\n{"name": "find", "arguments": {"text": "a"}}\n```',
+        '<tools>\n{"name": "find", "arguments": {"text": "a"}}\n</tools>',
+        '{"name": "find", "arguments": {"text": }',
+    ],
+)
+def test_a_call_without_tags_is_unreadable_and_not_dropped(text: str) -> None:
+    chat = chat_format(byte_tokenizer(CODER, QWEN3))
+    read = chat.parse_text(f"I look.\n{text}", [TYPED])
+    assert read.content == "I look." and len(read.tool_calls) == 1
+    assert "<tool_call>" in (read.tool_calls[0].error or "")
+    others = [ToolSpec("other", "O.")]
+    assert not chat.parse_text('{"name": "Ada", "arguments": {}}', others).tool_calls
+
+
+def test_an_example_that_the_parser_rejects_is_reported() -> None:
+    chat = chat_format(byte_tokenizer(CODER.replace('"arguments": <', '"arguments" = <'), QWEN3))
+    assert chat.warning and '"arguments" = {}' in chat.warning and "model.chat_template" in chat.warning
+
+
+INDENTED = CODER.replace(
+    "{% if add_generation_prompt %}<|im_start|>", "{% if add_generation_prompt %}  <|im_start|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            INDENTED,
+            r"differently from its generation prompt: .*\\n<\|im_start.* instead of .*\\n  <\|im_start",
+        ),
+        (CODER.replace("{% if tools %}", "{% if tools }"), r"syntax error in line 5: unexpected '}'"),
+    ],
+    ids=["indented", "syntax"],
+)
+def test_a_rejected_template_is_rejected_for_the_true_reason(template: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        chat_format(byte_tokenizer(template, QWEN3)).render(QUESTION, [TYPED])
