@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import date, datetime
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,7 @@ from jinja2 import TemplateSyntaxError
 
 Transform = Callable[[str], str]
 
+SAVED_TEMPLATE = "chat_template.jinja"  # the file that transformers writes beside a tokenizer
 MAX_STEPS = 3_000_000  # template lines that one rendering may execute; a message takes about 30
 # Texts that show how a template changes content: edge spaces, quotes, escapes, markup, newlines, JSON.
 CANARIES = (
@@ -100,6 +102,49 @@ def _bounded(render: Callable[[], str]) -> str:
         return render()
     finally:
         sys.settrace(previous_trace)
+
+
+def read_template(file: str) -> str:
+    """Return the text of the Jinja file that `model.chat_template` names; raise ValueError if it cannot be used."""
+    try:
+        text = Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ValueError(
+            f"file {file!r} cannot be read: {reason}. Set chat_template to the path of a Jinja file"
+        ) from error
+    if not text.strip():
+        raise ValueError(f"file {file!r} is empty. Write a chat template into it, or remove chat_template")
+    try:
+        _parse(text)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"file {file!r} has a syntax error in line {error.lineno}: {error}. Correct it"
+        ) from error
+    return text
+
+
+def _parse(template: str) -> None:
+    """Compile a template as transformers does, with its extensions; raise TemplateSyntaxError if that fails."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=template)
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "m"}], tokenize=False)
+    except TemplateSyntaxError:
+        raise
+    except Exception:  # noqa: S110  # reported by `ChatTemplate`, which renders with the model's own tokenizer
+        pass
+
+
+def set_chat_template(tokenizer: Any, file: str | None, adapter: str | None) -> None:
+    """Replace the tokenizer's chat template by that of `file` (None: by the one saved with the adapter, if any)."""
+    saved = None if adapter is None else Path(adapter).expanduser() / SAVED_TEMPLATE
+    if file is not None:
+        tokenizer.chat_template = read_template(file)
+    elif saved is not None and saved.is_file():
+        tokenizer.chat_template = saved.read_text(encoding="utf-8")
 
 
 class ChatTemplate:
