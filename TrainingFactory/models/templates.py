@@ -134,7 +134,7 @@ def _parse(template: str) -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": "m"}], tokenize=False)
     except TemplateSyntaxError:
         raise
-    except Exception:  # noqa: S110  # reported by `ChatTemplate`, which renders with the model's own tokenizer
+    except Exception:  # reported by `ChatTemplate`, which renders with the model's own tokenizer
         pass
 
 
