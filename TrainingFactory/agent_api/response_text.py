@@ -60,6 +60,9 @@ class TurnReader:
 
     def _split(self, text: str) -> tuple[str | None, str]:
         """Return reasoning (None if there is none) and content of a text."""
+        if self._chat.family.read_turn is not None:  # a turn of several messages
+            parsed = self._chat.family.read_turn(text, ())
+            return parsed.reasoning, parsed.content
         stripped = text.lstrip()
         if not (self._opened or stripped.startswith(self._opening)):
             return None, text

@@ -17,6 +17,7 @@ from TrainingFactory.common.user_code import is_file_name, split_name
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.resolve.model_names import MODEL_KEY as STARTED_FROM
 from TrainingFactory.resolve.model_names import TrainedBy, model_provenance
+from TrainingFactory.runs.folder import CHAT_TEMPLATE, RunFolder
 from TrainingFactory.training.dataset import Dataset, UserObjects
 
 Section = TypeVar("Section", bound=BaseModel)
@@ -58,8 +59,10 @@ def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
         else _with(entry, config=move(entry.config))
         for entry in config.tools
     ]
+    template = config.model.chat_template
     return _with(
         config,
+        model=_with(config.model, chat_template=template and move(template)),
         environment=_with(
             environment, environment_id=(name := environment.environment_id) and map_name(name)
         ),
@@ -146,10 +149,13 @@ def describe_start(
 
 
 def with_original_files(config: TrainingConfig, run: TrainedBy | None) -> TrainingConfig:
-    """Return the config to resume `run` with: its original files and reward model. Without a run, the config itself."""
+    """Return the config to resume `run` with: its original files and reward model, and its copy of the chat template.
+    Without a run, the config itself."""
     if run is None:
         return config
     config = with_original_paths(config, run.run_info)
+    if isinstance(run, RunFolder) and (template := run.path / CHAT_TEMPLATE).is_file():
+        config = _with(config, model=_with(config.model, chat_template=str(template)))
     folder = run.run_info.get("reward_model")
     if folder is None:
         return config

@@ -21,6 +21,7 @@ from TrainingFactory.assembly.fleet import (
 from TrainingFactory.assembly.learner import copy_model, make_policy, make_trainable
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.problems import Problem
 from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.resolve.factories import listing_searched_places
 from TrainingFactory.rollout import RolloutEngine
@@ -50,6 +51,7 @@ def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel
             revision=model.revision,
             trust_remote_code=model.trust_remote_code,
             quantization=model.quantization,
+            chat_template=model.chat_template,
         )
     if model.tools_format is not None:
         from TrainingFactory.models.tools_format import add_tools_format
@@ -62,6 +64,18 @@ def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel
             f"model.max_length is {model.max_length}, but the context of {model.name} has {limit} tokens"
         )
     return loaded_model
+
+
+def check_chat_template(config: TrainingConfig) -> str | None:
+    """Return the text of `model.chat_template`, None if it is not set; raise ConfigError if it cannot be used."""
+    if config.model.chat_template is None:
+        return None
+    from TrainingFactory.models.templates import read_template
+
+    try:
+        return read_template(config.model.chat_template)
+    except ValueError as error:
+        raise config.wrong([Problem(("model", "chat_template"), str(error))]) from error
 
 
 def load_trainable(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel:
@@ -84,15 +98,22 @@ def context_limit(loaded_model: LoadedModel) -> int | None:
 
 
 def make_chat(
-    config: TrainingConfig, loaded_model: LoadedModel, day: date | None = None
+    config: TrainingConfig,
+    loaded_model: LoadedModel,
+    day: date | None = None,
+    notify: Notify = lambda _: None,
 ) -> TemplateChatFormat:
-    """Make the chat format. `day` is the date that templates print; a run keeps the day of its start."""
+    """Make the chat format, and report a problem of the template with `notify`. `day` is the date that templates print;
+    a run keeps the day of its start."""
     from TrainingFactory.models import chat_format
 
     model = config.model
-    return chat_format(
+    chat = chat_format(
         loaded_model.tokenizer, model.family, thinking=model.thinking, stop_ids=loaded_model.stop_ids, day=day
     )
+    if chat.warning:
+        notify(f"warning: {chat.warning}")
+    return chat
 
 
 def make_engine(
@@ -182,7 +203,7 @@ def make_sampler_and_model(
     """Like `make_sampler`; also return the model if the engine runs in this process, else None."""
     check_engines(config)
     loaded_model = load(config, notify)
-    chat = make_chat(config, loaded_model)
+    chat = make_chat(config, loaded_model, notify=notify)
     if samples_elsewhere(config):
         return (
             chat,

@@ -30,6 +30,9 @@ class ModelSection(Section):
     """Branch, tag or commit on the hub. For builtin:tiny: seed of its random weights, as a string: "0"."""
     family: str | None = None
     """Chat format (qwen3, llama3, ...). null: detected from the chat template."""
+    chat_template: PathText | None = None
+    """Jinja file to use instead of the model's own chat template. Checkpoints and exports contain it. null: the model's
+    own."""
     tools_format: Literal["hermes"] | None = None
     """Tool-call format for a model whose chat template has no tools; adds special tokens for its tags."""
     adapter: PathText | None = None

@@ -48,9 +48,8 @@ def config_sections(resolved: ResolvedModel) -> dict[str, dict[str, Any]]:
     if resolved.maker is None:
         return {"model": resolved.section}
     training_config = with_original_paths(resolved.maker.config, resolved.maker.run_info)
-    model = training_config.model.model_dump(
-        exclude_unset=True, exclude={"tools_format"}
-    )  # a checkpoint carries it
+    in_checkpoint = {"tools_format", "chat_template"}
+    model = training_config.model.model_dump(exclude_unset=True, exclude=in_checkpoint)
     sections = {"model": model | resolved.section}
     for section in ("environment", "data", "sampling"):
         sections[section] = getattr(training_config, section).model_dump()

@@ -33,6 +33,8 @@ def identity(
 ) -> ModelIdentity:
     """Return the identity of a model: the digest of its weights, if they are `is_saved`, and its run and step."""
     options = {key: value for key in OUTPUT_OPTIONS if (value := getattr(model, key)) is not None}
+    if model.chat_template is not None:
+        options["chat_template"] = _by_content(model.chat_template)
     run_info = {} if run is None else {"run": run.name, "run_id": run.run_info.get("id"), "step": step}
     return ModelIdentity(
         name=name, digest=model_digest(model) if is_saved else None, options=options, **run_info

@@ -20,9 +20,10 @@ from typing import Any
 from TrainingFactory.common.openai_format import message_from_dict, spec_from_dict
 from TrainingFactory.models import probes
 from TrainingFactory.models.encoding import Control, TextEncoder, cache_short_texts
-from TrainingFactory.models.families import FAMILIES, Family, get_family
-from TrainingFactory.models.forms import learn_reader
+from TrainingFactory.models.families import FAMILIES, THINK_TAGS, Family, get_family
+from TrainingFactory.models.forms import TaggedCallReader, learn_reader
 from TrainingFactory.models.outlines import Outlines, Texts
+from TrainingFactory.models.probes import CallStyle
 from TrainingFactory.models.round_trip import RoundTripError, describe_difference, same_turn
 from TrainingFactory.models.templates import ChatTemplate
 from TrainingFactory.types import Message, ToolCall, ToolSpec, Turn
@@ -32,9 +33,10 @@ Pieces = list[tuple[int, ...] | list[str | int]]
 MAX_SKELETONS = 512  # cached renderings
 MAX_KEY = 50_000  # characters; renderings with longer cache keys are not cached
 TOOLS_ADVICE = (
-    "set model.family=generic to put the tool list into the system message instead, or add a family with "
-    "TrainingFactory.models.register_family"
+    "set model.chat_template to a corrected template, set model.family=generic to put the tool list into the system "
+    "message instead, or add a family with TrainingFactory.models.register_family"
 )
+PROBE_CALL = ToolCall("probe_tool", {"text": "a b"})
 
 
 class TemplateChatFormat:
@@ -60,9 +62,10 @@ class TemplateChatFormat:
         placeholder = self._marks[0]
         self._start = self._template.text([probes.user(placeholder)])
         self._header = self._start.rpartition(placeholder)[2].rstrip()
-        self._style = probes.find_call_style(self._template)
+        self._thought = probes.find_thought_style(self._template, self._start, self._encoder.control_texts)
         self._end = probes.end_of_turn(self._template, self._encoder.control_texts)
-        self.family = requested or self._detect() or FAMILIES["generic"]
+        self._style, self.family = self._find_family(requested)
+        self._one_call = self._style is not None and probes.renders_one_call(self._template, self._style)
         # turns of a dataset have different texts but few different outlines
         self._turn = cache_short_texts(self._written_turn)
         self._turn_pieces = cache_short_texts(self._pieces)
@@ -71,7 +74,7 @@ class TemplateChatFormat:
         results = probes.shows_tool_results(self._template, self._style, self._end)
         self._replies_as_user = self.family.replies_as_user and not (native or (results and not requested))
         self._opens_thinking = self._header.endswith(self.family.think[0])
-        self._outlines = Outlines(self._template, self._style, self._encoder)
+        self._outlines = Outlines(self._template, self._style, self._encoder, self._thought.key)
         self._skeletons: dict[str | tuple[Any, ...], Pieces] = {}
         self.stop_ids = self._find_stops(tokenizer.eos_token_id, stop_ids)
         self._calls_text: Callable[[Sequence[ToolCall]], str] | None = None
@@ -79,6 +82,7 @@ class TemplateChatFormat:
         self._calls_text = None if native and not self._misread() else self.family.calls_text
         self._outlines.settle(calls_as_json=self._calls_text is not None)
         self._refusal = self._misread() if requested or native else self._why_no_tools()
+        self.warning = self._check_example()
         self._template.watched = False
 
     # writing
@@ -129,6 +133,10 @@ class TemplateChatFormat:
         exact: bool = True,
     ) -> list[int]:
         message = as_message(message)
+        if self._one_call and self._calls_text is None and len(message.tool_calls) > 1:
+            raise ValueError(
+                f"the chat template renders one call per turn, but this message has {len(message.tool_calls)}"
+            )
         opens_thought = self.opens_thought(prompt_ids)
         problem: ValueError | None = None
         for compose in (self._as_template, self._in_parts):
@@ -167,22 +175,29 @@ class TemplateChatFormat:
 
     def _written_turn(self, outline: str) -> str:
         """Return the template's text of an outline, which is given as JSON to be cacheable."""
-        body = probes.assistant_body(self._template, self._start, json.loads(outline), self.family.think)
+        body = probes.assistant_body(
+            self._template, self._start, json.loads(outline), self.family.think, self._thought.key
+        )
         return self._cut_end(body)
 
     def _in_parts(self, message: Message, texts: Texts, opens_thought: bool) -> str:
         """Compose a turn of thought, text and calls, each rendered alone, for templates that cannot combine them."""
         think_start, think_end = self.family.think
+        message_break = self.family.message_break
         parts = [Message("assistant", message.content)] if message.content else []
         parts += [Message("assistant", tool_calls=message.tool_calls)] if message.tool_calls else []
         opens_thinking = self._opens_thinking
         bodies = [self._as_template(part, texts, opens_thinking) for part in parts]
-        text = "\n".join(
+        if len(bodies) > 1:
+            bodies[0] = bodies[0].replace(*self.family.preamble, 1)
+        text = (message_break or "\n").join(
             probes.after_thought(body, self.family.think, opens_thinking).strip("\n") for body in bodies
         )
         if not (opens_thought or message.reasoning):
             return text
         thought = self._outlines.mark(message.reasoning.strip("\n"), texts) if message.reasoning else ""
+        if message_break is not None:
+            return f"{'' if opens_thought else think_start}{thought}{message_break}{text}"
         return f"{'' if opens_thought else think_start + chr(10)}{thought}\n{think_end}\n\n{text}"
 
     def _cut_end(self, body: str) -> str:
@@ -207,16 +222,30 @@ class TemplateChatFormat:
 
     def _read(self, text: str, opens_thought: bool, tools: Sequence[ToolSpec]) -> Message:
         """Parse a turn. Calls inside its reasoning are ignored."""
-        think_start, think_end = self.family.think
-        reasoning = None
-        is_control_token = think_end in text and think_end in self._encoder.control_texts
-        if opens_thought or is_control_token or text.lstrip().startswith(think_start):
-            thought, closed, rest = text.lstrip().removeprefix(think_start).partition(think_end)
-            if not closed:
-                return Message("assistant", reasoning=thought.strip())
-            reasoning, text = thought.strip(), rest
+        if self.family.read_turn is not None:
+            return self.family.read_turn(text, tools)
+        reasoning, text = self._split_thoughts(text, opens_thought)
         content, calls = self.family.read_calls(text, tools)
         return Message("assistant", content.strip(), calls, reasoning=reasoning)
+
+    def _split_thoughts(self, text: str, opens_thought: bool) -> tuple[str | None, str]:
+        """Return the thoughts of a turn (None if there are none) and its other text. A thought that does not end takes
+        the rest of the turn."""
+        think_start, think_end = self.family.think
+        thoughts = list[str]()
+        starts_as_token = any(think_start.startswith(token) for token in self._encoder.control_texts)
+        ends_as_token = think_end in text and think_end in self._encoder.control_texts
+        begins = text.lstrip().startswith(think_start)
+        is_first = starts_as_token and think_start in text.partition(think_end)[0] and not begins
+        if opens_thought or begins or (ends_as_token and not is_first):
+            thought, _, text = text.lstrip().removeprefix(think_start).partition(think_end)
+            thoughts.append(thought.strip())
+        while starts_as_token and think_start in text:
+            before, _, rest = text.partition(think_start)
+            thought, _, after = rest.partition(think_end)
+            thoughts.append(thought.strip())
+            text = before + after
+        return "\n".join(thoughts) if thoughts else None, text
 
     def opens_thought(self, prompt_ids: Sequence[int]) -> bool:
         """Return whether a turn after this prompt begins inside a thought. Empty prompt: the first turn of a chat."""
@@ -260,6 +289,11 @@ class TemplateChatFormat:
             if is_control:
                 pieces.append(tuple(part.token for part in run))
             else:
+                if any(isinstance(part, str) and self._marks.is_damaged(part) for part in run):
+                    raise ValueError(
+                        "the chat template cuts or rewrites a name or text of a tool or call, so its tokens cannot be "
+                        "attributed; set model.chat_template to a template that prints it unchanged"
+                    )
                 without_marks = all(isinstance(part, str) for part in run)
                 pieces.append(tuple(self._encoder.plain("".join(run))) if without_marks else run)
         return pieces
@@ -321,29 +355,46 @@ class TemplateChatFormat:
 
     def _reads_template(self, family: Family) -> bool:
         """Return whether the family's parser reads the calls that this template writes."""
-        call = ToolCall("probe_tool", {"text": "a b"})
         try:
-            return family.read_calls(self._calls_body(family.think)([call]), ())[1] == [call]
+            content, calls = family.read_calls(self._calls_body(family.think)([PROBE_CALL]), ())
         except ValueError:
             return False
+        return calls == [PROBE_CALL] and not content.strip()  # text left over would be tags of another syntax
 
     def _calls_body(self, think: tuple[str, str]) -> Callable[[Sequence[ToolCall]], str]:
         def body(calls: Sequence[ToolCall]) -> str:
             if self._style is None:
                 raise ValueError("the chat template renders no tool calls")
-            turn = probes.assistant_body(self._template, self._start, self._style.message(calls), think)
+            message = self._style.message(calls)
+            turn = probes.assistant_body(self._template, self._start, message, think, self._thought.key)
             return self._cut_end(probes.after_thought(turn, think, self._header.endswith(think[0])))
 
         return body
 
+    def _find_family(self, requested: Family | None) -> tuple[CallStyle | None, Family]:
+        """Return the style of calls and the family that reads them; a style that no family reads is the last choice."""
+        styles = probes.find_call_styles(self._template)
+        for self._style in styles:
+            family = self._detect() if requested is None else self._with_thought(requested)
+            if family is not None and self._reads_template(family):
+                return self._style, family
+        return (styles[0] if styles else None), self._with_thought(requested or FAMILIES["generic"])
+
+    def _with_thought(self, family: Family) -> Family:
+        """Return the family with the template's own tags of a thought, unless the family defines tags."""
+        tags = self._thought.tags
+        return family if tags is None or family.think != THINK_TAGS else replace(family, think=tags)
+
     def _detect(self) -> Family | None:
         tokens = (None, *self._encoder.control_texts)
-        candidates = (family for family in FAMILIES.values() if family.needs_token in tokens)
+        candidates = (
+            self._with_thought(family) for family in FAMILIES.values() if family.needs_token in tokens
+        )
         return next(filter(self._reads_template, candidates), None) or self._learned()
 
     def _learned(self) -> Family | None:
         """Return a family whose parser is learned from the template's rendering of calls; None if that fails."""
-        template_family = Family("template", lambda text, tools: (text, []))
+        template_family = self._with_thought(Family("template", lambda text, tools: (text, [])))
         try:
             reader = learn_reader(self._calls_body(template_family.think), self._marks)
         except ValueError:
@@ -367,11 +418,33 @@ class TemplateChatFormat:
                         return f"{error}; {TOOLS_ADVICE}"
         return ""
 
+    def _check_example(self) -> str | None:
+        """Return a warning if the template instructs the model with an example call that the parser rejects."""
+        reader = self.family.read_calls
+        begin, close = ("<tool_call>", "</tool_call>")
+        if isinstance(reader, TaggedCallReader):
+            begin, close = reader.begin.strip(), reader.close.strip()
+        example = (
+            probes.find_example(self._template, begin, close) if self._template_tools and close else None
+        )
+        calls = reader(example, ())[1] if example else []
+        if not example or (calls and not any(call.error for call in calls)):
+            return None
+        return (
+            f"the chat template shows an example call that its parser (family {self.family.name!r}) rejects, and the "
+            f"model may copy it: {example!r}. Set model.chat_template to a template with a corrected example"
+        )
+
     def _why_no_tools(self) -> str:
-        reason = "renders no tool calls"
+        reason = "the chat template of this model renders no tool calls"
         if self._style:
-            reason = f"writes tool calls in a syntax that family {self.family.name!r} does not read"
-        return f"the chat template of this model {reason}; {TOOLS_ADVICE}"
+            reason = f"the chat template of this model writes tool calls in a syntax that family {self.family.name!r} "
+            reason += "does not read"
+            try:
+                self._calls_body(self.family.think)([PROBE_CALL])
+            except ValueError as error:
+                reason = str(error)
+        return f"{reason}; {TOOLS_ADVICE}"
 
     def _find_stops(self, eos: int | None, extra: Sequence[int]) -> tuple[int, ...]:
         vocabulary = self._encoder.control_texts

@@ -8,26 +8,34 @@ from dataclasses import dataclass
 
 from TrainingFactory.common.openai_format import spec_to_dict
 from TrainingFactory.common.options import did_you_mean, nearest
+from TrainingFactory.models.channels import NEXT_MESSAGE, read_channels
 from TrainingFactory.models.parsers import CallReader, read_bare_json, read_deepseek, read_llama, read_tagged
-from TrainingFactory.types import ToolCall, ToolSpec
+from TrainingFactory.types import Message, ToolCall, ToolSpec
+
+THINK_TAGS = ("<think>", "</think>")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """How to parse the completions of a family. `read_calls` gets the text after the reasoning and the available tools.
 
-    The last four fields are for templates that render no tools or calls. `tools_text` is trusted: control tokens in it
-    stay control tokens. The (untrusted) tool list by `describe_tools` replaces `{tools}` in it."""
+    `tools_text` and the following fields are for templates that render no tools or calls. `tools_text` is trusted:
+    control tokens in it stay control tokens. The (untrusted) tool list by `describe_tools` replaces `{tools}` in it.
+    The last three fields are for turns of several messages: `read_turn` parses a whole turn with its thought,
+    `message_break` is the text between two messages, `preamble` the header of a text, alone and before a call."""
 
     name: str
     read_calls: CallReader
     needs_token: str | None = None  # a control token that every tokenizer of this family has
     stop_texts: tuple[str, ...] = ()  # tokens that end a turn, besides the template's own
-    think: tuple[str, str] = ("<think>", "</think>")
+    think: tuple[str, str] = THINK_TAGS
     tools_text: str | None = None
     describe_tools: Callable[[Sequence[ToolSpec]], str] | None = None
     calls_text: Callable[[Sequence[ToolCall]], str] | None = None
     replies_as_user: bool = False  # send tool results as user messages
+    read_turn: Callable[[str, Sequence[ToolSpec]], Message] | None = None
+    message_break: str | None = None
+    preamble: tuple[str, str] = ("", "")
 
 
 def _list_as_json(tools: Sequence[ToolSpec]) -> str:
@@ -55,6 +63,11 @@ def _deepseek_calls(calls: Sequence[ToolCall]) -> str:
         for call in calls
     ]
     return "<｜tool▁calls▁begin｜>" + "\n".join(blocks) + "<｜tool▁calls▁end｜>"
+
+
+def _channel_calls(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
+    message = read_channels(text, tools)
+    return message.content, message.tool_calls
 
 
 DEEPSEEK_TOOLS = """## Tools
@@ -93,6 +106,23 @@ FAMILIES: dict[str, Family] = {
             tools_text=DEEPSEEK_TOOLS,
             describe_tools=_list_as_sections,
             calls_text=_deepseek_calls,
+        ),
+        Family(
+            "gpt-oss",
+            _channel_calls,
+            needs_token="<|channel|>",
+            think=("<|channel|>analysis<|message|>", f"<|end|>{NEXT_MESSAGE}"),
+            read_turn=read_channels,
+            message_break=f"<|end|>{NEXT_MESSAGE}",
+            preamble=("<|channel|>final", "<|channel|>commentary"),
+        ),
+        Family(
+            "muse",
+            _channel_calls,
+            needs_token="<|eom|>",
+            think=(" to=self<|message|>", f"<|eom|>{NEXT_MESSAGE}"),
+            read_turn=read_channels,
+            message_break=f"<|eom|>{NEXT_MESSAGE}",
         ),
         Family(
             "generic",

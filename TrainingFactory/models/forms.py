@@ -54,12 +54,12 @@ def learn_reader(body: Body, placeholders: Marks) -> CallReader | None:
         close = _common_start(tail, separator.removesuffix(call_start)) if separator else tail
         if call_start.strip():
             outer_begin, outer_close = head.removesuffix(call_start), tail.removeprefix(close)
-            return _TaggedCallReader(outer_begin, call_start, close, outer_close, make_reader(close))
+            return TaggedCallReader(outer_begin, call_start, close, outer_close, make_reader(close))
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class _TaggedCallReader:
+class TaggedCallReader:
     """Parses calls that are enclosed in tags, with outer tags around all of them. Text outside the tags is content."""
 
     outer_begin: str
@@ -237,17 +237,41 @@ class _PairReader:
             stop = min((tag for tag in (next_match, end_match) if tag), key=re.Match.start, default=None)
             if stop is None:
                 return None
-            values[key] = _typed(text[middle.end() : stop.start()], types.get(key))
+            values[key] = typed_value(text[middle.end() : stop.start()], types.get(key))
             position = stop.end()
             if stop is end_match:
                 return [make_call(name, values)], position
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """Return the value of an unquoted text: the text if the schema says string or it is not JSON, else the JSON."""
+PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
+JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+
+
+def typed_value(text: str, schema: Any) -> Any:
+    """Return the value of an unquoted text: the JSON value or Python constant, unless the schema allows a string and
+    not the value's type."""
     value, end = _decode(text, 0) or (text, 0)
-    expected = schema.get("type") if isinstance(schema, dict) else None
-    return text if expected == "string" or isinstance(value, str) or text[end:].strip() else value
+    if text[end:].strip() or isinstance(value, str):
+        value = PYTHON_CONSTANTS.get(text.strip(), text)
+    types = _allowed_types(schema)
+    if types is None or "string" not in types:
+        return value
+    value_type = JSON_TYPES.get(type(value), "null")
+    return value if value_type in types or (value_type == "integer" and "number" in types) else text
+
+
+def _allowed_types(schema: Any) -> set[str] | None:
+    """Return the JSON types that a property's schema allows; None if it does not restrict them."""
+    if not isinstance(schema, dict):
+        return None
+    for key in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(key), list):
+            types = [_allowed_types(option) for option in options]
+            return None if None in types else set[str]().union(*filter(None, types))
+    expected = schema.get("type")
+    if isinstance(expected, list):
+        return {str(name) for name in expected}
+    return None if expected is None else {str(expected)}
 
 
 def _decode(text: str, position: int) -> tuple[Any, int] | None:
@@ -264,6 +288,10 @@ def _decode_with(quote: str) -> Callable[[str, int], tuple[Any, int] | None]:
         rf"\s*(?:{re.escape(quote)}(.*?){re.escape(quote)}|([{{}}\[\]:,])|([^{{}}\[\]:,<]+))", re.DOTALL
     )
 
+    label_pattern = re.compile(
+        rf"\s*(?:{re.escape(quote)}(.*?){re.escape(quote)}\s*|([^:{{}}]*)):", re.DOTALL
+    )
+
     def value_at(text: str, position: int, depth: int) -> tuple[Any, int]:
         match = token.match(text, position)
         if match is None or depth > MAX_DEPTH or (match[2] or "{") not in "{[":
@@ -273,20 +301,19 @@ def _decode_with(quote: str) -> Callable[[str, int], tuple[Any, int] | None]:
             return match[1], position
         if match[3] is not None:
             bare_value = match[3].strip()
-            constants = {"None": None, "True": True, "False": False}
-            return constants[bare_value] if bare_value in constants else (
-                _decode(bare_value, 0) or (bare_value, 0)
-            )[0], position
+            decoded = _decode(bare_value, 0) or (bare_value, 0)
+            return PYTHON_CONSTANTS.get(bare_value, decoded[0]), position
         is_object = match[2] == "{"
         items = list[tuple[str, Any]]()
         while not (end_match := re.compile(r"\s*,?\s*[}\]]").match(text, position)):
             comma = re.compile(r"\s*,").match(text, position)
             position, key = comma.end() if comma else position, ""
             if is_object:
-                label = re.compile(r"\s*([^:{}]+):").match(text, position)
+                label = label_pattern.match(text, position)
                 if label is None:
                     raise ValueError("no key")
-                key, position = label[1].strip().removeprefix(quote).removesuffix(quote), label.end()
+                key = label[2].strip() if label[1] is None else label[1]
+                position = label.end()
             value, position = value_at(text, position, depth + 1)
             items.append((key, value))
         return dict(items) if is_object else [value for _, value in items], end_match.end()

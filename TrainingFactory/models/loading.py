@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from TrainingFactory.common.options import UnknownNameError, did_you_mean, nearest
 from TrainingFactory.models.encoding import decodes_unchanged
 from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve_model_name
+from TrainingFactory.models.templates import set_chat_template
 from TrainingFactory.models.tiny import tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -60,6 +61,7 @@ def load_model(
     seed: int = 0,
     trust_remote_code: bool = False,
     quantization: str = "none",
+    chat_template: str | None = None,
 ) -> LoadedModel:
     """Load a model. The options are those of the config's section `model`. `seed` is that of the built-in weights."""
     target = resolve_model_name(name)
@@ -90,6 +92,7 @@ def load_model(
         _keep_trainable(model)
     model = model.eval() if adapter is None else _with_adapter(model.eval(), adapter)
     _check_finite(name, model)
+    set_chat_template(tokenizer, chat_template, adapter)
     return LoadedModel(target, model, tokenizer)
 
 

@@ -26,8 +26,11 @@ SIMPLE_TEXT = re.compile(r"[\w\n -&(-~]*")  # characters whose changes by a temp
 
 
 class Outlines:
-    def __init__(self, template: ChatTemplate, style: CallStyle | None, encoder: TextEncoder) -> None:
+    def __init__(
+        self, template: ChatTemplate, style: CallStyle | None, encoder: TextEncoder, thought_key: str
+    ) -> None:
         self._template, self._style, self._encoder = template, style, encoder
+        self._thought_key = thought_key
         self._calls_as_json = self._marks_arguments = False
         self._transforms: dict[str, Transform] = {}
         self._last_specs: list[ToolSpec] = []
@@ -58,8 +61,9 @@ class Outlines:
         place of its strings in the conversation, `key` that of its object keys."""
         inner = "nested argument" if context == "argument" else context
         if isinstance(value, dict):
+            contexts = {"name": key} | ({"type": "tool type"} if context.startswith("tool ") else {})
             return {
-                self.shield(name, texts, key): self.shield(item, texts, key if name == "name" else inner, key)
+                self.shield(name, texts, key): self.shield(item, texts, contexts.get(name, inner), key)
                 for name, item in value.items()
             }
         if isinstance(value, list | tuple):
@@ -109,7 +113,7 @@ class Outlines:
             calls = [self.call(call, texts) for call in message.tool_calls]
             outline = self._style.message(calls, content)
         if message.reasoning:
-            outline["reasoning_content"] = self.mark(message.reasoning.strip("\n"), texts)
+            outline[self._thought_key] = self.mark(message.reasoning.strip("\n"), texts)
         if message.role == "tool":
             outline["tool_call_id"] = f"{probes.CALL_ID}0"
             outline["name"] = self.mark(message.name or "tool", texts)

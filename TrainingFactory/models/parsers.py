@@ -19,12 +19,15 @@ from TrainingFactory.types import ToolCall, ToolSpec
 CallReader = Callable[[str, Sequence[ToolSpec]], tuple[str, list[ToolCall]]]
 _TAG = re.compile("</?tool_call>")
 _SPACE = re.compile(r"\s*")
+_CLOSING_BRACE = re.compile(r"\s*\}")
+_TOOLS_TAG = re.compile(r"^[ \t]*<tools>\s*(.*?)\s*(?:</tools>|\Z)", re.MULTILINE | re.DOTALL)
 MAX_DEPTH = 64  # of nested arguments, because the schema check and saving walk them recursively
 
 
 def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
     """Parse <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number: Qwen2.5, Qwen3, Hermes. A tag inside
-    a string of the arguments belongs to the string."""
+    a string of the arguments belongs to the string. Braces may be doubled, because the template of Qwen2.5-Coder shows
+    an example with doubled braces. A call of one of the `tools` without these tags is malformed."""
     outside, calls, position = "", list[ToolCall](), 0
     while tag := _TAG.search(text, position):
         outside += text[position : tag.start()]
@@ -33,7 +36,7 @@ def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[To
             calls.append(malformed_call("found </tool_call> without <tool_call> before it"))
             continue
         try:
-            value, end = DECODER.raw_decode(text, _SPACE.match(text, position).end())  # type: ignore[union-attr]
+            value, end = _decode_braces(text, position)
         except (ValueError, RecursionError):
             value, end = None, position
         end_match = _TAG.search(text, end)
@@ -45,7 +48,31 @@ def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[To
             call_text = text[position : end_match.start()]
             calls.append(call_from_value(value) if decoded else _call_from_json(call_text))
             position = end_match.end()
-    return (outside + text[position:]).strip() if calls else text, calls
+    if not calls:
+        return _read_untagged(text, tools)
+    return (outside + text[position:]).strip(), calls
+
+
+def _decode_braces(text: str, position: int) -> tuple[Any, int]:
+    """Decode JSON at a position; its first and last brace may be doubled. Return the value and its end."""
+    start = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+    is_doubled = text.startswith("{{", start)
+    value, end = DECODER.raw_decode(text, start + is_doubled)
+    extra_brace = _CLOSING_BRACE.match(text, end) if is_doubled else None
+    return value, extra_brace.end() if extra_brace else end
+
+
+def _read_untagged(text: str, tools: Sequence[ToolSpec]) -> tuple[str, list[ToolCall]]:
+    """Return a malformed call for each call of one of the tools that is written as JSON without tags, in a fence or
+    between <tools> and </tools>. It is not executed, because text that the model quotes may look like that."""
+    names = {tool.name for tool in tools}
+    tagged = _TOOLS_TAG.search(text) if names else None
+    content, calls = read_bare_json(tagged[1] if tagged else text, tools) if names else (text, [])
+    if not any(call.error or call.name in names for call in calls):
+        return text, []
+    reason = "write it between <tool_call> and </tool_call>"
+    content = text[: tagged.start()].strip() if tagged else content
+    return content, [malformed_call(reason, call.name) for call in calls]
 
 
 def read_bare_json(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
@@ -119,6 +146,9 @@ def _call_from_json(text: str) -> ToolCall:
     try:
         return call_from_value(_decoded(text))
     except ValueError as error:
+        has_braces_in_strings = re.search(r'"[^"]*[{}][^"]*"(?=\s*[,:}\]])', text)
+        if "{{" in text and not has_braces_in_strings:
+            return _call_from_json(text.replace("{{", "{").replace("}}", "}"))
         return malformed_call(f"the call is {error}")
 
 

@@ -4,6 +4,7 @@ turn, and what it writes between one assistant turn and the next."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,9 @@ from TrainingFactory.models.templates import ChatTemplate
 from TrainingFactory.types import Message, ToolCall
 
 CALL_ID = "call0000"  # plus one digit: some templates require ids of nine characters
+TAG = r"(?:<[^<>\s]+>|\[/?[A-Z_]+\])"
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's thought, by template
+GEMMA_THOUGHT = ("<|channel>thought", "<channel|>")  # some versions of Gemma's template drop thoughts
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +39,79 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def find_call_style(template: ChatTemplate) -> CallStyle | None:
-    """Return the first style in which the template renders a call's name and argument; None if there is none."""
+@dataclass(frozen=True, slots=True)
+class ThoughtStyle:
+    """The key of a message under which a template expects the thought, and the tags around it, if they are known."""
+
+    key: str = THOUGHT_KEYS[0]
+    tags: tuple[str, str] | None = None
+
+
+def find_thought_style(template: ChatTemplate, start: str, control_texts: Iterable[str]) -> ThoughtStyle:
+    """Find how the template writes a thought. `start` is its prompt for a user message."""
+    content, thought = template.marks[1], template.marks[2]
+    key = None
+    for candidate in THOUGHT_KEYS:
+        turn = {"role": "assistant", "content": content, candidate: thought}
+        try:
+            before, found, rest = template.text([user(template.marks[0]), turn], header=False).partition(
+                thought
+            )
+        except ValueError:
+            continue
+        if not found:
+            continue
+        key = key or candidate
+        opening, closing = re.search(rf"{TAG}\w*(?=\s*\Z)", before), re.match(rf"\s*({TAG})", rest)
+        if opening and closing and content in rest:
+            tags = opening[0], closing[1]
+            earlier = start.rstrip().removesuffix(tags[1]).rstrip().removesuffix(tags[0])
+            if tags[0] not in earlier:  # else it is the tag of any message
+                return ThoughtStyle(candidate, tags)
+    return ThoughtStyle(key or THOUGHT_KEYS[0], _tags_of_header(template, start, control_texts))
+
+
+def _tags_of_header(
+    template: ChatTemplate, start: str, control_texts: Iterable[str]
+) -> tuple[str, str] | None:
+    """Return the tags of the empty thought that a generation prompt ends with and finished turns do not show, or those
+    of Gemma if the tokenizer has them."""
+    header = re.search(rf"({TAG}\w*)\s*({TAG})\s*\Z", start)
+    if header:
+        turn = {"role": "assistant", "content": template.marks[1]}
+        conversation = template.text([user(template.marks[0]), turn], header=False)
+        if conversation.startswith(start[: header.start()]) and header[1] not in conversation:
+            return header[1], header[2]
+    is_gemma = {"<|channel>", "<channel|>"} <= set(control_texts)
+    return GEMMA_THOUGHT if is_gemma else None
+
+
+def find_call_styles(template: ChatTemplate) -> list[CallStyle]:
+    """Return the styles in which the template renders a call's name and argument, one for each rendering."""
     name, argument = template.marks[1], template.marks[2]
+    styles = dict[str, CallStyle]()
     for style in (CallStyle(as_text, empty) for as_text in (False, True) for empty in (None, "")):
         try:
             text = template.text([user("m"), style.message([ToolCall(name, {"a": argument})])], header=False)
         except ValueError:
             continue
         if name in text and argument in text and "None" not in text:
-            return style
-    return None
+            styles.setdefault(text, style)
+    return list(styles.values())
 
 
-def tool(name: str, description: str) -> dict[str, Any]:
-    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+def renders_one_call(template: ChatTemplate, style: CallStyle) -> bool:
+    """Return whether the template drops every call of a turn but one (gpt-oss)."""
+    names = template.marks[1], template.marks[2]
+    try:
+        text = template.text([user("m"), style.message([ToolCall(name, {}) for name in names])], header=False)
+    except ValueError:
+        return False  # it has its own error for a second call
+    return not all(name in text for name in names)
+
+
+def tool(name: str, description: str, argument_type: str = "string") -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"a": {"type": argument_type, "description": "d"}}}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
@@ -59,6 +121,25 @@ def renders_tools(template: ChatTemplate) -> bool:
         return name in template.text([user("m")], [tool(name, "d")])
     except ValueError:
         return False
+
+
+def find_example(template: ChatTemplate, begin: str, close: str) -> str | None:
+    """Return the example call between these tags in the template's instructions, with values in place of placeholders
+    such as <function-name>; None if there is none."""
+    try:
+        text = template.text([user("m")], [tool("f", "d")])
+    except ValueError:
+        return None
+    begin, close = re.escape(begin), re.escape(close)
+    example = re.search(
+        f"{begin}(?:(?!{begin}|{close}).)*\\w(?:(?!{begin}|{close}).)*{close}", text, re.DOTALL
+    )
+    if example is None or "..." in example[0] or not begin.startswith(("<", "\\[")):
+        return None
+    if '"name"' not in example[0]:
+        return example[0]
+    with_objects = re.sub(r"(?<=[:\s])<[\w -]*(?:arg|json|object|dict)[\w -]*>", "{}", example[0])
+    return re.sub(r"(?<=[:\s])<[\w -]+>", '"f"', with_objects)
 
 
 def end_of_turn(template: ChatTemplate, control_texts: Iterable[str]) -> str | None:
@@ -99,7 +180,11 @@ def shows_tool_results(template: ChatTemplate, style: CallStyle | None, end_text
 
 
 def assistant_body(
-    template: ChatTemplate, start: str, outline: dict[str, Any], think: tuple[str, str]
+    template: ChatTemplate,
+    start: str,
+    outline: dict[str, Any],
+    think: tuple[str, str],
+    key: str = THOUGHT_KEYS[0],
 ) -> str:
     """Return the assistant's part of a rendering, from the model's first token. `start` is the template's prompt for a
     user message that is mark 0."""
@@ -109,14 +194,25 @@ def assistant_body(
     # The header opens a thought that the finished turn no longer shows.
     before, opens_thought, _ = start.rpartition(think[0])
     if not opens_thought or not conversation.startswith(before):
-        raise ValueError("the chat template begins an assistant turn differently from its generation prompt")
+        raise ValueError(_different_beginning(template, start, conversation))
     rest = conversation[len(before) :]
     if start.rstrip().endswith(think[1]):
         return rest
     if rest.startswith(think[0]):  # an empty thought, without the white space after the header's tag
         return rest.removeprefix(think[0])
-    thought = outline.get("reasoning_content", "")
+    thought = outline.get(key, "")
     return thought + rest if rest.startswith(think[1]) else f"{thought}\n{think[1]}\n\n{rest}"
+
+
+def _different_beginning(template: ChatTemplate, start: str, conversation: str) -> str:
+    mark = template.marks[0]
+    headers = [
+        text.rpartition(mark)[2].partition(template.marks[1][:-3])[0][:60] for text in (start, conversation)
+    ]
+    return (
+        f"the chat template begins an assistant turn differently from its generation prompt: {headers[1]!r} instead of "
+        f"{headers[0]!r}"
+    )
 
 
 def make_renderer(template: ChatTemplate, context: str, style: CallStyle | None) -> Callable[[str], str]:
@@ -142,7 +238,8 @@ def make_renderer(template: ChatTemplate, context: str, style: CallStyle | None)
         elif call:
             conversation = [user("m"), turn]
         else:
-            tools = [tool(text, "d") if context == "tool name" else tool("f", text)]
+            parts = {"tool name": (text, "d"), "tool type": ("f", "d", text)}
+            tools = [tool(*parts.get(context, ("f", text)))]
         return template.text(conversation, tools, header=False)
 
     return render
@@ -175,18 +272,27 @@ def continuation(
         except ValueError as error:
             failure = error
             continue
-        return _between(without_answers, conversation, placeholders[1], end_text)
+        return _between(without_answers, conversation, (placeholders[0], placeholders[1]), end_text)
     assert failure is not None
     raise failure
 
 
-def _between(without_answers: str, conversation: str, last: str, end_text: str | None) -> str:
-    """Return the part of `conversation` after the turn that `without_answers` ends with; `last` is the last mark
-    inside the turn."""
+def _between(without_answers: str, conversation: str, marks: tuple[str, str], end_text: str | None) -> str:
+    """Return the part of `conversation` after the turn that `without_answers` ends with. `marks` are those of the
+    user's message and of the end of the turn."""
+    first, last = marks
     ending, rest = without_answers.rpartition(last)[2], conversation.rpartition(last)[2]
     if last not in conversation:
         raise ValueError("the chat template drops an assistant turn that has a reply")
     turn_end = ending.rindex(end_text) + len(end_text) if end_text and end_text in ending else len(ending)
     if not rest.startswith(ending[:turn_end]):
+        other_end = re.match(TAG, rest)
+        # gpt-oss ends the last turn with another token than the messages before it
+        if (
+            other_end
+            and ending[:turn_end] == end_text
+            and without_answers.partition(first)[2].startswith(other_end[0])
+        ):
+            return rest[other_end.end() :]
         raise ValueError("the chat template ends an assistant turn differently if it has a reply")
     return rest[turn_end:]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import unicodedata
+from typing import Any
 
 from TrainingFactory.types import Message
 
@@ -12,14 +14,24 @@ class RoundTripError(ValueError):
 
 
 def same_turn(read: Message, written: Message) -> bool:
-    def calls(message: Message) -> list[tuple[str, str]]:
-        return [(call.name, json.dumps(call.arguments, sort_keys=True)) for call in message.tool_calls]
+    """Return whether two turns have the same thought, text and calls. Texts that differ only in how accents are encoded
+    are equal, because many tokenizers normalize text to NFC."""
 
-    return (
-        read.content.strip() == written.content.strip()
-        and (read.reasoning or "").strip() == (written.reasoning or "").strip()
-        and calls(read) == calls(written)
-    )
+    def parts(message: Message) -> list[str]:
+        texts = [message.content.strip(), (message.reasoning or "").strip()]
+        calls = [json.dumps(_normalized([call.name, call.arguments])) for call in message.tool_calls]
+        return [*map(_normalized, texts), *calls]
+
+    return parts(read) == parts(written)
+
+
+def _normalized(value: Any) -> Any:
+    """Return JSON data with its strings in NFC, and objects as sorted lists of their pairs, which keep equal keys."""
+    if isinstance(value, str):
+        return unicodedata.normalize("NFC", value)
+    if isinstance(value, dict):
+        return sorted([_normalized(key), json.dumps(_normalized(item))] for key, item in value.items())
+    return [_normalized(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def describe_difference(family: str, written: Message, read: Message) -> str:
@@ -28,9 +40,16 @@ def describe_difference(family: str, written: Message, read: Message) -> str:
         parts += [f"text {message.content!r}"] if message.content else []
         for call in message.tool_calls:
             parts.append(f"call {call.name}({json.dumps(call.arguments, ensure_ascii=False)})")
-        return ", ".join(parts)[:300] or "nothing"
+        return ", ".join(parts) or "nothing"
 
+    texts = summary(written), summary(read)
+    if len({unicodedata.normalize("NFKC", text) for text in texts}) == 1:  # they look the same
+        escaped_texts = [ascii(text)[1:-1][:300] for text in texts]
+        return (
+            f"the tokenizer of this model (family {family!r}) replaces characters by others that look the same: "
+            f"{escaped_texts[0]} becomes {escaped_texts[1]}; normalize the text of your data to NFKC"
+        )
     return (
-        f"this model (family {family!r}) would not read back the turn that it learns to write: {summary(written)} is "
-        f"parsed as {summary(read)}"
+        f"this model (family {family!r}) would not read back the turn that it learns to write: {texts[0][:300]} is "
+        f"parsed as {texts[1][:300]}"
     )

@@ -10,11 +10,15 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import date, datetime
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 Transform = Callable[[str], str]
 
+SAVED_TEMPLATE = "chat_template.jinja"  # the file that transformers writes beside a tokenizer
 MAX_STEPS = 3_000_000  # template lines that one rendering may execute; a message takes about 30
 # Texts that show how a template changes content: edge spaces, quotes, escapes, markup, newlines, JSON.
 CANARIES = (
@@ -44,6 +48,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     _python_inner,
     lambda text: _python_inner(text).replace("\t", "\\t"),
 )
+CASE_TRANSFORMS: tuple[Transform, ...] = (str.upper, str.lower)  # of a tool's description, names and types
 
 
 class Marks:
@@ -52,9 +57,18 @@ class Marks:
     def __init__(self) -> None:
         self._salt = secrets.token_hex(8)
         self._pattern = re.compile(rf"Tf{self._salt}x(\d+)fT")
+        self._any_case = re.compile(self._pattern.pattern, re.IGNORECASE)
 
     def __getitem__(self, index: int) -> str:
         return f"Tf{self._salt}x{index}fT"
+
+    def restore_case(self, text: str) -> str:
+        """Return the text with marks in their own case: Gemma 4's template upper-cases the type of a property."""
+        return self._any_case.sub(lambda match: self[int(match[1])], text)
+
+    def is_damaged(self, text: str) -> bool:
+        """Return whether a text without whole marks contains the beginning or end of one."""
+        return any(part in text.lower() for part in (f"tf{self._salt[:6]}", f"{self._salt[-6:]}x"))
 
     def numbers(self, text: str) -> set[int]:
         return set(map(int, self._pattern.findall(text)))
@@ -90,6 +104,49 @@ def _bounded(render: Callable[[], str]) -> str:
         sys.settrace(previous_trace)
 
 
+def read_template(file: str) -> str:
+    """Return the text of the Jinja file that `model.chat_template` names; raise ValueError if it cannot be used."""
+    try:
+        text = Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ValueError(
+            f"file {file!r} cannot be read: {reason}. Set chat_template to the path of a Jinja file"
+        ) from error
+    if not text.strip():
+        raise ValueError(f"file {file!r} is empty. Write a chat template into it, or remove chat_template")
+    try:
+        _parse(text)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"file {file!r} has a syntax error in line {error.lineno}: {error}. Correct it"
+        ) from error
+    return text
+
+
+def _parse(template: str) -> None:
+    """Compile a template as transformers does, with its extensions; raise TemplateSyntaxError if that fails."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=template)
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "m"}], tokenize=False)
+    except TemplateSyntaxError:
+        raise
+    except Exception:  # reported by `ChatTemplate`, which renders with the model's own tokenizer
+        pass
+
+
+def set_chat_template(tokenizer: Any, file: str | None, adapter: str | None) -> None:
+    """Replace the tokenizer's chat template by that of `file` (None: by the one saved with the adapter, if any)."""
+    saved = None if adapter is None else Path(adapter).expanduser() / SAVED_TEMPLATE
+    if file is not None:
+        tokenizer.chat_template = read_template(file)
+    elif saved is not None and saved.is_file():
+        tokenizer.chat_template = saved.read_text(encoding="utf-8")
+
+
 class ChatTemplate:
     def __init__(
         self, tokenizer: Any, options: dict[str, Any] | None = None, day: date | None = None
@@ -115,9 +172,14 @@ class ChatTemplate:
             **self._options,
         )
         try:
-            return _bounded(render) if self.watched else render()
+            rendered = _bounded(render) if self.watched else render()
+        except TemplateSyntaxError as error:
+            raise ValueError(
+                f"the chat template has a syntax error in line {error.lineno}: {error}"
+            ) from error
         except Exception as error:  # templates are third-party code
             raise ValueError(f"the chat template cannot render this conversation: {error}") from error
+        return self.marks.restore_case(rendered)
 
     def transform(self, context: str, render: Callable[[str], str]) -> Transform:
         """Find how the template changes a text at the place `context`, by rendering canaries there."""
@@ -130,12 +192,13 @@ class ChatTemplate:
                 f"the chat template drops or rewrites a text ({context}), so conversations with one cannot be rendered"
             )
         rendered = [render(canary) for canary in CANARIES]
-        for transform in TRANSFORMS:
+        for transform in TRANSFORMS + (CASE_TRANSFORMS if context.startswith("tool ") else ()):
             if all(
                 pattern.replace(placeholder, transform(c)) == s
                 for c, s in zip(CANARIES, rendered, strict=True)
             ):
                 return transform
         raise ValueError(
-            f"the chat template rewrites a text ({context}) in an unknown way, so its tokens cannot be attributed"
+            f"the chat template drops or rewrites a text ({context}) in an unknown way, so its tokens cannot be "
+            "attributed; set model.chat_template to a template that prints it unchanged"
         )

@@ -18,6 +18,7 @@ REMEDIES = {
     "calls_not_read": "Remove model.family so that the model's own chat format is used, or register a format: "
     "TrainingFactory.models.register_family.",
     "family_differs": "Remove model.family, unless the model was trained to write calls in that format.",
+    "example_call": "Set model.chat_template to a copy of the template with a corrected example.",
     "stop_unreachable": "Use the model's own tokenizer, or a chat template that ends turns with a token.",
     "no_stop": "Raise sampling.max_tokens, or train on demonstrations first, so that turns end.",
     "prompt_too_long": "Raise model.max_length, lower sampling.max_tokens, or shorten prompts and tool lists.",

@@ -1,6 +1,7 @@
 """The folder of a run. All its files are plain JSON, YAML or safetensors.
 
     config.yaml         every option of the run
+    chat_template.jinja the file that `model.chat_template` names, if it is set
     environment.json    where it ran: versions, device, commit; and what the ids of its config resolved to
     status.json         progress, and how the run ended
     metrics.jsonl       one line per step, with the machine's own metrics (`runs/system_metrics.py`)
@@ -71,6 +72,7 @@ FINDINGS, EVALUATIONS = "findings.jsonl", "evaluations.jsonl"
 APPEND_ONLY = (METRICS, CONSUMED, TRAJECTORIES, KEPT, FINDINGS, EVALUATIONS, CALLS_FILE)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 CONFIG, ENVIRONMENT, STATUS = "config.yaml", "environment.json", "status.json"
+CHAT_TEMPLATE = "chat_template.jinja"  # copy of the file that `model.chat_template` names
 RESOLVED = "resolved"  # key of environment.json: what the ids of the config resolved to, a line each
 SECRET_IN_CONFIG = (
     "contains a secret, which would be saved in the run's config. Put the secret into an environment variable and set "
@@ -121,9 +123,17 @@ class RunFolder:
     # creating and opening
 
     @classmethod
-    def create(cls, config: TrainingConfig, name: str, run_info: dict[str, Any], steps: int = 0) -> RunFolder:
-        """Create and lock a new run. `run_info` is added to the `fingerprint` in environment.json. The folder has a
-        temporary name until it is complete; a temporary folder that a killed process left is reused."""
+    def create(
+        cls,
+        config: TrainingConfig,
+        name: str,
+        run_info: dict[str, Any],
+        steps: int = 0,
+        chat_template: str | None = None,
+    ) -> RunFolder:
+        """Create and lock a new run. `run_info` is added to the `fingerprint` in environment.json, and `chat_template`
+        is the text of `model.chat_template`. The folder has a temporary name until it is complete; a temporary folder
+        that a killed process left is reused."""
         check_run_name(name)
         path = Path(config.logging.output_dir).expanduser() / name
         options = config.model_dump()
@@ -141,6 +151,8 @@ class RunFolder:
             write_atomically(
                 run.path / ENVIRONMENT, json.dumps(redact_environment(fingerprint() | run_info), indent=1)
             )
+            if chat_template is not None:
+                write_atomically(run.path / CHAT_TEMPLATE, chat_template)
             run.write_status(Status("running", steps=steps))
             os.rename(run.path, path)
             sync(path.parent)

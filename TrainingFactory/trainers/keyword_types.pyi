@@ -82,6 +82,7 @@ class Keywords(TypedDict, total=False):
     output_dir: str | Path
     revision: str | None
     family: str | None
+    chat_template: str | Path | None
     tools_format: Literal["hermes"] | None
     adapter: str | Path | None
     dtype: Literal["auto", "float32", "bfloat16", "float16"]

@@ -67,7 +67,7 @@ class PreparedRun:
     def load(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
         """Load the model to train and its chat format. `day` is the date that templates print."""
         loaded_model = build_sampler.load_trainable(self.config, self.watcher.say)
-        return loaded_model, build_sampler.make_chat(self.config, loaded_model, day)
+        return loaded_model, build_sampler.make_chat(self.config, loaded_model, day, self.watcher.say)
 
 
 def make_order(config: TrainingConfig, size: int) -> TaskOrder:

@@ -11,6 +11,7 @@ from TrainingFactory.assembly.gpus import with_gpu_division
 from TrainingFactory.assembly.learner_processes import with_learner_count
 from TrainingFactory.assembly.named_files import with_original_files
 from TrainingFactory.assembly.rewards import check_group_size, check_reward
+from TrainingFactory.assembly.sampler import check_chat_template
 from TrainingFactory.assembly.trackers import check_trackers
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
@@ -83,6 +84,7 @@ def validate(resolved: ResolvedConfig) -> RewardFunction | None:
     config, objects = resolved.config, resolved.objects
     check_config(config, config.data.dataset is not None or objects.examples is not None)
     check_engines(config)
+    check_chat_template(config)
     check_trackers(config.logging.trackers)
     check_registry(config)
     reward = objects.reward or check_reward(config)

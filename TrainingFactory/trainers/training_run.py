@@ -14,6 +14,7 @@ from TrainingFactory.assembly.learner_processes import Learners
 from TrainingFactory.assembly.named_files import changed_files, describe_start
 from TrainingFactory.assembly.rewards import check_tasks
 from TrainingFactory.assembly.run_tools import RunTools
+from TrainingFactory.assembly.sampler import check_chat_template
 from TrainingFactory.common.event_loop import run as run_anywhere
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.promotion.model_registry import ModelRegistry
@@ -108,7 +109,8 @@ class Training(PreparedRun):
 
     def new_run(self, name: str, run_info: dict[str, Any]) -> RunFolder:
         """Create the run folder. A dry run overrides this to use another place."""
-        return RunFolder.create(self.written_config, name, run_info, self.total)
+        template = check_chat_template(self.config)
+        return RunFolder.create(self.written_config, name, run_info, self.total, template)
 
     def train(self) -> TrainingReport:
         """Train to the end, or until Ctrl-C: then a checkpoint holds the progress and `state` is interrupted."""

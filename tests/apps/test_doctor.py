@@ -25,8 +25,10 @@ from TrainingFactory.apps.plan.memory import check_memory, compare_memory, sugge
 from TrainingFactory.apps.plan.planning import RunPlanner
 from TrainingFactory.apps.plan.shapes import find_shape
 from TrainingFactory.assembly.memory import GIB, estimate_model_memory
+from TrainingFactory.assembly.sampler import load, make_chat
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models import chat_format, load_model
+from TrainingFactory.models.tiny import template
 from TrainingFactory.runs.diagnosis import REMEDIES, Diagnosis
 from TrainingFactory.runs.tracking import PlainLines
 from TrainingFactory.training.source import StepGroups
@@ -71,6 +73,16 @@ def test_the_chat_format(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chat.stop_ids = (10**6,)
     check_format(found, tiny, chat, None)
     assert names(found)["stop_unreachable"] == "error"
+
+
+def test_an_example_call_that_is_not_read(tmp_path: Path) -> None:
+    file, said, found = tmp_path / "own.jinja", list[str](), Diagnosis()
+    file.write_text(template().replace("<args-json-object>}", "<args-json-object>"))
+    config = TrainingConfig(model={"chat_template": str(file), "device": "cpu"})
+    loaded_model = load(config)
+    check_format(found, loaded_model, make_chat(config, loaded_model, notify=said.append), None)
+    assert names(found) == {"example_call": "warning"}
+    assert len(said) == 1 and said[0].startswith("warning: the chat template shows an example call")
 
 
 def test_calls_that_are_not_read_back(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:

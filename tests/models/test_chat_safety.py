@@ -132,6 +132,10 @@ COMPLETIONS = (
     '<|python_tag|>search.call(query="red pandas", limit=3)',
     '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'
     "<｜tool▁calls▁end｜>",
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.add<|channel|>commentary json<|message|>"
+    '{"a": 1}<|call|>',
+    ' to=add<|message|><atem:function_calls>\n<atem:invoke name="add">\n<atem:parameter name="a">[1]</atem:parameter>\n'
+    "</atem:invoke>\n</atem:function_calls>",
     "The answer is 12.",
 )
 
@@ -141,7 +145,7 @@ def test_readers_survive_mutated_completions(family: str) -> None:
     chat = chat_format(tiny_tokenizer(), family)
     rng = random.Random(family)
     read, failed = 0, 0
-    for _ in range(2000):  # five families: ten thousand completions
+    for _ in range(2000):  # seven families: fourteen thousand completions
         message = chat.parse_text(mutate(rng.choice(COMPLETIONS), rng))
         for call in message.tool_calls:
             assert isinstance(call.name, str) and isinstance(call.arguments, dict)

@@ -35,6 +35,8 @@ def check_format(
     diagnosis.facts["chat"] = f"family {chat.family.name}; a turn ends with {stops}"
     if not any(stop < size for stop in chat.stop_ids):
         diagnosis.add("stop_unreachable", f"no stop token is among the model's {size} tokens: {stops}")
+    if chat.warning:
+        diagnosis.add("example_call", chat.warning, "warning")
     if family is None:
         return
     turn = Message("assistant", tool_calls=[ToolCall(PROBE_TOOL.name, {"text": "a b"})])

@@ -71,7 +71,7 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
     ("env.tool_name_selected", BY_HAND, "list the selected tools in `tools`"),
     ("env.use_process_reward", NOT_NEEDED, "there is no custom Env with a get_step_reward"),
     ("env.mmtool", NO_COUNTERPART, "images are not supported"),
-    ("env.load_custom_chat_template", BY_HAND, "put the template into the model's folder"),
+    ("env.load_custom_chat_template", BY_HAND, "set model.chat_template to the template file"),
     ("env.", BY_HAND, "the cache is optimization.tool_cache=true, for tools that are marked pure"),
     ("reward_rollout.", BY_HAND, "put other options of the judge's engine into reward.judge.engine_options"),
     ("reward_model.reward_manager", NOT_NEEDED, "rewards of all episodes are computed concurrently"),

@@ -1,0 +1,64 @@
+"""Parser of turns that consist of several messages, each with a header that names its recipient or channel.
+
+gpt-oss: `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>`, and
+calls as `to=functions.NAME<|channel|>commentary json<|message|>{...}<|call|>`. Muse: `to=self`, `to=user` and
+`to=NAME` instead of channels, with the arguments of a call as tagged pairs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from TrainingFactory.models.forms import typed_value
+from TrainingFactory.models.parsers import make_call, malformed_call
+from TrainingFactory.types import Message, ToolCall, ToolSpec
+
+NEXT_MESSAGE = "<|start|>assistant"
+BODY = "<|message|>"
+_END = re.compile(r"<\|(?:end|return|call|eom|eot)\|>")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_INVOKE = re.compile(r'<atem:invoke name="([^"]*)">(.*?)</atem:invoke>', re.DOTALL)
+_PARAMETER = re.compile(
+    r'<atem:parameter name="([^"]*)">(.*?)</atem:parameter>(?=\s*(?:<atem:parameter |\Z))', re.DOTALL
+)
+
+
+def read_channels(text: str, tools: Sequence[ToolSpec] = ()) -> Message:
+    """Parse a turn after the header `<|start|>assistant`. Only a message with a recipient is a call: the text of a
+    thought is never searched for calls."""
+    if BODY not in text:
+        return Message("assistant", _END.split(text)[0].strip())
+    thoughts, contents, calls = list[str](), list[str](), list[ToolCall]()
+    for part in text.split(NEXT_MESSAGE):
+        header, has_body, rest = part.partition(BODY)
+        body = _END.split(rest)[0]
+        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+        receiver = recipient[1] if recipient else "user"
+        if not has_body:  # a header that was cut
+            continue
+        if receiver not in ("user", "self", "assistant"):
+            calls += _calls(receiver.removeprefix("functions."), body, tools)
+        elif receiver == "self" or (channel and channel[1] == "analysis"):
+            thoughts.append(body.strip())
+        else:
+            contents.append(body.strip())
+    reasoning = "\n".join(thoughts) if thoughts else None
+    return Message("assistant", "\n".join(contents), calls, reasoning=reasoning)
+
+
+def _calls(name: str, body: str, tools: Sequence[ToolSpec]) -> list[ToolCall]:
+    if "<atem:" not in body:
+        return [make_call(name, body)]
+    invocations = _INVOKE.findall(body)
+    if not invocations:
+        return [malformed_call('the call needs <atem:invoke name="..."> and </atem:invoke>', name)]
+    calls = []
+    for invoked_name, parameters in invocations:
+        types = next(
+            (tool.parameters.get("properties", {}) for tool in tools if tool.name == invoked_name), {}
+        )
+        arguments = {key: typed_value(value, types.get(key)) for key, value in _PARAMETER.findall(parameters)}
+        calls.append(make_call(invoked_name, arguments))
+    return calls
