@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from TrainingFactory.common.texts import pluralize
 
@@ -27,6 +28,8 @@ TEXT_NAMES = {
 # sections of these models separate time, height and width, which are equal for text.
 SAME_FOR_TEXT = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 TRANSFORMERS_LOGGER = "transformers.modeling_utils"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."  # of all names in an adapter's file
 
 
 def is_composite(config: Any) -> bool:
@@ -109,8 +112,50 @@ def to_text_name(key: str) -> str:
     return key
 
 
-def composite_names(config: Any) -> Callable[[str], str]:
-    """Return a function that renames a module of the text part, such as model.layers.0, as in the composite model."""
+def adapter_options(folder: Path) -> dict[str, Any]:
+    """Return the arguments with which PEFT loads an adapter of a composite model into its text part; none if the
+    adapter has the names of the text part."""
+    from peft import PeftConfig
+
+    modules = _adapted_modules(folder)
+    renamed = {to_text_name(module) for module in modules}
+    if renamed == modules:
+        return {}
+    config: Any = PeftConfig.from_pretrained(str(folder))
+    config.target_modules = renamed
+    return {"config": config, "key_mapping": dict(TEXT_NAMES)}
+
+
+def missing_modules(model: Any, options: dict[str, Any]) -> list[str]:
+    """Return the modules of `adapter_options` that the text part does not have, such as those of a vision part."""
+    targets = options["config"].target_modules if options else set()
+    return sorted(targets - {name for name, _ in model.named_modules()})
+
+
+def rename_adapter(folder: Path, config: Any) -> None:
+    """Rename the modules of an adapter of the text part, in its files, to those of the composite model, because vLLM
+    ignores weights of unknown modules."""
+    rename = _composite_names(config)
+    weights = {
+        PEFT_PREFIX + rename(key.removeprefix(PEFT_PREFIX)): weight
+        for key, weight in load_file(folder / ADAPTER_WEIGHTS).items()
+    }
+    save_file(weights, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    path = folder / "adapter_config.json"
+    adapter_config = json.loads(path.read_text(encoding="utf-8"))
+    # Whole names: the suffixes of layers in the vision part may be the same.
+    adapter_config["target_modules"] = sorted(_adapted_modules(folder))
+    path.write_text(json.dumps(adapter_config, indent=2), encoding="utf-8")
+
+
+def _adapted_modules(folder: Path) -> set[str]:
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as weights:
+        names = [key.removeprefix(PEFT_PREFIX) for key in weights.keys()]  # noqa: SIM118  (not a mapping)
+    return {re.split(r"\.lora_", name)[0] for name in names if ".lora_" in name}
+
+
+def _composite_names(config: Any) -> Callable[[str], str]:
+    """Return a function that renames a weight of the text part, such as model.norm.weight, as in the composite model."""
     from transformers import AutoModelForImageTextToText, PreTrainedModel
 
     with torch.device("meta"):
@@ -123,8 +168,8 @@ def composite_names(config: Any) -> Callable[[str], str]:
     )
     has_head = part.get_output_embeddings() is not None  # then it has the same names as the causal LM
 
-    def rename(module: str) -> str:
-        return f"{path}.{module}" if has_head else re.sub(r"^model\.", f"{path}.", module)
+    def rename(name: str) -> str:
+        return f"{path}.{name}" if has_head else re.sub(r"^model\.", f"{path}.", name)
 
     return rename
 

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from TrainingFactory.common.options import UnknownNameError, did_you_mean, nearest
+from TrainingFactory.common.texts import pluralize
 from TrainingFactory.models import composite
 from TrainingFactory.models.encoding import decodes_unchanged
 from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve_model_name
@@ -186,6 +187,17 @@ def _keep_trainable(model: Any) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def composite_config(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Return the config of a composite model; None for other models, and for hub ids that are not on this machine."""
+    source, options = _locate(name, resolve_model_name(name))
+    options |= {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    file = _local_folder(source, options) / "config.json"
+    if "gguf_file" in options or not file.is_file() or '"text_config"' not in file.read_text(encoding="utf-8"):
+        return None
+    config = _read_config(source, options)
+    return config if composite.is_composite(config) else None
+
+
 def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool = False) -> torch.dtype:
     """Return the dtype of the stored weights; float32 if the config does not name one."""
     from transformers import AutoConfig
@@ -335,10 +347,17 @@ def _with_adapter(model: Any, adapter: str) -> Any:
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / file).is_file():
             raise ValueError(f"model.adapter {adapter!r}: the folder has no {file}")
-    with _reading(
-        f"model.adapter {adapter!r} does not fit the model", str(folder), {}, "adapter_config.json"
-    ):
-        return set_adapter_dtype(PeftModel.from_pretrained(model, str(folder)).eval(), model.dtype)
+    task = f"model.adapter {adapter!r} does not fit the model"
+    reading = partial(_reading, task, str(folder), {}, "adapter_config.json")
+    with reading():
+        options = composite.adapter_options(folder)
+    if missing := composite.missing_modules(model, options):
+        raise ValueError(
+            f"{task}: it changes {pluralize(len(missing), 'module')} that the text part does not have, such as "
+            f"{missing[0]}. Train it on the language model alone"
+        )
+    with reading():
+        return set_adapter_dtype(PeftModel.from_pretrained(model, str(folder), **options).eval(), model.dtype)
 
 
 def set_adapter_dtype(adapted: Any, dtype: torch.dtype) -> Any:
