@@ -68,6 +68,9 @@ def _text_config(name: str, config: Any) -> Any:
     for key in ("eos_token_id", "dtype", "quantization_config"):
         if (value := getattr(config, key, None)) is not None:
             setattr(text, key, value)
+    quantization = getattr(text, "quantization_config", None)
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "fp8":
+        text.quantization_config = quantization | {"dequantize": True}  # FP8 weights cannot be trained
     for key in ("bos_token_id", "pad_token_id"):
         if getattr(text, key, None) is None:
             setattr(text, key, getattr(config, key, None))
@@ -192,12 +195,12 @@ def processor_template(source: str, options: dict[str, Any]) -> str | None:
 @contextmanager
 def hiding_expected_warnings() -> Iterator[None]:
     """Hide transformers' warnings about a text part: the table of weights that were not loaded, unless it also lists
-    missing or invalid ones, and the wrong tying in the config, which `detach_from_composite` corrects."""
+    invalid ones, and the wrong tying in the config, which `detach_from_composite` corrects."""
 
     def is_shown(record: logging.LogRecord) -> bool:
         text = record.getMessage()
         if "LOAD REPORT" in text:
-            return any(status in text for status in ("MISSING", "MISMATCH", "CONVERSION"))
+            return any(status in text for status in ("MISMATCH", "CONVERSION"))
         return "tied weights mapping and config" not in text
 
     logger = logging.getLogger(TRANSFORMERS_LOGGER)
