@@ -58,8 +58,8 @@ def _text_config(name: str, config: Any) -> Any:
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"model {name!r}: model_type {config.model_type} is a composite model, and transformers "
-            f"{transformers.__version__} has no causal LM class for its text part ({text.model_type}), which is the "
-            "part that is trained. Set model.name to a text model, or to a family of docs/REAL_MODELS.md#composite-models"
+            f"{transformers.__version__} has no causal LM class for its text part ({text.model_type}). Set model.name "
+            "to a text model, or to a family of docs/REAL_MODELS.md#composite-models"
         )
     # The whole model's settings, which config.json has at its top level.
     text.tie_word_embeddings = bool(
@@ -158,7 +158,8 @@ def _adapted_modules(folder: Path) -> set[str]:
 
 
 def _composite_names(config: Any) -> Callable[[str], str]:
-    """Return a function that renames a weight of the text part, such as model.norm.weight, as in the composite model."""
+    """Return a function that renames a weight of the text part, such as model.norm.weight, to the name that it has in
+    the composite model."""
     from transformers import AutoModelForImageTextToText, PreTrainedModel
 
     with torch.device("meta"):
@@ -179,7 +180,7 @@ def _composite_names(config: Any) -> Callable[[str], str]:
 
 def processor_template(source: str, options: dict[str, Any]) -> str | None:
     """Return the chat template of a model whose processor has it, instead of its tokenizer; None if there is none."""
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     for file in ("chat_template.json", "processor_config.json"):
         path = cached_file(

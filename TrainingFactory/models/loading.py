@@ -191,10 +191,10 @@ def composite_config(name: str, revision: str | None = None, trust_remote_code: 
     """Return the config of a composite model; None for other models, and for hub ids that are not on this machine."""
     source, options = _locate(name, resolve_model_name(name))
     options |= {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    file = _local_folder(source, options) / "config.json"
-    if "gguf_file" in options or not file.is_file() or '"text_config"' not in file.read_text(encoding="utf-8"):
+    if "gguf_file" in options or not (_local_folder(source, options) / "config.json").is_file():
         return None
-    config = _read_config(source, options)
+    with _reading(f"the config of {name!r} could not be read", source, options, "config.json"):
+        config = _read_config(source, options)
     return config if composite.is_composite(config) else None
 
 
@@ -259,7 +259,8 @@ def _load_pretrained(
         return model, tokenizer, ()
     composite.detach_from_composite(model)
     folder = _local_folder(source, options)
-    return model, tokenizer, (composite.describe_text_part(name, config, model, folder, report["unexpected_keys"]),)
+    note = composite.describe_text_part(name, config, model, folder, report["unexpected_keys"])
+    return model, tokenizer, (note,)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ YARN = {
     "llama_4_scaling_beta": 0.1, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
 
-# model_type, and a variant of it -> text part, vision part, other keys of config.json, as far as they differ from the above.
+# model_type, and a variant of it -> differences of the text part from TEXT, vision part, other keys of config.json.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gemma3": (GEMMA_LAYERS, VISION, {"mm_tokens_per_image": 4}),
     "gemma4": (
@@ -82,7 +82,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 def composite_config(family: str, **changes: Any) -> Any:
-    """Return the config of a family; its head and embeddings are tied, unless the family's largest models untie them."""
+    """Return the config of a family. `changes` are keys outside of its parts."""
     from transformers import AutoConfig
 
     from TrainingFactory.models.tiny import tiny_tokenizer
