@@ -25,7 +25,6 @@ from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.runs.folder import RESOLVED, RunFolder
 
 IDS = torch.tensor([[5, 17, 300, 42, 7, 7, 250, 11, 600, 601, 602, 5, 90, 91, 17]])  # longer than the windows
-NOT_YET = pytest.mark.skip(reason="the native engine has no sliding windows")
 
 
 @torch.no_grad()
@@ -188,7 +187,7 @@ def test_an_adapter_merged_into_the_text_part(tmp_path: Path) -> None:
     [
         ("qwen3_vl", False),
         pytest.param("mistral3", True, marks=pytest.mark.slow),
-        pytest.param("gemma3", False, marks=NOT_YET),
+        ("gemma3", False),
     ],
 )
 def test_grpo_trains_the_text_part(tmp_path: Path, family: str, lora: bool) -> None:
