@@ -27,6 +27,7 @@ class ExportedModel:
     source: Path  # the checkpoint
     base: str | None = None  # what an adapter needs
     reward_model: bool = False
+    auto_class: str = "AutoModelForCausalLM"  # class of transformers that loads it
     notes: list[str] = field(default_factory=list)
 
 
@@ -64,6 +65,8 @@ def export(
             _convert(exported, model.maker, dtype, partial_folder)
         else:
             _copy(exported, partial_folder)
+        if exported.kind == "adapter":
+            _fit_to_composite_base(exported, model.maker, partial_folder)
         for file in HEAD if exported.reward_model else ():
             shutil.copyfile(checkpoint / file, partial_folder / file)
     return exported
@@ -93,6 +96,30 @@ def _copy(exported: ExportedModel, partial_folder: Path) -> None:
         (partial_folder / ADAPTER).write_text(json.dumps(adapter_config, indent=2), encoding="utf-8")
 
 
+def _fit_to_composite_base(exported: ExportedModel, run: TrainedBy | None, partial_folder: Path) -> None:
+    """Rename the modules of an adapter that was trained on the text part of a composite model."""
+    from TrainingFactory.models.composite import rename_adapter
+    from TrainingFactory.models.loading import composite_config
+
+    config = composite_config(str(exported.base), **_base_options(run))
+    if config is None:
+        return
+    rename_adapter(partial_folder, config)
+    exported.auto_class = "AutoModelForImageTextToText"
+    exported.notes.append(
+        f"the adapter was trained on the text part of {exported.base}; its modules are renamed to fit the whole model, "
+        "as transformers (AutoModelForImageTextToText) and vLLM load it"
+    )
+
+
+def _base_options(run: TrainedBy | None) -> dict[str, Any]:
+    """Return the options with which the base of a run's adapter was loaded."""
+    if run is None:
+        return {}
+    section = with_original_model(run).model
+    return {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
+
+
 def _convert(
     exported: ExportedModel, run: TrainedBy | None, dtype: Dtype | None, partial_folder: Path
 ) -> None:
@@ -104,15 +131,13 @@ def _convert(
         loaded_model = load_model(str(exported.source), dtype=dtype or "auto", device="cpu")
         model = loaded_model.model
     else:
-        options: dict[str, Any] = {}
-        if run is not None:
-            section = with_original_model(run).model
-            options = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
-            if section.quantization != "none":
-                exported.notes.append(
-                    f"the adapter was trained over {section.quantization} weights and is merged into full-precision "
-                    "ones: outputs differ by the rounding"
-                )
+        options = _base_options(run)
+        quantization = "none" if run is None else with_original_model(run).model.quantization
+        if quantization != "none":
+            exported.notes.append(
+                f"the adapter was trained over {quantization} weights and is merged into full-precision ones: outputs "
+                "differ by the rounding"
+            )
         base = str(exported.base)
         # Merged in float32 and cast afterwards, because bfloat16 sums would lose small changes.
         loaded_model = load_model(
@@ -120,5 +145,6 @@ def _convert(
         )
         kind = stored_dtype(base, **options) if dtype is None else pick_dtype(dtype)
         model = loaded_model.model.merge_and_unload().to(kind)
+    exported.notes += loaded_model.notes
     model.save_pretrained(partial_folder)
     loaded_model.tokenizer.save_pretrained(partial_folder)

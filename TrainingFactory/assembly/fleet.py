@@ -106,8 +106,8 @@ def make_serving_fleet(
     config: TrainingConfig, loaded_model: LoadedModel, length: int, episodes: int, notify: Notify
 ) -> Fleet:
     """Make engines that load the model from its folder or the hub, or from a temporary folder if neither has it
-    whole."""
-    folder, temporary = _readable(config), None
+    whole, or has more than the loaded part of it."""
+    folder, temporary = None if loaded_model.notes else _readable(config), None
     if folder is None:
         temporary = tempfile.TemporaryDirectory(prefix="tfactory-model-")
         folder = temporary.name

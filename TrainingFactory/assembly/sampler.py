@@ -37,7 +37,8 @@ DEFAULT_MAX_LENGTH = 4096
 
 
 def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel:
-    """Load the model of a config, with `model.tools_format` applied; `notify` reports what that changes."""
+    """Load the model of a config, with `model.tools_format` applied; `notify` reports what that changes, and the parts
+    of a composite model that were left out."""
     # Imported here, because torch and transformers take seconds, and errors in names should not wait for them.
     from TrainingFactory.models import load_model
 
@@ -53,6 +54,8 @@ def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel
             quantization=model.quantization,
             chat_template=model.chat_template,
         )
+    for note in loaded_model.notes:
+        notify(f"note: {note}")
     if model.tools_format is not None:
         from TrainingFactory.models.tools_format import add_tools_format
 

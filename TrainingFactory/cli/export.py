@@ -42,6 +42,6 @@ def export(
     if exported.reward_model:
         print(f"use it as a reward: reward.type=learned reward.model={exported.path}")
     else:
-        print(f'load it in Python: AutoModelForCausalLM.from_pretrained("{exported.path}")')
+        print(f'load it in Python: {exported.auto_class}.from_pretrained("{exported.path}")')
         print(f"evaluate it: tfactory eval {model} --env NAME")
     return 0

@@ -19,6 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from TrainingFactory.common.options import UnknownNameError, did_you_mean, nearest
+from TrainingFactory.common.texts import pluralize
+from TrainingFactory.models import composite
 from TrainingFactory.models.encoding import decodes_unchanged
 from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve_model_name
 from TrainingFactory.models.templates import set_chat_template
@@ -40,6 +42,7 @@ class LoadedModel:
     name: str  # as resolved
     model: Any  # transformers PreTrainedModel, or a PeftModel around one
     tokenizer: Any
+    notes: tuple[str, ...] = ()  # on parts of the checkpoint that were not loaded
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -73,6 +76,7 @@ def load_model(
         disable_progress_bar()
     torch_device = pick_device(device)
     torch_dtype = pick_dtype(dtype, torch_device)
+    notes: tuple[str, ...] = ()
     if target == BUILTIN:
         tokenizer = tiny_tokenizer()
         model = tiny_model(
@@ -85,7 +89,7 @@ def load_model(
             "dtype": torch_dtype,
             **_quantization_options(quantization, torch_dtype, torch_device),
         }
-        model, tokenizer = _load_pretrained(name, target, options, weight_options)
+        model, tokenizer, notes = _load_pretrained(name, target, options, weight_options)
     if quantization == "none":
         model = model.to(device=torch_device, dtype=torch_dtype)
     else:  # transformers has loaded the weights onto their device, and their dtype is fixed
@@ -93,7 +97,7 @@ def load_model(
     model = model.eval() if adapter is None else _with_adapter(model.eval(), adapter)
     _check_finite(name, model)
     set_chat_template(tokenizer, chat_template, adapter)
-    return LoadedModel(target, model, tokenizer)
+    return LoadedModel(target, model, tokenizer, notes)
 
 
 def _check_finite(name: str, model: Any) -> None:
@@ -186,6 +190,17 @@ def _keep_trainable(model: Any) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def composite_config(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Return the config of a composite model; None for other models, and for hub ids that are not on this machine."""
+    source, options = _locate(name, resolve_model_name(name))
+    options |= {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    if "gguf_file" in options or not (_local_folder(source, options) / "config.json").is_file():
+        return None
+    with _reading(f"the config of {name!r} could not be read", source, options, "config.json"):
+        config = _read_config(source, options)
+    return config if composite.is_composite(config) else None
+
+
 def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool = False) -> torch.dtype:
     """Return the dtype of the stored weights; float32 if the config does not name one."""
     from transformers import AutoConfig
@@ -197,10 +212,13 @@ def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool
     options |= {"revision": revision, "trust_remote_code": trust_remote_code}
     with _reading(f"the config of {name!r} could not be read", source, options, "config.json"):
         config = AutoConfig.from_pretrained(source, **options)
-    return getattr(config, "dtype", None) or torch.float32
+    return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
 
 
-def _load_pretrained(name: str, target: str, options: Options, weight_options: Options) -> tuple[Any, Any]:
+def _load_pretrained(
+    name: str, target: str, options: Options, weight_options: Options
+) -> tuple[Any, Any, tuple[str, ...]]:
+    """Return the model, its tokenizer, and notes on parts that were not loaded."""
     from transformers import AutoModelForCausalLM
 
     source, gguf = _locate(name, target)
@@ -215,15 +233,19 @@ def _load_pretrained(name: str, target: str, options: Options, weight_options: O
     else:  # safetensors only: other weight files are pickles, which execute code when they are read
         weight_options["use_safetensors"] = True
     reading = partial(_reading, f"model {name!r} could not be loaded from {source!r}", source, options)
+    config: Any = None  # of a composite model
     with _read_once() if gguf else nullcontext():
         if not gguf:
             with reading("config.json"):
-                _check_config(source, options)
+                whole_config = _read_config(source, options)
+            config = whole_config if composite.is_composite(whole_config) else None
+        text_options = {} if config is None else composite.loading_options(name, config)
         with reading("tokenizer.json"):
             tokenizer = _read_tokenizer(source, options)
-        with reading("config.json"):  # or the weights, if they do not match it
+        hiding = nullcontext() if config is None else composite.hiding_expected_warnings()
+        with reading("config.json"), hiding:  # or the weights, if they do not match it
             pretrained: Any = AutoModelForCausalLM.from_pretrained(
-                source, output_loading_info=True, **options, **weight_options
+                source, output_loading_info=True, **options, **weight_options, **text_options
             )
     model, report = pretrained
     missing = sorted(report["missing_keys"])
@@ -236,7 +258,12 @@ def _load_pretrained(name: str, target: str, options: Options, weight_options: O
         # The weights of a GGUF file are dequantized, and these attributes would prevent saving them.
         del model.config.quantization_config
         model.hf_quantizer = None
-    return model, tokenizer
+    if config is None:
+        return model, tokenizer, ()
+    composite.detach_from_composite(model)
+    folder = _local_folder(source, options)
+    note = composite.describe_text_part(name, config, model, folder, report["unexpected_keys"])
+    return model, tokenizer, (note,)
 
 
 @contextmanager
@@ -278,10 +305,14 @@ def _read_tokenizer(source: str, options: dict[str, Any]) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
     backend = getattr(tokenizer, "backend_tokenizer", None)  # slow tokenizers have none
-    if backend is None or "gguf_file" in options or decodes_unchanged(backend):
+    if "gguf_file" in options:
         return tokenizer
-    # Transformers rebuilds some tokenizers from the class in their config, which may contradict tokenizer.json.
-    return PreTrainedTokenizerFast.from_pretrained(source, **options)
+    if backend is not None and not decodes_unchanged(backend):
+        # Transformers rebuilds some tokenizers from the class in their config, which may contradict tokenizer.json.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(source, **options)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = composite.processor_template(source, options)
+    return tokenizer
 
 
 def _locate(name: str, target: str) -> tuple[str, dict[str, Any]]:
@@ -320,10 +351,17 @@ def _with_adapter(model: Any, adapter: str) -> Any:
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / file).is_file():
             raise ValueError(f"model.adapter {adapter!r}: the folder has no {file}")
-    with _reading(
-        f"model.adapter {adapter!r} does not fit the model", str(folder), {}, "adapter_config.json"
-    ):
-        return set_adapter_dtype(PeftModel.from_pretrained(model, str(folder)).eval(), model.dtype)
+    task = f"model.adapter {adapter!r} does not fit the model"
+    reading = partial(_reading, task, str(folder), {}, "adapter_config.json")
+    with reading():
+        options = composite.adapter_options(folder)
+    if missing := composite.missing_modules(model, options):
+        raise ValueError(
+            f"{task}: it changes {pluralize(len(missing), 'module')} that the text part does not have, such as "
+            f"{missing[0]}. Train it on the language model alone"
+        )
+    with reading():
+        return set_adapter_dtype(PeftModel.from_pretrained(model, str(folder), **options).eval(), model.dtype)
 
 
 def set_adapter_dtype(adapted: Any, dtype: torch.dtype) -> Any:
@@ -348,30 +386,39 @@ def _reading(task: str, source: str, options: dict[str, Any], component: str) ->
         raise ValueError(f"{task}: {_cause(error, source, options, component)}") from error
 
 
-def _check_config(source: str, options: dict[str, Any]) -> None:
+def _read_config(source: str, options: dict[str, Any]) -> Any:
     """Raise ValueError if config.json is corrupt, or generation_config.json, which transformers would silently skip."""
     from transformers import AutoConfig
 
-    layers = getattr(AutoConfig.from_pretrained(source, **options).get_text_config(), "num_hidden_layers", 0)
+    config = AutoConfig.from_pretrained(source, **options)
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > MAX_LAYERS:  # building them would take hours and all memory
         raise ValueError(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
     if damage := _damage(Path(source, "generation_config.json")):
         raise ValueError(damage)
+    return config
+
+
+def _local_folder(source: str, options: dict[str, Any]) -> Path:
+    """Return the folder of a model's files: a local folder, or the hub's cache if it has the model."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(source)
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(source, "config.json", revision=options.get("revision"))
+        folder = Path(cached).parent if isinstance(cached, str) else folder
+    return folder
 
 
 def _cause(error: Exception, source: str, options: dict[str, Any], component: str) -> str:
     """Return why a model could not be loaded, and what to do. Names the missing or damaged file if there is one;
     otherwise quotes the library's error for the file `component`."""
-    from huggingface_hub import try_to_load_from_cache
-
-    folder = Path(source)
     if isinstance(error, ImportError):
         return _first_line(error)
     if (name := options.get("gguf_file")) is not None:
-        return f"{folder / name} is damaged or has an unknown format ({_first_line(error)}): {RECOPY_ADVICE}"
-    if not folder.is_dir():
-        cached = try_to_load_from_cache(source, "config.json", revision=options.get("revision"))
-        folder = Path(cached).parent if isinstance(cached, str) else folder
+        file = Path(source, name)
+        return f"{file} is damaged or has an unknown format ({_first_line(error)}): {RECOPY_ADVICE}"
+    folder = _local_folder(source, options)
     if damaged := _damaged_file(folder):
         return damaged
     patterns = TOKENIZER_FILES if component == "tokenizer.json" and folder.is_dir() else ()

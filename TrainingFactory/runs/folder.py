@@ -73,7 +73,7 @@ APPEND_ONLY = (METRICS, CONSUMED, TRAJECTORIES, KEPT, FINDINGS, EVALUATIONS, CAL
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 CONFIG, ENVIRONMENT, STATUS = "config.yaml", "environment.json", "status.json"
 CHAT_TEMPLATE = "chat_template.jinja"  # copy of the file that `model.chat_template` names
-RESOLVED = "resolved"  # key of environment.json: what the ids of the config resolved to, a line each
+RESOLVED = "resolved"  # key of environment.json: what the config's ids and model resolved to, a line each
 SECRET_IN_CONFIG = (
     "contains a secret, which would be saved in the run's config. Put the secret into an environment variable and set "
     "the option that ends in _env to its name, or write ${NAME} in options of tools"
@@ -279,6 +279,14 @@ class RunFolder:
 
     def write_status(self, status: Status) -> None:
         write_atomically(self.path / STATUS, json.dumps(redact_environment(asdict(status)), indent=1))
+
+    def record_notes(self, notes: Iterable[str]) -> None:
+        """Add lines to the notes of environment.json, each once: a resumed run has them already."""
+        run_info = self.run_info
+        recorded = run_info.setdefault(RESOLVED, [])
+        if new_notes := [note for note in notes if note not in recorded]:
+            recorded += new_notes
+            write_atomically(self.path / ENVIRONMENT, json.dumps(redact_environment(run_info), indent=1))
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         with (

@@ -85,6 +85,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     watcher.phase("load")
     load = partial(training.load, date.fromisoformat(run.run_info["day"]))
     loaded_model, chat = await training.learners.load(load, config, exit_stack, run.path, training.interrupts)
+    run.record_notes(loaded_model.notes)
     dataset, heldout = await in_thread(_tokenize, training, loaded_model, chat)
     # The number of rows, and with it that of steps, is known only now: rows that are too long are gone.
     order = training.order if dataset is None else make_order(config, len(dataset))

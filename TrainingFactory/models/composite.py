@@ -1,0 +1,235 @@
+"""Composite checkpoints: models with a vision or audio part, of which the text part is loaded as a causal LM."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from TrainingFactory.common.texts import pluralize
+
+# Pattern of a weight name in a composite checkpoint -> prefix in the causal LM, as `from_pretrained` takes them.
+TEXT_NAMES = {
+    r"^(?:model\.)?(?:language_model|text_model)\.lm_head\.": "lm_head.",
+    r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model.",
+}
+# Text model without a causal LM class in transformers -> model type that computes the same for text. The rotary
+# sections of these models separate time, height and width, which are equal for text.
+SAME_FOR_TEXT = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+TRANSFORMERS_LOGGER = "transformers.modeling_utils"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."  # of all names in an adapter's file
+
+
+def is_composite(config: Any) -> bool:
+    """Return whether a transformers config describes a model with a text part and other parts."""
+    parts = getattr(type(config), "sub_configs", {})
+    has_own_causal_class = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    return "text_config" in parts and len(parts) > 1 and not has_own_causal_class
+
+
+def loading_options(name: str, config: Any) -> dict[str, Any]:
+    """Return the arguments with which `from_pretrained` loads the text part of a composite model, and reads no other
+    weights. Raise ValueError if transformers has no class for it."""
+    return {"config": _text_config(name, config), "key_mapping": dict(TEXT_NAMES)}
+
+
+def _text_config(name: str, config: Any) -> Any:
+    import transformers
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    text = copy.deepcopy(config.get_text_config())
+    if text.model_type in SAME_FOR_TEXT:
+        values = {key: value for key, value in text.to_dict().items() if key != "model_type"}
+        rotary = values.get("rope_parameters") or {}
+        values["rope_parameters"] = {key: rotary[key] for key in rotary if not key.startswith("mrope")}
+        text = AutoConfig.for_model(SAME_FOR_TEXT[text.model_type], **values)
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"model {name!r}: model_type {config.model_type} is a composite model, and transformers "
+            f"{transformers.__version__} has no causal LM class for its text part ({text.model_type}). Set model.name "
+            "to a text model, or to a family of docs/REAL_MODELS.md#composite-models"
+        )
+    # The whole model's settings, which config.json has at its top level.
+    text.tie_word_embeddings = bool(
+        getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False)
+    )
+    for key in ("eos_token_id", "dtype", "quantization_config"):
+        if (value := getattr(config, key, None)) is not None:
+            setattr(text, key, value)
+    quantization = getattr(text, "quantization_config", None)
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "fp8":
+        text.quantization_config = quantization | {"dequantize": True}  # FP8 weights cannot be trained
+    for key in ("bos_token_id", "pad_token_id"):
+        if getattr(text, key, None) is None:
+            setattr(text, key, getattr(config, key, None))
+    return text
+
+
+def detach_from_composite(model: Any) -> None:
+    """Make a loaded text part a model of its own: saved under the names of its class, with the tying that it has."""
+    if hasattr(model, "_weight_conversions"):
+        del model._weight_conversions  # `save_pretrained` would restore the composite names
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    model.config.tie_word_embeddings = tied
+
+
+def describe_text_part(name: str, config: Any, model: Any, folder: Path, unexpected: Iterable[str]) -> str:
+    """Return a note on what was loaded of a composite model, and on the weights of its files that were left out.
+    `unexpected` are the renamed weights that transformers did not load."""
+    unexpected_names = set(unexpected)
+    loaded_names = set(model.state_dict())
+    tensors, params = Counter[str](), Counter[str]()
+    for key, size in _stored_sizes(folder):
+        renamed = to_text_name(key)
+        is_other_part = renamed == key and key not in loaded_names
+        if is_other_part or renamed in unexpected_names:
+            part = key.removeprefix("model.").split(".")[0]
+            tensors[part] += 1
+            params[part] += size
+    parts = [
+        f"{part} ({pluralize(tensors[part], 'tensor')}, {_format_count(params[part])} parameters)"
+        for part in sorted(tensors)
+    ]
+    return (
+        f"model {name}: loaded the text part of {_class_name(config)} as {type(model).__name__}. Left out: "
+        f"{', '.join(parts) or 'nothing'}. Checkpoints and exported models contain only the text part"
+    )
+
+
+def to_text_name(key: str) -> str:
+    """Rename a weight of a composite checkpoint as `from_pretrained` does with TEXT_NAMES."""
+    for pattern, prefix in TEXT_NAMES.items():
+        key = re.sub(pattern, prefix, key)
+    return key
+
+
+def adapter_options(folder: Path) -> dict[str, Any]:
+    """Return the arguments with which PEFT loads an adapter of a composite model into its text part; none if the
+    adapter has the names of the text part."""
+    from peft import PeftConfig
+
+    modules = _adapted_modules(folder)
+    renamed = {to_text_name(module) for module in modules}
+    if renamed == modules:
+        return {}
+    config: Any = PeftConfig.from_pretrained(str(folder))
+    config.target_modules = renamed
+    return {"config": config, "key_mapping": dict(TEXT_NAMES)}
+
+
+def missing_modules(model: Any, options: dict[str, Any]) -> list[str]:
+    """Return the modules of `adapter_options` that the text part does not have, such as those of a vision part."""
+    targets = options["config"].target_modules if options else set()
+    return sorted(targets - {name for name, _ in model.named_modules()})
+
+
+def rename_adapter(folder: Path, config: Any) -> None:
+    """Rename the modules of an adapter of the text part, in its files, to those of the composite model, because vLLM
+    ignores weights of unknown modules."""
+    rename = _composite_names(config)
+    weights = {
+        PEFT_PREFIX + rename(key.removeprefix(PEFT_PREFIX)): weight
+        for key, weight in load_file(folder / ADAPTER_WEIGHTS).items()
+    }
+    save_file(weights, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    path = folder / "adapter_config.json"
+    adapter_config = json.loads(path.read_text(encoding="utf-8"))
+    # Whole names: the suffixes of layers in the vision part may be the same.
+    adapter_config["target_modules"] = sorted(_adapted_modules(folder))
+    path.write_text(json.dumps(adapter_config, indent=2), encoding="utf-8")
+
+
+def _adapted_modules(folder: Path) -> set[str]:
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as weights:
+        names = [key.removeprefix(PEFT_PREFIX) for key in weights.keys()]  # noqa: SIM118  (not a mapping)
+    return {re.split(r"\.lora_", name)[0] for name in names if ".lora_" in name}
+
+
+def _composite_names(config: Any) -> Callable[[str], str]:
+    """Return a function that renames a weight of the text part, such as model.norm.weight, to the name that it has in
+    the composite model."""
+    from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(copy.deepcopy(config))
+    text = model.config.get_text_config()
+    path, part = next(
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, PreTrainedModel) and module.config is text
+    )
+    has_head = part.get_output_embeddings() is not None  # then it has the same names as the causal LM
+
+    def rename(name: str) -> str:
+        return f"{path}.{name}" if has_head else re.sub(r"^model\.", f"{path}.", name)
+
+    return rename
+
+
+def processor_template(source: str, options: dict[str, Any]) -> str | None:
+    """Return the chat template of a model whose processor has it, instead of its tokenizer; None if there is none."""
+    from transformers.utils.hub import cached_file
+
+    for file in ("chat_template.json", "processor_config.json"):
+        path = cached_file(
+            source, file, revision=options.get("revision"), _raise_exceptions_for_missing_entries=False
+        )
+        if path is not None:
+            template = json.loads(Path(path).read_text(encoding="utf-8")).get("chat_template")
+            if isinstance(template, str):
+                return template
+    return None
+
+
+@contextmanager
+def hiding_expected_warnings() -> Iterator[None]:
+    """Hide transformers' warnings about a text part: the table of weights that were not loaded, unless it also lists
+    invalid ones, and the wrong tying in the config, which `detach_from_composite` corrects."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if "LOAD REPORT" in text:
+            return any(status in text for status in ("MISMATCH", "CONVERSION"))
+        return "tied weights mapping and config" not in text
+
+    logger = logging.getLogger(TRANSFORMERS_LOGGER)
+    logger.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_shown)
+
+
+def _stored_sizes(folder: Path) -> Iterator[tuple[str, int]]:
+    """Yield the names and sizes of the weights in a model's folder, from the headers of its files."""
+    files = ["model.safetensors"]
+    if not (folder / files[0]).is_file():
+        index = (folder / "model.safetensors.index.json").read_text(encoding="utf-8")
+        files = sorted(set(json.loads(index)["weight_map"].values()))
+    for file in files:
+        with safe_open(folder / file, "pt") as weights:
+            for key in weights.keys():  # noqa: SIM118  (not a mapping)
+                yield key, math.prod(weights.get_slice(key).get_shape())
+
+
+def _class_name(config: Any) -> str:
+    return (getattr(config, "architectures", None) or [config.model_type])[0]
+
+
+def _format_count(number: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
