@@ -18,7 +18,12 @@ from TrainingFactory.envs.builtin.text2sql_data import (
 )
 from TrainingFactory.types import Task
 
-TABLE_NAMES = ("{}", "tbl_{}", "{}_data", "all_{}")
+TABLE_NAMES = (
+    "tbl_{}",
+    "{}_data",
+    "all_{}",
+    "my_{}",
+)  # never the domain's own name, which a model would guess
 CITY_COLUMNS = ("city", "town", "home_city", "residence")
 DATE_FORMATS = {"iso": "{year}-{month:02}-{day:02}", "dotted": "{day:02}.{month:02}.{year}"}
 
