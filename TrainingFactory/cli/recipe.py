@@ -39,8 +39,8 @@ def recipe(
         data: gsm8k: folder with train.jsonl and test.jsonl, or a hub id; default openai/gsm8k:main. wordnet: folder
             with data.noun and index.noun; default /usr/share/wordnet (Debian package wordnet-base). text2sql
             generates its tasks.
-        model: Model to train. Default: smollm2-135m, for text2sql qwen2.5-coder-1.5b. gsm8k has settings for both;
-            another model is trained with the settings of the default.
+        model: Model to train. Default: smollm2-135m, for text2sql qwen2.5-coder-1.5b. gsm8k has settings for both
+            and for gemma3-270m; another model is trained with the settings of the default.
         out: Folder for the datasets, the runs and results.json. Default: runs/TASK, or runs/TASK-small.
         seed: Random seed for the order of rows and tasks, and for sampling.
         scale: small runs only a few steps, to test the whole recipe on a CPU.

@@ -46,6 +46,7 @@ CONFIGS = {
     "gsm8k": {
         "smollm2-135m": "smollm2_gsm8k",
         "qwen2.5-coder-1.5b": "qwen25_coder_gsm8k",
+        "gemma3-270m": "gemma3_gsm8k",
     },
     "wordnet": {"smollm2-135m": "smollm2_wordnet"},
     "text2sql": {"qwen2.5-coder-1.5b": "qwen25_coder_text2sql"},
