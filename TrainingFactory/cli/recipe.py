@@ -23,8 +23,7 @@ def recipe(
     """Train a model end to end and evaluate it before and after GRPO on held-out tasks.
 
     The tasks are GSM8K with a calculator, WordNet's nouns with three tools, and queries for generated databases that
-    the model explores by SQL. SmolLM2 is first trained with SFT; Qwen2.5-Coder starts with GRPO. Completed stages are
-    skipped.
+    the model explores by SQL. SFT comes first, except for Qwen2.5-Coder on GSM8K. Completed stages are skipped.
 
     ```
     tfactory recipe gsm8k --data data/gsm8k --seed 1 --out runs/gsm8k-1 --final

@@ -174,31 +174,35 @@ def test_until_a_run_is_there_options_may_change(asked: dict[str, Any]) -> None:
     assert str(Recipe("g").out) == "runs/gsm8k" and str(Recipe("g", scale="small").out) == "runs/gsm8k-small"
 
 
-def test_model_that_can_call_tools_starts_with_grpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without SFT, the model itself is compared with its GRPO run, and the last checkpoint is evaluated."""
+def test_recipe_with_generated_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SFT learns from the environment's expert, and the last checkpoint of GRPO is compared with it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recipes, "TEXT2SQL_TASKS", {"tasks": 8, "dev": 4, "test": 4})
     options = {"task": "text2sql", "model": "builtin:tiny", "scale": "small"}
-    recipe = Recipe(**options)
+    recipe = Recipe(**options, sft=["training.max_steps=1"])
     recipe.prepare(Quiet())
-    assert recipe.runs == ["grpo"] and recipe.evaluated == {"base": "builtin:tiny", "grpo": "grpo"}
-    recipe.train("grpo", Quiet())
+    assert recipe.runs == ["sft", "grpo"] and recipe.evaluated == {"sft": "sft", "grpo": "grpo"}
+    for name in recipe.runs:
+        recipe.train(name, Quiet())
     recipe.measure("dev", Quiet())
     results = recipe.results()
-    assert results["data"]["rows"] == {"tasks": 8, "dev": 4, "test": 4} and [*results["runs"]] == ["grpo"]
-    assert results["evaluations"]["dev"]["greedy"].keys() >= {"base", "grpo", "difference"}
-    with pytest.raises(ValueError, match="qwen25_coder_text2sql has no SFT stage; remove --sft a=1"):
-        Recipe(**options, sft=["a=1"], out="sft")
+    assert results["data"]["rows"] == {"tasks": 8, "dev": 4, "test": 4} and [*results["runs"]] == [
+        "sft",
+        "grpo",
+    ]
+    assert results["evaluations"]["dev"]["greedy"].keys() >= {"sft", "grpo", "difference"}
     with pytest.raises(ValueError, match="text2sql generates its databases and questions; remove --data x"):
         Recipe("x", **options)
     with pytest.raises(ValueError, match="remove --plain"):
         Recipe(**options, plain=True, out="plain").prepare(Quiet())
 
 
-def test_models_with_settings_of_their_own() -> None:
+def test_model_that_can_call_tools_starts_with_grpo() -> None:
     coder = Recipe("g", "qwen2.5-coder-1.5b", "coder")
     assert coder.runs == ["grpo"] and coder.configs["grpo"].training.learning_rate == 2e-6
     assert coder.evaluated == {"base": "qwen2.5-coder-1.5b", "grpo": "grpo"}
     other = Recipe("g", "qwen2.5-coder-1.5b", "coder", grpo=["model.name=my.gguf"])
     assert other.evaluated["base"] == "my.gguf"
     assert Recipe("g", "mine", "other").configs["sft"].model.name == "mine"
+    with pytest.raises(ValueError, match="qwen25_coder_gsm8k has no SFT stage; remove --sft a=1"):
+        Recipe("g", "qwen2.5-coder-1.5b", "coder", sft=["a=1"])

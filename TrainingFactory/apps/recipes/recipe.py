@@ -1,5 +1,5 @@
-"""`tfactory recipe`: train a model on a task with SFT, then GRPO, and evaluate it after both. A model that can call
-tools already starts with GRPO, and is evaluated before and after it.
+"""`tfactory recipe`: train a model on a task with SFT, then GRPO, and evaluate it after both. A model that can call the
+task's tools starts with GRPO, and is evaluated before and after it.
 
     OUT/recipe.json         the options, and the seconds that each stage took
     OUT/data/               rows, by gsm8k.py, wordnet_questions.py or envs/builtin/text2sql.py
@@ -23,9 +23,10 @@ from TrainingFactory.apps.recipes.gsm8k import HUB, PreparedRows, prepare
 from TrainingFactory.apps.recipes.wordnet import FOLDER, WordNet
 from TrainingFactory.apps.recipes.wordnet_questions import prepare_wordnet
 from TrainingFactory.assembly.datasets import write_rows
+from TrainingFactory.assembly.named_files import read_config
 from TrainingFactory.common.event_loop import run
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
-from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.envs.builtin.text2sql import explored_tasks
@@ -181,6 +182,8 @@ class Recipe:
             "sft": {"data.dataset": data["sft"], "data.heldout": data["sft_dev"]},
             "grpo": {"data.tasks": data["tasks"], "data.heldout": data["dev"]},
         }
+        if self.task == "text2sql":  # its demonstrations are played by the environment's expert
+            overrides["sft"] = dict(overrides["grpo"])
         if "sft" in self.runs:
             overrides["grpo"]["model.name"] = EVALUATED_CHECKPOINTS["sft"]
         if model is not None:
@@ -198,7 +201,7 @@ class Recipe:
         return Path(__file__).with_name(f"{self._prefix}_{name}.yaml")
 
     def _config(self, name: str, overrides: dict[str, Any] | None = None) -> TrainingConfig:
-        return load_config(self._file(name), [*self._overrides[name], *_options(overrides or {})])
+        return read_config(self._file(name), [*self._overrides[name], *_options(overrides or {})])
 
     def prepare(self, watcher: Watcher) -> None:
         """Write the rows, and report how many were written and skipped."""

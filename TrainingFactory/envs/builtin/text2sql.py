@@ -95,7 +95,12 @@ class Text2SqlEnvironment(ToolEnvironment):
             await in_thread(self._folder.cleanup)
 
     def expert(self) -> Iterator[Message]:
-        """Yield the turns of the reference solution."""
+        """Yield the turns of the reference solution. It first explores a database that the prompt does not show."""
+        if self.task.metadata.get("layout") == "drawn":
+            yield _try("SELECT sql FROM sqlite_master")
+            layout = layout_of(self.task.metadata["domain"], self.task.metadata["database_seed"])
+            for table in layout.tables_in(str(self.task.answer)):
+                yield _try(f"SELECT * FROM {table} LIMIT 2")
         yield _try(str(self.task.answer))
         yield Message("assistant", str(self.task.answer))
 

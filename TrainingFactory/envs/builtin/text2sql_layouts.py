@@ -7,6 +7,7 @@ common table expressions that restore the domain's tables, so every question has
 from __future__ import annotations
 
 import random
+import re
 from typing import Any, NamedTuple
 
 from TrainingFactory.envs.builtin.text2sql_data import (
@@ -141,6 +142,10 @@ class Layout:
             fields[3] = DATE_FORMATS[self._year_form].format(**date)
         return (self._tables[table], number, *fields)
 
+    def tables_in(self, query: str) -> list[str]:
+        """Return the tables of this layout that a query reads."""
+        return [table for table in self._tables.values() if re.search(rf"\b{table}\b", query)]
+
     def reference(self, query: str) -> str:
         """Return the domain's reference query for this layout."""
         domain = self._domain
@@ -160,7 +165,8 @@ class Layout:
             ),
         }
         restored = []
-        for table, (columns, names, has_lookup, lookup) in logical.items():
+        used = {table: data for table, data in logical.items() if re.search(rf"\b{table}\b", query)}
+        for table, (columns, names, has_lookup, lookup) in used.items():
             source = f"main.{self._tables[table]} x"
             if has_lookup:
                 source += f" JOIN main.{self._tables[lookup]} y ON y.id = x.{columns[2].name}"
