@@ -9,7 +9,9 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 # Files beside the package that `tfactory new` copies and error messages refer to (TrainingFactory/common/starters.py).
-STARTERS = ("configs/**/*.yaml", "examples/**/*", "notebooks/*.ipynb", "tools/search.json", "docs/**/*.md")
+STARTERS = (
+    "configs/**/*.yaml", "configs/*.jinja", "examples/**/*", "notebooks/*.ipynb", "tools/search.json", "docs/**/*.md",
+)  # fmt: skip
 
 
 def starter_files() -> list[Path]:

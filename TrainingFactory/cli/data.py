@@ -195,6 +195,23 @@ def wordnet(folder: str = "/usr/share/wordnet", /, *, out: Path = Path("wordnet"
     return _print_files(out, write_wordnet(folder, out))
 
 
+@data.command
+def text2sql(*, out: Path = Path("text2sql")) -> int:
+    """Write questions about generated databases as RL tasks. Each database has its own tables and columns, which the
+    prompt does not show. The tasks for development (dev) and the final test (test) are about other domains.
+
+    ```
+    tfactory data text2sql --out text2sql
+    ```
+
+    Args:
+        out: Folder for the JSONL files; existing files are replaced.
+    """
+    from TrainingFactory.apps.recipes.recipe import write_text2sql
+
+    return _print_files(out, write_text2sql("generated", out))
+
+
 def _print_files(out: Path, prepared: PreparedRows) -> int:
     rows = [
         (str(out / f"{split}.jsonl"), show.pluralize(count, "row"))

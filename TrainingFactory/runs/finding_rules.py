@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from TrainingFactory.types import Trajectory
 STEPS = 3  # consecutive steps before a finding is reported, and before it is reported as gone
 START_STEPS = 5  # first steps of the run, used as a baseline
 BEFORE_STEPS = 20  # steps before the last ones, used as a baseline
+MIN_CALLED = 0.01  # share of a step's episodes that call a tool; at or below it, `no_tool_called` fires
 # Common formats of a tool call: tags, special tokens, JSON, and the keywords of ReAct.
 CALL = re.compile(
     r"<\|?/?(tool_call|function|invoke|python_tag|tool▁call)|\[TOOL_CALLS\]|\"(name|function|tool|action)\"\s*:"
@@ -54,7 +55,7 @@ class FindingRule(NamedTuple):
 
 
 class FindingTracker:
-    """Reports each finding once, until it has been absent for `steps` steps.
+    """Reports each finding once, until `steps` consecutive steps do not show it.
 
     `earlier` are the metrics of steps before a resume, so that a resumed run reports the same findings as an
     uninterrupted one. `updates` is the number of optimizer updates in a step: with more than one, a larger difference
@@ -82,6 +83,7 @@ class FindingTracker:
             return []
         last, earlier = self._recent[-self._steps :], self._recent[: -self._steps]
         window = StepWindow(last, self._start, earlier, episodes, self._max_logprob_diff)
+        last_step = replace(window, last=last[-1:])
         changes: list[FindingChange] = []
         for rule in FINDING_RULES:
             if (sentence := rule.detect(window)) is not None:
@@ -89,7 +91,9 @@ class FindingTracker:
                     changes.append(FindingChange(step, rule.name, Finding(rule.name, sentence, rule.remedy)))
                 self._absent_steps[rule.name] = 0
             elif rule.name in self._absent_steps:
-                self._absent_steps[rule.name] += 1
+                # One step without the problem interrupts the windows of `steps` steps, but it is not a recovery.
+                is_absent = rule.detect(last_step) is None
+                self._absent_steps[rule.name] = self._absent_steps[rule.name] + 1 if is_absent else 0
                 if self._absent_steps[rule.name] == self._steps:
                     del self._absent_steps[rule.name]
                     changes.append(FindingChange(step, rule.name))
@@ -109,12 +113,16 @@ def find_unparsed_call(episodes: Sequence[Trajectory]) -> str | None:
 
 
 def _no_tool_called(window: StepWindow) -> str | None:
-    if not all(row.get("tools_offered") and not row.get("episodes/called") for row in window.last):
+    if not all(row.get("tools_offered") for row in window.last):
         return None
+    if any(row.get("episodes/called", 0) > MIN_CALLED * row.get("episodes", 0) for row in window.last):
+        return None
+    called, episodes = (sum(_values(window.last, name)) for name in ("episodes/called", "episodes"))
+    who = f"Only {called:.0f} of {episodes:.0f} episodes" if called else "No episode"
     example = find_unparsed_call(window.episodes)
     if example is not None:
-        return f"No episode called a tool, but this reply looks like a call that was not parsed: {example!r}"
-    return "No episode called a tool, and no reply looks like an unparsed call"
+        return f"{who} called a tool, but this reply looks like a call that was not parsed: {example!r}"
+    return f"{who} called a tool, and no reply looks like an unparsed call"
 
 
 def _truncated(window: StepWindow) -> str | None:

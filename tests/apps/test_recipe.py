@@ -13,6 +13,7 @@ from tests.data.test_gsm8k import question, written
 from tests.kits.cli import Run
 from tests.kits.run import Quiet
 from tests.models.test_tools_format import bare
+from TrainingFactory.apps.recipes import recipe as recipes
 from TrainingFactory.apps.recipes.recipe import EVALUATED_CHECKPOINTS, Recipe
 from TrainingFactory.evaluation.comparison import sides
 from TrainingFactory.resolve.model_names import find_model, with_original_model
@@ -171,3 +172,37 @@ def test_until_a_run_is_there_options_may_change(asked: dict[str, Any]) -> None:
     assert "tool_calls" not in Path("made/data/sft.jsonl").read_text("utf-8")
     assert json.loads(Path("made/recipe.json").read_text("utf-8"))["asked"]["plain"]
     assert str(Recipe("g").out) == "runs/gsm8k" and str(Recipe("g", scale="small").out) == "runs/gsm8k-small"
+
+
+def test_recipe_with_generated_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SFT learns from the environment's expert, and the last checkpoint of GRPO is compared with it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recipes, "TEXT2SQL_TASKS", {"tasks": 8, "dev": 4, "test": 4})
+    options: dict[str, Any] = {"task": "text2sql", "model": "builtin:tiny", "scale": "small"}
+    recipe = Recipe(**options, sft=["training.max_steps=1"])
+    recipe.prepare(Quiet())
+    assert recipe.runs == ["sft", "grpo"] and recipe.evaluated == {"sft": "sft", "grpo": "grpo"}
+    for name in recipe.runs:
+        recipe.train(name, Quiet())
+    recipe.measure("dev", Quiet())
+    results = recipe.results()
+    assert results["data"]["rows"] == {"tasks": 8, "dev": 4, "test": 4} and [*results["runs"]] == [
+        "sft",
+        "grpo",
+    ]
+    assert results["evaluations"]["dev"]["greedy"].keys() >= {"sft", "grpo", "difference"}
+    with pytest.raises(ValueError, match="text2sql generates its databases and questions; remove --data x"):
+        Recipe("x", **options)
+    with pytest.raises(ValueError, match="remove --plain"):
+        Recipe(**options, plain=True, out="plain").prepare(Quiet())
+
+
+def test_model_that_can_call_tools_starts_with_grpo() -> None:
+    coder = Recipe("g", "qwen2.5-coder-1.5b", "coder")
+    assert coder.runs == ["grpo"] and coder.configs["grpo"].training.learning_rate == 2e-6
+    assert coder.evaluated == {"base": "qwen2.5-coder-1.5b", "grpo": "grpo"}
+    other = Recipe("g", "qwen2.5-coder-1.5b", "coder", grpo=["model.name=my.gguf"])
+    assert other.evaluated["base"] == "my.gguf"
+    assert Recipe("g", "mine", "other").configs["sft"].model.name == "mine"
+    with pytest.raises(ValueError, match="qwen25_coder_gsm8k has no SFT stage; remove --sft a=1"):
+        Recipe("g", "qwen2.5-coder-1.5b", "coder", sft=["a=1"])

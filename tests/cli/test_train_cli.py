@@ -158,10 +158,9 @@ def test_the_configs_load(path: Path) -> None:
     config = load_config(path)
     family, _, algorithm = path.stem.removesuffix("_lora").removesuffix("_ray").partition("_")
     algorithm = {"text2sql": "grpo"}.get(algorithm, algorithm)  # called after its environment
-    algorithm = (
-        algorithm.rpartition("_")[2] if family == "smollm2" else algorithm
-    )  # their task comes before it
-    assert config.training.algorithm == algorithm and family in config.model.name.lower()
+    has_task = family in ("smollm2", "qwen25", "gemma3")  # their task comes before it
+    algorithm = algorithm.rpartition("_")[2] if has_task else algorithm
+    assert config.training.algorithm == algorithm and family in config.model.name.lower().replace(".", "")
     assert unused_options(config) == []
     if path.name != "qwen3_grpo.yaml":  # that one is the form that other texts print
         assert notices(config) == []

@@ -16,8 +16,9 @@ from tests.kits.run import Quiet
 from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.config import load_config
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.envs.builtin.text2sql import Text2SqlEnvironment, hidden_variants
-from TrainingFactory.envs.builtin.text2sql_data import DOMAINS, QUESTIONS, creation_script
+from TrainingFactory.envs.builtin.text2sql import Text2SqlEnvironment, explored_tasks, hidden_variants
+from TrainingFactory.envs.builtin.text2sql_data import ALL_DOMAINS, DOMAINS, QUESTIONS, RECIPE_SPLITS
+from TrainingFactory.envs.builtin.text2sql_layouts import creation_script
 from TrainingFactory.rewards.rules.tool_verified import make_verifier
 from TrainingFactory.rollout.scripted import play
 from TrainingFactory.trainers.notices import notices
@@ -159,6 +160,46 @@ def test_a_bomb_is_stopped(monkeypatch: pytest.MonkeyPatch):
     task = one_task(lambda task: task.metadata["domain"] == "shop")
     bomb = "SELECT COUNT(*) FROM " + ", ".join(f"orders o{number}" for number in range(8))
     assert worth(task, ask(bomb), bomb) == (0.0, 0.0)
+
+
+def schema(task: Task) -> str:
+    return creation_script(task, 0).partition("INSERT")[0]
+
+
+def test_splits_of_the_recipe_share_no_database():
+    splits = {split: list(explored_tasks(split, 40)) for split in RECIPE_SPLITS}
+    domains = {split: {task.metadata["domain"] for task in tasks} for split, tasks in splits.items()}
+    assert domains == {split: set(names) for split, names in RECIPE_SPLITS.items()}
+    assert sum(map(len, domains.values())) == len(ALL_DOMAINS) == len(set().union(*domains.values()))
+    assert len({schema(task) for task in splits["tasks"]}) > 35
+    assert not any("CREATE" in str(task.prompt) for task in splits["dev"])
+
+
+def test_reference_in_a_layout_gives_the_rows_of_the_domain():
+    tasks = list(explored_tasks("tasks", 60))
+    for task in tasks:
+        domain, seed = task.metadata["domain"], task.metadata["database_seed"]
+        query = "SELECT " + str(task.answer).partition(") SELECT ")[2]
+        plain = Task("plain", "", query, {"domain": domain, "database_seed": seed})
+        for variant in (0, 3):
+            assert rows(task, str(task.answer), variant) == rows(plain, query, variant)
+    schemas = [schema(task) for task in tasks]
+    for form in ("_code TEXT", "date TEXT", "year INTEGER", "cities", "kinds"):
+        assert 0 < sum(form in text for text in schemas) < len(schemas)
+    for domain in ALL_DOMAINS.values():
+        assert len({kind[:3] for kind in domain.kinds}) == len(domain.kinds)
+
+
+def test_unseen_database_is_explored_by_queries():
+    task = next(task for task in explored_tasks("dev", 99) if task.metadata["kind"] == "group")
+    look = ask("SELECT sql FROM sqlite_master")
+    trajectory = played(task, look, ask(str(task.answer)), str(task.answer))
+    assert "CREATE TABLE" in trajectory.turns[0].replies[0].content
+    assert trajectory.reward is not None and trajectory.reward.outcome == 1.0
+    assert worth(task, "SELECT city, COUNT(*) FROM people GROUP BY city") == (0.0, 0.0)
+    expert = played(task, *Text2SqlEnvironment(task).expert())
+    assert expert.reward is not None and expert.reward.outcome == 1.0 and len(expert.turns) >= 4
+    assert all(result.ok for turn in expert.turns for result in turn.tool_results)
 
 
 def test_the_config_that_trains_on_it(tmp_path: Path):

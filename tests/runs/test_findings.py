@@ -71,6 +71,22 @@ def test_each_finding_is_said_once_until_it_has_gone(name: str) -> None:
     assert name in {change.name for change in told(table, 24, 3, **PROVOKED[name])}  # it is back
 
 
+@pytest.mark.parametrize("interruption", [{"episodes/called": 1}, {"episodes/called": 12}])
+def test_single_step_with_calls_is_no_recovery(interruption: dict[str, float]) -> None:
+    tracker, silent = FindingTracker(), {"episodes": 256, "episodes/called": 0}
+    assert [change.name for change in told(tracker, 1, 3, **silent)] == ["no_tool_called"]
+    for step in (4, 8, 10, 20):
+        assert told(tracker, step, 1, **silent | interruption) == told(tracker, step + 1, 3, **silent) == []
+    [gone] = told(tracker, 30, 3, **silent | {"episodes/called": 12})
+    assert gone.step == 32 and gone.finding is None
+
+
+def test_few_calls_count_as_none() -> None:
+    [change] = told(FindingTracker(), 1, 3, **{"episodes": 256, "episodes/called": 2})
+    assert change.finding is not None and "Only 6 of 768 episodes called a tool" in change.finding.sentence
+    assert told(FindingTracker(), 1, 3, **{"episodes": 256, "episodes/called": 3}) == []
+
+
 def test_every_check_is_provoked_and_has_its_place_in_the_docs() -> None:
     assert [check.name for check in FINDING_RULES] == [*PROVOKED]
     page = (Path(__file__).parents[2] / "docs" / "DOCTOR.md").read_text(encoding="utf-8")

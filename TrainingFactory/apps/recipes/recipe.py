@@ -1,8 +1,9 @@
-"""`tfactory recipe`: train a small model on GSM8K or WordNet's nouns with SFT, then GRPO, and evaluate it after both.
+"""`tfactory recipe`: train a model on a task with SFT, then GRPO, and evaluate it after both. A model that can call the
+task's tools starts with GRPO, and is evaluated before and after it.
 
     OUT/recipe.json         the options, and the seconds that each stage took
-    OUT/data/               rows, by apps/recipes/gsm8k.py or apps/recipes/wordnet_questions.py
-    OUT/sft/, OUT/grpo/     two ordinary runs, by the configs beside this file
+    OUT/data/               rows, by gsm8k.py, wordnet_questions.py or envs/builtin/text2sql.py
+    OUT/sft/, OUT/grpo/     ordinary runs, by the configs beside this file
     OUT/episodes/           evaluation episodes of both models
     OUT/results.json        all results
 
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +23,13 @@ from TrainingFactory.apps.recipes.gsm8k import HUB, PreparedRows, prepare
 from TrainingFactory.apps.recipes.wordnet import FOLDER, WordNet
 from TrainingFactory.apps.recipes.wordnet_questions import prepare_wordnet
 from TrainingFactory.assembly.datasets import write_rows
+from TrainingFactory.assembly.named_files import read_config
 from TrainingFactory.common.event_loop import run
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
-from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.data.disk import write_atomically
+from TrainingFactory.envs.builtin.text2sql import explored_tasks
 from TrainingFactory.evaluation.comparison import ComparedModel, Comparison, compare
 from TrainingFactory.evaluation.requests import RecordedEvaluation, request_model
 from TrainingFactory.runs.devices import device_failure
@@ -37,9 +41,21 @@ from TrainingFactory.types import Trajectory
 
 Scale = Literal["full", "small"]
 RUNS, STATE = ("sft", "grpo"), "recipe.json"
+# task -> model -> prefix of its configs, PREFIX_sft.yaml and PREFIX_grpo.yaml. The first model is the default; other
+# models than these are trained by its configs.
+CONFIGS = {
+    "gsm8k": {
+        "smollm2-135m": "smollm2_gsm8k",
+        "qwen2.5-coder-1.5b": "qwen25_coder_gsm8k",
+        "gemma3-270m": "gemma3_gsm8k",
+    },
+    "wordnet": {"smollm2-135m": "smollm2_wordnet"},
+    "text2sql": {"qwen2.5-coder-1.5b": "qwen25_coder_text2sql"},
+}
 # For sft the last checkpoint, which solves more tasks than the one with the lowest loss; for grpo the best one.
 EVALUATED_CHECKPOINTS = {"sft": "sft", "grpo": "grpo@best"}
 TEMPERATURES = {"greedy": 0.0, "temperature 1": 1.0}
+TEXT2SQL_TASKS = {"tasks": 2000, "dev": 300, "test": 600}  # generated tasks of each split
 MAX_EXAMPLES = 3  # examples of improved tasks, and of worsened tasks
 REPORTED_METRICS = (
     "success",
@@ -87,11 +103,28 @@ def _write_parts(prepared: PreparedRows, source: str | Path, folder: Path) -> Pr
     return prepared
 
 
-TASKS = {"gsm8k": (HUB, write_gsm8k), "wordnet": (FOLDER, write_wordnet)}
+def write_text2sql(source: str | Path, folder: Path, plain: bool = False) -> PreparedRows:
+    if plain:
+        raise ValueError(
+            "text2sql has no form without tools: only the tool sql shows the schema; remove --plain"
+        )
+    parts = {
+        split: [asdict(task) for task in explored_tasks(split, count)]
+        for split, count in TEXT2SQL_TASKS.items()
+    }
+    return _write_parts(PreparedRows(parts), source, folder)
+
+
+# task -> default source of its rows, and the function that writes them
+TASKS = {
+    "gsm8k": (HUB, write_gsm8k),
+    "wordnet": (FOLDER, write_wordnet),
+    "text2sql": ("generated", write_text2sql),
+}
 
 
 class Recipe:
-    """The stages of a recipe. The constructor validates the options; then call `prepare`, `train` for both runs,
+    """The stages of a recipe. The constructor validates the options; then call `prepare`, `train` for each of `runs`,
     `measure` and `results` in this order. `sft` and `grpo` are overrides of their configs."""
 
     def __init__(
@@ -99,6 +132,8 @@ class Recipe:
         scale: Scale = "full", plain: bool = False, sft: Sequence[str] = (), grpo: Sequence[str] = (),
         task: str = "gsm8k",
     ) -> None:  # fmt: skip
+        if task == "text2sql" and source is not None:
+            raise ValueError(f"text2sql generates its databases and questions; remove --data {source}")
         default_out = f"runs/{task}-small" if scale == "small" else f"runs/{task}"
         self.source, self.out = source or TASKS[task][0], Path(out or default_out).expanduser()
         self.plain, self.task = plain, task
@@ -123,33 +158,50 @@ class Recipe:
                 self.state = previous | {"asked": recorded if has_runs else requested}
         elif self.out.is_dir() and any(self.out.glob("[!.]*")):
             raise ValueError(f"{self.out} exists and is not a recipe's folder; choose another --out")
-        data = {
-            split: str(self.out / "data" / f"{split}.jsonl") for split in ("sft", "sft_dev", "tasks", "dev")
+        named_configs = CONFIGS[task]
+        self._prefix = named_configs.get((model or "").lower(), next(iter(named_configs.values())))
+        self.runs = [name for name in RUNS if self._file(name).is_file()]
+        if sft and "sft" not in self.runs:
+            raise ValueError(f"{self._prefix} has no SFT stage; remove --sft {sft[0]}")
+        overrides = self._default_overrides(model, seed, scale)
+        user = {"sft": sft, "grpo": grpo}
+        self._overrides = {name: [*_options(overrides[name]), *user[name]] for name in self.runs}
+        self.configs = {name: self._config(name) for name in self.runs}
+        # Models to compare, by their names in the results.
+        is_best = self.configs["grpo"].logging.keep_best
+        first = "sft" if "sft" in self.runs else "base"
+        self.evaluated = {
+            first: EVALUATED_CHECKPOINTS.get(first, self.configs["grpo"].model.name),
+            "grpo": EVALUATED_CHECKPOINTS["grpo"] if is_best else "grpo",
         }
-        common = {"training.seed": seed, "logging.output_dir": str(self.out)}
+
+    def _default_overrides(self, model: str | None, seed: int, scale: Scale) -> dict[str, dict[str, Any]]:
+        """Return the overrides of each run's config, before those of the user."""
+        data = {part: str(self.out / "data" / f"{part}.jsonl") for part in ("sft", "sft_dev", "tasks", "dev")}
         overrides: dict[str, dict[str, Any]] = {
             "sft": {"data.dataset": data["sft"], "data.heldout": data["sft_dev"]},
-            "grpo": {
-                "data.tasks": data["tasks"],
-                "data.heldout": data["dev"],
-                "model.name": EVALUATED_CHECKPOINTS["sft"],
-            },
+            "grpo": {"data.tasks": data["tasks"], "data.heldout": data["dev"]},
         }
-        if task == "wordnet":
+        if self.task == "text2sql":  # its demonstrations are played by the environment's expert
+            overrides["sft"] = dict(overrides["grpo"])
+        if "sft" in self.runs:
+            overrides["grpo"]["model.name"] = EVALUATED_CHECKPOINTS["sft"]
+        if model is not None:
+            overrides[self.runs[0]]["model.name"] = model
+        if self.task == "wordnet":
             folder = str(WordNet(self.source).folder.resolve())  # raises if WordNet is missing
             overrides["grpo"]["tools"] = [{"name": "wordnet", "options": {"path": folder}}]
-        overrides["sft"] |= {} if model is None else {"model.name": model}
-        for name in RUNS:
-            overrides[name] |= (PLAIN_OVERRIDES[name] if plain else {}) | (
-                SMALL_OVERRIDES[name] if scale == "small" else {}
-            )
-        user = {"sft": sft, "grpo": grpo}
-        self._overrides = {name: [*_options(common | overrides[name]), *user[name]] for name in RUNS}
-        self.configs = {name: self._config(name) for name in RUNS}
+        for name in self.runs:
+            overrides[name] |= {"training.seed": seed, "logging.output_dir": str(self.out)}
+            overrides[name] |= PLAIN_OVERRIDES[name] if self.plain else {}
+            overrides[name] |= SMALL_OVERRIDES[name] if scale == "small" else {}
+        return overrides
+
+    def _file(self, name: str) -> Path:
+        return Path(__file__).with_name(f"{self._prefix}_{name}.yaml")
 
     def _config(self, name: str, overrides: dict[str, Any] | None = None) -> TrainingConfig:
-        file = Path(__file__).with_name(f"smollm2_{self.task}_{name}.yaml")
-        return load_config(file, [*self._overrides[name], *_options(overrides or {})])
+        return read_config(self._file(name), [*self._overrides[name], *_options(overrides or {})])
 
     def prepare(self, watcher: Watcher) -> None:
         """Write the rows, and report how many were written and skipped."""
@@ -185,14 +237,14 @@ class Recipe:
         """Evaluate both models on `dev` or `test` at every temperature; reuse recorded evaluations."""
         with self._timed(split), _with_resume_hint():
             for decoding, temperature in TEMPERATURES.items():
-                before, after = (self._evaluate(name, split, temperature, watcher) for name in RUNS)
+                before, after = (self._evaluate(name, split, temperature, watcher) for name in self.evaluated)
                 self.compared.setdefault(split, {})[decoding] = compare(before, after)
 
     def _evaluate(self, name: str, split: str, temperature: float, watcher: Watcher) -> ComparedModel:
         options = {"data.tasks": str(self.out / "data" / f"{split}.jsonl"), "data.heldout": None}
         options |= {"data.split": "heldout", "training.group_size": 1, "sampling.temperature": temperature}
         options["sampling.slots"] = RunFolder(self.out / "grpo").config.sampling.slots  # may be edited there
-        model = request_model(EVALUATED_CHECKPOINTS[name], (), self.out).with_conditions(
+        model = request_model(self.evaluated[name], (), self.out).with_conditions(
             self._config("grpo", options)
         )
         file, compared_model = (
@@ -216,16 +268,19 @@ class Recipe:
         import torch
 
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        run_info = RunFolder(self.out / RUNS[0]).run_info
+        run_info = RunFolder(self.out / self.runs[0]).run_info
         results = self.state | {key: run_info[key] for key in ("versions", "platform", "commit", "started")}
-        results |= {"device": device, "runs": {name: _figures(RunFolder(self.out / name)) for name in RUNS}}
+        results |= {
+            "device": device,
+            "runs": {name: _figures(RunFolder(self.out / name)) for name in self.runs},
+        }
         results["evaluations"] = {
             split: {decoding: _compared(comparison) for decoding, comparison in by_decoding.items()}
             for split, by_decoding in self.compared.items()
         }
         last = list(self.compared.values())[-1]["greedy"]
         changed_episodes = last.episodes([*last.better[:MAX_EXAMPLES], *last.worse[:MAX_EXAMPLES]])
-        results["examples"] = [_example(*episodes) for _, episodes in changed_episodes]
+        results["examples"] = [_example(self.evaluated, episodes) for _, episodes in changed_episodes]
         self._write("results.json", results)
         return results
 
@@ -296,8 +351,8 @@ def _compared(comparison: Comparison) -> dict[str, Any]:
     return model_results | {key: summary[key] for key in keys} | changes
 
 
-def _example(before: Trajectory | None, after: Trajectory | None) -> dict[str, Any]:
-    both = zip(RUNS, (before, after), strict=True)
+def _example(names: Iterable[str], compared_episodes: Iterable[Trajectory | None]) -> dict[str, Any]:
+    both = zip(names, compared_episodes, strict=True)
     episodes = {name: episode for name, episode in both if episode is not None}
     task = next(iter(episodes.values())).task
     messages = {

@@ -18,6 +18,7 @@ import sqlite3
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import chain, islice
 from itertools import count as endlessly
 from pathlib import Path
@@ -27,7 +28,14 @@ from TrainingFactory.common.sql.compare import same_result
 from TrainingFactory.common.sql.database import SqlDatabase
 from TrainingFactory.envs.base import ToolEnvironment
 from TrainingFactory.envs.builtin.splits import generate_tasks
-from TrainingFactory.envs.builtin.text2sql_data import DOMAINS, QUESTIONS, creation_script, make_question
+from TrainingFactory.envs.builtin.text2sql_data import (
+    ALL_DOMAINS,
+    DOMAINS,
+    QUESTIONS,
+    RECIPE_SPLITS,
+    make_question,
+)
+from TrainingFactory.envs.builtin.text2sql_layouts import creation_script, layout_of
 from TrainingFactory.protocols import Episode
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.threads import in_thread
@@ -87,14 +95,19 @@ class Text2SqlEnvironment(ToolEnvironment):
             await in_thread(self._folder.cleanup)
 
     def expert(self) -> Iterator[Message]:
-        """Yield the turns of the reference solution."""
+        """Yield the turns of the reference solution. It first explores a database that the prompt does not show."""
+        if self.task.metadata.get("layout") == "drawn":
+            yield _try("SELECT sql FROM sqlite_master")
+            layout = layout_of(self.task.metadata["domain"], self.task.metadata["database_seed"])
+            for table in layout.tables_in(str(self.task.answer)):
+                yield _try(f"SELECT * FROM {table} LIMIT 2")
         yield _try(str(self.task.answer))
         yield Message("assistant", str(self.task.answer))
 
     def novice(self, rng: random.Random) -> Iterator[Message]:
         """Yield turns with a typical mistake: a warm start on such turns leaves something for RL to improve."""
         mistake = rng.choice(("answers in words", "forgets the condition", "asks and repeats a number"))
-        words = DOMAINS[self.task.metadata["domain"]]
+        words = ALL_DOMAINS[self.task.metadata["domain"]]
         if mistake == "answers in words":
             yield Message("assistant", f"The {words.people} are in the table.")
             return
@@ -141,9 +154,32 @@ def _task(task_id: str, rng: random.Random) -> Task:
     return Task(task_id, f"{'; '.join(DOMAINS[domain].schema)}\n\n{question}", query, metadata)
 
 
+def explored_tasks(split: str, count: int) -> Iterator[Task]:
+    """Yield tasks of the recipe's split `tasks`, `dev` or `test`. The prompt has no schema: each database has a layout
+    of its own, which the model explores with the tool. Splits share no domain, so they share no database."""
+    rng = random.Random(f"text2sql recipe {split}")
+    tasks = (_explored_task(f"{split}-{number}", RECIPE_SPLITS[split], rng) for number in endlessly())
+    return islice((task for task in tasks if _is_informative(_rows(task, 0, str(task.answer)))), count)
+
+
+def _explored_task(task_id: str, domains: list[str], rng: random.Random) -> Task:
+    domain, kind = rng.choice(domains), rng.choice(list(QUESTIONS))
+    database = f"{rng.getrandbits(48):012x}"
+    question, query = make_question(kind, domain, database, rng)
+    metadata = {"domain": domain, "database_seed": database, "kind": kind, "layout": "drawn"}
+    return Task(task_id, question, layout_of(domain, database).reference(query), metadata)
+
+
 def hidden_variants(task: Task) -> list[int]:
     """Return the hidden databases: variants on which the reference query gives another result than on the visible one,
     so that constants fail, preferably also another one than near misses. If there are none, return any variants."""
+    keys = (task.metadata["domain"], task.metadata["database_seed"], task.metadata.get("layout"))
+    return list(_hidden_variants(str(task.answer), *keys))
+
+
+@lru_cache(maxsize=4096)  # the episodes of a group share them
+def _hidden_variants(reference: str, domain: str, seed: str, layout: str | None) -> tuple[int, ...]:
+    task = Task("", "", reference, {"domain": domain, "database_seed": seed, "layout": layout})
     visible_rows = Counter(_rows(task, 0, str(task.answer)))
     candidates = (
         variant
@@ -162,7 +198,7 @@ def hidden_variants(task: Task) -> list[int]:
         undetected = remaining
         if len(selected) == HIDDEN:
             break
-    return list(islice(chain(selected, passed_over, endlessly(MAX_VARIANTS)), HIDDEN))
+    return tuple(islice(chain(selected, passed_over, endlessly(MAX_VARIANTS)), HIDDEN))
 
 
 def _near_misses(query: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Small databases and questions about them, generated from seeds. Four domains with the same structure: people, things,
+"""Small databases and questions about them, generated from seeds. All domains have the same structure: people, things,
 and links between them."""
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class SqlDomain:
 
 _WORDS = yaml.safe_load(Path(__file__).with_name("text2sql.yaml").read_text(encoding="utf-8"))
 DOMAINS = {name: SqlDomain(**words) for name, words in _WORDS["domains"].items()}
+ALL_DOMAINS = DOMAINS | {name: SqlDomain(**words) for name, words in _WORDS["more_domains"].items()}
+RECIPE_SPLITS: dict[str, list[str]] = _WORDS["recipe_splits"]  # split -> domains
 QUESTIONS: dict[str, list[str]] = _WORDS["questions"]  # kind -> [question, reference query]
 
 
@@ -73,15 +75,16 @@ def draw_values(domain: str, seed: str) -> SharedValues:
         tuple(rng.sample(NAMES, PEOPLE)),
         tuple(rng.sample(PLACES, CITIES)),
         tuple(rng.sample(THINGS, TITLES)),
-        tuple(rng.sample(DOMAINS[domain].kinds, KINDS)),
+        tuple(rng.sample(ALL_DOMAINS[domain].kinds, KINDS)),
     )
 
 
-def creation_script(task: Task, variant: int) -> str:
-    """Return the SQL that creates a database; variants have different rows over the same values. Names, titles and
-    values of things are unique, so that sorting is. In hidden variants (1 and up), one value is the average."""
+def draw_rows(task: Task, variant: int) -> list[tuple[Any, ...]]:
+    """Return the rows of a database, each after its table's name; variants have different rows over the same values.
+    Names, titles and values of things are unique, so that sorting is. In hidden variants (1 and up), one value is the
+    average."""
     domain, seed = task.metadata["domain"], task.metadata["database_seed"]
-    words, values = DOMAINS[domain], draw_values(domain, seed)
+    words, values = ALL_DOMAINS[domain], draw_values(domain, seed)
     rng = random.Random(f"text2sql rows {domain} {seed} {variant}")
     names, titles = rng.sample(values.names, PEOPLE), rng.sample(values.titles, TITLES)
     numbers = _with_average(rng) if variant else rng.sample(range(5, 100), TITLES)
@@ -93,12 +96,10 @@ def creation_script(task: Task, variant: int) -> str:
         for n, (title, value) in enumerate(zip(titles, numbers, strict=True), 1)
     ]
     active = rng.sample(range(1, PEOPLE + 1), PEOPLE - 2)  # two people have no links
-    rows += [
+    return rows + [
         (words.links, n, rng.choice(active), rng.randint(1, TITLES), rng.randint(1, 9), rng.choice(YEARS))
         for n in range(1, LINKS + 1)
     ]
-    inserts = [f"INSERT INTO {table} VALUES ({', '.join(map(repr, row))})" for table, *row in rows]
-    return ";\n".join([*words.schema, *inserts]) + ";"
 
 
 def _with_average(rng: random.Random) -> list[int]:
@@ -128,5 +129,5 @@ def make_question(kind: str, domain: str, seed: str, rng: random.Random) -> tupl
     parameters = {
         name: draw(values, rng) for name, draw in PLACEHOLDERS.items() if f"{{{name}" in "".join(templates)
     }
-    question, query = (text.format(d=DOMAINS[domain], **parameters) for text in templates)
+    question, query = (text.format(d=ALL_DOMAINS[domain], **parameters) for text in templates)
     return question, query

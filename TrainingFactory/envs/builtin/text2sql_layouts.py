@@ -1,0 +1,195 @@
+"""Tables and columns that differ from database to database, drawn from the database's seed.
+
+A layout stores the rows of people, things and links under other names and in other forms: cities and kinds as text, as
+codes or in tables of their own, years as numbers or inside dates. Its reference query is the domain's query behind
+common table expressions that restore the domain's tables, so every question has a reference in every layout."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any, NamedTuple
+
+from TrainingFactory.envs.builtin.text2sql_data import (
+    ALL_DOMAINS,
+    SharedValues,
+    SqlDomain,
+    draw_rows,
+    draw_values,
+)
+from TrainingFactory.types import Task
+
+TABLE_NAMES = (
+    "tbl_{}",
+    "{}_data",
+    "all_{}",
+    "my_{}",
+)  # never the domain's own name, which a model would guess
+CITY_COLUMNS = ("city", "town", "home_city", "residence")
+DATE_FORMATS = {"iso": "{year}-{month:02}-{day:02}", "dotted": "{day:02}.{month:02}.{year}"}
+
+
+class Column(NamedTuple):
+    """A column as stored, and the expression that restores the domain's column from the table `x` or `y`."""
+
+    name: str
+    type: str
+    restored: str
+
+
+class Layout:
+    """The physical schema of one database. All variants of a database share it."""
+
+    def __init__(self, domain: SqlDomain, values: SharedValues, seed: str) -> None:
+        rng = random.Random(f"text2sql layout {domain.people} {seed}")
+        self._domain, self._values = domain, values
+        table_name = rng.choice(TABLE_NAMES)
+        logical_names = (domain.people, domain.things, domain.links, "cities", "kinds")
+        self._tables = dict(
+            zip(logical_names, (table_name.format(name) for name in logical_names), strict=True)
+        )
+        person, thing = domain.person_id.removesuffix("_id"), domain.thing_id.removesuffix("_id")
+        self._name = rng.choice(("name", "full_name", f"{person}_name"))
+        self._title = rng.choice(("title", "label", f"{thing}_title"))
+        self._person, self._thing = rng.choice(
+            ((f"{person}_id", f"{thing}_id"), (person, thing), (f"{person}_no", f"{thing}_no"))
+        )
+        self._city_in_table = rng.random() < 0.5
+        self._city_column = rng.choice(CITY_COLUMNS)
+        self._kind_form = rng.choice(("text", "code", "table"))
+        self._year_form = rng.choice(("number", *DATE_FORMATS))
+
+    @property
+    def _people(self) -> list[Column]:
+        city = self._city_column
+        city_column = (
+            Column(f"{city}_id", "INTEGER", "y.name")
+            if self._city_in_table
+            else Column(city, "TEXT", f"x.{city}")
+        )
+        return [
+            Column("id", "INTEGER PRIMARY KEY", "x.id"),
+            Column(self._name, "TEXT", f"x.{self._name}"),
+            city_column,
+        ]
+
+    @property
+    def _things(self) -> list[Column]:
+        kind, value = self._domain.kind, self._domain.value
+        decoded = " ".join(f"WHEN '{_code(name)}' THEN '{name}'" for name in self._domain.kinds)
+        kind_column = {
+            "text": Column(kind, "TEXT", f"x.{kind}"),
+            "code": Column(f"{kind}_code", "TEXT", f"CASE x.{kind}_code {decoded} END"),
+            "table": Column(f"{kind}_id", "INTEGER", "y.name"),
+        }[self._kind_form]
+        title = Column(self._title, "TEXT", f"x.{self._title}")
+        return [
+            Column("id", "INTEGER PRIMARY KEY", "x.id"),
+            title,
+            kind_column,
+            Column(value, "INTEGER", f"x.{value}"),
+        ]
+
+    @property
+    def _links(self) -> list[Column]:
+        year_column = {
+            "number": Column("year", "INTEGER", "x.year"),
+            "iso": Column("date", "TEXT", "CAST(substr(x.date, 1, 4) AS INTEGER)"),
+            "dotted": Column("date", "TEXT", "CAST(substr(x.date, 7, 4) AS INTEGER)"),
+        }[self._year_form]
+        columns = (self._person, self._thing, self._domain.amount)
+        return [
+            Column("id", "INTEGER PRIMARY KEY", "x.id"),
+            *(Column(name, "INTEGER", f"x.{name}") for name in columns),
+            year_column,
+        ]
+
+    @property
+    def schema(self) -> list[str]:
+        """Return one CREATE TABLE statement per table."""
+        domain = self._domain
+        tables = {domain.people: self._people, domain.things: self._things, domain.links: self._links}
+        lookup = [Column("id", "INTEGER PRIMARY KEY", ""), Column("name", "TEXT", "")]
+        if self._city_in_table:
+            tables["cities"] = lookup
+        if self._kind_form == "table":
+            tables["kinds"] = lookup
+        return [
+            f"CREATE TABLE {self._tables[name]} ({', '.join(f'{column.name} {column.type}' for column in columns)})"
+            for name, columns in tables.items()
+        ]
+
+    def stored_rows(self, rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Convert rows of the domain's tables, each with its table's name first, to rows of this layout."""
+        cities, kinds = list(self._values.cities), list(self._values.kinds)
+        converted = [self._stored_row(row, cities, kinds) for row in rows]
+        lookups = [("cities", cities)] * self._city_in_table + [("kinds", kinds)] * (
+            self._kind_form == "table"
+        )
+        converted += [
+            (self._tables[name], n, value) for name, names in lookups for n, value in enumerate(names, 1)
+        ]
+        return converted
+
+    def _stored_row(self, row: tuple[Any, ...], cities: list[str], kinds: list[str]) -> tuple[Any, ...]:
+        table, number = row[:2]
+        fields: list[Any] = list(row[2:])
+        if table == self._domain.people and self._city_in_table:
+            fields[1] = cities.index(fields[1]) + 1
+        if table == self._domain.things and self._kind_form != "text":
+            fields[1] = _code(fields[1]) if self._kind_form == "code" else kinds.index(fields[1]) + 1
+        if table == self._domain.links and self._year_form != "number":
+            date = {"year": fields[3], "month": number % 12 + 1, "day": number % 28 + 1}
+            fields[3] = DATE_FORMATS[self._year_form].format(**date)
+        return (self._tables[table], number, *fields)
+
+    def tables_in(self, query: str) -> list[str]:
+        """Return the tables of this layout that a query reads."""
+        return [table for table in self._tables.values() if re.search(rf"\b{table}\b", query)]
+
+    def reference(self, query: str) -> str:
+        """Return the domain's reference query for this layout."""
+        domain = self._domain
+        logical = {
+            domain.people: (self._people, ("id", "name", "city"), self._city_in_table, "cities"),
+            domain.things: (
+                self._things,
+                ("id", "title", domain.kind, domain.value),
+                self._kind_form == "table",
+                "kinds",
+            ),
+            domain.links: (
+                self._links,
+                ("id", domain.person_id, domain.thing_id, domain.amount, "year"),
+                False,
+                "",
+            ),
+        }
+        restored = []
+        used = {table: data for table, data in logical.items() if re.search(rf"\b{table}\b", query)}
+        for table, (columns, names, has_lookup, lookup) in used.items():
+            source = f"main.{self._tables[table]} x"
+            if has_lookup:
+                source += f" JOIN main.{self._tables[lookup]} y ON y.id = x.{columns[2].name}"
+            selected = ", ".join(column.restored for column in columns)
+            restored.append(f"{table}({', '.join(names)}) AS (SELECT {selected} FROM {source})")
+        return f"WITH {', '.join(restored)} {query}"
+
+
+def layout_of(domain: str, seed: str) -> Layout:
+    return Layout(ALL_DOMAINS[domain], draw_values(domain, seed), seed)
+
+
+def creation_script(task: Task, variant: int) -> str:
+    """Return the SQL that creates a database of a task: in its own layout if the task's `layout` is "drawn"."""
+    domain, seed = task.metadata["domain"], task.metadata["database_seed"]
+    schema, rows = ALL_DOMAINS[domain].schema, draw_rows(task, variant)
+    if task.metadata.get("layout") == "drawn":
+        layout = layout_of(domain, seed)
+        schema, rows = layout.schema, layout.stored_rows(rows)
+    inserts = [f"INSERT INTO {table} VALUES ({', '.join(map(repr, row))})" for table, *row in rows]
+    return ";\n".join([*schema, *inserts]) + ";"
+
+
+def _code(kind: str) -> str:
+    return kind[:3].upper()

