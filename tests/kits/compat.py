@@ -1,5 +1,5 @@
 """Check every family of `families.py` and generate TrainingFactory/models/compatibility.json and docs/COMPATIBILITY.md.
-Run `make compat`, or `python -m tests.kits.compat [FAMILY ...]`."""
+Run `make compat`, or `python -m tests.kits.compat [FAMILY ...] [COLUMN ...]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -113,11 +114,24 @@ def compare_with_forward(model: Any, engine: NativeEngine) -> None:
         compare_episode(model, turns, greedy=number < 2)
 
 
+@contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """Run the model's forward with the attention that follows its config: PyTorch's ignores soft caps of scores."""
+    config = causal_model(model).config
+    previous = config._attn_implementation
+    if getattr(config, "attn_logit_softcapping", None):
+        config._attn_implementation = "eager"
+    yield
+    config._attn_implementation = previous
+
+
 @torch.no_grad()
 def compare_episode(model: Any, turns: list[tuple[list[int], Completion]], greedy: bool) -> None:
     last_prompt, last_completion = turns[-1]
     ids = torch.tensor(last_prompt + last_completion.token_ids)
-    logprobs = torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0].float(), -1)
+    with own_attention(model):
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
+    logprobs = torch.log_softmax(logits, -1)
     for number, (prompt_ids, completion) in enumerate(turns, 1):
         places = torch.arange(len(prompt_ids) - 1, len(prompt_ids) - 1 + len(completion.token_ids))
         expected = logprobs[places, ids[places + 1]]
@@ -158,15 +172,17 @@ def check_learner(model: PreTrainedModel) -> str:
     problem = None if learner.sharing else sharing_problem(causal_model(model))
     batch = make_batch(rows, sharing=learner.sharing)
     model.eval()
-    with torch.no_grad():
-        for pack in batch.packs:
+    with own_attention(model):
+        with torch.no_grad():
+            expected = {number: row_logprobs(model, row) for number, row in enumerate(rows)}
+        expected_gradients = row_gradients(model, rows, weighted_part)
+    for pack in batch.packs:
+        with torch.no_grad():
             own = learner.logprobs(pack)[0]
-            expected = torch.cat([row_logprobs(model, rows[row]) for row in sorted(pack.rows)])
-            order = torch.from_numpy(pack.row).argsort(stable=True)
-            error = float((own[order] - expected).abs().max())
-            if not error < TOLERANCE:
-                raise WrongResultError(f"log-probs differ from the model's own by {error:.2g}")
-    expected_gradients = row_gradients(model, rows, weighted_part)
+        order = torch.from_numpy(pack.row).argsort(stable=True)
+        error = float((own[order] - torch.cat([expected[row] for row in sorted(pack.rows)])).abs().max())
+        if not error < TOLERANCE:
+            raise WrongResultError(f"log-probs differ from the model's own by {error:.2g}")
     compare_gradients(gradients(learner, batch), expected_gradients)
     return problem or ""
 
@@ -356,17 +372,21 @@ def template_cell(family: ModelFamily) -> Cell:
 # -- the data file
 
 
-def family_cells(family: ModelFamily, architectures: set[str] | None) -> dict[str, Cell]:
+def family_cells(
+    family: ModelFamily, architectures: set[str] | None, columns: Sequence[str] = tuple(COLUMNS)
+) -> dict[str, Cell]:
+    """Return the results of these columns. Adapters are sampled with if the engine takes the family."""
     engine = engine_cell(family)
     is_sampled = engine.status == "works"
-    return {
-        "engine": engine,
-        "learner": learner_cell(family),
-        "lora": lora_cell(family, is_sampled),
-        "quantized": quantized_cell(family, is_sampled),
-        "vllm": vllm_cell(family, architectures),
-        "template": template_cell(family),
+    checks: dict[str, Callable[[], Cell]] = {
+        "engine": lambda: engine,
+        "learner": lambda: learner_cell(family),
+        "lora": lambda: lora_cell(family, is_sampled),
+        "quantized": lambda: quantized_cell(family, is_sampled),
+        "vllm": lambda: vllm_cell(family, architectures),
+        "template": lambda: template_cell(family),
     }
+    return {name: checks[name]() if name in columns else Cell(UNTESTED) for name in COLUMNS}
 
 
 def entry(family: ModelFamily, cells: dict[str, Cell]) -> dict[str, Any]:
@@ -384,16 +404,18 @@ def versions() -> dict[str, str]:
     return found
 
 
-def regenerate(keys: Sequence[str] = ()) -> None:
-    """Check the families and write both files. What this machine cannot check keeps its recorded result."""
+def regenerate(keys: Sequence[str] = (), columns: Sequence[str] = ()) -> None:
+    """Check the families and write both files. Results that are not checked here keep their recorded values."""
     recorded = read_compatibility() if PATH.is_file() else None
     old_cells = {family.key: family.cells for family in recorded.families} if recorded else {}
     packages = (recorded.versions if recorded else {}) | versions()
-    architectures, results = vllm_architectures(), dict(old_cells)
+    columns = columns or tuple(COLUMNS)
+    architectures = vllm_architectures() if "vllm" in columns else None
+    results = dict(old_cells)
     for family in FAMILIES:
-        if family.key in results and keys and family.key not in keys:
+        if keys and family.key not in keys and family.key in results:
             continue
-        cells = family_cells(family, architectures)
+        cells = family_cells(family, architectures, columns)
         for name, cell in cells.items():
             if cell.status == UNTESTED and family.key in old_cells:
                 cells[name] = old_cells[family.key][name]
@@ -418,4 +440,5 @@ if __name__ == "__main__":
 
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    regenerate(sys.argv[1:])
+    selected_columns = [word for word in sys.argv[1:] if word in COLUMNS]
+    regenerate([word for word in sys.argv[1:] if word not in COLUMNS], selected_columns)
