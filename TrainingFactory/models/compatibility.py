@@ -79,7 +79,7 @@ def find_families(name: str) -> list[FamilySupport]:
 
 
 def _spellings(family: FamilySupport) -> list[str]:
-    names = [part.strip() for part in family.name.split(",")]
+    names = [part.strip() for part in family.name.removesuffix("(text)").split(",")]
     return [family.key, family.name, *names, family.model_type, family.architecture, family.released]
 
 

@@ -162,7 +162,8 @@ def tree_rows() -> list[Sample]:
 def learner_cell(family: ModelFamily) -> Cell:
     cell = check(lambda: check_learner(without_dropout(family.build())))
     if cell.status == "works" and cell.note:
-        return Cell("falls back", f"computes the rows of a group one by one, because {cell.note}")
+        reason = f"rows are computed one by one, because {cell.note}"
+        return Cell("falls back", f"{reason}; each row of a group computes the common prompt again")
     return cell
 
 
@@ -321,7 +322,7 @@ def vllm_architectures() -> set[str] | None:
 
 def vllm_version() -> str:
     [metadata] = VLLM.glob("lib/python*/site-packages/vllm*.dist-info")
-    return metadata.name.split("-")[1]
+    return metadata.name.removesuffix(".dist-info").partition("-")[2]
 
 
 def vllm_cell(family: ModelFamily, architectures: set[str] | None) -> Cell:
@@ -376,7 +377,8 @@ def family_cells(
     family: ModelFamily, architectures: set[str] | None, columns: Sequence[str] = tuple(COLUMNS)
 ) -> dict[str, Cell]:
     """Return the results of these columns. Adapters are sampled with if the engine takes the family."""
-    engine = engine_cell(family)
+    uses_engine = {"engine", "lora", "quantized"} & set(columns)
+    engine = engine_cell(family) if uses_engine else Cell(UNTESTED)
     is_sampled = engine.status == "works"
     checks: dict[str, Callable[[], Cell]] = {
         "engine": lambda: engine,

@@ -20,6 +20,10 @@ from TrainingFactory.sampling import NativeEngine
 
 QUICK = ("gemma3", "gpt_oss", "deepseek_v3", "exaone4", "qwen3_5")
 RECORDED = {family.key: family for family in read_compatibility().families}
+SUPPORTED = (
+    "mistral", "mistral_window", "ministral", "ministral3", "gemma2", "gemma3", "gemma4", "gemma4_moe", "gpt_oss",
+    "olmo3", "cohere2", "exaone4", "deepseek_v3",
+)  # fmt: skip
 STATUSES = {"works", "falls back", "rejected", "fails", "wrong", "-"}
 
 
@@ -56,6 +60,14 @@ def test_every_family_is_recorded_and_none_gives_wrong_results() -> None:
     cells = [cell for family in RECORDED.values() for cell in family.cells.values()]
     assert {cell.status for cell in cells} <= STATUSES - {"wrong"}
     assert all(cell.note for cell in cells if cell.status not in ("works", "-"))
+
+
+@pytest.mark.parametrize("key", SUPPORTED)
+def test_families_with_windows_sinks_soft_caps_and_latent_attention_are_supported(key: str) -> None:
+    cells = RECORDED[key].cells
+    assert {name: cells[name].status for name in ("engine", "learner", "lora")} == {
+        "engine": "works", "learner": "works", "lora": "works",
+    }  # fmt: skip
 
 
 def test_the_page_shows_the_recorded_results() -> None:
