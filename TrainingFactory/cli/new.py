@@ -135,16 +135,18 @@ def models(family: str | None = None, /, *, compat: bool = False) -> None:
 
 
 def _show_compatibility(name: str | None) -> None:
+    from TrainingFactory.common.starters import docs_page
     from TrainingFactory.models.compatibility import COLUMNS, find_families, read_compatibility
 
     if name is None:
         families = read_compatibility().families
         rows = [(family.key, *(family.cells[key].status for key in COLUMNS)) for family in families]
         columns(["Family", *COLUMNS.values()], rows)
-        note("Reasons and costs: tfactory models --compat FAMILY, or docs/COMPATIBILITY.md")
+        note(f"Reasons and costs: tfactory models --compat FAMILY, or {docs_page('COMPATIBILITY.md')}")
         return
-    for family in find_families(name):
-        rows = [("family", f"{family.name} ({family.key})"), ("model_type", family.model_type)]
+    for number, family in enumerate(find_families(name)):
+        rows = [("", "")] if number else []
+        rows += [("family", f"{family.name} ({family.key})"), ("model_type", family.model_type)]
         rows += [("built like", f"{family.released}: {family.features}")]
         for key, heading in COLUMNS.items():
             cell = family.cells[key]

@@ -70,12 +70,11 @@ def find_families(name: str) -> list[FamilySupport]:
     matching = [
         family for family in families if wanted & {spelling.lower() for spelling in _spellings(family)}
     ]
-    exact = [family for family in matching if name.lower() == family.key]
     if not matching:
         known = sorted({spelling for family in families for spelling in (family.key, family.model_type)})
         hint = did_you_mean(nearest(name, known, cutoff=0.5)) or f"; families: {', '.join(known)}"
         raise UnknownNameError(name, f"No compatibility results for {name!r}{hint}")
-    return exact or matching
+    return matching
 
 
 def _spellings(family: FamilySupport) -> list[str]:
