@@ -431,6 +431,7 @@ def regenerate(keys: Sequence[str] = (), columns: Sequence[str] = ()) -> None:
 def write_results(packages: dict[str, str], results: dict[str, dict[str, Cell]]) -> None:
     entries = [entry(family, results[family.key]) for family in FAMILIES if family.key in results]
     text = json.dumps({"versions": packages, "families": entries}, indent=1, ensure_ascii=False)
+    text = re.sub(r'\{\s+("status": .*)\s+("note": .*)\s+\}', r"{\1 \2}", text)  # a result on one line
     PATH.write_text(text + "\n", encoding="utf-8")
     read_compatibility.cache_clear()
     PAGE.write_text(compat_page(read_compatibility()), encoding="utf-8")
