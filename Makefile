@@ -11,7 +11,7 @@ SERVERS := .servers
 HELLO := 0.2.9 1.0.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo check quick test test-slow lint format stubs notebooks docs bench clean
+.PHONY: help setup servers demo check quick test test-slow lint format stubs compat notebooks docs bench clean
 
 help:
 	@echo "make demo    watch an agent learn to use tools (a few minutes)"
@@ -21,6 +21,7 @@ help:
 	@echo "make lint    ruff and pyright"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make stubs   generate the types of the trainers' keywords, and the list of public names"
+	@echo "make compat  check all model families and generate the compatibility page (minutes)"
 	@echo "make notebooks  run the notebooks and store their outputs (minutes)"
 	@echo "make docs    build the documentation site into build/docs and check its links"
 	@echo "make bench   measure sampling and tools"
@@ -154,6 +155,10 @@ format: $(LINTERS)
 stubs: $(STAMP)
 	@$(RUN) -m tests.kits.keyword_types
 	@$(RUN) -m tests.kits.public_api
+
+# Some families only: make compat FAMILIES="gemma3 olmo3"
+compat: $(STAMP)
+	@OMP_NUM_THREADS=1 $(RUN) -W ignore -m tests.kits.compat $(FAMILIES)
 
 notebooks: $(STAMP)
 	@$(RUN) -m tests.kits.notebooks

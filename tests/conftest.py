@@ -32,7 +32,7 @@ OF_SERVERS = {"scale", "vllm_place"}  # fixtures
 # What a test module names that trains or samples with a model; `make check` leaves its tests out.
 TRAINING = re.compile(
     r"\.train\(|\btrain\(|tfactory\(|Training\(|NativeEngine|load_model"
-    r"|kits\.(run|warm|serve|page|proxy|engine|ahead|forked|learner)\b"
+    r"|kits\.(run|warm|serve|page|proxy|engine|ahead|forked|learner|compat)\b"
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 from pathlib import Path
 
-from TrainingFactory.cli.show import note, table
+from TrainingFactory.cli.show import columns, note, table
 
 
 def env(name: str) -> None:
@@ -109,16 +109,46 @@ def envs() -> None:
     table([(name, f"alias of {alias}" if alias else notes.get(name, "")) for name, alias in names.items()])
 
 
-def models() -> None:
+def models(family: str | None = None, /, *, compat: bool = False) -> None:
     """List the short names of models. Hub ids, local folders and GGUF files work as well.
 
     ```
     tfactory models
     tfactory rollout search --model qwen3-4b
+    tfactory models --compat
+    tfactory models --compat gemma3
     ```
+
+    Args:
+        family: With --compat: show only this family, with the reason of every restriction. A family of the table, a
+            model_type, a hub id or a model folder.
+        compat: Show which model families work with the engine, the learner, LoRA, quantization, vLLM and tools.
     """
     from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve_model_name
 
+    if compat or family is not None:
+        _show_compatibility(family)
+        return
     table(
         [(BUILTIN, "built in, untrained")] + [(name, resolve_model_name(name)) for name in SUPPORTED_MODELS]
     )
+
+
+def _show_compatibility(name: str | None) -> None:
+    from TrainingFactory.common.starters import docs_page
+    from TrainingFactory.models.compatibility import COLUMNS, find_families, read_compatibility
+
+    if name is None:
+        families = read_compatibility().families
+        rows = [(family.key, *(family.cells[key].status for key in COLUMNS)) for family in families]
+        columns(["Family", *COLUMNS.values()], rows)
+        note(f"Reasons and costs: tfactory models --compat FAMILY, or {docs_page('COMPATIBILITY.md')}")
+        return
+    for number, family in enumerate(find_families(name)):
+        rows = [("", "")] if number else []
+        rows += [("family", f"{family.name} ({family.key})"), ("model_type", family.model_type)]
+        rows += [("built like", f"{family.released}: {family.features}")]
+        for key, heading in COLUMNS.items():
+            cell = family.cells[key]
+            rows.append((heading, f"{cell.status}: {cell.note}" if cell.note else cell.status))
+        table(rows)

@@ -1,0 +1,95 @@
+"""Compatibility of model families with the engine, the learner and other parts, as `make compat` has measured it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.common.options import UnknownNameError, did_you_mean, nearest
+from TrainingFactory.models.names import resolve_model_name
+
+PATH = Path(__file__).with_name("compatibility.json")
+# key in the data file -> heading
+COLUMNS = {
+    "engine": "Engine",
+    "learner": "Shared prefixes",
+    "lora": "LoRA",
+    "quantized": "Quantized",
+    "vllm": "vLLM",
+    "template": "Chat template",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Result of one check. `status` is works, falls back, rejected, fails, wrong, or "-" if nothing was checked."""
+
+    status: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FamilySupport:
+    key: str
+    name: str
+    model_type: str  # of config.json
+    architecture: str
+    released: str  # a checkpoint of the family on the hub
+    features: str
+    cells: dict[str, Cell]  # by key of COLUMNS
+
+    def notes(self) -> Iterator[tuple[str, Cell]]:
+        """Yield the headings and results that need an explanation."""
+        yield from ((heading, self.cells[key]) for key, heading in COLUMNS.items() if self.cells[key].note)
+
+
+@dataclass(frozen=True, slots=True)
+class Compatibility:
+    versions: dict[str, str]  # of the packages that the checks ran with
+    families: list[FamilySupport]
+
+
+@cache
+def read_compatibility(path: Path = PATH) -> Compatibility:
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    families = []
+    for entry in data["families"]:
+        cells = {name: Cell(**entry.pop(name)) for name in COLUMNS}
+        families.append(FamilySupport(**entry, cells=cells))
+    return Compatibility(data["versions"], families)
+
+
+def find_families(name: str) -> list[FamilySupport]:
+    """Return the families with this key, name, model type or architecture, or of this checkpoint or model folder."""
+    families = read_compatibility().families
+    wanted = {resolve_model_name(name).lower(), *(_model_types(Path(name).expanduser()))}
+    matching = [
+        family for family in families if wanted & {spelling.lower() for spelling in _spellings(family)}
+    ]
+    if not matching:
+        known = sorted({spelling for family in families for spelling in (family.key, family.model_type)})
+        hint = did_you_mean(nearest(name, known, cutoff=0.5)) or f"; families: {', '.join(known)}"
+        raise UnknownNameError(name, f"No compatibility results for {name!r}{hint}")
+    return matching
+
+
+def _spellings(family: FamilySupport) -> list[str]:
+    names = [part.strip() for part in family.name.removesuffix("(text)").split(",")]
+    return [family.key, family.name, *names, family.model_type, family.architecture, family.released]
+
+
+def _model_types(folder: Path) -> Iterator[str]:
+    """Yield the model type of a folder's config.json, and that of the text part of a vision model."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        sections = [config, config.get("text_config") or {}]
+        yield from (str(section["model_type"]).lower() for section in sections if "model_type" in section)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{file} is not a model's config: {error}") from error
