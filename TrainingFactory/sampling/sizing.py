@@ -10,6 +10,7 @@ from TrainingFactory.sampling.cache.store import LayerShape, layer_windows
 from TrainingFactory.sampling.table import SlotTable
 
 log = logging.getLogger(__name__)
+GPU_ROOM = 4  # on a GPU, slots have fixed pages if the memory holds this many times all slots at full length
 PREFILL_TOKENS = 8192  # most tokens of prompts in one forward
 
 
@@ -18,7 +19,7 @@ def round_up(number: int, step: int) -> int:
 
 
 def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int) -> None:
-    """Set the pages of the table to what fits into the memory. If that is less than all slots may hold, slots share
+    """Set the pages of the table to what fits into the memory. Without room for fixed pages, slots share
     the pages of common prefixes; deterministic mode, in which no session may be preempted, has fewer slots."""
     length = round_up(table.max_length, 64)
     windows, per_slot = layer_windows(shapes), length // PAGE
@@ -35,7 +36,8 @@ def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int) -> N
             fitting, table.slots, memory / 2**30,
         )  # fmt: skip
         table.resize(fitting, table.max_length)
-    fixed = table.deterministic or (shapes[0].device.type == "cpu" and fitting >= table.slots)
+    enough = table.slots if shapes[0].device.type == "cpu" else table.slots * GPU_ROOM
+    fixed = table.deterministic or fitting >= enough
     counts = (
         [table.slots * per_slot] * len(windows) if fixed else plan_pages(shapes, table.slots, length, memory)
     )

@@ -470,7 +470,7 @@ class SlotTable:
         low, high = (np.array(side) for side in zip(*pairs, strict=True))
         all_slots, swapped = np.concatenate((low, high)), np.concatenate((high, low))
         self.changes += 1
-        self.pages.exchange(low, high)
+        self.pages.exchange(low, high, int(self.stored[all_slots].max()))
         for array in (
             self.ids, self.logprobs, self.stored, self.lengths, self.pure, self.chunked, self.running,
             self.used, self.limit, self.seed, self.stops, self.temperature, self.top_p, self.top_k,

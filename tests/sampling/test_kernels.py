@@ -19,9 +19,10 @@ from TrainingFactory.sampling.cache.store import LayerShape, PagedCache
 torch.manual_seed(0)
 rows, heads, shared, size, length = 4, 4, 2, 16, 64
 positions = torch.tensor([3, 17, 40, 63])
-for window, softcap, has_sinks in ((None, None, False), (16, None, True), (None, 5.0, False), (33, 5.0, True)):
+cases = ((None, None, False, True), (None, None, False, False), (16, None, True, False), (33, 5.0, True, False))
+for window, softcap, has_sinks, fixed in cases:
     shape = LayerShape(heads, shared, size, size, torch.float32, torch.device("cpu"), window, softcap, has_sinks)
-    pages = CachePages(rows, length, [window], [rows * length // PAGE], fixed=False)
+    pages = CachePages(rows, length, [window], [rows * length // PAGE], fixed=fixed)
     for slot in (2, 0, 3, 1):  # so that pages are not in the order of the slots
         pages.reserve(slot, length)
     cache = PagedCache(pages, [shape])

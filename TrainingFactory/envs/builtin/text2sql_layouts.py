@@ -133,7 +133,7 @@ class Layout:
 
     def _stored_row(self, row: tuple[Any, ...], cities: list[str], kinds: list[str]) -> tuple[Any, ...]:
         table, number = row[:2]
-        fields: list[Any] = list(row[2:])
+        fields: Any = list(row[2:])
         if table == self._domain.people and self._city_in_table:
             fields[1] = cities.index(fields[1]) + 1
         if table == self._domain.things and self._kind_form != "text":

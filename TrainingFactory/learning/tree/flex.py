@@ -121,6 +121,9 @@ def _near_blocks(positions: np.ndarray, first_visible: np.ndarray) -> tuple[np.n
 def _compiled() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
+    # Masks, sinks, caps, head sizes and gradients each need a kernel; beyond the limit, torch runs without kernels.
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, 64)
     return torch.compile(flex_attention, dynamic=True)
 
 

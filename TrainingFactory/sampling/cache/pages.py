@@ -4,8 +4,8 @@ A page holds PAGE tokens. Slots with a common prefix share its full pages, which
 partly filled page of a sequence belongs to one slot; sharing copies it. Layers with a sliding window have their own
 table, which releases the pages that have left the window.
 
-On a CPU with enough memory, every slot has its own consecutive pages ("fixed"): attention then reads a slot without
-gathering its pages, and sharing copies the prefix.
+With enough memory, every slot has its own consecutive pages ("fixed"): attention then reads a slot without looking up
+its pages, which is faster for short sequences, and sharing copies the prefix.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class PageTable:
         full, rest = divmod(length, PAGE)
         if self.fixed:
             pages = slice(0, full + bool(rest))
-            for page, copied in zip(self.entries[source, pages], self.entries[target, pages], strict=True):
-                self._copy(int(page), int(copied))
+            sources, targets = self.entries[source, pages].tolist(), self.entries[target, pages].tolist()
+            self.pending.update(zip(targets, map(self.pending.get, sources, sources), strict=True))
             return
         first = min(int(self.begins[source]), full)
         shared = self.entries[source, first:full]
@@ -139,14 +139,12 @@ class PageTable:
             return np.ones(len(lengths), bool)
         return self.begins <= np.maximum(lengths - self.window + 1, 0) // PAGE
 
-    def exchange(self, low: np.ndarray, high: np.ndarray) -> None:
+    def exchange(self, low: np.ndarray, high: np.ndarray, num_pages: int) -> None:
+        """Exchange the pages of slots, of which the first `num_pages` are in use."""
         all_slots, swapped = np.concatenate((low, high)), np.concatenate((high, low))
         if self.fixed:
-            sources, targets = (
-                self.entries[swapped].ravel().tolist(),
-                self.entries[all_slots].ravel().tolist(),
-            )
-            self.pending = dict(zip(targets, sources, strict=True))
+            sources, targets = self.entries[swapped, :num_pages], self.entries[all_slots, :num_pages]
+            self.pending = dict(zip(targets.ravel().tolist(), sources.ravel().tolist(), strict=True))
             return
         for array in (self.entries, self.begins, self.ends):
             array[all_slots] = array[swapped]
@@ -241,9 +239,10 @@ class CachePages:
             return lengths
         return np.where(np.all([table.has_prefix(lengths) for table in self.tables], 0), lengths, 0)
 
-    def exchange(self, low: np.ndarray, high: np.ndarray) -> None:
+    def exchange(self, low: np.ndarray, high: np.ndarray, length: int) -> None:
+        """Exchange the pages of slots, of which the longest has `length` tokens."""
         for table in self.tables:
-            table.exchange(low, high)
+            table.exchange(low, high, self.pages(length))
 
     def take_copies(self) -> list[PageCopies]:
         """Return the copies to make, by table, and forget them."""

@@ -104,8 +104,8 @@ def _rotate(
 def _attend(
     q, keys, values, out, sums, positions, members, slots, begins, ends, pages, sinks, tokens, per_slot, stride,
     scale, window, part, splits, T, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, P: tl.constexpr, CAP: tl.constexpr, LISTED: tl.constexpr, BEGINS: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr, PARTIAL: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, CAP: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr,
+    BEGINS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // K
@@ -129,15 +129,19 @@ def _attend(
     query = (token * H + head * G + m % G) * D
     query_offset = token * stride + (head * G + m % G) * D
     rows = tl.load(q + query_offset[:, None] + d[None, :], is_token[:, None], 0)
-    own_pages = pages + slot.to(tl.int64) * per_slot
+    first_page = slot.to(tl.int64) * per_slot  # of the page table, or of the pool if pages are fixed
+    base = first_page * P * (K * D) + head * D
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     output_sum = tl.zeros([M, D], tl.float32)
     for start in range(begin, end, N):
         key = start + n
         in_bounds = key < end
-        page = tl.load(own_pages + key // P, in_bounds, 0).to(tl.int64)
-        cached = (page * P + key % P) * (K * D) + head * D
+        if FIXED:
+            cached = base + key * (K * D)
+        else:
+            page = tl.load(pages + first_page + key // P, in_bounds, 0).to(tl.int64)
+            cached = (page * P + key % P) * (K * D) + head * D
         k = tl.load(keys + cached[None, :] + d[:, None], in_bounds[None, :], 0)
         scores = tl.dot(rows, k, input_precision="ieee") * scale
         if CAP > 0.0:  # `scale` includes 1 / CAP; tanh(x) = 2 sigmoid(2 x) - 1
@@ -330,8 +334,8 @@ def _tiles(
         q, layer.keys, layer.values, out, sums, step.positions, tiles.members, tiles.slots, tiles.begins,
         tiles.ends, pages, sinks, step.tokens, pages.shape[1], q.stride(0),
         scale / shape.softcap if shape.softcap else scale * LOG2E, shape.window or 0, part, splits, tiles.tokens,
-        q.shape[1], heads, size, rows, keys, PAGE, shape.softcap or 0.0, has_members, tiles.begins is not None,
-        shape.window is not None, sinks is not None, sums is not None,
+        q.shape[1], heads, size, rows, keys, PAGE, shape.softcap or 0.0, step.cache.fixed, has_members,
+        tiles.begins is not None, shape.window is not None, sinks is not None, sums is not None,
         num_warps=2 if few_rows and not is_long else 4, num_stages=2 if few_rows and is_long else 3,
     )  # fmt: skip
 
