@@ -69,7 +69,7 @@ def no_turn_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     from TrainingFactory.assembly import sampler
     from TrainingFactory.models import chat_format
 
-    def make_chat(config: Any, loaded: Any, day: Any = None) -> Any:
+    def make_chat(config: Any, loaded: Any, day: Any = None, notify: Any = None) -> Any:
         return chat_format(loaded.tokenizer, stop_ids=range(len(loaded.tokenizer)))
 
     monkeypatch.setattr(sampler, "make_chat", make_chat)

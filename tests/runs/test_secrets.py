@@ -70,7 +70,7 @@ def training(folder: Path, **sections: Any) -> Training:
 
 
 def test_no_planted_key_is_in_any_file_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_chat(config: Any, loaded: Any, day: Any = None) -> Any:
+    def make_chat(config: Any, loaded: Any, day: Any = None, notify: Any = None) -> Any:
         chat = chat_format(loaded.tokenizer)
         chat.stop_ids = tuple(range(len(loaded.tokenizer)))  # an untrained model hardly ever ends a turn
         return chat
