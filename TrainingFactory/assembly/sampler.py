@@ -138,7 +138,7 @@ def make_engine(
     )
     length, cache_gib = max_length(config, loaded_model), config.sampling.cache_gib
     cache_bytes = None if cache_gib is None else int(cache_gib * GIB)
-    if needs is not None and gathered_model is None:
+    if needs is not None and gathered_model is None and loaded_model.model.device.type == "cuda":
         cache_bytes = cache_limit(config, loaded_model.model, needs, length)
     return NativeEngine(
         engine_model if gathered_model is None else gathered_model.model,

@@ -75,7 +75,8 @@ class Runner:
         self.refresh()
         self.shapes = self._shapes()
         self.dtype = self.shapes[0].dtype
-        size_cache(table, self.shapes, free_memory(self.device) if cache_bytes is None else cache_bytes)
+        memory = free_memory(self.device) if cache_bytes is None else cache_bytes
+        size_cache(table, self.shapes, memory, lazy=cache_bytes is None and self.device.type == "cpu")
         self.full = round_up(table.max_length, 64)
         self.cache: PagedCache | None = None
         self._span = torch.arange(max(self.full, 64), device=self.device)

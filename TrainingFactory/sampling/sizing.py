@@ -11,6 +11,7 @@ from TrainingFactory.sampling.table import SlotTable
 
 log = logging.getLogger(__name__)
 GPU_ROOM = 4  # on a GPU, slots have fixed pages if the memory holds this many times all slots at full length
+LAZY_ROOM = 4  # on a CPU, slots have fixed pages if this many times the memory holds all slots at full length
 PREFILL_TOKENS = 8192  # most tokens of prompts in one forward
 
 
@@ -18,13 +19,14 @@ def round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int) -> None:
+def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int, *, lazy: bool) -> None:
     """Set the pages of the table to what fits into the memory. Without room for fixed pages, slots share
-    the pages of common prefixes; deterministic mode, in which no session may be preempted, has fewer slots."""
+    the pages of common prefixes; deterministic mode, in which no session may be preempted, has fewer slots. `lazy`
+    memory is committed when it is written, and few episodes reach the full length."""
     length = round_up(table.max_length, 64)
     windows, per_slot = layer_windows(shapes), length // PAGE
     slot_bytes = length * sum(shape.token_bytes for shape in shapes)
-    fitting = memory // slot_bytes
+    fitting = memory * (LAZY_ROOM if lazy else 1) // slot_bytes
     if table.deterministic and fitting < table.slots:
         if not fitting:
             raise ValueError(
