@@ -27,7 +27,7 @@ from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
 from TrainingFactory.sampling.planning import GUESSED_TOKENS, StepPlan, StepPlanner
 from TrainingFactory.sampling.runner import SampledTokens
-from TrainingFactory.sampling.table import AdmissionRound, SamplingRequest, SessionSlot, SlotTable
+from TrainingFactory.sampling.table import MARGIN, AdmissionRound, SamplingRequest, SessionSlot, SlotTable
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
 COMPACT_AFTER = 3  # consecutive steps with fewer than half of the rows in use
@@ -96,6 +96,7 @@ class NativeEngine:
         self._runner.launches_ahead = self._runner.tiled
         # The contents of the draft table depend on timing, so deterministic mode has none.
         self._drafts = DraftTable() if guesses and not deterministic else None
+        guesses = min(guesses, MARGIN - 1)  # pages are reserved for MARGIN tokens
         budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
         self._planner = StepPlanner(self._table, budget, self._drafts, guesses, few_shapes=on_cuda)
         self._planner.tiled = self._runner.tiled
@@ -236,8 +237,8 @@ class NativeEngine:
                 items, on_idle = [self._inbox.popleft() for _ in range(len(self._inbox))], self._on_idle
             try:
                 self._receive(items)
-                if on_idle is None:
-                    self._admit()
+                # Before an update, turns that were preempted must still end under the weights that they began with.
+                self._admit(resumed_only=on_idle is not None)
                 is_running = bool(self._table.running.any()) or self._flight is not None
                 if is_running:
                     self._step()
@@ -276,12 +277,17 @@ class NativeEngine:
         if not request.cancelled:
             self._deliver([(request, ValueError("the session was closed while it was sampling"))])
 
-    def _admit(self) -> None:
-        """Start the waiting requests that get a slot and pages, first come first served."""
+    def _admit(self, resumed_only: bool = False) -> None:
+        """Start the waiting requests that get a slot and pages, first come first served. `resumed_only`: only requests
+        that were preempted after they had sampled tokens."""
         if not self._waiting:
             return
         admission, place_request = AdmissionRound(), self._table.place
-        self._waiting = deque([request for request in self._waiting if not place_request(request, admission)])
+        self._waiting = deque(
+            request
+            for request in self._waiting
+            if (resumed_only and not len(request.sampled)) or not place_request(request, admission)
+        )
         self._requeue()
         self._runner.copy_pages()
 

@@ -284,7 +284,8 @@ class Runner:
 
     def _check_graphs(self, cache: PagedCache) -> None:
         if self._moved and self._graphs is not None:
-            self._graphs.check(self.model, [layer.keys for layer in cache.layers])
+            tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+            self._graphs.check(self.model, [*tensors, *cache.tables])
             self._moved = False
 
     def _settle(self, plan: StepPlan, batch: FlatBatch, picked: torch.Tensor | None) -> SampledTokens:

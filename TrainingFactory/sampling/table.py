@@ -137,7 +137,8 @@ class SlotTable:
 
     def clear(self) -> list[SamplingRequest]:
         """Release all slots and invalidate the cache after a failed step; return the requests that were running."""
-        failed_requests = [request for request in self.requests if request is not None]
+        failed_requests = [request for request in self.requests if request is not None] + self.preempted
+        self.preempted = []
         for session_slot in self.seats:
             if session_slot is not None:
                 session_slot.slot = None
@@ -197,7 +198,9 @@ class SlotTable:
                 return self._continue(request, current, kept)
         source = int(reusable.argmax())
         best = int(reusable[source])
-        upcoming = np.where(self.running & (self.pure == self.stored), np.minimum(common, self.chunked), 0)
+        # Prefixes that are still being computed. A window may have released one that was computed.
+        ahead = np.minimum(common, self.chunked)
+        upcoming = np.where(self.running & (self.pure == self.stored) & (self.stored < ahead), ahead, 0)
         if int(upcoming.max()) >= best + WAIT_FOR:
             admission.must_wait.add(request.prompt.tobytes())
             return False
@@ -207,8 +210,7 @@ class SlotTable:
         self, request: SamplingRequest, slot: int, stored: int, *, is_continuation: bool = False
     ) -> bool:
         """Start the request in its session's slot, whose first `stored` tokens it keeps, if there are pages."""
-        num_copied = 0 if is_continuation else 1  # page in the middle of which the kept tokens end
-        count = self.pages.missing(slot, len(request.prompt) + MARGIN) + num_copied
+        count = self.pages.missing(slot, len(request.prompt) + MARGIN) + self.pages.copied(slot, stored)
         if not self._make_room(count, request.seat, [slot]):
             if self.running.any():
                 return False

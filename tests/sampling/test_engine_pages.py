@@ -18,7 +18,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.cache.pages import PAGE, CachePages
-from TrainingFactory.types import Completion, SamplingParams
+from TrainingFactory.types import Completion, SamplingParams, Weights
 
 
 def with_tokens(model: Any, tokens: int, **options: Any) -> NativeEngine:
@@ -242,6 +242,49 @@ def test_layers_that_share_keys_and_values_have_one_cache() -> None:
     engine = NativeEngine(family("gemma4_text"), slots=2, max_length=64)
     shared = [shape.source for shape in engine._runner.shapes]
     assert shared[:2] == [None, None] and None not in shared[2:]
+
+
+async def test_a_prefix_that_has_left_a_window_is_not_waited_for() -> None:
+    model = family("gemma3_text")
+    engine = with_tokens(model, 3000, slots=8, max_length=512)
+    head = words(random.Random(0), 100)
+    first = asyncio.create_task(
+        engine.sample(head + words(random.Random(1), 200), SamplingParams(max_tokens=200))
+    )
+    while engine._table.lengths.max() < 310:
+        await asyncio.sleep(0.001)
+    prompt = head + words(random.Random(2), 10)
+    second = await engine.sample(prompt, SamplingParams(max_tokens=2))
+    assert not first.done(), "it does not wait for the end of the other turn"
+    assert worst(model, [(prompt, second)]) < 2e-4
+    await first
+
+
+async def test_a_preempted_turn_ends_before_an_update() -> None:
+    """Two turns that do not fit together: neither has tokens of two versions."""
+    model = tiny()
+    engine = with_tokens(model, 256, slots=4, max_length=256)
+    prompts = [words(random.Random(n), 60) for n in range(2)]
+    params = SamplingParams(max_tokens=150)
+    turns = [asyncio.create_task(engine.sample(prompt, params)) for prompt in prompts]
+    while engine._table.lengths.max() < 80:
+        await asyncio.sleep(0.001)
+    await engine.update(Weights(1))
+    completions = [await turn for turn in turns]
+    assert engine.stats.preemptions > 0
+    assert [completion.policy_version for completion in completions] == [0, 0]
+    assert worst(model, list(zip(prompts, completions, strict=True))) < 1e-4
+
+
+def test_a_page_is_reserved_for_the_copy_of_a_shared_one() -> None:
+    pages = CachePages(2, 4 * PAGE, [None], [8], fixed=False)
+    pages.reserve(0, 2 * PAGE)
+    assert pages.copied(0, 2 * PAGE - 1) == 0
+    pages.share(0, 1, 2 * PAGE, 2 * PAGE)
+    assert pages.copied(0, 2 * PAGE - 1) == 1 and pages.copied(0, 2 * PAGE) == 0
+    free = pages.available
+    pages.truncate(0, 2 * PAGE - 1)
+    assert pages.available == free - 1 and pages.take_copies()[0].targets
 
 
 async def test_a_long_episode_of_many_turns_fits_exactly() -> None:

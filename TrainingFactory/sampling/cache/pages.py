@@ -201,6 +201,12 @@ class CachePages:
         """Return the number of pages that the slot needs in addition, for `length` tokens."""
         return 0 if self.fixed else max(0, self.pages(length) - int(self.tables[0].ends[slot]))
 
+    def copied(self, slot: int, length: int) -> int:
+        """Return the number of pages that `truncate` copies: 1 if the slot would write in a shared page."""
+        if self.fixed or not length % PAGE:
+            return 0
+        return int(any(table.references[table.entries[slot, length // PAGE]] > 1 for table in self.tables))
+
     def pages(self, length: int) -> int:
         return min(-(-length // PAGE), self.per_slot)
 
