@@ -125,14 +125,14 @@ def renders_tools(template: ChatTemplate) -> bool:
 
 def find_example(template: ChatTemplate, begin: str, close: str) -> str | None:
     """Return the example call between these tags in the template's instructions, with values in place of placeholders
-    such as <function-name>; None if there is none."""
+    such as <function-name>; None if there is none. A mention of both tags in a sentence is no example."""
     try:
         text = template.text([user("m")], [tool("f", "d")])
     except ValueError:
         return None
     begin, close = re.escape(begin), re.escape(close)
     example = re.search(
-        f"{begin}(?:(?!{begin}|{close}).)*\\w(?:(?!{begin}|{close}).)*{close}", text, re.DOTALL
+        f"{begin}(?:(?!{begin}|{close}).)*[{{<(=](?:(?!{begin}|{close}).)*{close}", text, re.DOTALL
     )
     if example is None or "..." in example[0] or not begin.startswith(("<", "\\[")):
         return None

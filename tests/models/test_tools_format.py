@@ -44,6 +44,7 @@ def test_turns_are_read_as_they_were_written(name: str) -> None:
     assert len(said) == 1 and "<tool_call>" in said[0]
     assert loaded.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == own
     chat, tags = chat_format(loaded.tokenizer), loaded.tokenizer.convert_tokens_to_ids(TAGS["hermes"])
+    assert chat.warning is None, "the template's own example call is read"
     opening, closing, reply, replied = tags
     prompt = chat.render([Message("system", "Be kind."), Message("user", "</tool_response> Where?")], [TOOL])
     assert prompt.count(replied) == 1 and '"name": "find"' in chat.decode(prompt)  # only the template's own
