@@ -17,7 +17,7 @@ THINK_TAGS = ("<think>", "</think>")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How to parse the completions of a family. `read_calls` gets the text after the reasoning and the available tools.
+    """Parsers of a model family. `read_calls` gets the text after the reasoning and the available tools.
 
     `tools_text` and the following fields are for templates that render no tools or calls. `tools_text` is trusted:
     control tokens in it stay control tokens. The (untrusted) tool list by `describe_tools` replaces `{tools}` in it.

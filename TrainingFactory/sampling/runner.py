@@ -29,7 +29,7 @@ class FlatBatch:
 
     tokens: np.ndarray  # [N]
     positions: np.ndarray  # [N]
-    slots: np.ndarray  # [N] slot of each token; `table.slots`: padding, which nobody reads
+    slots: np.ndarray  # [N] slot of each token; `table.slots`: padding
     fed: np.ndarray  # [R] tokens of each dense row
     rows: np.ndarray  # [M] slot
     offsets: np.ndarray  # [M] 0: after the row's last known token; k: after k guesses; negative: before it
@@ -314,7 +314,7 @@ class Runner:
         return self.table.pages.locate(batch.slots, batch.positions).ravel()
 
     def _flat(self, plan: StepPlan, trunk: int, layout: TileLayout | None = None) -> FlatBatch:
-        # Padding feeds token 0, at the position after the shared prefix, to the scratch page, which nobody reads.
+        # Padding feeds token 0, at the position after the shared prefix, to the scratch page.
         table = self.table
         fed = np.full(plan.rows, int(plan.fixed))
         fed[plan.dense] = 1

@@ -227,7 +227,7 @@ class SlotTable:
         length = len(request.prompt) + MARGIN
         num_pages = self.pages.pages(length)
         if not self._make_room(num_pages - best // PAGE + 1, session_slot, [source]):
-            # With nothing running, nobody will release pages: give up the shared prefix.
+            # No running turn will release pages, so place the request without the shared prefix.
             if self.running.any() or not self._make_room(num_pages, session_slot, []):
                 return False
             best = 0

@@ -71,7 +71,7 @@ def test_siblings_share_the_pages_of_their_prompt() -> None:
     asyncio.run(everything())
     table = engine._table.pages.tables[0]
     assert len(np.unique(table.entries[:8, :3])) == 3, "three pages for eight siblings"
-    assert len(np.unique(table.entries[:8, 3])) == 8, "a page of its own where each goes on"
+    assert len(np.unique(table.entries[:8, 3])) == 8, "a separate page for the tokens after the prompt"
     assert engine._table.pages.used == 3 + 8
     check_pages(engine)
 

@@ -64,7 +64,7 @@ def test_the_file_is_found_beside_the_config(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model:\n  chat_template: own.jinja\n  device: cpu\n")
     config = read_config(tmp_path / "run.yaml")
     assert build_sampler.load(config).tokenizer.chat_template == OWN
-    # two models with different templates answer differently, so their evaluations are told apart
+    # two models with different templates answer differently, so their evaluations have different identities
     first = identity(config.model, "tiny").options["chat_template"]
     (tmp_path / "own.jinja").write_text(OWN + " ")
     assert identity(config.model, "tiny").options["chat_template"] != first

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-BLOCK_SCORES = 1 << 22  # largest number of scores computed at once
+BLOCK_SCORES = 1 << 22  # largest number of scores in one block
 
 
 def capped_attention(

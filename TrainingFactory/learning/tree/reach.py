@@ -25,7 +25,7 @@ PIECE = 512  # tokens of a piece, unless the window is shorter or more than four
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far back a query sees: the last `size` positions, its own included, or the chunk of `size` that it is in."""
+    """Positions that a query attends to: the last `size`, its own included, or its chunk of `size` positions."""
 
     size: int
     chunked: bool = False

@@ -27,7 +27,7 @@ class PageCopies(NamedTuple):
 
 
 class PageTable:
-    """The pages of every slot in one pool. The last page of the pool is scratch: padding writes it, nobody reads it."""
+    """The pages of every slot in one pool. The last page of the pool is scratch: only padding is written there."""
 
     def __init__(self, slots: int, per_slot: int, pages: int, window: int | None, fixed: bool) -> None:
         self.window, self.fixed, self.num_pages = window, fixed, pages
