@@ -104,7 +104,7 @@ class Completion:
 @dataclass(slots=True)
 class Turn:
     """One sampled message and the environment's replies. prompt_ids of turn n+1 == prompt_ids + completion.token_ids of
-    turn n + the tokens that `ChatFormat.extend` adds."""
+    turn n + the tokens that `ChatFormat.extend` adds, unless the conversation was folded in between."""
 
     prompt_ids: list[int]
     completion: Completion
@@ -112,6 +112,12 @@ class Turn:
     replies: list[Message] = field(default_factory=list)
     tool_results: list[ToolResult] = field(default_factory=list)
     signals: dict[str, float] = field(default_factory=dict)
+    # The rest is not in repr(), which fingerprints of datasets hash.
+    # How the conversation was folded just before this turn; None: the prompt continues the turn before.
+    fold: str | None = field(default=None, repr=False)
+    # The message is a summary of the conversation for the next prompt; the environment does not get it.
+    summary: bool = field(default=False, repr=False)
+    state: str | None = field(default=None, repr=False)  # the environment's name of its state before the turn
 
 
 @dataclass(slots=True)
@@ -137,6 +143,9 @@ class Trajectory:
     reward: Reward | None = None  # None: not scored, or scoring failed with `error`
     error: str | None = None
     seconds: float = 0.0
+    # An episode forked from member `parent` after `fork_turn` turns, which both episodes contain.
+    parent: int | None = field(default=None, repr=False)
+    fork_turn: int = field(default=0, repr=False)
 
     @property
     def answer(self) -> str:

@@ -23,6 +23,8 @@ from TrainingFactory.data.disk import naming_file_on_error
 from TrainingFactory.types import Completion, Reward, Task, ToolResult, Trajectory, Turn
 
 _COMPLETION, _RESULT = ([field.name for field in fields(cls)] for cls in (Completion, ToolResult))
+_FORK = ("parent", "fork_turn")  # stored for forked episodes
+_RARE = {"fold": None, "summary": False, "state": None}  # stored where they differ from these defaults
 ENCODING_ERRORS = "surrogatepass"  # lone surrogates are written and read back unchanged
 
 
@@ -90,6 +92,7 @@ def trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
         "seconds": trajectory.seconds,
         "tools": [spec_to_dict(spec) for spec in trajectory.tools],
         "prompt": [message_to_dict(message) for message in trajectory.prompt],
+        **({} if trajectory.parent is None else {name: getattr(trajectory, name) for name in _FORK}),
         "turns": turns,
     }
 
@@ -113,6 +116,8 @@ def trajectory_from_dict(row: dict[str, Any]) -> Trajectory:
         reward=None if row.get("reward") is None else Reward(**row["reward"]),
         error=row.get("error"),  # readers of datasets drop null keys
         seconds=row["seconds"],
+        parent=row.get("parent"),
+        fork_turn=row.get("fork_turn") or 0,
     )
 
 
@@ -177,6 +182,7 @@ def _turn_to_dict(turn: Turn, previous_ids: list[int]) -> dict[str, Any]:
         "continues": is_continuation,
         "new_ids": new_ids,
         "completion": completion,
+        **{name: value for name, default in _RARE.items() if (value := getattr(turn, name)) != default},
     }
 
 
@@ -188,4 +194,5 @@ def _turn_from_dict(row: dict[str, Any], previous_ids: list[int]) -> Turn:
         replies=[message_from_dict(reply) for reply in row["replies"]],
         tool_results=[ToolResult(**result) for result in row["tool_results"]],
         signals=row["signals"],
+        **{name: row[name] for name in _RARE if name in row},
     )

@@ -18,6 +18,7 @@ from TrainingFactory.data.trajectories import (
     ENCODING_ERRORS,
     load_trajectories,
     save_trajectories,
+    trajectory_from_dict,
     trajectory_to_dict,
 )
 from TrainingFactory.types import (
@@ -167,3 +168,13 @@ def test_numbers_are_written_as_json_has_them_and_read_back_to_the_bit(tmp_path:
     [read] = load_trajectories(tmp_path / "t.jsonl")
     assert read.turns[0].completion.token_ids == ids and read.turns[0].message.content == ODD
     assert list(map(repr, read.turns[0].completion.logprobs)) == list(map(repr, values))
+
+
+def test_folds_and_forks_are_stored_and_left_out_where_there_are_none() -> None:
+    completion = Completion([3], [-0.5], "stop")
+    folded = Turn([1, 2], completion, Message("assistant", "a"), fold="window", summary=True, state="door")
+    forked = Trajectory(Task("t", "p"), "g", member=4, turns=[folded], parent=1, fork_turn=1)
+    assert trajectory_from_dict(trajectory_to_dict(forked)) == forked
+    plain = trajectory_to_dict(Trajectory(Task("t", "p"), "g", turns=[Turn([1], completion, folded.message)]))
+    assert not {"parent", "fork_turn"} & set(plain)
+    assert not {"fold", "summary", "state"} & set(plain["turns"][0])
