@@ -37,8 +37,9 @@ TRAINING = re.compile(
 
 
 @functools.cache
-def module_text(module: Path) -> str:
-    return module.read_text(encoding="utf-8")
+def names(module: Path, pattern: re.Pattern[str]) -> bool:
+    """Return whether a test module's text matches. Each module is searched once, not once for every test."""
+    return pattern.search(module.read_text(encoding="utf-8")) is not None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -47,15 +48,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     patterns = {"not servers": SERVERS, "not training": TRAINING}
     left_out = [pattern for part, pattern in patterns.items() if part in config.option.markexpr]
-    return any(pattern.search(module_text(collection_path)) for pattern in left_out) or None
+    return any(names(collection_path, pattern) for pattern in left_out) or None
 
 
 def pytest_itemcollected(item: Any) -> None:
     """Mark tests that need servers or train a model. Keep tests with a module-scoped fixture in one process of the
     suite, so that the fixture is made once."""
-    if SERVERS.search(module_text(item.path)) or OF_SERVERS & set(item.fixturenames):
+    if names(item.path, SERVERS) or OF_SERVERS & set(item.fixturenames):
         item.add_marker(pytest.mark.servers)
-    if TRAINING.search(module_text(item.path)):
+    if names(item.path, TRAINING):
         item.add_marker(pytest.mark.training)
     if item.get_closest_marker("xdist_group") is None and any(
         made[-1].scope == "module" for made in item._fixtureinfo.name2fixturedefs.values()
