@@ -168,7 +168,10 @@ def test_light_parts_import_without_torch() -> None:
     code = (
         "import sys, TrainingFactory.rollout, TrainingFactory.envs, TrainingFactory.tools\n"
         "import TrainingFactory.config, TrainingFactory.common.catalog, TrainingFactory.cli\n"
-        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+        "loaded = {'fastapi'} & set(sys.modules)\n"
+        "import TrainingFactory.apps.views.runs, TrainingFactory.apps.views.index\n"
+        "import TrainingFactory.apps.views.registry\n"
+        "print(sorted(loaded | {'torch', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

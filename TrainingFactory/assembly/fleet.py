@@ -39,7 +39,8 @@ def max_open_episodes(config: TrainingConfig) -> int:
     slots = config.sampling.slots * config.compute.samplers
     if config.environment.command is None:
         return slots
-    from TrainingFactory.agent_api.agent_program import MAX_PROCESSES  # imports fastapi, which takes half a second
+    # Imported here, because it imports fastapi: half a second for every command.
+    from TrainingFactory.agent_api.agent_program import MAX_PROCESSES
 
     return min(slots, config.environment.options.get("processes", MAX_PROCESSES))
 

@@ -13,7 +13,6 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Flags, Overrides
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.trainers.notices import notices
 from TrainingFactory.types import Trajectory
 
 
@@ -50,6 +49,7 @@ def rollout(
     config = read_config(path, options)
     # Imported here because it is slow: --help and config errors should appear at once.
     from TrainingFactory.evaluation.rollouts import Rollouts
+    from TrainingFactory.trainers.notices import notices
 
     for text in notices(config):
         show.note(f"note: {text}")
