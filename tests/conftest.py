@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from tests.kits.cli import Run
 from tests.kits.scale import scale, vllm_place  # noqa: F401  # fixtures
@@ -24,6 +25,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
 
+
+# Hypothesis would read the constants of all imported modules of the project, 800 files in each process of the suite, to
+# draw some of them at times. The strategies of the tests say themselves what may break the code.
+providers._get_local_constants = lambda: providers._local_constants
 
 SERVERS = re.compile(r"""\.servers["/]|kits\.(scale|gyms|browser)\b|\bNODE\b|kit\.PYTHON""")
 OF_SERVERS = {"scale", "vllm_place"}  # fixtures
