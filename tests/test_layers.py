@@ -47,9 +47,9 @@ LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 EDGE = ["assembly", "resolve", "trainers"]
 SATELLITES = [
     "cli", "web", "apps", "services", "integrations", "cluster", "registry", "evaluation", "promotion", "agent_api",
-    "common/http", "common/workers", "common/sql", "common/arithmetic.py", "common/endpoint.py",
-    "envs/builtin", "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "rewards/rules",
-    "rewards/judge", "rewards/workers", "data/convert.py",
+    "common/http", "common/workers", "common/sql", "common/arithmetic.py", "common/endpoints",
+    "envs/builtin", "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "tools/endpoints",
+    "rewards/rules", "rewards/judge", "rewards/workers", "data/convert.py",
     "learning/reward_models.py", "models/faces.py", "models/qwen3.py", "models/tools_format.py",
     "models/llama.py", "models/deepseek.py", "sampling/vllm_engine.py", "sampling/vllm_worker.py",
     "learning/publishing.py", "learning/sharding.py",
