@@ -119,6 +119,11 @@ class Turn:
     summary: bool = field(default=False, repr=False)
     state: str | None = field(default=None, repr=False)  # the environment's name of its state before the turn
 
+    @property
+    def sampled_tokens(self) -> int:
+        """Return the number of sampled tokens; for a turn of an endpoint, which has no ids, the number it reported."""
+        return len(self.completion.token_ids) or int(self.signals.get("endpoint/output_tokens", 0))
+
 
 @dataclass(slots=True)
 class Reward:

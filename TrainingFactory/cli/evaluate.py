@@ -116,7 +116,9 @@ def run_evaluation(evaluation: RecordedEvaluation, name: str) -> int:
     return show.INTERRUPTED if result.interrupted else UNSCORED
 
 
-RECORD_COLUMNS = ("tasks", "success (95 % interval)", "pass^k", "turns", "tool success", "tokens", "record")
+RECORD_COLUMNS = (
+    "tasks", "success (95 % interval)", "pass^k", "turns", "tool success", "tokens", "cost", "record"
+)  # fmt: skip
 
 
 def record_row(record: EvaluationRecord) -> list[str]:
@@ -127,7 +129,16 @@ def record_row(record: EvaluationRecord) -> list[str]:
     pass_all = f"{metrics[key]:.3f} of {conditions.episodes}" if key in metrics else ""
     tools = f"{metrics['tool_success']:.3f}" if "tool_success" in metrics else ""
     turns, tokens = f"{metrics['turns']:.1f}", f"{metrics['sampled_tokens']:.0f}"
-    return [str(conditions.count), success, pass_all, turns, tools, tokens, record.id]
+    return [str(conditions.count), success, pass_all, turns, tools, tokens, cost_text(metrics), record.id]
+
+
+def cost_text(metrics: dict[str, float]) -> str:
+    """Return what the episodes cost: money if prices are known, else the billed tokens; for a local model the time."""
+    if "endpoint/input_tokens" not in metrics:
+        return f"{metrics['seconds']:.0f} s here" if "seconds" in metrics else ""
+    if "endpoint/cost" in metrics:
+        return f"{metrics['endpoint/cost']:.4g}"
+    return f"{metrics['endpoint/input_tokens']:.0f} tokens in"
 
 
 def _report(evaluation: RecordedEvaluation, result: RolloutReport, as_json: bool) -> int:

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.assembly import rewards as build_rewards
+from TrainingFactory.assembly.endpoint_rollouts import EndpointSampler, EndpointStopped, endpoint_metrics
 from TrainingFactory.assembly.environment import check_tools, make_environment
 from TrainingFactory.assembly.fleet import await_engines, join_cluster
 from TrainingFactory.assembly.rewards import check_group_size, check_reward, judge_metrics, make_reward
 from TrainingFactory.assembly.run_tools import RunTools, recording_beside
 from TrainingFactory.assembly.sampler import make_rollouts, make_sampler
 from TrainingFactory.common.event_loop import run as run_anywhere
+from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import save_trajectories
-from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
+from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.resolve import factories
 from TrainingFactory.resolve.model_names import with_resolved_model
 from TrainingFactory.rollout import rollout_metrics
@@ -81,6 +83,7 @@ class Rollouts:
         self._interrupts = Interrupts(lambda _: None)
         self._ended: list[Trajectory] = []
         self._reward: RewardFunction | None = None
+        self._sampler: Sampler | None = None
 
     def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         """Sample all episodes. After Ctrl-C, the episodes that have ended are saved and reported."""
@@ -98,10 +101,16 @@ class Rollouts:
                     start_time = await self._interrupts.interruptible(self._play(stack, on_episode))
         except StopRequested:
             interrupted = True
+        except EndpointStopped as error:
+            count = f"{len(self._ended)} of {pluralize(self.total, 'episode')}"
+            raise EndpointStopped(f"{error}. Finished before: {count}, saved to {self.path}") from error
         finally:
             seconds = time.perf_counter() - start_time
             await in_thread(self._finish)
         metrics = rollout_metrics(self._ended) | self.tools.metrics() | judge_metrics(self._reward)
+        metrics |= endpoint_metrics(self._ended)
+        if isinstance(self._sampler, EndpointSampler):
+            metrics |= self._sampler.metrics
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
         return RolloutReport(self._ended, metrics, interrupted)
 
@@ -116,7 +125,8 @@ class Rollouts:
         config = self.config
         await join_cluster(config, stack)
         environment = await self.tools.equip(self.environment)
-        chat, sampler = await in_thread(make_sampler, config, self.total, self._notify)
+        chat, sampler = await in_thread(self.open_sampler)
+        self._sampler = sampler
         stack.push_async_callback(sampler.close)
         await await_engines(sampler)
         self._reward = make_reward(config)
@@ -134,6 +144,9 @@ class Rollouts:
             if self.enough(self._ended):
                 break
         return start_time
+
+    def open_sampler(self) -> tuple[ChatFormat, Sampler]:
+        return make_sampler(self.config, self.total, self._notify)
 
     def _new_recording(self) -> Path | None:
         """Return the folder for recorded tool calls; None unless logging.record_tools is set to true."""

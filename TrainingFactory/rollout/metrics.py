@@ -21,7 +21,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for status in get_args(Status):
         metrics[f"episodes/{status}"] = sum(trajectory.status == status for trajectory in trajectories)
     metrics["episodes/unscored"] = len(trajectories) - len(rewards)
-    metrics["sampled_tokens"] = sum(len(turn.completion.token_ids) for turn in turns)
+    metrics["sampled_tokens"] = sum(turn.sampled_tokens for turn in turns)
     metrics["tool_calls"] = len(results)
     metrics["tools_offered"] = max((len(trajectory.tools) for trajectory in trajectories), default=0)
     callers = [episode for episode in trajectories if any(turn.message.tool_calls for turn in episode.turns)]
@@ -29,7 +29,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if results:
         metrics["tool_success"] = fmean(result.ok for result in results)
     if trajectories:
-        lengths = [sum(len(turn.completion.token_ids) for turn in episode.turns) for episode in trajectories]
+        lengths = [sum(turn.sampled_tokens for turn in episode.turns) for episode in trajectories]
         metrics |= {"turns": len(turns) / len(lengths), "length": fmean(lengths), "length_max": max(lengths)}
     if rewards:
         totals = [reward.outcome + sum(reward.steps) for reward in rewards]

@@ -41,11 +41,14 @@ KEYS = {
 
 
 class ModelError(Exception):
-    """A failed request. `temporary`: a retry may succeed, after `wait` seconds if the endpoint sent Retry-After."""
+    """A failed request. `temporary`: a retry may succeed, after `wait` seconds if the endpoint sent Retry-After.
+    `denied`: no request with this key, model and address can succeed."""
 
-    def __init__(self, text: str, temporary: bool = False, retry_after: float | None = None) -> None:
+    def __init__(
+        self, text: str, temporary: bool = False, retry_after: float | None = None, denied: bool = False
+    ) -> None:
         super().__init__(text)
-        self.temporary, self.wait = temporary, retry_after
+        self.temporary, self.wait, self.denied = temporary, retry_after, denied
 
 
 class Endpoint(ABC):
@@ -128,7 +131,7 @@ class Endpoint(ABC):
             temporary = status in (408, 409, 425, 429) or status >= 500
             retry_after = parse_retry_after(headers.get("retry-after"))
             text = f"{self.host} answered with status {status}: {message}{self._hint(status)}"
-            raise ModelError(text, temporary, retry_after)
+            raise ModelError(text, temporary, retry_after, denied=status in (401, 402, 403, 404))
         return data
 
     def _hint(self, status: int) -> str:
@@ -150,7 +153,9 @@ class Endpoint(ABC):
         if self.api_key_env is None:
             return None
         if not (key := os.environ.get(self.api_key_env)):
-            raise ModelError(f"the environment variable {self.api_key_env} (key for {self.host}) is not set")
+            raise ModelError(
+                f"the environment variable {self.api_key_env} (key for {self.host}) is not set", denied=True
+            )
         return key
 
     async def _post(self, body: dict[str, Any], key: str | None) -> tuple[int, httpx.Headers, bytes]:

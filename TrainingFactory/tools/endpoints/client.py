@@ -33,11 +33,12 @@ Send = Callable[[], Awaitable[ModelReply]]
 
 
 class ModelFailure(Exception):
-    """Raised when there is no usable reply."""
+    """Raised when there is no usable reply. `stops`: further requests would fail too."""
 
-    def __init__(self, text: str, kind: FailureKind) -> None:
+    def __init__(self, text: str, kind: FailureKind, denied: bool = False) -> None:
         super().__init__(text)
         self.kind: FailureKind = kind
+        self.stops = denied or kind in ("unavailable", "budget", "not_recorded")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -63,6 +64,7 @@ class EndpointClient:
         self.spent = [self.usage]  # all clients that share the budget
         self._limits = CallLimits(self.concurrency, self.rate)
         self._in_flight: set[asyncio.Task[ModelReply]] = set()
+        self._closing = False  # requests that wait for a slot or a retry are dropped
 
     async def request(
         self, key: Sequence[str], send: Send, check: Callable[[ModelReply], object] = lambda _: None
@@ -111,8 +113,8 @@ class EndpointClient:
                 return await self._attempt(send)
             except ModelError as error:
                 if not error.temporary:
-                    raise ModelFailure(str(error), "error") from error
-                if attempt >= self.retries:
+                    raise ModelFailure(str(error), "error", error.denied) from error
+                if attempt >= self.retries or self._closing:
                     attempts = f" ({attempt + 1} attempts)" if attempt else ""
                     raise ModelFailure(f"{error}{attempts}", "unavailable") from error
                 delay = min(error.wait or 0.0, MAX_RETRY_AFTER)
@@ -123,6 +125,8 @@ class EndpointClient:
 
     async def _attempt(self, send: Send) -> ModelReply:
         async with self._limits.hold_slot():
+            if self._closing:
+                raise ModelFailure(f"{self.WHO} is closed", "unavailable")
             self._check_budget()
             self.usage.requests += 1
             reply = await send()
@@ -151,7 +155,9 @@ class EndpointClient:
         """Wait for requests in flight, whose replies are paid; close the connections, and the cache unless it was
         passed in. A later request reopens both."""
         if self._in_flight:
+            self._closing = True
             await asyncio.wait(self._in_flight, timeout=getattr(self.model, "timeout", None))
+            self._closing = False
         await self.model.close()
         if isinstance(self.cache, str | Path) and self._opened is not None:
             client, self._opened = self._opened, None
