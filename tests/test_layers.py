@@ -49,7 +49,7 @@ SATELLITES = [
     "cli", "web", "apps", "services", "integrations", "cluster", "registry", "evaluation", "promotion", "agent_api",
     "common/http", "common/workers", "common/sql", "common/arithmetic.py", "common/endpoints",
     "envs/builtin", "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "tools/endpoints",
-    "rewards/rules", "rewards/judge", "rewards/workers", "data/convert.py",
+    "rewards/rules", "rewards/judge", "rewards/workers", "data/convert.py", "data/provider_rows.py",
     "learning/reward_models.py", "models/faces.py", "models/qwen3.py", "models/tools_format.py",
     "models/llama.py", "models/deepseek.py", "sampling/vllm_engine.py", "sampling/vllm_worker.py",
     "learning/publishing.py", "learning/sharding.py",

@@ -84,9 +84,8 @@ class EndpointSampler:
         self.endpoint = settings.endpoint()
         self.client = EndpointClient(
             model=self.endpoint, concurrency=settings.concurrency, rate=settings.rate, retries=settings.retries,
-            pause=settings.pause, cache=settings.cache, budget=settings.budget, replay=settings.replay,
+            pause=settings.pause, cache=settings.cache, budget=settings.budget, replay=settings.replay, earlier=earlier,
         )  # fmt: skip
-        self.client.spent += [earlier] if earlier else []
 
     async def ask(self, request: ModelRequest, seed: int) -> ModelReply:
         """Send a request; raise EndpointStopped if further ones are pointless, ModelFailure if only this one failed.

@@ -152,7 +152,7 @@ def literal_text(text: str, style: str = "") -> Text:
 
 
 def _ending(trajectory: Trajectory) -> Text:
-    tokens = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
+    tokens = sum(turn.sampled_tokens for turn in trajectory.turns)
     reward = escape_control(reward_text(trajectory.reward))
     line = Text.assemble(
         (trajectory.status, STATUS_STYLES.get(trajectory.status, "red")),

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.assembly import rewards as build_rewards
-from TrainingFactory.assembly.endpoint_rollouts import EndpointSampler, EndpointStopped, endpoint_metrics
+from TrainingFactory.assembly.endpoint_rollouts import (
+    EndpointRollouts,
+    EndpointSampler,
+    EndpointStopped,
+    endpoint_metrics,
+)
 from TrainingFactory.assembly.environment import check_tools, make_environment
 from TrainingFactory.assembly.fleet import await_engines, join_cluster
 from TrainingFactory.assembly.rewards import check_group_size, check_reward, judge_metrics, make_reward
@@ -102,8 +107,9 @@ class Rollouts:
         except StopRequested:
             interrupted = True
         except EndpointStopped as error:
-            count = f"{len(self._ended)} of {pluralize(self.total, 'episode')}"
-            raise EndpointStopped(f"{error}. Finished before: {count}, saved to {self.path}") from error
+            saved = f", saved to {self.path}" if self._ended else ""
+            count = f"{len(self._ended)} of {pluralize(self.total, 'episode')}{saved}"
+            raise EndpointStopped(f"{error}. Finished: {count}") from error
         finally:
             seconds = time.perf_counter() - start_time
             await in_thread(self._finish)
@@ -135,6 +141,8 @@ class Rollouts:
         engine = make_rollouts(
             config, environment, chat, on_ended, reward, self.tools.runtime, sampler=sampler
         )
+        if isinstance(engine, EndpointRollouts):
+            engine.finished = {(episode.task.id, episode.member) for episode in self._ended}
         self._record()
         await check_tools(environment, self.tasks[0], chat, reward)
         start_time = time.perf_counter()

@@ -1,5 +1,5 @@
-"""A model on the loopback that solves the built-in search tasks, in all three wire formats. It makes the mistakes that a
-test asks for."""
+"""A model on the loopback that solves the built-in search tasks in three wire formats, with the mistakes that a test
+asks for."""
 
 from __future__ import annotations
 

@@ -32,8 +32,11 @@ class Budget:
     def priced(self) -> bool:
         return self.input_price + self.output_price > 0
 
+    def cost_of(self, input_tokens: float, output_tokens: float) -> float:
+        return (input_tokens * self.input_price + output_tokens * self.output_price) / 1e6
+
     def cost(self, reply: ModelReply) -> float:
-        return (reply.input_tokens * self.input_price + reply.output_tokens * self.output_price) / 1e6
+        return self.cost_of(reply.input_tokens, reply.output_tokens)
 
 
 @plain_dataclass(slots=True)

@@ -55,13 +55,14 @@ class EndpointClient:
     cache: ToolCache | str | Path | None = None
     budget: Budget = field(default_factory=Budget)
     replay: bool = False
+    earlier: Usage | None = None  # spending of earlier processes that counts for the budget
 
     def __post_init__(self) -> None:
         self._opened: ToolCache | None = self.cache if isinstance(self.cache, ToolCache) else None
         if isinstance(self.cache, str | Path):
             open_cache(self.cache).close()  # fails early if unusable; the first request opens it again
         self.usage = Usage()
-        self.spent = [self.usage]  # all clients that share the budget
+        self.spent = [self.usage, *([self.earlier] if self.earlier else [])]  # of all that share the budget
         self._limits = CallLimits(self.concurrency, self.rate)
         self._in_flight: set[asyncio.Task[ModelReply]] = set()
         self._closing = False  # requests that wait for a slot or a retry are dropped
@@ -145,9 +146,10 @@ class EndpointClient:
         for name, amount in used.items():
             limit = getattr(self.budget, name)
             if limit is not None and amount >= limit:
+                fresh = ", or resume in a new process, which starts with a fresh budget"
                 raise ModelFailure(
-                    f"{self.WHO}'s budget is spent: budget.{name} is {limit:g}, and this process has used {amount:g}; "
-                    "raise it, or resume in a new process, which starts with a fresh budget",
+                    f"{self.WHO}'s budget is spent: budget.{name} is {limit:g}, and {amount:g} is used; raise it"
+                    f"{fresh if self.earlier is None else ''}",
                     "budget",
                 )
 
