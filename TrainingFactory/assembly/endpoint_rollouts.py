@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
@@ -177,11 +178,10 @@ class EndpointRollouts(RolloutEngine):
 
     finished: AbstractSet[tuple[str, int]] = frozenset()
 
-    def _open(self, *args: Any) -> list[EpisodeRun]:
-        runs = super()._open(*args)
-        if self.group_reward is not None:  # needs whole groups; their recorded replies cost nothing
-            return runs
-        return [run for run in runs if (run.trajectory.task.id, run.trajectory.member) not in self.finished]
+    async def _run(self, episode: EpisodeRun, gate: asyncio.Semaphore) -> None:
+        # A group reward needs whole groups, whose recorded replies cost nothing, so it does not come here.
+        if (episode.trajectory.task.id, episode.trajectory.member) not in self.finished:
+            await super()._run(episode, gate)
 
     def _new(self, trajectory: Trajectory, sampler: Sampler, *args: Any) -> EpisodeRun:
         assert isinstance(sampler, EndpointSampler)

@@ -76,6 +76,9 @@ def test_a_killed_run_continues_from_its_partial_file(tfactory: Run, tmp_path: P
         (out / "episodes.jsonl.part").write_text("".join(episodes[:2]) + episodes[2][:50])
         with (out / "spent.jsonl").open("a") as file:
             file.write('{"input_tok')
+        assert (
+            taught(tfactory, teacher, out, "--tasks", "4", "--seed", "5")[0] == 2
+        )  # refused, and nothing is lost
         status, _, notes = taught(tfactory, teacher, out, "--tasks", "4")
     assert status == 0 and "2 finished episodes" in notes and teacher.answered == 4 * TURNS
     assert len(lines(out / "rows.jsonl")) == 4

@@ -84,6 +84,7 @@ class Teaching(Rollouts):
         self.settings = replace(settings, cache=settings.cache or str(folder / REPLIES))
         earlier = _earlier_episodes(folder)
         super().__init__(config, folder / EPISODES, episodes, notify=notify)
+        save_trajectories(self._partial_file, earlier.values())  # which it has emptied
         self.scored_by = scored_by(self.config, check_reward(self.config))
         self._check_request()
         requested = {(task_digest(task), member) for task in self.tasks for member in range(episodes)}
@@ -128,10 +129,9 @@ class Teaching(Rollouts):
             return
         stored = json.loads(path.read_text(encoding="utf-8"))
         if changed := [key for key, value in request.items() if stored.get(key) != value]:
-            names = {"rest": "environment, tools or reward"}
-            self.discard()
+            names = [key if key != "rest" else "environment, tools or reward" for key in changed]
             raise ValueError(
-                f"{self.folder} holds episodes of another request: {', '.join(names.get(key, key) for key in changed)} "
+                f"{self.folder} holds episodes of another request: {', '.join(names)} "
                 "differ. Choose another folder with --out, or repeat the first command"
             )
 

@@ -15,9 +15,7 @@ from TrainingFactory.common.endpoints.messages import (
 from TrainingFactory.common.endpoints.transport import Endpoint
 from TrainingFactory.types import Message, ToolCall, ToolSpec
 
-FAULTS: dict[Any, Fault] = {"MAX_TOKENS": "cut"} | dict.fromkeys(
-    ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "LANGUAGE", "MODEL_ARMOR"), "refused"
-)
+REFUSALS = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "LANGUAGE", "MODEL_ARMOR")
 
 
 class GeminiEndpoint(Endpoint):
@@ -48,7 +46,7 @@ class GeminiEndpoint(Endpoint):
             return reply_with_usage(
                 request, Message("assistant"), usage.get("promptTokenCount"), 0, "refused"
             )
-        content = candidates[0].get("content") or {"role": "model"}
+        content: dict[str, Any] = candidates[0].get("content") or {"role": "model"}
         message, calls = Message("assistant"), 0
         for part in content.get("parts") or []:
             if part.get("thought"):
@@ -60,7 +58,8 @@ class GeminiEndpoint(Endpoint):
             else:
                 message.content += part.get("text", "")
         output = usage.get("candidatesTokenCount", 0) + usage.get("thoughtsTokenCount", 0) if usage else None
-        fault = FAULTS.get(candidates[0].get("finishReason"))
+        finish = candidates[0].get("finishReason")
+        fault: Fault | None = "cut" if finish == "MAX_TOKENS" else "refused" if finish in REFUSALS else None
         return reply_with_usage(request, message, usage.get("promptTokenCount"), output, fault, content)
 
 

@@ -60,7 +60,8 @@ class ModelReply:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> ModelReply:
         message = message_from_dict(row["message"])
-        return cls(message, *row["tokens"], row["estimated"], row["fault"], row.get("original"))
+        prompt, output = row["tokens"]
+        return cls(message, prompt, output, row["estimated"], row["fault"], row.get("original"))
 
 
 def reply_with_usage(
