@@ -98,24 +98,24 @@ def _check_host(host: str, key: str | None, what: str) -> bool:
 
 def _serve_reward(path: str, overrides: Sequence[str], host: str, port: int, api_key_env: str | None) -> int:
     """Serve the reward of a config until Ctrl-C."""
-    from TrainingFactory.apps.scoring.reward_scorer import RewardScorer
+    from TrainingFactory.apps.scoring.reward_service import RewardService
     from TrainingFactory.assembly.named_files import read_config
     from TrainingFactory.common.http import listen
 
     if wrong := [text for text in overrides if "=" not in text]:
         raise ValueError(f"--reward serves a reward, not the model {wrong[0]}. Leave the model out.")
-    scorer = RewardScorer(read_config(path, overrides), show.note)
+    service = RewardService(read_config(path, overrides), show.note)
     key = listen.api_key_from(api_key_env)
-    app = scorer.api(key, _check_host(host, key, "reward")).app
+    app = service.api(key, _check_host(host, key, "reward")).app
 
     async def run(serving: Coroutine[Any, Any, None], ready_text: str) -> None:
         async with contextlib.AsyncExitStack() as stack:
-            await scorer.open(stack)
+            await service.open(stack)
             print(ready_text, flush=True)
             await serving
 
     with listen.bind(host, port) as bound, contextlib.suppress(KeyboardInterrupt):
-        ready_text = f"serving {scorer.name} as a reward at {listen.address_of(bound)}/ (Ctrl-C stops)"
+        ready_text = f"serving {service.name} as a reward at {listen.address_of(bound)}/ (Ctrl-C stops)"
         asyncio.run(run(listen.make_server(app).serve([bound]), ready_text))
     show.note("stopped")
     return 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from TrainingFactory.apps.scoring.reward_scorer import RewardScorer
+from TrainingFactory.apps.scoring.reward_service import RewardService
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.config import TrainingConfig
 
@@ -28,10 +28,10 @@ def request(text: str, **example: Any) -> bytes:
 
 def answers(config: TrainingConfig, *bodies: bytes) -> list[Any]:
     async def run() -> list[Any]:
-        scorer = RewardScorer(config)
+        service = RewardService(config)
         async with AsyncExitStack() as stack:
-            await scorer.open(stack)
-            return await asyncio.gather(*map(scorer.answer, bodies), return_exceptions=True)
+            await service.open(stack)
+            return await asyncio.gather(*map(service.answer, bodies), return_exceptions=True)
 
     return asyncio.run(run())
 
@@ -61,4 +61,4 @@ def test_mistakes_are_errors_and_never_a_reward_of_zero():
     assert all(isinstance(error, ApiError) for error in (empty, broken, unscored))
     assert "example.contents" in str(empty) and unscored.status == 500
     with pytest.raises(ValueError, match=r"reward\.type"):
-        RewardScorer(TrainingConfig())
+        RewardService(TrainingConfig())

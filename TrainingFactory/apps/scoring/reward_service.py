@@ -84,7 +84,7 @@ class ScoringRequest(BaseModel):
         return Trajectory(task, group="example", prompt=prompt, turns=[turn])
 
 
-class RewardScorer:
+class RewardService:
     """Scores single responses with the reward of a config. A response that cannot be scored is an error, never 0."""
 
     def __init__(self, config: TrainingConfig, notify: Notify = lambda _: None) -> None:
