@@ -28,7 +28,9 @@ def taught(
     return tfactory("data", "teach", "search", "--teacher", teacher.name(api), "--out", str(out), *more)
 
 
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize(
+    "api", ["openai", *(pytest.param(api, marks=pytest.mark.slow) for api in APIS if api != "openai")]
+)
 def test_good_episodes_become_rows_with_lineage_and_cost(tfactory: Run, tmp_path: Path, api: str):
     with teaching(wrong=lambda number, question: "apple" in question) as teacher:
         status, out, _ = taught(tfactory, teacher, tmp_path / "t", "--tasks", "4", *PRICES, api=api)
