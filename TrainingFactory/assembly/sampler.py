@@ -18,6 +18,7 @@ from TrainingFactory.assembly.fleet import (
     max_concurrent_episodes,
     samples_elsewhere,
 )
+from TrainingFactory.assembly.folding import DEFAULT_MAX_LENGTH, make_folding
 from TrainingFactory.assembly.learner import copy_model, make_policy, make_trainable
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.config import TrainingConfig
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from TrainingFactory.models import LoadedModel, TemplateChatFormat
     from TrainingFactory.sampling import NativeEngine
 
-DEFAULT_MAX_LENGTH = 4096
 
 
 def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel:
@@ -228,6 +228,7 @@ def make_rollouts(
 ) -> RolloutEngine:
     """Make the rollout engine. The episodes' clock stops while no engine of `sampler` is alive."""
     sampling = config.sampling
+    folding = make_folding(config, None if sampler is None else sampler.max_length)
     params = SamplingParams(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
@@ -249,4 +250,5 @@ def make_rollouts(
         runtime=runtime,
         gate=gate,
         clock=sampler.clock if isinstance(sampler, Fleet) else None,
+        folding=folding,
     )
