@@ -1,8 +1,9 @@
 """Does it help to train the summary of a folded conversation? `python -m benchmarks.folding`
 
-The user asks for one of several people. Each lookup returns the next person and where they live; an answer counts only
-after all lookups. The conversation then exceeds `environment.context.limit`, and the model writes a summary of one line
-(`fold: summary`). The answer comes after the fold, so it can only come from the summary.
+The user asks for one of several people. To each "look" of the model the environment replies with the next person and
+where they live; an answer counts only after all people. The conversation then exceeds `environment.context.limit`, and
+the model writes a summary of one line (`fold: summary`). The answer comes after the fold, so it can only come from the
+summary.
 
 The warm start is trained on scripted episodes that keep the right person with chance RIGHT, else another one, so the
 model can write and use summaries but chooses badly. GRPO trains it twice from there, with the same tasks and seeds: all
@@ -24,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count as endlessly
 from pathlib import Path
 from typing import Any, Literal
@@ -32,8 +33,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from benchmarks.warm import warm_start
 from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.algorithms.sft import SFT
 from TrainingFactory.apps.demo.lessons import word_drill
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.samples import to_samples, turn_spans
@@ -47,16 +48,15 @@ from TrainingFactory.protocols import ChatFormat, Episode
 from TrainingFactory.rollout import RolloutEngine, play
 from TrainingFactory.rollout.folding import Folding
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.tools import tool
-from TrainingFactory.types import Message, Sample, SamplingParams, Task, ToolCall, Trajectory, Weights
+from TrainingFactory.types import Message, Sample, SamplingParams, Step, Task, Trajectory, Weights
 
-PEOPLE = 3
-RIGHT = 0.4  # chance that a demonstration keeps the person that the user asks for
-DEMONSTRATIONS, DRILLS = 2000, 1500
-DRILL_STEPS, SHOWN_STEPS = 700, 900
-TASKS, MEMBERS = 4, 8  # of a step
-RATE, WARMUP = 2e-4, 4
-MAX_TOKENS, MAX_TURNS, MAX_LENGTH = 24, PEOPLE + 2, 512
+PEOPLE, LOOK = 3, "look"
+RIGHT = 0.5  # chance that a demonstration keeps the person that the user asks for
+DEMONSTRATIONS, DRILLS = 1600, 2400
+BATCH, WARM_RATE = 16, 0.006
+TASKS, MEMBERS = 2, 8  # of a step
+RATE, WARMUP = 5e-4, 4
+MAX_TOKENS, MAX_TURNS, MAX_LENGTH = 8, PEOPLE + 2, 192
 WINDOW = 10
 Arm = Literal["trained", "masked"]
 ARMS: tuple[Arm, Arm] = ("trained", "masked")
@@ -64,9 +64,10 @@ T95 = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 15: 2.131}  # Student's
 
 
 class People(ToolEnvironment):
-    """Ask for a person; `look` returns the people one by one."""
+    """The user asks for a person; to each "look" the environment replies with the next person. It has no tools, because
+    their list would be most of the tokens."""
 
-    system_prompt = "Look, then answer."
+    system_prompt = None
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -88,12 +89,12 @@ class People(ToolEnvironment):
     def facts(self) -> dict[str, str]:
         return self.task.metadata["facts"]
 
-    @tool
-    async def look(self) -> str:
-        """The next person."""
-        lines = [f"{name} {place}" for name, place in self.facts.items()]
+    async def step(self, message: Message) -> Step:
+        if message.content != LOOK:
+            return Step(done=True)
         self.looks += 1
-        return lines[self.looks - 1] if self.looks <= PEOPLE else "Nothing"
+        lines = [f"{name} {place}" for name, place in self.facts.items()]
+        return Step([Message("user", lines[self.looks - 1] if self.looks <= PEOPLE else "Nothing")])
 
     def reward(self, episode: Episode) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
         return float(self.looks >= PEOPLE and episode.trajectory.answer.strip() == self.task.answer)
@@ -101,7 +102,7 @@ class People(ToolEnvironment):
     def script(self, rng: random.Random) -> Iterator[Message]:
         """All lookups, a summary that keeps one person, and that person's place as the answer."""
         for _ in range(PEOPLE):
-            yield Message("assistant", tool_calls=[ToolCall("look", {})])
+            yield Message("assistant", LOOK)
         right = str(self.task.metadata["name"])
         kept = right if rng.random() < RIGHT else rng.choice([name for name in self.facts if name != right])
         yield Message("assistant", f"{kept} {self.facts[kept]}")
@@ -110,14 +111,12 @@ class People(ToolEnvironment):
 
 def folding_of(chat: ChatFormat) -> Folding:
     """Return the folding of the task: the limit is just below the prompt after the last lookup."""
-    folding = Folding("summary", limit=10_000, max_folds=1, summary_tokens=12, template="Summary?")
+    folding = Folding("summary", limit=10_000, max_folds=1, summary_tokens=8, template="Summary?")
     task = next(People.tasks("heldout", 0, 1))
     script = [*People(task).script(random.Random(0))]
     del script[PEOPLE]  # without a fold there is no summary
     episode = asyncio.run(play(People(task), chat, script, folding=folding))
-    return Folding(
-        "summary", len(episode.turns[-1].prompt_ids) - 4, max_folds=1, summary_tokens=12, template="Summary?"
-    )
+    return replace(folding, limit=len(episode.turns[-1].prompt_ids) - 4)
 
 
 def demonstrations(chat: ChatFormat, folding: Folding) -> list[Sample]:
@@ -149,15 +148,23 @@ def drills(chat: ChatFormat) -> list[Sample]:
 
 
 def make_warm_start(folder: Path) -> dict[str, float]:
-    """Train the built-in model on drills and demonstrations and save it; return the last losses."""
+    """Train the built-in model on drills, then on demonstrations, and save it; return the last losses."""
     loaded = load_model("builtin:tiny", device="cpu")
     chat = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
-    losses = {"drills": warm_start(loaded.model, drills(chat), DRILL_STEPS)}
-    rows = demonstrations(chat, folding_of(chat))
-    losses["demonstrations"] = warm_start(loaded.model, rows, SHOWN_STEPS, rate=2e-3)
+    lessons = {"drills": drills(chat), "demonstrations": demonstrations(chat, folding_of(chat))}
+    rows = [row for lesson in lessons.values() for row in lesson]
+    steps = len(rows) // BATCH
+    learner = Learner(
+        loaded.model,
+        OptimizerOptions("muon", learning_rate=WARM_RATE, schedule="linear", total_steps=steps),
+    )
+    sft = SFT()
+    metrics = [
+        learner.update(make_batch(rows[step * BATCH : (step + 1) * BATCH]), sft.loss) for step in range(steps)
+    ]
     loaded.model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
-    return losses
+    return {"drills": metrics[DRILLS // BATCH - 1]["loss"], "demonstrations": metrics[-1]["loss"]}
 
 
 @dataclass(slots=True)
