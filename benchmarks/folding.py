@@ -1,12 +1,12 @@
 """Does it help to train the summary of a folded conversation? `python -m benchmarks.folding`
 
-The user asks for one of several people. To each "look" of the model the environment replies with the next person and
-where they live; an answer counts only after all people. The conversation then exceeds `environment.context.limit`, and
-the model writes a summary of one line (`fold: summary`). The answer comes after the fold, so it can only come from the
-summary.
+The user asks for a name, a place or a thing. To each "look" of the model the environment replies with one word: a name, a
+place and a thing, in any order; an answer counts only after all three. The conversation then exceeds
+`environment.context.limit`, and the model writes a summary of one word (`fold: summary`). The answer comes after the
+fold, so it can only come from the summary.
 
-The warm start is trained on scripted episodes that keep the right person with chance RIGHT, else another one, so the
-model can write and use summaries but chooses badly. GRPO trains it twice from there, with the same tasks and seeds: all
+The warm start is trained on scripted episodes that keep the right word with chance RIGHT, else another one, so the model
+can write and use summaries but chooses badly. GRPO trains it twice from there, with the same tasks and seeds: all
 turns (`trained`), or all turns but the summaries (`masked`).
 
 `difference` is success with `trained` minus success with `masked`, averaged over the last WINDOW steps and paired by
@@ -43,29 +43,30 @@ from TrainingFactory.envs.builtin.splits import in_split
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import chat_format, load_model
-from TrainingFactory.models.words import NAMES, PLACES
+from TrainingFactory.models.words import NAMES, PLACES, THINGS
 from TrainingFactory.protocols import ChatFormat, Episode
 from TrainingFactory.rollout import RolloutEngine, play
 from TrainingFactory.rollout.folding import Folding
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Message, Sample, SamplingParams, Step, Task, Trajectory, Weights
 
-PEOPLE, LOOK = 3, "look"
-RIGHT = 0.5  # chance that a demonstration keeps the person that the user asks for
-DEMONSTRATIONS, DRILLS = 1600, 2400
+KINDS = {"name": NAMES, "place": PLACES, "thing": THINGS}
+LOOK = "look"
+RIGHT = 0.4  # chance that a demonstration keeps the word that the user asks for
+DEMONSTRATIONS, DRILLS = 2400, 1600
 BATCH, WARM_RATE = 16, 0.006
 TASKS, MEMBERS = 2, 8  # of a step
 RATE, WARMUP = 5e-4, 4
-MAX_TOKENS, MAX_TURNS, MAX_LENGTH = 8, PEOPLE + 2, 192
+MAX_TOKENS, MAX_TURNS, MAX_LENGTH = 8, len(KINDS) + 2, 192
 WINDOW = 10
 Arm = Literal["trained", "masked"]
 ARMS: tuple[Arm, Arm] = ("trained", "masked")
 T95 = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 15: 2.131}  # Student's t by degrees of freedom
 
 
-class People(ToolEnvironment):
-    """The user asks for a person; to each "look" the environment replies with the next person. It has no tools, because
-    their list would be most of the tokens."""
+class Words(ToolEnvironment):
+    """The user asks for a kind of word; to each "look" the environment replies with the next word. It has no tools,
+    because their list would be most of the tokens."""
 
     system_prompt = None
 
@@ -75,60 +76,61 @@ class People(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        rng, num_tasks = random.Random(f"people {seed}"), 0
+        rng, num_tasks = random.Random(f"words {seed}"), 0
         for number in endlessly():
             if num_tasks == count:
                 return
-            facts = dict(zip(rng.sample(NAMES, PEOPLE), rng.sample(PLACES, PEOPLE), strict=True))
-            name = rng.choice(list(facts))
-            if in_split(" ".join([name, *facts, *facts.values()]), split):
+            words = {kind: rng.choice(choices) for kind, choices in KINDS.items()}
+            kind = rng.choice(list(words))
+            order = rng.sample(list(words.values()), len(words))
+            if in_split(" ".join([kind, *order]), split):
                 num_tasks += 1
-                yield Task(f"people-{seed}-{number}", f"{name}?", facts[name], {"name": name, "facts": facts})
+                yield Task(f"words-{seed}-{number}", f"{kind}?", words[kind], {"words": order})
 
     @property
-    def facts(self) -> dict[str, str]:
-        return self.task.metadata["facts"]
+    def words(self) -> list[str]:
+        return self.task.metadata["words"]
 
     async def step(self, message: Message) -> Step:
         if message.content != LOOK:
             return Step(done=True)
         self.looks += 1
-        lines = [f"{name} {place}" for name, place in self.facts.items()]
-        return Step([Message("user", lines[self.looks - 1] if self.looks <= PEOPLE else "Nothing")])
+        return Step([Message("user", self.words[self.looks - 1] if self.looks <= len(KINDS) else "Nothing")])
 
     def reward(self, episode: Episode) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return float(self.looks >= PEOPLE and episode.trajectory.answer.strip() == self.task.answer)
+        return float(self.looks >= len(KINDS) and episode.trajectory.answer.strip() == self.task.answer)
 
     def script(self, rng: random.Random) -> Iterator[Message]:
-        """All lookups, a summary that keeps one person, and that person's place as the answer."""
-        for _ in range(PEOPLE):
+        """All words, a summary that keeps one of them, and that word as the answer."""
+        for _ in KINDS:
             yield Message("assistant", LOOK)
-        right = str(self.task.metadata["name"])
-        kept = right if rng.random() < RIGHT else rng.choice([name for name in self.facts if name != right])
-        yield Message("assistant", f"{kept} {self.facts[kept]}")
-        yield Message("assistant", self.facts[kept])
+        right = str(self.task.answer)
+        kept = right if rng.random() < RIGHT else rng.choice([word for word in self.words if word != right])
+        yield Message("assistant", kept)
+        yield Message("assistant", kept)
 
 
 def folding_of(chat: ChatFormat) -> Folding:
     """Return the folding of the task: the limit is just below the prompt after the last lookup."""
     folding = Folding("summary", limit=10_000, max_folds=1, summary_tokens=8, template="Summary?")
-    task = next(People.tasks("heldout", 0, 1))
-    script = [*People(task).script(random.Random(0))]
-    del script[PEOPLE]  # without a fold there is no summary
-    episode = asyncio.run(play(People(task), chat, script, folding=folding))
+    task = next(Words.tasks("heldout", 0, 1))
+    script = [*Words(task).script(random.Random(0))]
+    del script[len(KINDS)]  # without a fold there is no summary
+    episode = asyncio.run(play(Words(task), chat, script, folding=folding))
     return replace(folding, limit=len(episode.turns[-1].prompt_ids) - 4)
 
 
 def demonstrations(chat: ChatFormat, folding: Folding) -> list[Sample]:
-    """Return the rows of scripted episodes: two per episode, before and after the fold."""
+    """Return the rows of scripted episodes before the fold, and of one episode in four also after it: copying one
+    word is easy."""
 
     async def play_all() -> list[Sample]:
         rng, rows = random.Random(0), list[Sample]()
-        for task in People.tasks("heldout", 0, DEMONSTRATIONS):
-            environment = People(task)
+        for task in Words.tasks("heldout", 0, DEMONSTRATIONS):
+            environment = Words(task)
             episode = await play(environment, chat, environment.script(rng), folding=folding)
-            assert [turn.fold for turn in episode.turns] == [None] * (PEOPLE + 1) + ["summary"]
-            rows += to_samples(episode)
+            assert [turn.fold for turn in episode.turns] == [None] * (len(KINDS) + 1) + ["summary"]
+            rows += to_samples(episode)[: 1 if rng.random() < 0.75 else 2]
         return rows
 
     return asyncio.run(play_all())
@@ -169,7 +171,7 @@ def make_warm_start(folder: Path) -> dict[str, float]:
 
 @dataclass(slots=True)
 class Run:
-    """One seed of one arm: share of right answers and of summaries with the right person, step by step."""
+    """One seed of one arm: share of right answers and of summaries with the right word, step by step."""
 
     arm: Arm
     seed: int
@@ -190,8 +192,8 @@ def train(folder: Path, arm: Arm, seed: int, steps: int) -> Run:
     learner = Learner(loaded.model, OptimizerOptions(learning_rate=RATE, warmup_steps=WARMUP))
     grpo = GRPO()
     params = SamplingParams(max_tokens=MAX_TOKENS)
-    rollouts = RolloutEngine(People, chat, params, max_turns=MAX_TURNS, seed=seed, folding=folding_of(chat))
-    tasks = list(People.tasks("train", seed, TASKS * steps))
+    rollouts = RolloutEngine(Words, chat, params, max_turns=MAX_TURNS, seed=seed, folding=folding_of(chat))
+    tasks = list(Words.tasks("train", seed, TASKS * steps))
     run = Run(arm, seed, [], [], 0.0)
     for step in range(steps):
         loaded.model.eval()
@@ -225,7 +227,7 @@ def note(run: Run, episodes: Sequence[Trajectory]) -> None:
         round(float(np.mean([episode.reward.outcome for episode in episodes if episode.reward])), 4)
     )
     summaries = [(turn.message.content, e.task) for e in episodes for turn in e.turns if turn.summary]
-    right = [f"{task.metadata['name']} {task.answer}" in text for text, task in summaries]
+    right = [str(task.answer) in text for text, task in summaries]
     run.kept.append(round(float(np.mean(right)) if right else 0.0, 4))
 
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from TrainingFactory.sampling import NativeEngine
 
 
-
 def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel:
     """Load the model of a config, with `model.tools_format` applied; `notify` reports what that changes, and the parts
     of a composite model that were left out."""

@@ -253,7 +253,8 @@ def first_prompt_error(size: int, folding: Folding) -> str:
 
 
 def too_long_error(size: int, max_length: int, folding: Folding) -> str:
-    return f"the prompt has {size} tokens after folding ({KEY}.fold={folding.fold}), but model.max_length is {max_length}"
+    fold = f"{KEY}.fold={folding.fold}"
+    return f"the prompt has {size} tokens after folding ({fold}), but model.max_length is {max_length}"
 
 
 def no_fold_error(size: int, max_length: int, folds: int, folding: Folding) -> str:
