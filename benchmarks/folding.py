@@ -1,12 +1,12 @@
 """Does it help to train the summary of a folded conversation? `python -m benchmarks.folding`
 
-The user asks for a name, a place or a thing. To each "look" of the model the environment replies with one word: a name, a
-place and a thing, in any order; an answer counts only after all three. The conversation then exceeds
+The user asks for a name, a place or a thing. To each "look" of the model the environment replies with one word: a name,
+a place and a thing, in any order; an answer counts only after all three. The conversation then exceeds
 `environment.context.limit`, and the model writes a summary of one word (`fold: summary`). The answer comes after the
 fold, so it can only come from the summary.
 
-The warm start is trained on scripted episodes that keep the right word with chance RIGHT, else another one, so the model
-can write and use summaries but chooses badly. GRPO trains it twice from there, with the same tasks and seeds: all
+The warm start is trained on scripted episodes that keep the right word with chance RIGHT, else another one, so the
+model can write and use summaries but chooses badly. GRPO trains it twice from there, with the same tasks and seeds: all
 turns (`trained`), or all turns but the summaries (`masked`).
 
 `difference` is success with `trained` minus success with `masked`, averaged over the last WINDOW steps and paired by
@@ -53,9 +53,9 @@ from TrainingFactory.types import Message, Sample, SamplingParams, Step, Task, T
 KINDS = {"name": NAMES, "place": PLACES, "thing": THINGS}
 LOOK = "look"
 RIGHT = 0.4  # chance that a demonstration keeps the word that the user asks for
-DEMONSTRATIONS, DRILLS = 2400, 1600
+DEMONSTRATIONS, DRILLS = 5000, 1600
 BATCH, WARM_RATE = 16, 0.006
-TASKS, MEMBERS = 2, 8  # of a step
+TASKS, MEMBERS = 3, 8  # of a step
 RATE, WARMUP = 5e-4, 4
 MAX_TOKENS, MAX_TURNS, MAX_LENGTH = 8, len(KINDS) + 2, 192
 WINDOW = 10
@@ -289,7 +289,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=8, choices=[n + 1 for n in T95])
-    parser.add_argument("--steps", type=int, default=60, help="of each run")
+    parser.add_argument("--steps", type=int, default=40, help="of each run")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--model", type=Path, help="folder of the warm start; made there if it is missing")
     args = parser.parse_args()
