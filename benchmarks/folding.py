@@ -55,10 +55,10 @@ LOOK = "look"
 RIGHT = 0.4  # chance that a demonstration keeps the word that the user asks for
 DEMONSTRATIONS = 2000
 BATCH, WARM_RATE = 16, 0.006
-TASKS, MEMBERS = 3, 8  # of a step
+TASKS, MEMBERS = 4, 8  # of a step
 RATE, WARMUP = 1e-3, 2
 MAX_TOKENS, MAX_TURNS, MAX_LENGTH = 8, len(KINDS) + 2, 192
-WINDOW = 5
+WINDOW = 10
 Arm = Literal["trained", "masked"]
 ARMS: tuple[Arm, Arm] = ("trained", "masked")
 T95 = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 15: 2.131}  # Student's t by degrees of freedom
@@ -68,7 +68,7 @@ class Words(ToolEnvironment):
     """The user asks for a kind of word; to each "look" the environment replies with the next word. It has no tools,
     because their list would be most of the tokens."""
 
-    system_prompt = None
+    system_prompt = ""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -275,7 +275,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=8, choices=[n + 1 for n in T95])
-    parser.add_argument("--steps", type=int, default=20, help="of each run")
+    parser.add_argument("--steps", type=int, default=60, help="of each run")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--model", type=Path, help="folder of the warm start; made there if it is missing")
     args = parser.parse_args()

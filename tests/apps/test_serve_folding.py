@@ -24,7 +24,8 @@ def conversation(turns: int) -> list[dict[str, Any]]:
 
 
 def serving(script: Script, folding: Folding) -> ChatServer:
-    return ChatServer("script", ServedModel(script.chat, script, 4, folding=folding), queue=16)
+    sampler: Any = script
+    return ChatServer("script", ServedModel(script.chat, sampler, 4, folding=folding), queue=16)
 
 
 def say(prompt: str) -> str:

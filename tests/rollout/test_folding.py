@@ -336,7 +336,7 @@ def test_random_folds_keep_the_invariants() -> None:
     """Whatever the kind, limit and lengths: prompts begin with the task, rows train each sampled token once."""
     rng = random.Random(0)
     for _ in range(60):
-        kind = rng.choice(["window", "drop_results", "summary"])
+        kind: Any = rng.choice(["window", "drop_results", "summary"])
         lengths = [rng.randrange(1, 90) for _ in range(12)]
 
         def say(session: int, turn: int, prompt: str, lengths: list[int] = lengths) -> str:
@@ -344,7 +344,7 @@ def test_random_folds_keep_the_invariants() -> None:
                 return "s" * lengths[turn]
             return call_text("echo", text="r" * lengths[turn]) if turn < 9 else "ok"
 
-        keep = {} if kind == "summary" else {"keep_turns": rng.randrange(1, 4)}
+        keep: dict[str, Any] = {} if kind == "summary" else {"keep_turns": rng.randrange(1, 4)}
         folding = Folding(kind, rng.randrange(80, 400), template="SUM?", **keep)
         [[episode]] = rollout(say=say, max_turns=12, folding=folding, environment=Echo)
         rows = to_samples(episode)
