@@ -170,6 +170,7 @@ class ParsedRequest:
     tools: list[ToolSpec]
     params: SamplingParams  # without the seed and max_tokens, which differ between choices
     max_tokens: int = 0  # set when the length of the prompt is known
+    folded: str | None = None  # how the conversation was shortened to fit `environment.context.limit`
 
 
 def check_size(body: bytes, context: int) -> None:

@@ -24,6 +24,7 @@ from TrainingFactory.assembly.fleet import (
     max_concurrent_episodes,
     samples_elsewhere,
 )
+from TrainingFactory.assembly.folding import DEFAULT_MAX_LENGTH, make_folding
 from TrainingFactory.assembly.learner import copy_model, make_policy, make_trainable
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.common.endpoints.names import find_endpoint, is_endpoint
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from TrainingFactory.learning.policy import LocalPolicy
     from TrainingFactory.models import LoadedModel, TemplateChatFormat
     from TrainingFactory.sampling import NativeEngine
-
-DEFAULT_MAX_LENGTH = 4096
 
 
 def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel:
@@ -239,6 +238,7 @@ def make_rollouts(
 ) -> RolloutEngine:
     """Make the rollout engine. The episodes' clock stops while no engine of `sampler` is alive."""
     sampling = config.sampling
+    folding = make_folding(config, None if sampler is None else sampler.max_length)
     params = SamplingParams(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
@@ -266,4 +266,5 @@ def make_rollouts(
         runtime=runtime,
         gate=gate,
         clock=sampler.clock if isinstance(sampler, Fleet) else None,
+        folding=folding,
     )

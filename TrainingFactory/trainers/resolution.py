@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.fleet import check_engines
+from TrainingFactory.assembly.folding import make_folding
 from TrainingFactory.assembly.gpus import with_gpu_division
 from TrainingFactory.assembly.learner_processes import with_learner_count
 from TrainingFactory.assembly.named_files import with_original_files
@@ -93,6 +94,7 @@ def validate(resolved: ResolvedConfig) -> RewardFunction | None:
     check_config(config, config.data.dataset is not None or objects.examples is not None)
     check_engines(config)
     check_chat_template(config)
+    make_folding(config)
     check_trackers(config.logging.trackers)
     check_registry(config)
     reward = objects.reward or check_reward(config)

@@ -30,6 +30,8 @@ from TrainingFactory.apps.serving.served import Notify, ServedModel, load_served
 from TrainingFactory.common.http.api import Api, ApiError, HandlerResult
 from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.rollout.folding import Context, FoldError, Folding, fold, with_summary, with_user_text
+from TrainingFactory.types import Message
 
 
 class ChatServer:
@@ -39,6 +41,7 @@ class ChatServer:
         self.name, self.model, self.queue = name, model, queue
         self.pending = 0  # requests being parsed, plus choices being sampled or waiting
         self.refused = 0  # rejected requests since the start
+        self.folded = 0  # requests since the start whose conversation was folded
         self.follows: dict[str, str | None] | None = None  # the followed alias and its problem, for /health
         self._before: list[weakref.ref[ServedModel]] = []
         self._writer = ThreadPoolExecutor(1, "chat-template")  # a long prompt must not stop the event loop
@@ -68,9 +71,9 @@ class ChatServer:
                 ask, prompt = await self.read(model, body)
             with self.admitted(ask.request.n):  # rejects a stream here, while it can still send a status code
                 choose, n = partial(self._choice, model, ask, prompt), ask.request.n
-                head = response_head(self.name, ask.request.stream) | _model_fields(
-                    "system_fingerprint", model
-                )
+                head = response_head(self.name, ask.request.stream)
+                head |= _model_fields("system_fingerprint", model)
+                head |= {} if ask.folded is None else {"folded": ask.folded}
                 if ask.request.stream:
                     return stream(head, ask, prompt, choose, self.admitted(n))
                 return await complete(head, ask, prompt, choose)
@@ -87,6 +90,7 @@ class ChatServer:
     def health(self) -> dict[str, Any]:
         num_running = min(self.pending, self.model.slots)
         counts = {"running": num_running, "waiting": self.pending - num_running, "refused": self.refused}
+        counts |= {} if self.model.folding is None else {"folded": self.folded}
         state = {"status": "ok", "model": self.name} | _model_fields("version", self.model) | counts
         return state | ({} if self.follows is None else self.follows | {"finishing": self.finishing()})
 
@@ -96,6 +100,8 @@ class ChatServer:
         check_size(body, limit)
         loop = asyncio.get_running_loop()
         ask, prompt = await loop.run_in_executor(self._writer, self._read, model, body, limit)
+        if model.folding is not None and len(prompt) > model.folding.limit:
+            prompt = await self._fold(model, model.folding, ask, prompt)
         limits = {"messages": limit - len(prompt)}
         limits |= ask.request.model_dump(include={"max_tokens", "max_completion_tokens"}, exclude_unset=True)
         tokens_left, param = limits["messages"], max(limits, key=lambda name: limits[name])
@@ -118,6 +124,46 @@ class ChatServer:
             return ask, served_model.chat.render(ask.messages, ask.tools)
         except (ValueError, RecursionError) as error:
             text = f"the chat template cannot render these messages and tools: {error}"
+            raise ApiError(text, "messages") from error
+
+    async def _fold(
+        self, model: ServedModel, folding: Folding, ask: ParsedRequest, prompt: list[int]
+    ) -> list[int]:
+        """Return the prompt of the folded conversation and note it in `ask`; the same prompt if nothing can go."""
+        context = Context.of_messages(ask.messages)
+        if not context.turns:
+            return prompt
+        try:
+            if folding.fold == "summary":
+                folded_context = with_summary(context, await self._summary(model, folding, ask))
+            else:
+                folded_context = await fold(context, folding)
+        except FoldError as error:
+            raise ApiError(str(error), "messages", status=500) from error
+        if folded_context is context:
+            return prompt
+        ask.folded = folding.fold
+        self.folded += 1
+        return await self._render(model, folded_context.messages, ask)
+
+    async def _summary(self, model: ServedModel, folding: Folding, ask: ParsedRequest) -> str:
+        ids = await self._render(model, with_user_text(ask.messages, folding.template), ask)
+        if (room := model.sampler.max_length - len(ids)) < 1:
+            text = f"the messages and the request for a summary take {len(ids)} tokens; shorten them"
+            raise ApiError(text, "messages", code="context_length_exceeded")
+        seed = turn_seed(ask.request.seed, 0, "summary", 0, 0)
+        params = dataclasses.replace(ask.params, seed=seed, max_tokens=min(folding.summary_tokens, room))
+        async with model.gate:
+            with contextlib.closing(model.sampler.session()) as session:
+                completion = await session.sample(ids, params)
+        return model.chat.parse(completion.token_ids, ids, ask.tools).content
+
+    async def _render(self, model: ServedModel, messages: list[Message], ask: ParsedRequest) -> list[int]:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._writer, model.chat.render, messages, ask.tools)
+        except (ValueError, RecursionError) as error:
+            text = f"the chat template cannot render the folded conversation: {error}"
             raise ApiError(text, "messages") from error
 
     @contextlib.contextmanager
