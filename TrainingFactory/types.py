@@ -148,6 +148,11 @@ class Trajectory:
     fork_turn: int = field(default=0, repr=False)
 
     @property
+    def own_turns(self) -> list[Turn]:
+        """Return the turns that the episode sampled itself, without those shared with its parent."""
+        return self.turns[self.fork_turn :]
+
+    @property
     def answer(self) -> str:
         """Return the text of the last turn if the model finished the episode, else ""."""
         return self.turns[-1].message.content if self.status == "done" and self.turns else ""
