@@ -318,8 +318,8 @@ def test_files_and_functions_are_short() -> None:
 
 def test_every_config_key_is_described_and_tested() -> None:
     keys = fields_by_key(TrainingConfig)
-    # a mapping such as step_rewards is one level deeper than its key
-    assert max(key.count(".") + 1 for key in keys) <= 2
+    # only an optional part of a section, such as training.branching, has keys of its own
+    assert max(key.count(".") + 1 for key in keys) <= 3
     assert all(field.description for field in keys.values())
     tests = (path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
     words = {word for path in tests for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}

@@ -59,9 +59,12 @@ def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
         else _with(entry, config=move(entry.config))
         for entry in config.tools
     ]
-    template = config.model.chat_template
+    template, branching = config.model.chat_template, config.training.branching
+    if branching is not None:
+        branching = _with(branching, function=branching.function and map_name(branching.function))
     return _with(
         config,
+        training=_with(config.training, branching=branching),
         model=_with(config.model, chat_template=template and move(template)),
         environment=_with(
             environment, environment_id=(name := environment.environment_id) and map_name(name)

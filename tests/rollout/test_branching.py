@@ -204,7 +204,7 @@ def test_a_pure_environment_forks_without_repeating_calls():
         def reward(self, episode: Any) -> float:
             return 1.0
 
-    root, child = rollout(Pure)
+    _, child = rollout(Pure)
     assert calls == {1: 3, 2: 2}
     assert replies(child) == ["1", "2", "2"]
 
