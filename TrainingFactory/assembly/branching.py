@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from typing import Any
 
 from TrainingFactory.common.user_code import load_objects, split_name
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.rollout.branching import Branching
-from TrainingFactory.types import Turn
 
 
 def make_branching(config: TrainingConfig) -> Branching | None:
@@ -16,11 +15,11 @@ def make_branching(config: TrainingConfig) -> Branching | None:
     section = config.training.branching
     if section is None:
         return None
-    options = section.model_dump() | {"function": _load_function(config)}
+    options: dict[str, Any] = section.model_dump() | {"function": _load_function(config)}
     return Branching(**options, in_waves=config.sampling.deterministic)
 
 
-def _load_function(config: TrainingConfig) -> Callable[[Sequence[Turn]], bool] | None:
+def _load_function(config: TrainingConfig) -> Any:
     section = config.training.branching
     if section is None or section.at != "function" or section.function is None:
         return None

@@ -209,13 +209,9 @@ class EpisodeForest:
     _roots: list[int] = field(default_factory=list)  # number of roots of each group
     _start: dict[EpisodeRun, Callable[[EpisodeRun], None]] = field(default_factory=dict)
     _queued: list[PendingFork] = field(default_factory=list)
-    _wave: list[EpisodeRun] = field(default_factory=list)
-    _waves: int = 0
-    _barrier: asyncio.Barrier | None = None
 
     def __post_init__(self) -> None:
         self._roots = [len(group) for group in self.groups]
-        self._barrier = asyncio.Barrier(len(self.groups)) if self.groups else None
         for place, group in enumerate(self.groups):
             for index, run in enumerate(group):
                 episodes = share(self.branching.max_episodes, len(group), index)
@@ -230,29 +226,19 @@ class EpisodeForest:
     def runs(self) -> list[EpisodeRun]:
         return [run for group in self.groups for run in group]
 
-    async def grow(self, place: int, play: Play) -> None:
+    async def play(self, place: int, play: Play) -> None:
         """Play the episodes of group `place` and all that fork from them."""
-        if not self.branching.in_waves:
-            await gather_or_cancel([self._play_with_forks(run, play) for run in list(self.groups[place])])
-            return
-        assert self._barrier is not None
-        wave, number = list(self.groups[place]), 0
-        while True:
-            await gather_or_cancel([play(run) for run in wave])
-            await self._barrier.wait()
-            number += 1
-            if (
-                self._waves < number
-            ):  # the first group to continue opens the sessions of all, in a fixed order
-                self._open_wave()
-            if not self._wave:
-                return
-            wave = [run for run in self._wave if self._places[run] == place]
+        await gather_or_cancel([self._play_with_forks(run, play) for run in list(self.groups[place])])
 
-    def _open_wave(self) -> None:
-        self._waves += 1
-        order = sorted(self._queued, key=lambda fork: (self._places[fork.parent], fork.trajectory.member))
-        self._queued, self._wave = [], [self._open(fork) for fork in order]
+    async def play_in_waves(self, play: Play) -> None:
+        """Play all episodes, then all that have forked from them, and so on. Sessions are opened and episodes started
+        in a fixed order."""
+        wave = self.runs
+        while wave:
+            await gather_or_cancel([play(run) for run in wave])
+            forks, self._queued = self._queued, []
+            forks.sort(key=lambda fork: (self._places[fork.parent], fork.trajectory.member))
+            wave = [self._open(fork) for fork in forks]
 
     async def _play_with_forks(self, run: EpisodeRun, play: Play) -> None:
         """Play an episode and, as soon as there is room, those forked from it. It has released its place at the gate

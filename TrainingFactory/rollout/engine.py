@@ -14,7 +14,7 @@ from TrainingFactory.common.event_loop import run
 from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.protocols import AnyReward, ChatFormat, Environment, Sampler
 from TrainingFactory.rewards.adapt import as_group_reward
-from TrainingFactory.rollout.branching import Branching, EpisodeForest
+from TrainingFactory.rollout.branching import Branching, EpisodeForest, Play
 from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
 from TrainingFactory.rollout.group_scoring import GroupRun, gather_or_cancel
 from TrainingFactory.tools.recording import EpisodeKey
@@ -126,8 +126,11 @@ class RolloutEngine:
     ) -> list[list[Trajectory]]:
         recorder = None if self.rules.runtime is None else self.rules.runtime.recorder
         forest = EpisodeForest(branching, groups, seeds, self._warn_once, recorder)
+        play = functools.partial(self._run if self.group_reward is None else GroupRun.play, gate=gate)
         try:
-            await gather_or_cancel([self._run_trees(forest, place, gate) for place in range(len(groups))])
+            if branching.in_waves:
+                await forest.play_in_waves(play)
+            await gather_or_cancel([self._run_trees(forest, place, play) for place in range(len(groups))])
         finally:  # including forks that were cancelled before they started
             for episode in forest.runs:
                 episode.leave()
@@ -137,13 +140,18 @@ class RolloutEngine:
         self._measure_tail(forest.runs)
         return trajectories
 
-    async def _run_trees(self, forest: EpisodeForest, place: int, gate: asyncio.Semaphore) -> None:
-        """Play and score a group whose episodes fork."""
+    async def _run_trees(self, forest: EpisodeForest, place: int, play: Play) -> None:
+        """Play a group with its forks, unless that is done, and score it if it has a group reward."""
+
+        async def play_all() -> None:
+            if not forest.branching.in_waves:
+                await forest.play(place, play)
+
         if self.group_reward is None:
-            await forest.grow(place, lambda episode: self._run(episode, gate))
+            await play_all()
             return
-        group = GroupRun(forest.groups[place], self.group_reward)  # sees the forks, which the forest adds
-        await group.run(lambda: forest.grow(place, lambda episode: group.play(episode, gate)))
+        group = GroupRun(forest.groups[place], self.group_reward)
+        await group.run(play_all)
         for episode in group.runs:
             self._report(episode)
 

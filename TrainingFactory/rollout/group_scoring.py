@@ -36,7 +36,8 @@ class GroupRun:
         finally:
             await asyncio.gather(*(run.close() for run in self.runs))
 
-    async def play(self, run: EpisodeRun, gate: asyncio.Semaphore) -> None:
+    @staticmethod
+    async def play(run: EpisodeRun, gate: asyncio.Semaphore) -> None:
         try:
             async with gate:
                 await run.play()
