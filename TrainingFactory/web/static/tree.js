@@ -72,7 +72,7 @@ export function forkTree(rows, member, open) {
   const draw = (part, above) => {
     const y = above?.row === part.row ? above.y : TOP + leaves++ * ROW;
     part.y = y;
-    const sign = part.advantage === null ? "" : part.advantage < 0 ? " minus" : " plus";
+    const sign = part.advantage ? (part.advantage < 0 ? " minus" : " plus") : "";
     const here = path.has(part.row.member) && part.to <= path.get(part.row.member) ? " here" : "";
     const line = svg("path", {
       class: "path" + sign + here,
