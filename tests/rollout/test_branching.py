@@ -209,6 +209,52 @@ def test_a_pure_environment_forks_without_repeating_calls():
     assert replies(child) == ["1", "2", "2"]
 
 
+class Notebook:
+    """A tool source whose sessions have a state of their own, like an interpreter per episode."""
+
+    opened: ClassVar[list[Notebook.Session]] = []
+
+    async def open(self) -> None: ...
+    async def close(self) -> None: ...
+
+    def session(self) -> Notebook.Session:
+        self.opened.append(Notebook.Session())
+        return self.opened[-1]
+
+    class Session:
+        def __init__(self) -> None:
+            self.total = self.closed = 0
+
+            @tool
+            async def add(number: int) -> str:
+                self.total += number
+                return f"total {self.total}"
+
+            self.tools = [add]
+
+        async def close(self) -> None:
+            self.closed += 1
+
+
+def test_tools_with_a_session_per_episode_are_replayed():
+    """Also if the environment has a `fork`, which does not copy the session."""
+
+    class Writing(ToolEnvironment):
+        def __init__(self, task: Task) -> None:
+            super().__init__(task, [Notebook()])
+
+        async def fork(self) -> Self:
+            return type(self)(self.task)
+
+        def reward(self, episode: Any) -> float:
+            return 1.0
+
+    Notebook.opened.clear()
+    root, child = rollout(Writing)
+    assert (replies(root)[-1], replies(child)) == ("total 3", ["total 1", "total 3", "total 5"])
+    assert [session.closed for session in Notebook.opened] == [1, 1]
+
+
 def test_random_tools_drop_the_fork(caplog: pytest.LogCaptureFixture):
     numbers = iter(range(100))
 
