@@ -19,6 +19,7 @@ from TrainingFactory.config.problems import ConfigError
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.tools import tool
+from TrainingFactory.trainers.notices import unused_options
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.training.ledger import wrong_in_ledger
@@ -158,6 +159,15 @@ def test_where_nothing_can_fork(overrides: list[str], key: str, texts: list[str]
     [problem] = error.value.problems
     assert ".".join(map(str, problem.key)) == key
     assert all(text in str(problem) for text in texts), str(problem)
+
+
+def test_options_of_another_kind_of_fork_are_noticed() -> None:
+    config = load_config(None, ["training.branching.at=turns", "training.branching={at: turns, turns: [1]}"])
+    assert unused_options(config) == []
+    config = load_config(None, ["training.branching={at: turns, turns: [1], entropy: 2.0}"])
+    assert unused_options(config) == [
+        "training.branching.entropy: only used with training.branching.at=entropy"
+    ]
 
 
 @pytest.mark.parametrize("limit", ["max_episodes=9", "max_tokens=4089"])
