@@ -183,17 +183,6 @@ def _turn_keys(run: EpisodeRun) -> list[EpisodeKey]:
 
 
 @dataclass(slots=True)
-class PendingFork:
-    """A fork that has not started yet."""
-
-    parent: EpisodeRun
-    trajectory: Trajectory
-    point: ForkPoint
-    budget: PathBudget
-    environment: Environment | None  # None: made when the episode starts
-
-
-@dataclass(slots=True)
 class EpisodeForest:
     """The groups of one batch, each of which grows as its episodes fork. `seeds[i](member, turn)` returns the seed of a
     turn of group i."""
@@ -208,7 +197,7 @@ class EpisodeForest:
     _places: dict[EpisodeRun, int] = field(default_factory=dict)  # number of the run's group
     _roots: list[int] = field(default_factory=list)  # number of roots of each group
     _start: dict[EpisodeRun, Callable[[EpisodeRun], None]] = field(default_factory=dict)
-    _queued: list[PendingFork] = field(default_factory=list)
+    _queued: list[EpisodeRun] = field(default_factory=list)  # forks that start with the next wave
 
     def __post_init__(self) -> None:
         self._roots = [len(group) for group in self.groups]
@@ -236,9 +225,10 @@ class EpisodeForest:
         wave = self.runs
         while wave:
             await gather_or_cancel([play(run) for run in wave])
-            forks, self._queued = self._queued, []
-            forks.sort(key=lambda fork: (self._places[fork.parent], fork.trajectory.member))
-            wave = [self._open(fork) for fork in forks]
+            wave, self._queued = self._queued, []
+            wave.sort(key=lambda run: (self._places[run], run.trajectory.member))
+            for run in wave:
+                run.open_fork()
 
     async def _play_with_forks(self, run: EpisodeRun, play: Play) -> None:
         """Play an episode and, as soon as there is room, those forked from it. It has released its place at the gate
@@ -331,11 +321,14 @@ class EpisodeForest:
         point = ForkPoint(ids, _turn_keys(run), batches, method, self.branching.timeout)
         if isinstance(forked, ToolEnvironment) and isinstance(environment, ToolEnvironment):
             forked.executor.continue_from(environment.executor, key, forked)
-        fork = PendingFork(run, trajectory, point, budget, forked)
+        child = run.forked(trajectory, functools.partial(self.seeds[place], member), point, forked)
+        self._add(child, place, budget)
+        self.groups[place].append(child)
         if self.branching.in_waves:
-            self._queued.append(fork)
+            self._queued.append(child)
         else:
-            self._start[run](self._open(fork))
+            child.open_fork()
+            self._start[run](child)
 
     async def _forked_environment(self, environment: Environment) -> Environment:
         """Return the result of `environment.fork()`; raise ForkFailed if it is not an independent environment."""
@@ -359,17 +352,6 @@ class EpisodeForest:
                 f"{name} returned no independent environment. Make one with type(self)(self.task) and copy the state"
             )
         return forked
-
-    def _open(self, fork: PendingFork) -> EpisodeRun:
-        """Open the sampling session of a fork; return its episode."""
-        parent, place = fork.parent, self._places[fork.parent]
-        member = fork.trajectory.member
-        child = parent.forked(
-            fork.trajectory, functools.partial(self.seeds[place], member), fork.point, fork.environment
-        )
-        self._add(child, place, fork.budget)
-        self.groups[place].append(child)
-        return child
 
     def _drop(self, key: EpisodeKey, reason: str) -> None:
         self.dropped += 1

@@ -132,11 +132,15 @@ class EpisodeRun:
         environment: Environment | None,
     ) -> EpisodeRun:
         """Return an episode that continues the turns of this one, in a copy of its environment, or from None in a new
-        environment that `start` brings into its state."""
+        environment that `start` brings into its state. Its session is this one's until `open_fork`."""
         key = self.key._replace(member=trajectory.member)
-        child = EpisodeRun(self.rules, trajectory, self.session.fork(), self.max_length, seed_of, key)
+        child = EpisodeRun(self.rules, trajectory, self.session, self.max_length, seed_of, key)
         child.start, child.environment = start, environment
         return child
+
+    def open_fork(self) -> None:
+        """Open the sampling session of a forked episode."""
+        self.session = self.session.fork()
 
     @property
     def num_turns(self) -> int:
