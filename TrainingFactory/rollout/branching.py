@@ -49,7 +49,7 @@ class Branching:
 
     def forks_after(self, turns: Sequence[Turn]) -> bool:
         """Return whether an episode with these turns forks after the last one, if its budget allows."""
-        number, turn = len(turns), turns[-1]
+        number, turn = sum(not turn.summary for turn in turns), turns[-1]
         if number % self.every:
             return False
         if self.at == "turns":
