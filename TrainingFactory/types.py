@@ -159,6 +159,11 @@ class Trajectory:
         return any(turn.fold is not None or turn.summary for turn in self.turns)
 
     @property
+    def own_turns(self) -> list[Turn]:
+        """Return the turns that the episode sampled itself, without those shared with its parent."""
+        return self.turns[self.fork_turn :]
+
+    @property
     def answer(self) -> str:
         """Return the text of the last turn if the model finished the episode, else ""."""
         return self.turns[-1].message.content if self.status == "done" and self.turns else ""

@@ -102,6 +102,7 @@ class Keywords(TypedDict, total=False):
     minibatches: int
     eval_every: int | None
     stop_when: dict[Literal["patience", "target"], float]
+    branching: Mapping[str, Any] | None
     command: str | None
     system_prompt: str | None
     async_execution: bool

@@ -133,6 +133,7 @@ class AsyncSource(SampledSource):
             "groups/waiting": len(self._finished),
             "seconds/waited": wait_seconds,
         }
+        metrics |= self._dropped_forks()
         for name, counted in (("waiting", waiting_groups), ("stale", self._stale)):
             if counted:
                 metrics[f"length/{name}"] = fmean(length for group in counted for length in _lengths(group))

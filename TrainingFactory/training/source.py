@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, Sampler
 from TrainingFactory.rollout import RolloutEngine, play, rollout_metrics
+from TrainingFactory.rollout.metrics import leaf_weights
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.training.ledger import Ledger
@@ -118,9 +119,15 @@ class SampledSource:
         problem = unscored_problem(groups, self._max_unscored)
         metrics = sampled_metrics(groups, seconds, self._clock)
         metrics["tail_share"] = self._rollouts.tail / seconds
+        metrics |= self._dropped_forks()
         return StepGroups(step, groups, seconds, metrics, problem, sampled=True)
 
     async def close(self) -> None: ...
+
+    def _dropped_forks(self) -> dict[str, float]:
+        """Return the number of forks dropped since the last call, if episodes fork."""
+        dropped, self._rollouts.dropped_forks = self._rollouts.dropped_forks, 0
+        return {} if self._rollouts.branching is None else {"branching/dropped": float(dropped)}
 
     async def _play(
         self,
@@ -147,13 +154,15 @@ def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock 
     metrics = rollout_metrics(episodes)
     rewards = [trajectory.reward for trajectory in episodes if trajectory.reward is not None]
     if rewards:
-        metrics["accuracy"] = sum(reward.outcome > 0 for reward in rewards) / len(rewards)
+        weights = leaf_weights([trajectory for trajectory in episodes if trajectory.reward is not None])
+        num_right = sum(w for w, reward in zip(weights, rewards, strict=True) if reward.outcome > 0)
+        metrics["accuracy"] = num_right / sum(weights)
     if any(any(reward.steps) for reward in rewards):  # without step rewards these equal the outcomes
         for name, is_correct in (("reward_right", True), ("reward_wrong", False)):
             if selected := [reward for reward in rewards if (reward.outcome > 0) == is_correct]:
                 metrics[name] = fmean(reward.outcome + sum(reward.steps) for reward in selected)
     metrics["episodes/failed"] = metrics["episodes/error"] + metrics["episodes/tool_failure"]
-    turns = [turn for episode in episodes for turn in episode.turns]
+    turns = [turn for episode in episodes for turn in episode.own_turns]
     tools = sum(result.seconds for turn in turns for result in turn.tool_results)
     total_seconds = sum(trajectory.seconds for trajectory in episodes)
     return metrics | {
