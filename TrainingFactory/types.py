@@ -118,6 +118,7 @@ class Turn:
     # The message is a summary of the conversation for the next prompt; the environment does not get it.
     summary: bool = field(default=False, repr=False)
     state: str | None = field(default=None, repr=False)  # the environment's name of its state before the turn
+    masked: bool = field(default=False, repr=False)  # a filter excludes the turn from training
 
 
 @dataclass(slots=True)
@@ -187,6 +188,8 @@ class Sample:
     label: float = 0.0
     # Precomputed log-probs of the reference model; 0 where the mask is false.
     reference: list[float] | None = None
+    # Weight of each trained token in the loss and in all counts of tokens; 0 where the mask is false. None: all 1.
+    weights: list[float] | None = None
 
     def __post_init__(self) -> None:
         self.pair = self.episode if self.pair == -1 else self.pair
