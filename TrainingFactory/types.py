@@ -208,6 +208,7 @@ class Group:
     rows: list[Sample] = field(default_factory=list)
     attempt: int = 0  # number of earlier groups in this slot that gave no signal or were too stale
     position: int = 0  # index of the task in the order of all epochs
+    filtered: dict[str, int] = field(default_factory=dict)  # counts of `training.filters`
 
 
 @dataclass(slots=True, frozen=True)

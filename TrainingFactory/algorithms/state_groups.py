@@ -44,9 +44,3 @@ def state_advantages(
         result[members, numbers] = np.where(total > 0, state_values - mean, 0.0)
     result[np.abs(result) <= TOLERANCE * np.abs(values).max(initial=0.0)] = 0.0
     return result
-
-
-def share_of_named_states(episodes: Sequence[Trajectory]) -> float:
-    """Return the share of turns whose state has a name."""
-    turns = [turn for episode in episodes for turn in episode.turns]
-    return sum(turn.state is not None for turn in turns) / len(turns) if turns else 0.0

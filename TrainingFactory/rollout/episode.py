@@ -212,9 +212,10 @@ class EpisodeRun:
         else:
             ids = await self.start.enter(self, environment)
         for number in range(self.num_turns, self.rules.max_turns):
+            state = _state_name(environment)
             completion = await self._sample(ids, number)
             message = self.rules.chat.parse(completion.token_ids, ids, self.trajectory.tools)
-            turn = Turn(ids, completion, message)
+            turn = Turn(ids, completion, message, state=state)
             for index, call in enumerate(turn.message.tool_calls):
                 call.id = call.id or f"call_{number}_{index}"
             self.trajectory.turns.append(turn)
@@ -331,6 +332,13 @@ class EpisodeRun:
         self._ended = True
         self.trajectory.status = status
         self.trajectory.error = error
+
+
+def _state_name(environment: Environment) -> str | None:
+    """Return the environment's name of its current state; None if it has none."""
+    with _user_code("the environment's state"):
+        state = getattr(environment, "state", None)
+    return state if isinstance(state, str) else None
 
 
 def _scope(environment: Environment, task: Task) -> str:

@@ -46,6 +46,7 @@ const DIRECT = [
         nonzero: true,
       },
       { title: "Truncated", of: ["episodes/truncated"], over: "episodes", share: true },
+      { title: "Flagged by filters", under: "filters/", share: true },
     ],
   ],
   [
