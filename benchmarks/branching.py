@@ -7,8 +7,8 @@ is that of the end:
     trees    4 episodes of each task, which fork after tool results into at most 10 leaves (`training.branching`)
     states   as plain, and turns in the same state compared with each other (`grpo.state_groups`)
 
-A run's figure is the number of sampled tokens, and of tool calls, until the success on 64 held-out tasks, in the mean
-of two evaluations in a row, is 0.8. Tokens that leaves of a tree share count once. Runs that do not get there within
+A run's figure is the number of sampled tokens, and of tool calls, until the success in 64 episodes, in the mean of two
+evaluations in a row, is 0.8. Tokens that leaves of a tree share count once. Runs that do not get there within
 `--tokens` count with that number, and are named as censored.
 
 Every run is one line of the file `--out`; a run that is there is not made again. `--summary FILE ...` merges files,
@@ -51,11 +51,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "docs" / "results" / "branching.json", ROOT / "docs" / "algorithms" / "branching.md"
 ARMS = ("plain", "trees", "states")
 TASKS, MEMBERS, ROOTS, LEAVES = 2, 8, 4, 10
-RATE, WARMUP = 1e-3, 4
+RATE, WARMUP = 7e-4, 4
 MAX_TOKENS, MAX_TURNS, MAX_LENGTH, SLOTS = 8, 9, 256, 64
 HELDOUT, EVAL_EVERY, LEVEL = 64, 4, 0.8
-WARM_ROWS, WARM_STEPS, WARM_RATE = 600, 500, 4e-3
-TOKENS = 60_000
+WARM_ROWS, WARM_STEPS, WARM_RATE = 400, 200, 6e-3
+TOKENS = 40_000
 DRAWS = 10_000  # of the bootstrap
 
 
@@ -92,8 +92,8 @@ def small_model(words: int, end: int) -> Any:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=words, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=MAX_LENGTH, tie_word_embeddings=True,
+        vocab_size=words, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=24, max_position_embeddings=MAX_LENGTH, tie_word_embeddings=True,
         eos_token_id=end, pad_token_id=0,
     )  # fmt: skip
     return Qwen3ForCausalLM(config)

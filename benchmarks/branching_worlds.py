@@ -1,10 +1,10 @@
-"""The environments of `benchmarks.branching`, with words as tokens: a call is `call lookup Anna`, an answer is a word.
+"""The environments of `benchmarks.branching`, with words as tokens: a call is `call go left`, an answer is a word.
 
-    chain     six lookups, each of which names the next key, then the answer. A turn may guess, which ends the episode
-    spoiled   five rooms, each of which names a door. A wrong door spoils the episode, which goes on as if it did not
+    chain     six rooms, each with one right way of three. A wrong one leads back a room
+    spoiled   five rooms, each with one right way of three. A wrong one spoils the episode, and no reply says so
     wordnet   the tools of `apps/recipes/wordnet.py` over a small WordNet: senses of a word, then what it is a kind of
 
-The reward is 1 for a right end, else 0. `novice` demonstrates every task with mistakes, from which warm starts learn.
+The reward is 1 for a right answer in the end, else 0. `novice` plays with mistakes, which warm starts imitate.
 """
 
 from __future__ import annotations
@@ -15,19 +15,25 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.kits.wordnet import ambiguous, write_wordnet
 from TrainingFactory.apps.recipes.wordnet import WordNet
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.models.words import NAMES, PLACES
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, Step, Task, ToolCall, ToolSpec, Turn
 
-KEYS, ENDS = NAMES[:12], PLACES[:8]
-LOOKUPS, ROOMS = 6, 5
-SLIP = 0.22  # share of the novice's turns that go wrong
-DOORS = ["red", "blue"]
+WAYS = ["left", "right", "ahead"]
+RIGHT = [
+    "ahead",
+    "left",
+    "left",
+    "right",
+    "ahead",
+    "right",
+]  # the way out of each room, the same in all tasks
+SLIP = 0.45  # share of the novice's turns that may go wrong
+WORDS = 3  # with two senses each
 ROLES = ["system", "user", "tool", "assistant"]
 
 
@@ -55,92 +61,58 @@ class BenchmarkWorld(ToolEnvironment):
         return float(self.is_right(episode.trajectory.answer.strip()))
 
 
-class ChainWorld(BenchmarkWorld):
-    """Anna -> Boris -> ... -> Oslo: the next key is in the last reply only."""
+class RoomsWorld(BenchmarkWorld):
+    """Rooms in a row. Which way is right must be learned: no reply says it."""
 
-    num_found = 0
+    rooms: ClassVar[int] = 6
+    spoils: ClassVar[bool] = False  # a wrong way leads on and spoils the episode; else it leads back a room
 
-    @classmethod
-    def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        rng = random.Random(f"chain {split} {seed}")
-        for number in range(count):
-            keys = rng.sample(KEYS, LOOKUPS)
-            yield Task(f"{split}-{seed}-{number}", keys[0], rng.choice(ENDS), {"keys": keys})
-
-    @property
-    def keys(self) -> list[str]:
-        return self.task.metadata["keys"]
-
-    @property
-    def state(self) -> str:
-        return str(self.num_found)
-
-    @tool(pure=True)
-    async def lookup(self, name: str) -> str:
-        """What comes next."""
-        if name not in self.keys:
-            return "unknown"
-        position = self.keys.index(name)
-        self.num_found = max(self.num_found, position + 1)
-        return [*self.keys[1:], str(self.task.answer)][position]
-
-    async def fork(self) -> ChainWorld:
-        other = type(self)(self.task)
-        other.num_found = self.num_found
-        return other
-
-    def expert(self) -> Iterator[Message]:
-        yield from (call("lookup", name=key) for key in self.keys)
-        yield Message("assistant", str(self.task.answer))
-
-    def novice(self, rng: random.Random) -> Iterator[Message]:
-        for message in self.expert():
-            if rng.random() < SLIP:
-                yield Message("assistant", rng.choice(ENDS))
-                return
-            yield message
-
-
-class SpoiledWorld(BenchmarkWorld):
-    """A reply names the next door; after a wrong one all is in vain, which no reply says."""
-
-    room, spoiled = 0, False
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.room, self.spoiled = 0, False
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        rng = random.Random(f"spoiled {split} {seed}")
-        for number in range(count):
-            doors = [rng.choice(DOORS) for _ in range(ROOMS)]
-            yield Task(f"{split}-{seed}-{number}", doors[0], "out", {"doors": doors})
+        yield from (Task(f"{split}-{seed}-{number}", "room0", "out") for number in range(count))
 
     @property
     def state(self) -> str:
         return f"{self.room} {self.spoiled}"
 
     @tool
-    async def enter(self, door: str) -> str:
-        """Go through a door; the reply is the next one."""
-        doors = self.task.metadata["doors"]
-        self.spoiled |= self.room < ROOMS and door != doors[self.room]
-        self.room += 1
-        return [*doors, "out"][min(self.room, ROOMS)]
+    async def go(self, way: str) -> str:
+        """Leave the room; the reply is the next one."""
+        if self.room < self.rooms:
+            is_right = way == RIGHT[self.room]
+            self.spoiled |= self.spoils and not is_right
+            self.room = self.room + 1 if is_right or self.spoils else max(self.room - 1, 0)
+        return f"room{self.room}"
 
-    async def fork(self) -> SpoiledWorld:
+    async def fork(self) -> RoomsWorld:
         other = type(self)(self.task)
         other.room, other.spoiled = self.room, self.spoiled
         return other
 
     def is_right(self, answer: str) -> bool:
-        return answer == "out" and not self.spoiled and self.room == ROOMS
+        return answer == "out" and self.room == self.rooms and not self.spoiled
 
     def expert(self) -> Iterator[Message]:
-        yield from (call("enter", door=door) for door in self.task.metadata["doors"])
+        while self.room < self.rooms:
+            yield call("go", way=RIGHT[self.room])
         yield Message("assistant", "out")
 
     def novice(self, rng: random.Random) -> Iterator[Message]:
         for message in self.expert():
-            slips = rng.random() < SLIP and message.tool_calls
-            yield call("enter", door=rng.choice(DOORS)) if slips else message
+            slips = bool(message.tool_calls) and rng.random() < SLIP
+            yield call("go", way=rng.choice(WAYS)) if slips else message
+
+
+class ChainWorld(RoomsWorld):
+    pass
+
+
+class SpoiledWorld(RoomsWorld):
+    rooms, spoils = 5, True
 
 
 class WordNetWorld(BenchmarkWorld):
@@ -157,7 +129,7 @@ class WordNetWorld(BenchmarkWorld):
         for number in range(count):
             word, is_tool = rng.choice(words), rng.random() < 0.5
             hint, answer = ("sharp", "whole") if is_tool else ("sour", "thing")
-            path = [("hand tool", "tool", "whole") if is_tool else ("fruit", "food", "thing")][0]
+            path = ("hand tool", "tool", "whole") if is_tool else ("fruit", "food", "thing")
             metadata = {"word": word, "sense": 1 + is_tool, "path": path}
             yield Task(f"{split}-{seed}-{number}", f"{hint} {word}", answer, metadata)
 
@@ -166,8 +138,13 @@ class WordNetWorld(BenchmarkWorld):
         return " ".join(self.calls)
 
     async def step(self, message: Message) -> Step:
-        self.calls += [f"{call.name}{sorted(call.arguments.items())}" for call in message.tool_calls]
+        self.calls += map(describe_call, message.tool_calls)
         return await super().step(message)
+
+    def is_right(self, answer: str) -> bool:
+        """The answer must have been looked up: guesses are worth nothing."""
+        needed = {describe_call(written) for message in self.expert() for written in message.tool_calls}
+        return super().is_right(answer) and needed <= set(self.calls)
 
     async def fork(self) -> WordNetWorld:
         other = type(self)(self.task)
@@ -193,7 +170,6 @@ class WordNetWorld(BenchmarkWorld):
             yield message
 
 
-WORDS = 12
 WORLDS: dict[str, type[BenchmarkWorld]] = {
     "chain": ChainWorld,
     "spoiled": SpoiledWorld,
@@ -209,6 +185,10 @@ def wordnet() -> WordNet:
 
 def call(tool_name: str, **arguments: Any) -> Message:
     return Message("assistant", tool_calls=[ToolCall(tool_name, arguments)])
+
+
+def describe_call(written: ToolCall) -> str:
+    return " ".join([written.name, *map(str, written.arguments.values())])
 
 
 def split_words(text: str) -> list[str]:
@@ -280,8 +260,9 @@ class WordChat:
 def vocabulary() -> list[str]:
     """All words that a task, a reply, a call or an answer can have."""
     senses = ["lookup kind_of part_of", *(wordnet().sense_at(place).gloss for place in _all_places())]
-    texts = [*senses, *wordnet().index, "hand tool , sense 1 2 : nothing and more enter out name word"]
-    return sorted({word for text in [*KEYS, *ENDS, *DOORS, *texts] for word in split_words(text)})
+    rooms = [f"room{number}" for number in range(len(RIGHT) + 1)]
+    texts = [*senses, *wordnet().index, *rooms, *WAYS, "hand tool , sense 1 2 : nothing go out sour sharp"]
+    return sorted({word for text in texts for word in split_words(text)})
 
 
 def _all_places() -> list[int]:

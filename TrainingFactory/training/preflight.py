@@ -107,6 +107,9 @@ def _branching_problems(
         yield (), f"grpo.advantage={grpo.advantage} compares no continuations of a fork. Use group or rloo"
     elif grpo.ratio == "sequence":
         yield (), "grpo.ratio=sequence needs whole episodes, but forks share turns. Use grpo.ratio=token"
+    elif config.optimization.importance_by == "sequence":
+        text = "optimization.importance_by=sequence needs whole episodes, but forks share turns"
+        yield (), f"{text}. Use importance_by=token"
     if config.environment.command is not None:
         text = "the state of a program (environment.command) cannot be forked. Use an environment"
         yield (), f"{text}, or remove branching"
