@@ -111,7 +111,7 @@ def warm_up(world: str, folder: Path, steps: int = WARM_STEPS) -> None:
         rows, rng = [], random.Random(0)
         for task in environment.tasks("warm", 0, WARM_ROWS):
             instance: BenchmarkWorld = environment(task)
-            rows += to_samples(await play(instance, chat, instance.novice(rng)))
+            rows += to_samples(await play(instance, chat, instance.novice(rng), max_turns=MAX_TURNS))
         return rows
 
     warm_start(model, asyncio.run(demonstrated()), steps, 16, WARM_RATE)

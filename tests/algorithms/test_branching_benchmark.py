@@ -14,7 +14,6 @@ from benchmarks import branching
 from benchmarks.branching import ARMS, BranchingRun, read_runs, summary, table, train, warm_up, write_page
 from benchmarks.branching_worlds import WORLDS, WordChat, vocabulary
 from TrainingFactory.rollout import play
-from TrainingFactory.rollout.scoring import OpenEpisode, score
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -26,11 +25,11 @@ def test_experts_are_right_and_novices_often_wrong(world: str) -> None:
         for task in environment.tasks("train", 0, 40):
             instance = environment(task)
             played = instance.expert() if messages == "expert" else instance.novice(rng)
-            trajectory = await play(instance, chat, played)
+            trajectory = await play(instance, chat, played, max_turns=branching.MAX_TURNS)
             prompts = {token for turn in trajectory.turns for token in turn.prompt_ids}
             assert messages == "novice" or chat.ids["unknown"] not in prompts
-            opened = OpenEpisode(trajectory, instance, instance.executor, chat, False)
-            outcomes.append((await score(opened, None)).outcome)
+            assert trajectory.reward is not None
+            outcomes.append(trajectory.reward.outcome)
             assert len({turn.state for turn in trajectory.turns}) > 1 or len(trajectory.turns) == 1
         return outcomes
 
