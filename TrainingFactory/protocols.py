@@ -149,7 +149,8 @@ class ToolSource(Protocol):
 class Environment(Protocol):
     """The environment of one episode of one task; closed after the reward has been computed. With an optional method
     `async def fork(self)`, which returns an independent copy in the same state, episodes can branch without replaying
-    their steps; `fork = None` excludes an environment from branching."""
+    their steps; `fork = None` excludes an environment from branching. A property
+    `state` may name the current state by a string."""
 
     @property
     def task(self) -> Task: ...

@@ -66,8 +66,8 @@ HEART = [
     "learning/learner.py", "learning/step.py", "learning/policy.py", "learning/forward.py", "learning/logprobs.py",
     "learning/optim.py",
 ]  # fmt: skip
-HEART_LINES = 6_700
-TOTAL_LINES = 60_000  # of Python in the package
+HEART_LINES = 7_300
+TOTAL_LINES = 63_000  # of Python in the package
 STATIC_LINES = 8_750  # of web/static
 LARGEST_SHARE = 0.15  # of the package's lines in one folder
 

@@ -70,9 +70,10 @@ def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
         )
     if branching is not None:
         branching = _with(branching, function=branching.function and map_name(branching.function))
+    filters = {map_name(name): action for name, action in config.training.filters.items()}
     return _with(
         config,
-        training=_with(config.training, branching=branching),
+        training=_with(config.training, branching=branching, filters=filters),
         model=_with(config.model, chat_template=template and move(template)),
         environment=_with(
             environment,

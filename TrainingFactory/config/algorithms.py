@@ -54,6 +54,9 @@ class GRPOSection(Section):
     episode's total. No effect without step rewards."""
     scale_rewards: bool = False
     """Divide advantages by the group's standard deviation, as in the GRPO paper. false: Dr. GRPO."""
+    state_groups: NotNegative = 0.0
+    """Weight of a second advantage, among the group's turns that begin in the same state (GiGPO), for environments with
+    a property `state`. 0: off."""
     normalization: Literal["token", "sequence", "constant"] = "token"
     """Loss aggregation. token: mean over all tokens of the step; sequence: mean over episodes of their token means;
     constant: sum divided by constant_length."""

@@ -104,6 +104,10 @@ class TrainingSection(Section):
     branching: BranchingSection | None = None
     """Fork episodes at the end of a turn into several continuations, for credit by turn without a critic (grpo):
     {at: tool_result, continuations: 2, max_forks: 2}. null: no forks."""
+    filters: dict[str, Literal["drop", "mask", "count"]] = Field(default_factory=dict)
+    """Filters of sampled episodes, applied before credit: {void_turns: drop, repeated_calls: mask, truncated: count,
+    unreadable_calls: mask, filters.py:mine: drop}. drop: no credit for episodes with a flagged turn; mask: flagged
+    turns are not trained; count: only counted."""
     seed: ZeroOrMore = 0
     """Random seed of sampling and training."""
 

@@ -222,6 +222,7 @@ class EpisodeRun:
             if self.rules.folding is not None:
                 ids, fold = await self._folded(ids, self.rules.folding)
             turn = await self._new_turn(ids)
+            turn.state = _state_name(environment)
             if fold is not None:
                 self._mark_fold(turn, fold)
             if turn.completion.finish == "length":
@@ -392,6 +393,13 @@ class EpisodeRun:
         self._ended = True
         self.trajectory.status = status
         self.trajectory.error = error
+
+
+def _state_name(environment: Environment) -> str | None:
+    """Return the environment's name of its current state; None if it has none."""
+    with _user_code("the environment's state"):
+        state = getattr(environment, "state", None)
+    return state if isinstance(state, str) else None
 
 
 def _scope(environment: Environment, task: Task) -> str:

@@ -36,6 +36,7 @@ from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.trainers.resume import restore_progress
 from TrainingFactory.training.async_rollout import AsyncSource
 from TrainingFactory.training.dataset import Dataset, UserObjects
+from TrainingFactory.training.filters import EpisodeFilters
 from TrainingFactory.training.forecasts import DISK_SPEED, CheckpointSpace, StopForecast
 from TrainingFactory.training.guards import Guards
 from TrainingFactory.training.interrupts import Interrupts
@@ -115,7 +116,8 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     if replayed_run is None:
         source = _make_source(training, algorithm, order, progress.ledger, setup, dataset, total)
     else:
-        source = RecordedSource(replayed_run, algorithm, config.reward.max_unscored, progress.done)
+        filters = EpisodeFilters(config.training.filters)
+        source = RecordedSource(replayed_run, algorithm, config.reward.max_unscored, progress.done, filters)
         total = min(total, source.steps)
         no_evaluation = config.training.model_copy(update={"eval_every": None})
         config = config.model_copy(update={"training": no_evaluation})
@@ -140,6 +142,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
             has_rewards=any("reward" in row for row in earlier_metrics),
             replayed=tools.replayed is not None,
             max_mismatch=config.optimization.max_mismatch,
+            state_groups=config.grpo.state_groups if config.training.algorithm == "grpo" else 0.0,
         ),
         doctor=FindingTracker(earlier_metrics, config.training.update_epochs * config.training.minibatches),
         watcher=watcher,
@@ -258,7 +261,11 @@ def _make_source(
         return ExpertSource(tasks, order, setup.environment, setup.chat, algorithm, limits, max_episodes)
     rollouts = _make_rollouts(training, setup, setup.reward, make_branching(config))
     arguments = (tasks, order, rollouts, setup.sampler, algorithm, setup.reward, ledger)
-    options = {"group_size": config.training.group_size, "max_unscored": config.reward.max_unscored}
+    options: dict[str, Any] = {
+        "group_size": config.training.group_size,
+        "max_unscored": config.reward.max_unscored,
+        "filters": EpisodeFilters(config.training.filters),
+    }
     max_staleness = config.optimization.effective_max_staleness
     if not max_staleness:
         return SampledSource(*arguments, **options)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from TrainingFactory.training.filters import dropped_problem
 from TrainingFactory.training.source import SampledSource, StepGroups, sampled_metrics, unscored_problem
 from TrainingFactory.types import Group
 
@@ -137,7 +138,7 @@ class AsyncSource(SampledSource):
         for name, counted in (("waiting", waiting_groups), ("stale", self._stale)):
             if counted:
                 metrics[f"length/{name}"] = fmean(length for group in counted for length in _lengths(group))
-        problem = unscored_problem(groups, self._max_unscored)
+        problem = unscored_problem(groups, self._max_unscored) or dropped_problem(groups)
         return StepGroups(step, groups, wait_seconds, metrics, problem, True, recorded_episodes, discarded)
 
     def _rename(self, group: Group, step: int) -> None:

@@ -10,6 +10,7 @@ from TrainingFactory.config.algorithms import BranchingSection
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.examples import REQUIRED_COLUMNS
 from TrainingFactory.training.dataset import example_form
+from TrainingFactory.training.filters import EpisodeFilters
 
 MAX_LEAVES = 1024  # episodes per task without training.branching.max_episodes
 
@@ -20,6 +21,7 @@ def check_config(config: TrainingConfig, is_recorded: bool) -> None:
     _check_precision(config)
     name = config.training.algorithm
     make_algorithm(name, getattr(config, name).model_dump())  # raises if its options contradict each other
+    EpisodeFilters(config.training.filters)  # raises for an unknown filter
 
 
 def group_too_small(group_size: int, minimum: int, subject: str, remedy: str = "") -> ValueError:
@@ -53,6 +55,10 @@ def check_options(config: TrainingConfig, is_recorded: bool) -> None:
         raise ValueError(f"{key} needs evaluations: set training.eval_every=N")
     if kind.samples:
         _check_sampling(config)
+    elif training.filters:
+        raise ValueError(
+            f"training.filters applies to sampled episodes, but training.algorithm={name} samples none. Remove it"
+        )
     if training.branching is not None:
         _check_branching(config, training.branching)
     if is_recorded:
@@ -101,6 +107,9 @@ def _branching_problems(
         yield (), f"grpo.advantage={grpo.advantage} compares no continuations of a fork. Use group or rloo"
     elif grpo.ratio == "sequence":
         yield (), "grpo.ratio=sequence needs whole episodes, but forks share turns. Use grpo.ratio=token"
+    elif config.optimization.importance_by == "sequence":
+        text = "optimization.importance_by=sequence needs whole episodes, but forks share turns"
+        yield (), f"{text}. Use importance_by=token"
     if config.environment.command is not None:
         text = "the state of a program (environment.command) cannot be forked. Use an environment"
         yield (), f"{text}, or remove branching"
