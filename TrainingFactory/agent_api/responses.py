@@ -1,21 +1,18 @@
-"""Sampling of chat completions, and their JSON for clients, as one response or as a stream."""
+"""Sampling of the choices of a request, and the order of their events in a stream. The dialects write the JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import secrets
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from TrainingFactory.agent_api.requests import ParsedRequest
 from TrainingFactory.agent_api.response_text import TurnReader
-from TrainingFactory.common.http.api import as_api_error
-from TrainingFactory.common.openai_format import message_to_dict
+from TrainingFactory.common.http.api import ApiError, StreamEvent, as_api_error
 from TrainingFactory.protocols import SamplingSession
 from TrainingFactory.types import Completion, Message, SamplingParams
 
@@ -24,17 +21,42 @@ CHUNK_TOKENS = 8  # tokens sampled at a time if a turn is streamed or has stop s
 
 @dataclass(slots=True)
 class SampledChoice:
-    """One finished choice of a chat completion."""
+    """One finished choice of a request."""
 
     message: Message
-    finish: str
+    finish: str  # stop, tool_calls or length
     tokens: int
     logprobs: dict[str, Any] | None
+    stop_string: str | None = None  # the stop string that ended the turn
 
 
 OnPartial = Callable[[Message], None]  # called with the part of an unfinished turn that can be streamed
 # Samples the choice with this index.
 ChoiceSampler = Callable[[int, OnPartial | None], Coroutine[Any, Any, SampledChoice]]
+
+
+class EventWriter(ABC):
+    """Writes the events of one stream."""
+
+    def begin(self) -> Iterable[StreamEvent]:
+        """Return the events before the first token."""
+        return ()
+
+    @abstractmethod
+    def partial(self, index: int, message: Message) -> Iterable[StreamEvent]:
+        """Return the events for the text of choice `index` that is new since the last call."""
+
+    @abstractmethod
+    def finish(self, index: int, choice: SampledChoice) -> Iterable[StreamEvent]:
+        """Return the last events of choice `index`."""
+
+    @abstractmethod
+    def end(self, choices: Sequence[SampledChoice]) -> Iterable[StreamEvent]:
+        """Return the events after all choices."""
+
+    @abstractmethod
+    def error(self, error: ApiError) -> Iterable[StreamEvent]:
+        """Return the events that end a failed stream."""
 
 
 async def sample_choice(
@@ -48,7 +70,7 @@ async def sample_choice(
     """Sample one turn. Return it as the client sees it, and its tokens, up to and including a stop string."""
     reader = TurnReader(chat, prompt, ask.tools)
     ids, logprobs, versions = list[int](), list[float](), list[int]()
-    piece = CHUNK_TOKENS if on_partial is not None or ask.request.stop else ask.max_tokens
+    piece = CHUNK_TOKENS if on_partial is not None or ask.stop else ask.max_tokens
     while True:
         size = min(piece, ask.max_tokens - len(ids))
         chunk = await session.sample(prompt + ids, dataclasses.replace(params, max_tokens=size))
@@ -56,21 +78,19 @@ async def sample_choice(
         logprobs += chunk.logprobs
         versions += chunk.token_versions
         text = reader.text(ids)
-        stop_match = reader.find_stop(ids, text, ask.request.stop)
+        stop_match = reader.find_stop(ids, text, ask.stop)
         if stop_match or chunk.finish == "stop" or len(ids) >= ask.max_tokens:
             break
         if on_partial is not None:
-            on_partial(reader.so_far(text, ask.request.stop))
+            on_partial(reader.so_far(text, ask.stop))
     message = reader.message(ids, text if stop_match is None else text[: stop_match.start])
-    for call in message.tool_calls:
-        call.id = f"call_{secrets.token_hex(12)}"
+    for number, call in enumerate(message.tool_calls):
+        call.id = ask.call_id(number)
     is_finished = stop_match is not None or chunk.finish == "stop"
     finish = "length" if not is_finished else "tool_calls" if message.tool_calls else "stop"
     completion = Completion(ids, logprobs, chunk.finish, versions[0])
     choice_logprobs = (
-        {"content": reader.logprobs(completion, stop_match), "refusal": None}
-        if ask.request.logprobs
-        else None
+        {"content": reader.logprobs(completion, stop_match), "refusal": None} if ask.logprobs else None
     )
     if stop_match is not None:
         ids, logprobs, versions = (
@@ -80,101 +100,52 @@ async def sample_choice(
         )
         completion = Completion(ids, logprobs, "length", versions[0])
     completion.versions = versions if len(set(versions)) > 1 else None
-    return SampledChoice(message, finish, len(ids), choice_logprobs), completion
+    stop_string = None if stop_match is None else stop_match.stop
+    return SampledChoice(message, finish, len(ids), choice_logprobs, stop_string), completion
 
 
-def response_head(model: str, streamed: bool = False) -> dict[str, Any]:
-    """Return the common fields of a response, or of every chunk of a stream."""
-    kind = "chat.completion.chunk" if streamed else "chat.completion"
-    name = f"chatcmpl-{secrets.token_hex(12)}"
-    return {"id": name, "object": kind, "created": int(time.time()), "model": model}
-
-
-async def complete(
-    head: dict[str, Any], ask: ParsedRequest, prompt: list[int], choose: ChoiceSampler
-) -> dict[str, Any]:
-    """Sample all choices and return the whole response."""
+async def complete(n: int, choose: ChoiceSampler) -> list[SampledChoice]:
+    """Sample all choices concurrently."""
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(choose(number, None)) for number in range(ask.request.n)]
-    rows, tokens = list[dict[str, Any]](), 0
-    for number, choice in enumerate(task.result() for task in tasks):
-        row = {"index": number, "message": _message_row(choice.message), "finish_reason": choice.finish}
-        rows.append(row | {"logprobs": choice.logprobs})
-        tokens += choice.tokens
-    return head | {"choices": rows, "usage": _usage(prompt, tokens)}
+        tasks = [group.create_task(choose(number, None)) for number in range(n)]
+    return [task.result() for task in tasks]
 
 
 async def stream(
-    head: dict[str, Any],
-    ask: ParsedRequest,
-    prompt: list[int],
-    choose: ChoiceSampler,
-    context: AbstractContextManager[Any],
-) -> AsyncGenerator[str, None]:
-    """Yield the data of server-sent events, inside the context `context`; the last is [DONE]. Close the generator."""
-    unfinished, with_usage = ask.request.n, ask.request.stream_options.include_usage
-    head |= {"usage": None} if with_usage else {}
-    events: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
+    n: int, choose: ChoiceSampler, writer: EventWriter, context: AbstractContextManager[Any]
+) -> AsyncGenerator[StreamEvent, None]:
+    """Sample `n` choices concurrently and yield their events, inside the context `context`. Close the generator."""
+    items: asyncio.Queue[tuple[int, Message | SampledChoice] | Exception] = asyncio.Queue()
 
-    async def run_choice(number: int) -> int:
+    async def run_choice(number: int) -> None:
         try:
-            return await _streamed(choose, number, events.put_nowait)
+            choice = await choose(number, lambda message: items.put_nowait((number, message)))
+            items.put_nowait((number, choice))
         except Exception as error:
-            events.put_nowait(error)
-            return 0
+            items.put_nowait(error)
 
     with context:
-        tasks = [asyncio.create_task(run_choice(number)) for number in range(unfinished)]
+        tasks = [asyncio.create_task(run_choice(number)) for number in range(n)]
+        choices: dict[int, SampledChoice] = {}
         try:
-            while unfinished:
-                event = await events.get()
-                if isinstance(event, Exception):
-                    yield json.dumps(as_api_error(event).body)
-                    break
-                unfinished -= event["finish_reason"] is not None
-                yield json.dumps(head | {"choices": [event]})
-            else:
-                if with_usage:
-                    usage = _usage(prompt, sum([await task for task in tasks]))
-                    yield json.dumps(head | {"choices": [], "usage": usage})
-            yield "[DONE]"
+            for event in writer.begin():
+                yield event
+            while len(choices) < n:
+                item = await items.get()
+                if isinstance(item, Exception):
+                    events = writer.error(as_api_error(item))
+                elif isinstance(item[1], SampledChoice):
+                    choices[item[0]] = item[1]
+                    events = writer.finish(item[0], item[1])
+                else:
+                    events = writer.partial(item[0], item[1])
+                for event in events:
+                    yield event
+                if isinstance(item, Exception):
+                    return
+            for event in writer.end([choices[number] for number in range(n)]):
+                yield event
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _streamed(choose: ChoiceSampler, number: int, send: Callable[[dict[str, Any]], None]) -> int:
-    """Send the deltas of one choice as they become known; return the number of its tokens."""
-    sent_text = {"reasoning_content": "", "content": ""}
-
-    def put_delta(delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> None:
-        send({"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
-
-    def send_partial(message: Message) -> None:
-        for key, text in (("reasoning_content", message.reasoning or ""), ("content", message.content)):
-            if len(text) > len(sent_text[key]):
-                put_delta({key: text[len(sent_text[key]) :]})
-                sent_text[key] = text
-
-    put_delta({"role": "assistant", "content": ""})
-    choice = await choose(number, send_partial)
-    send_partial(choice.message)
-    for index, call in enumerate(_message_row(choice.message).get("tool_calls", [])):
-        put_delta({"tool_calls": [{"index": index} | call]})
-    put_delta({}, choice.finish, choice.logprobs)
-    return choice.tokens
-
-
-def _message_row(message: Message) -> dict[str, Any]:
-    row = message_to_dict(message) | {"refusal": None}
-    if not message.reasoning:
-        row.pop("reasoning_content", None)
-    if message.tool_calls and not message.content:
-        row["content"] = None
-    return row
-
-
-def _usage(prompt: list[int], num_sampled: int) -> dict[str, int]:
-    total = len(prompt) + num_sampled
-    return {"prompt_tokens": len(prompt), "completion_tokens": num_sampled, "total_tokens": total}

@@ -50,6 +50,7 @@ def test_a_plain_answer(tiny: httpx.Client) -> None:
         "running": 0,
         "waiting": 0,
         "refused": 0,
+        "ignored": 0,
     }
 
 
