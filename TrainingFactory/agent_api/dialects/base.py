@@ -124,14 +124,16 @@ class LenientBody(BaseModel):
     def _note_unknown(cls, row: Any, info: ValidationInfo) -> Any:
         if not isinstance(row, dict):
             return row
-        known = cls.model_fields.keys() | {f.alias for f in cls.model_fields.values()}
-        unknown = {
-            name for name, value in row.items() if name not in known and value not in (None, [], {}, "")
-        }
+        row = {cls._field_name(name): value for name, value in row.items() if value is not None}
         if isinstance(info.context, set):
-            info.context.update(unknown)
-            info.context.update(name for name in ("cache_control",) if row.get(name) and name in known)
-        return {name: value for name, value in row.items() if value is not None}
+            unused = {name for name in row if name not in cls.model_fields or name == "cache_control"}
+            info.context.update(name for name in unused if row[name] not in ([], {}, ""))
+        return row
+
+    @classmethod
+    def _field_name(cls, name: str) -> str:
+        """Return the name of the field that a client calls `name`."""
+        return name
 
 
 def validate(kind: type[Body], data: Any, ignored: set[str] | None = None) -> Body:
