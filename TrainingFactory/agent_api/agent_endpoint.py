@@ -29,7 +29,9 @@ from TrainingFactory.tools.threads import in_thread
 # Reasons to render a history from scratch.
 RENDERED_AGAIN = ("rewritten", "arguments", "tools", "cut", "template")
 REFUSED = ("max_turns", "context_length_exceeded")
-COUNTS = ("turns", "rows", *RENDERED_AGAIN, "aborted", "malformed", "refused", "ignored", "unknown_key")
+COUNTS = (
+    "turns", "rows", *RENDERED_AGAIN, "side", "aborted", "malformed", "refused", "ignored", "unknown_key"
+)  # fmt: skip
 
 
 class ReportedReward(BaseModel):
@@ -42,14 +44,15 @@ class ReportedReward(BaseModel):
 
 class EpisodeRequests:
     """The requests of one episode. Only the rules decide how turns are sampled, because training assumes the full
-    softmax at their temperature. `failed` gets an exception of the sampler, which must stop the run."""
+    softmax at their temperature. With `model`, requests for another model are side requests: answered and not trained.
+    `failed` gets an exception of the sampler, which must stop the run."""
 
     def __init__(
         self, rules: EpisodeSettings, sampler: Sampler, first: SamplingSession, seed_of: Callable[[int], int],
-        counts: Counter[str],
+        counts: Counter[str], model: str | None = None,
     ) -> None:  # fmt: skip
         self._rules, self._sampler, self._seed_of, self._counts = rules, sampler, seed_of, counts
-        self._turns_left, self._free = rules.max_turns, [first]
+        self._model, self._turns_left, self._free = model, rules.max_turns, [first]
         self._opened: list[SamplingSession] = []
         self._repeats: Counter[int] = Counter()  # request hash -> number of such requests
         self._running: set[asyncio.Future[Any]] = set()
@@ -109,8 +112,9 @@ class EpisodeRequests:
         """Parse the request and render its prompt; called in a thread, because both can take long."""
         limit = self._sampler.max_length
         ask = route.dialect.parse(body, self._rules.params, limit, model, route.stream)
+        conversations = Conversations(self._rules.chat) if self._is_side(ask) else self._conversations
         try:
-            return ask, self._conversations.begin(ask.messages, ask.tools)
+            return ask, conversations.begin(ask.messages, ask.tools)
         except (ValueError, RecursionError) as error:
             text = f"the chat template of this model cannot render the messages and tools: {error}"
             raise ApiError(text, "messages") from error
@@ -120,7 +124,7 @@ class EpisodeRequests:
         limit = self._sampler.max_length
         params = dataclasses.asdict(self._rules.params)
         tokens_left = limit - len(node.turn.prompt_ids)
-        if ask.n > self._turns_left:
+        if not self._is_side(ask) and ask.n > self._turns_left:
             self.limited |= not self._over
             text = f"environment.max_turns={self._rules.max_turns} is reached; with n > 1 each choice counts"
             raise ApiError(text, status=403, code="max_turns")
@@ -128,7 +132,8 @@ class EpisodeRequests:
             self.full = True
             text = f"the messages have {limit - tokens_left} tokens, the context has {limit}. Shorten the messages"
             raise ApiError(text, "messages", code="context_length_exceeded")
-        self._turns_left -= ask.n
+        if not self._is_side(ask):
+            self._turns_left -= ask.n
         max_tokens = min(params["max_tokens"], tokens_left)
         ask.max_tokens = min([max_tokens, *ask.limits.values()])
         differs = any(
@@ -152,7 +157,8 @@ class EpisodeRequests:
         key = int.from_bytes(hashlib.blake2b(request.encode(), digest_size=7).digest())
         self._repeats[key] += 1
         params = dataclasses.replace(rules.params, seed=self._seed_of(key + self._repeats[key]))
-        session = self._session(node.parent)
+        is_side = self._is_side(ask)
+        session = self._sampler.session() if is_side else self._session(node.parent)
         sampling = asyncio.ensure_future(sample_choice(session, rules.chat, ask, prompt, params, on_partial))
         self._running.add(sampling)
         try:
@@ -168,9 +174,17 @@ class EpisodeRequests:
             raise
         finally:
             self._running.discard(sampling)
-        self._conversations.add(node, completion, choice.message, session)
-        self._counts.update((node.reason, "turns"))
+            if is_side:
+                session.close()
+        if is_side:
+            self._counts["side"] += 1
+        else:
+            self._conversations.add(node, completion, choice.message, session)
+            self._counts.update((node.reason, "turns"))
         return choice
+
+    def _is_side(self, ask: ParsedRequest) -> bool:
+        return self._model is not None and ask.model not in (None, self._model)
 
     def _session(self, parent: RequestNode | None) -> SamplingSession:
         """Return the session whose cache has the tokens of the previous turn, or an unused one."""
@@ -186,7 +200,8 @@ class EpisodeRequests:
 class AgentEndpoint:
     """HTTP server that routes requests to open episodes by API key and rejects unknown keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str | None = None) -> None:
+        self.model = model  # name of the trained model; None: any name
         self.counts: Counter[str] = Counter()
         self.open_calls: dict[str, EpisodeRequests] = {}
         self.base_url = ""  # set by `open`
@@ -197,7 +212,7 @@ class AgentEndpoint:
         for route in ROUTES:
             api.post_by_key(route.path, partial(self._episode_handler, route), route.dialect)
         api.post_by_key("/v1/reward", partial(self._episode_handler, None))
-        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "trainingfactory"}
+        model = {"id": self.model or "policy", "object": "model", "created": 0, "owned_by": "trainingfactory"}
         api.get("/v1/models", lambda: {"object": "list", "data": [model]}, keyed=False)
         return api
 
