@@ -38,9 +38,9 @@ from TrainingFactory.types import Reward, Task, Trajectory
 INHERITED = "HOME LANG LC_ALL LD_LIBRARY_PATH LOGNAME PATH SHELL TERM TMPDIR TZ USER".split()
 SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}  # real-time signals have no names
 MAX_PROCESSES = 16  # default of environment.options.processes
-# In a command and in the values of options.variables: prompt of the task, working folder, endpoint with and without
-# /v1, key and model name.
-PLACEHOLDERS = ("{prompt}", "{work}", "{base_url}", "{root_url}", "{key}", "{model}")
+# In a command and in the values of options.variables: prompt of the task, working folder, a folder for the program's
+# state, endpoint with and without /v1, key and model name.
+PLACEHOLDERS = ("{prompt}", "{work}", "{home}", "{base_url}", "{root_url}", "{key}", "{model}")
 POLL = 0.02  # seconds between two checks of a running program
 MAX_OUTPUT_BYTES = 64 * 2**20  # maximum bytes on stdout or stderr
 OUTPUT_TAIL_BYTES = 64 * 1024  # bytes read from the end of an output file
@@ -142,11 +142,12 @@ class ProgramEpisode(SelfScoredEpisode):
             row = trajectory_to_dict(Trajectory(self.task, group=""))["task"]
             task = json.dumps(row, default=str).encode()
             file.write_bytes(task)
+            home = tempfile.TemporaryDirectory(prefix="tfactory-home-", ignore_cleanup_errors=True)
             work = program.cwd
             if program.workspace:
                 work = file.parent / "work"
                 await in_thread(shutil.copytree, program.workspace, work, True)  # symbolic links stay links
-            names = self._placeholders(work)
+            names = self._placeholders(work, stack.enter_context(home))
             env = self._variables(names) | {"TFACTORY_TASK": str(file), "NO_PROXY": "127.0.0.1,localhost"}
             process = ProgramProcess(_filled(program.argv, names), work, env, task)
             status, printed, errors = await process.run("the program")
@@ -160,13 +161,13 @@ class ProgramEpisode(SelfScoredEpisode):
             text = f"the program ended with {_exit_reason(status)}: {escape_control(last.strip())[-MAX_ERROR_CHARS:]}"
             raise ProgramFailed(text)
 
-    def _placeholders(self, work: Path) -> dict[str, str]:
+    def _placeholders(self, work: Path, home: str) -> dict[str, str]:
         """Return the values of `PLACEHOLDERS`."""
         prompt = self.task.prompt
         text = prompt if isinstance(prompt, str) else "\n\n".join(message.content for message in prompt)
         root = self.endpoint.base_url.removesuffix("/v1")
-        values = (text, str(work), self.endpoint.base_url, root, self.key, self.endpoint.model or "policy")
-        return dict(zip(PLACEHOLDERS, values, strict=True))
+        endpoint = (self.endpoint.base_url, root, self.key, self.endpoint.model or "policy")
+        return dict(zip(PLACEHOLDERS, (text, str(work), home, *endpoint), strict=True))
 
     def _variables(self, names: dict[str, str]) -> dict[str, str]:
         """Return the program's environment: inherited variables, addresses and keys of all dialects, options."""

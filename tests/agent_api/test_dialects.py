@@ -51,7 +51,12 @@ def by_client(*sdk_marks: Any) -> list[Any]:
     plain = [pytest.param(dialect, None, id=dialect) for dialect in DIALECTS]
     marks = [needs_sdks, pytest.mark.servers, SDKS, *sdk_marks]
     return plain + [
-        pytest.param(dialect, stream, marks=marks, id=f"{dialect}-sdk{'-stream' * stream}")
+        pytest.param(
+            dialect,
+            stream,
+            marks=marks if stream else [*marks, pytest.mark.slow],
+            id=f"{dialect}-sdk{'-stream' * stream}",
+        )
         for dialect in DIALECTS
         for stream in (False, True)
     ]

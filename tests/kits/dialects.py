@@ -1,5 +1,5 @@
-"""Clients of the four API dialects: with plain HTTP, and with the official SDKs that `make servers` installs. Each keeps
-its history as its users do: it appends what the answer has, and sends all of it with the next request."""
+"""Clients of the four API dialects: with plain HTTP, and with the official SDKs that `make servers` installs. Each
+keeps its history as its users do: it appends what the answer has, and sends all of it with the next request."""
 
 from __future__ import annotations
 

@@ -59,19 +59,23 @@ def _arguments(value: Any) -> Any:
     return json.loads(value) if value and isinstance(value, str) else value or {}
 
 
-class _Called(_Row):
+class _History(_Row):
+    provider_specific_fields: Any = None  # LiteLLM's copy of fields of an earlier answer; ignored
+
+
+class _Called(_History):
     name: str
     arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = Field(default_factory=dict)
 
 
-class _Call(_Row):
+class _Call(_History):
     id: Text
     type: Literal["function"] = "function"
     function: _Called
     index: int | None = None
 
 
-class _Message(_Row):
+class _Message(_History):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[_Part] | None, BeforeValidator(_parts)] = None
     name: str | None = None
