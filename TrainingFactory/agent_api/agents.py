@@ -12,6 +12,7 @@ from typing import Any
 class AgentRecipe:
     """The command and environment variables of an agent, with the placeholders of `environment.command`."""
 
+    program: str
     command: str
     install: str  # command that installs the program
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -28,6 +29,7 @@ class AgentRecipe:
 # All of them run their tools without asking, in the work folder of an episode, and keep their state in {home}.
 AGENTS = {
     "claude-code": AgentRecipe(
+        "claude",
         "claude -p {prompt} --model {model} --output-format json --dangerously-skip-permissions",
         "npm install -g @anthropic-ai/claude-code",
         {
@@ -39,6 +41,7 @@ AGENTS = {
         },
     ),
     "codex": AgentRecipe(
+        "codex",
         "codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox -m {model} "
         "-c model_provider=tfactory -c model_providers.tfactory.name=tfactory "
         "-c model_providers.tfactory.base_url={base_url} -c model_providers.tfactory.wire_api=responses "
@@ -46,16 +49,19 @@ AGENTS = {
         "npm install -g @openai/codex",
         {"CODEX_HOME": "{home}"},
     ),
-    "gemini-cli": AgentRecipe(
-        "gemini -m {model} --yolo -p {prompt}",
+    "gemini-cli": AgentRecipe(  # reads how to sign in from a file only
+        "gemini",
+        """sh -c 'mkdir "$GEMINI_CLI_HOME/.gemini" && echo "$SETTINGS" > "$GEMINI_CLI_HOME/.gemini/settings.json" && """
+        """exec gemini -m "$0" --yolo -p "$1"' {model} {prompt}""",
         "npm install -g @google/gemini-cli",
         {
             "GEMINI_CLI_HOME": "{home}",
-            "GEMINI_DEFAULT_AUTH_TYPE": "gemini-api-key",
             "GEMINI_CLI_TRUST_WORKSPACE": "true",
+            "SETTINGS": '{"security": {"auth": {"selectedType": "gemini-api-key"}}}',
         },
     ),
     "mini-swe-agent": AgentRecipe(
+        "mini",
         "mini -m openai/{model} -t {prompt} -y --exit-immediately -o {home}/trajectory.json",
         "pip install mini-swe-agent",
         {
@@ -74,7 +80,8 @@ def find_agent(name: str) -> AgentRecipe:
             f"unknown agent {name!r}; use one of {', '.join(AGENTS)}, or set environment.command"
         )
     recipe = AGENTS[name]
-    program = recipe.command.split()[0]
-    if shutil.which(program) is None:
-        raise ValueError(f"{program} of --agent {name} is not on the PATH. Install it: {recipe.install}")
+    if shutil.which(recipe.program) is None:
+        raise ValueError(
+            f"{recipe.program} of --agent {name} is not on the PATH. Install it: {recipe.install}"
+        )
     return recipe

@@ -128,7 +128,7 @@ def test_the_agents_of_others_play_an_episode_token_for_token(
     places = [str(AGENT_FOLDER / "bin"), str(AGENT_FOLDER / "node_modules" / ".bin"), os.environ["PATH"]]
     monkeypatch.setenv("PATH", os.pathsep.join(places))
     recipe = AGENTS[agent]
-    if shutil.which(recipe.command.split()[0]) is None:
+    if shutil.which(recipe.program) is None:
         pytest.skip(f"{agent} is not installed: make agents")
     script = [Message("assistant", "I run it.", [call]) for call in CALLS[agent]]
     said = iter([*script, *[Message("assistant", "It is done.")] * 4])
@@ -144,3 +144,21 @@ def test_the_agents_of_others_play_an_episode_token_for_token(
     assert (episode.status, episode.reward) == ("done", Reward(1.0)), episode.error
     assert [turn.message.content for turn in episode.turns][:1] == ["I run it."]
     assert counts["proxy/extended"] == 1.0 and counts["proxy/rows"] == 1.0, counts
+
+
+PROGRAMS = ["agents_sdk.py", "langgraph_agent.py chat", "langgraph_agent.py responses", "langgraph_agent.py messages"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_of_agent_frameworks_continue_the_sampled_tokens(program: str) -> None:
+    python, folder = AGENT_FOLDER / "bin" / "python", Path(__file__).parents[1] / "servers" / "agents"
+    if not python.exists():
+        pytest.skip("the Agents SDK and LangGraph are not installed: make agents")
+    call = Message("assistant", "Let me see.", [ToolCall("weather", {"city": "Rome"})])
+    sampler = Talker(lambda prompt: "It is done." if "<tool_response>" in prompt else call)
+    sampler.gate.set()
+    command = f"{shlex.quote(str(python))} {shlex.quote(str(folder))}/{program}"
+    [episode], counts = play_program(AgentProgram(command, {}), sampler, TASK, episode_timeout=240.0)
+    assert (episode.status, episode.reward) == ("done", Reward(1.0)), episode.error
+    assert (counts["proxy/turns"], counts["proxy/extended"], counts["proxy/rows"]) == (2, 1.0, 1), counts

@@ -239,7 +239,7 @@ def _messages(rows: list[_Message]) -> list[Message]:
     messages: list[Message] = []
     names: dict[str, str] = {}  # id of a tool call -> name of the tool
     for number, row in enumerate(rows):
-        calls = [ToolCall(**dict(call.function), id=call.id) for call in row.tool_calls]
+        calls = [ToolCall(call.function.name, call.function.arguments, call.id) for call in row.tool_calls]
         names |= {call.id: call.name for call in calls}
         reasoning = row.reasoning if row.reasoning_content is None else row.reasoning_content
         param = f"messages[{number}]"
