@@ -67,7 +67,7 @@ HEART = [
     "learning/optim.py",
 ]  # fmt: skip
 HEART_LINES = 6_000
-TOTAL_LINES = 57_500  # of Python in the package
+TOTAL_LINES = 59_260  # of Python in the package
 STATIC_LINES = 8_600  # of web/static
 STATIC_LINES = 8_600  # of web/static
 LARGEST_SHARE = 0.15  # of the package's lines in one folder

@@ -18,8 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from TrainingFactory.agent_api.conversations import Conversations, RequestNode
 from TrainingFactory.agent_api.dialects.base import ResponseHead
 from TrainingFactory.agent_api.dialects.routes import ROUTES, Route
-from TrainingFactory.agent_api.requests import ParsedRequest, check_size
-from TrainingFactory.agent_api.responses import OnPartial, SampledChoice, complete, sample_choice, stream
+from TrainingFactory.agent_api.turns.requests import ParsedRequest, check_size
+from TrainingFactory.agent_api.turns.responses import (
+    OnPartial,
+    SampledChoice,
+    complete,
+    sample_choice,
+    stream,
+)
 from TrainingFactory.common.http import listen
 from TrainingFactory.common.http.api import Api, ApiError, Handler, HandlerResult
 from TrainingFactory.protocols import Sampler, SamplingSession

@@ -146,7 +146,12 @@ def test_the_agents_of_others_play_an_episode_token_for_token(
     assert counts["proxy/extended"] == 1.0 and counts["proxy/rows"] == 1.0, counts
 
 
-PROGRAMS = ["agents_sdk.py", "langgraph_agent.py chat", "langgraph_agent.py responses", "langgraph_agent.py messages"]
+PROGRAMS = [
+    "agents_sdk.py",
+    "langgraph_agent.py chat",
+    "langgraph_agent.py responses",
+    "langgraph_agent.py messages",
+]
 
 
 @pytest.mark.slow

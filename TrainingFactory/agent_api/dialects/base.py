@@ -23,8 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from TrainingFactory.agent_api.requests import MIN_TEMPERATURE, ParsedRequest
-from TrainingFactory.agent_api.responses import EventWriter, SampledChoice
+from TrainingFactory.agent_api.turns.requests import MIN_TEMPERATURE, ParsedRequest
+from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
 from TrainingFactory.common.http.api import ApiError, StreamEvent
 from TrainingFactory.types import Message, SamplingParams
 

@@ -20,8 +20,13 @@ from TrainingFactory.agent_api.dialects.base import (
     TopP,
     validate,
 )
-from TrainingFactory.agent_api.requests import SAMPLING_FIELDS, ParsedRequest, load_body, sampling_params
-from TrainingFactory.agent_api.responses import EventWriter, SampledChoice
+from TrainingFactory.agent_api.turns.requests import (
+    SAMPLING_FIELDS,
+    ParsedRequest,
+    load_body,
+    sampling_params,
+)
+from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
 from TrainingFactory.common.http.api import ApiError, StreamEvent
 from TrainingFactory.common.openai_format import message_to_dict
 from TrainingFactory.common.options import Count, Share, Text

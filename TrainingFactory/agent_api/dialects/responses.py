@@ -20,8 +20,8 @@ from TrainingFactory.agent_api.dialects.base import (
     unsupported,
     validate,
 )
-from TrainingFactory.agent_api.requests import ParsedRequest, load_body, sampling_params
-from TrainingFactory.agent_api.responses import EventWriter, SampledChoice
+from TrainingFactory.agent_api.turns.requests import ParsedRequest, load_body, sampling_params
+from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
 from TrainingFactory.common.http.api import ApiError, StreamEvent
 from TrainingFactory.common.options import Count, Text
 from TrainingFactory.types import Message, SamplingParams, ToolCall, ToolSpec

@@ -19,8 +19,14 @@ from typing import Any
 
 from TrainingFactory.agent_api.dialects.base import ResponseHead
 from TrainingFactory.agent_api.dialects.routes import ROUTES, Route
-from TrainingFactory.agent_api.requests import ParsedRequest, check_size
-from TrainingFactory.agent_api.responses import OnPartial, SampledChoice, complete, sample_choice, stream
+from TrainingFactory.agent_api.turns.requests import ParsedRequest, check_size
+from TrainingFactory.agent_api.turns.responses import (
+    OnPartial,
+    SampledChoice,
+    complete,
+    sample_choice,
+    stream,
+)
 from TrainingFactory.apps.serving.served import Notify, ServedModel, load_served_model
 from TrainingFactory.common.http.api import Api, ApiError, HandlerResult
 from TrainingFactory.common.seeds import turn_seed

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from TrainingFactory.agent_api.requests import ParsedRequest
-from TrainingFactory.agent_api.response_text import TurnReader
+from TrainingFactory.agent_api.turns.requests import ParsedRequest
+from TrainingFactory.agent_api.turns.response_text import TurnReader
 from TrainingFactory.common.http.api import ApiError, StreamEvent, as_api_error
 from TrainingFactory.protocols import SamplingSession
 from TrainingFactory.types import Completion, Message, SamplingParams
