@@ -124,11 +124,16 @@ class LenientBody(BaseModel):
     def _note_unknown(cls, row: Any, info: ValidationInfo) -> Any:
         if not isinstance(row, dict):
             return row
-        row = {cls._field_name(name): value for name, value in row.items() if value is not None}
-        if isinstance(info.context, set):
-            unused = {name for name in row if name not in cls.model_fields or name == "cache_control"}
-            info.context.update(name for name in unused if row[name] not in ([], {}, ""))
-        return row
+        fields, unused = cls.__pydantic_fields__, info.context
+        kept: dict[str, Any] = {}
+        for key, value in row.items():
+            if value is not None:
+                name = cls._field_name(key)
+                kept[name] = value
+                is_unused = name not in fields or name == "cache_control"
+                if is_unused and isinstance(unused, set) and value not in ([], {}, ""):
+                    unused.add(name)
+        return kept
 
     @classmethod
     def _field_name(cls, name: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
-from pydantic.alias_generators import to_snake
+from pydantic.alias_generators import to_camel
 
 from TrainingFactory.agent_api.dialects.base import (
     Dialect,
@@ -56,10 +56,24 @@ NEUTRAL = {
 }
 
 
+# Clients send maxOutputTokens or max_output_tokens.
+SNAKE_CASE = {
+    to_camel(name): name
+    for name in (
+        "function_call", "function_response", "thought_signature", "inline_data", "file_data", "executable_code",
+        "code_execution_result", "parameters_json_schema", "response_json_schema", "function_declarations",
+        "allowed_function_names", "function_calling_config", "include_thoughts", "top_p", "top_k",
+        "max_output_tokens", "stop_sequences", "candidate_count", "response_logprobs", "thinking_config",
+        "response_mime_type", "response_schema", "response_modalities", "presence_penalty", "frequency_penalty",
+        "system_instruction", "tool_config", "generation_config", "cached_content", "safety_settings",
+    )
+}  # fmt: skip
+
+
 class _Body(LenientBody):
     @classmethod
     def _field_name(cls, name: str) -> str:
-        return to_snake(name)  # clients send maxOutputTokens or max_output_tokens
+        return SNAKE_CASE.get(name, name)
 
 
 def _whole(value: Any) -> Any:

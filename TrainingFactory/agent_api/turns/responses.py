@@ -12,7 +12,7 @@ from typing import Any
 
 from TrainingFactory.agent_api.turns.requests import ParsedRequest
 from TrainingFactory.agent_api.turns.response_text import TurnReader
-from TrainingFactory.common.http.api import ApiError, StreamEvent, as_api_error
+from TrainingFactory.common.http.api import ApiError, StreamEvent, as_api_error, encode_events
 from TrainingFactory.protocols import SamplingSession
 from TrainingFactory.types import Completion, Message, SamplingParams
 
@@ -113,8 +113,9 @@ async def complete(n: int, choose: ChoiceSampler) -> list[SampledChoice]:
 
 async def stream(
     n: int, choose: ChoiceSampler, writer: EventWriter, context: AbstractContextManager[Any]
-) -> AsyncGenerator[StreamEvent, None]:
-    """Sample `n` choices concurrently and yield their events, inside the context `context`. Close the generator."""
+) -> AsyncGenerator[bytes, None]:
+    """Sample `n` choices concurrently and yield their events, inside the context `context`. Events that are known at
+    the same time are sent together, because sending costs more than writing. Close the generator."""
     items: asyncio.Queue[tuple[int, Message | SampledChoice] | Exception] = asyncio.Queue()
 
     async def run_choice(number: int) -> None:
@@ -128,8 +129,8 @@ async def stream(
         tasks = [asyncio.create_task(run_choice(number)) for number in range(n)]
         choices: dict[int, SampledChoice] = {}
         try:
-            for event in writer.begin():
-                yield event
+            if opening := encode_events(writer.begin()):
+                yield opening
             while len(choices) < n:
                 item = await items.get()
                 if isinstance(item, Exception):
@@ -139,12 +140,12 @@ async def stream(
                     events = writer.finish(item[0], item[1])
                 else:
                     events = writer.partial(item[0], item[1])
-                for event in events:
-                    yield event
+                if len(choices) == n:
+                    events = [*events, *writer.end([choices[number] for number in range(n)])]
+                if chunk := encode_events(events):
+                    yield chunk
                 if isinstance(item, Exception):
                     return
-            for event in writer.end([choices[number] for number in range(n)]):
-                yield event
         finally:
             for task in tasks:
                 task.cancel()

@@ -7,12 +7,11 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
-from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -40,7 +39,7 @@ class ApiError(Exception):
 
 
 StreamEvent = str | dict[str, str]  # the data of a server-sent event, or its fields "event" and "data"
-HandlerResult = dict[str, Any] | AsyncGenerator[StreamEvent, None]  # JSON, or server-sent events
+HandlerResult = dict[str, Any] | AsyncGenerator[bytes, None]  # JSON, or server-sent events
 Handler = Callable[..., Awaitable[HandlerResult]]  # gets the body, and the variables of the path by name
 
 
@@ -50,6 +49,17 @@ class ErrorFormat(Protocol):
     def error(self, error: ApiError) -> dict[str, Any]: ...
 
     def error_event(self, error: ApiError) -> StreamEvent: ...
+
+
+def encode_events(events: Iterable[StreamEvent]) -> bytes:
+    """Return events as one piece of a response body. Their data must be a single line, as JSON is."""
+    texts = [
+        f"data: {event}\n\n"
+        if isinstance(event, str)
+        else f"event: {event['event']}\ndata: {event['data']}\n\n"
+        for event in events
+    ]
+    return "".join(texts).encode()
 
 
 class OpenAIErrors:
@@ -149,9 +159,7 @@ class EventStreamResponse(EventSourceResponse):
     """Response of server-sent events. A stream that outlasts `SHUTDOWN_SECONDS` after Ctrl-C ends with an error. The
     generator of the events is always closed, even if the client disconnects."""
 
-    def __init__(
-        self, events: AsyncGenerator[StreamEvent, None], errors: ErrorFormat = OPENAI_ERRORS
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[Any, None], errors: ErrorFormat = OPENAI_ERRORS) -> None:
         super().__init__(events, ping=0, sep="\n")
         self._events, self._errors = events, errors
 
@@ -159,9 +167,7 @@ class EventStreamResponse(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         except asyncio.CancelledError:
-            event = self._errors.error_event(_stopping())
-            fields = event if isinstance(event, dict) else {"data": event}
-            last = ServerSentEvent(**fields, sep="\n").encode()
+            last = encode_events([self._errors.error_event(_stopping())])
             await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             await self._events.aclose()
