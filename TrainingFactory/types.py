@@ -119,10 +119,16 @@ class Turn:
     summary: bool = field(default=False, repr=False)
     state: str | None = field(default=None, repr=False)  # the environment's name of its state before the turn
 
+    @property
+    def sampled_tokens(self) -> int:
+        """Return the number of sampled tokens; for a turn of an endpoint, which has no ids, the number it reported."""
+        return len(self.completion.token_ids) or int(self.signals.get("endpoint/output_tokens", 0))
+
 
 @dataclass(slots=True)
 class Reward:
-    """The reward of an episode. `steps` has one entry per turn or is empty; `parts` are named values for the logs."""
+    """The reward of an episode. `steps` has one entry per turn or is empty; `parts` are named values for the logs. A
+    reward function may leave out the entries of summaries, which are then 0."""
 
     outcome: float
     steps: list[float] = field(default_factory=list)
@@ -146,6 +152,11 @@ class Trajectory:
     # An episode forked from member `parent` after `fork_turn` turns, which both episodes contain.
     parent: int | None = field(default=None, repr=False)
     fork_turn: int = field(default=0, repr=False)
+
+    @property
+    def is_folded(self) -> bool:
+        """Return whether the conversation was folded, so that its turns are not one conversation."""
+        return any(turn.fold is not None or turn.summary for turn in self.turns)
 
     @property
     def answer(self) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from tests.kits.cli import Run
 from tests.kits.scale import scale, vllm_place  # noqa: F401  # fixtures
@@ -25,6 +26,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+# Hypothesis would read the constants of all imported modules of the project, 800 files in each process of the suite, to
+# draw some of them at times. The strategies of the tests say themselves what may break the code.
+providers._get_local_constants = lambda: providers._local_constants
+
 SERVERS = re.compile(r"""\.servers["/]|kits\.(scale|gyms|browser)\b|\bNODE\b|kit\.PYTHON""")
 OF_SERVERS = {"scale", "vllm_place"}  # fixtures
 
@@ -37,8 +42,9 @@ TRAINING = re.compile(
 
 
 @functools.cache
-def module_text(module: Path) -> str:
-    return module.read_text(encoding="utf-8")
+def names(module: Path, pattern: re.Pattern[str]) -> bool:
+    """Return whether a test module's text matches. Each module is searched once, not once for every test."""
+    return pattern.search(module.read_text(encoding="utf-8")) is not None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -47,15 +53,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     patterns = {"not servers": SERVERS, "not training": TRAINING}
     left_out = [pattern for part, pattern in patterns.items() if part in config.option.markexpr]
-    return any(pattern.search(module_text(collection_path)) for pattern in left_out) or None
+    return any(names(collection_path, pattern) for pattern in left_out) or None
 
 
 def pytest_itemcollected(item: Any) -> None:
     """Mark tests that need servers or train a model. Keep tests with a module-scoped fixture in one process of the
     suite, so that the fixture is made once."""
-    if SERVERS.search(module_text(item.path)) or OF_SERVERS & set(item.fixturenames):
+    if names(item.path, SERVERS) or OF_SERVERS & set(item.fixturenames):
         item.add_marker(pytest.mark.servers)
-    if TRAINING.search(module_text(item.path)):
+    if names(item.path, TRAINING):
         item.add_marker(pytest.mark.training)
     if item.get_closest_marker("xdist_group") is None and any(
         made[-1].scope == "module" for made in item._fixtureinfo.name2fixturedefs.values()

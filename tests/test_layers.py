@@ -47,9 +47,9 @@ LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 EDGE = ["assembly", "resolve", "trainers"]
 SATELLITES = [
     "cli", "web", "apps", "services", "integrations", "cluster", "registry", "evaluation", "promotion", "agent_api",
-    "common/http", "common/workers", "common/sql", "common/arithmetic.py", "common/endpoint.py",
-    "envs/builtin", "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "rewards/rules",
-    "rewards/judge", "rewards/workers", "data/convert.py",
+    "common/http", "common/workers", "common/sql", "common/arithmetic.py", "common/endpoints",
+    "envs/builtin", "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "tools/endpoints",
+    "rewards/rules", "rewards/judge", "rewards/workers", "data/convert.py", "data/provider_rows.py",
     "learning/reward_models.py", "models/faces.py", "models/qwen3.py", "models/tools_format.py",
     "models/llama.py", "models/deepseek.py", "sampling/vllm_engine.py", "sampling/vllm_worker.py",
     "learning/publishing.py", "learning/sharding.py",
@@ -66,8 +66,8 @@ HEART = [
     "learning/learner.py", "learning/step.py", "learning/policy.py", "learning/forward.py", "learning/logprobs.py",
     "learning/optim.py",
 ]  # fmt: skip
-HEART_LINES = 6_000
-TOTAL_LINES = 59_260  # of Python in the package
+HEART_LINES = 6_100
+TOTAL_LINES = 61_770  # of Python in the package
 STATIC_LINES = 8_600  # of web/static
 STATIC_LINES = 8_600  # of web/static
 LARGEST_SHARE = 0.15  # of the package's lines in one folder
@@ -168,7 +168,10 @@ def test_light_parts_import_without_torch() -> None:
     code = (
         "import sys, TrainingFactory.rollout, TrainingFactory.envs, TrainingFactory.tools\n"
         "import TrainingFactory.config, TrainingFactory.common.catalog, TrainingFactory.cli\n"
-        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+        "loaded = {'fastapi'} & set(sys.modules)\n"
+        "import TrainingFactory.apps.views.runs, TrainingFactory.apps.views.index\n"
+        "import TrainingFactory.apps.views.registry\n"
+        "print(sorted(loaded | {'torch', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
@@ -318,8 +321,8 @@ def test_files_and_functions_are_short() -> None:
 
 def test_every_config_key_is_described_and_tested() -> None:
     keys = fields_by_key(TrainingConfig)
-    # a mapping such as step_rewards is one level deeper than its key
-    assert max(key.count(".") + 1 for key in keys) <= 2
+    # only an optional part of a section, such as training.branching, has keys of its own
+    assert max(key.count(".") + 1 for key in keys) <= 3
     assert all(field.description for field in keys.values())
     tests = (path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
     words = {word for path in tests for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}

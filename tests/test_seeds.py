@@ -24,11 +24,11 @@ from tests.kits.mcp import SERVERS, free_port, running, start_server
 from tests.kits.seeds import Block, blocks
 from tests.kits.siblings import COMPUTE, DATA, ENVIRONMENTS
 from TrainingFactory.assembly.local_judge import LocalJudge
+from TrainingFactory.common.endpoints.messages import ModelReply, ModelRequest
 from TrainingFactory.config import TrainingConfig, load_config
-from TrainingFactory.rewards.judge.endpoints import JudgeReply
 from TrainingFactory.runs.notebook_view import default_watcher
 from TrainingFactory.trainers.training_run import Training
-from TrainingFactory.types import Task, ToolCall, Trajectory
+from TrainingFactory.types import Message, Task, ToolCall, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = [block for block in blocks("000") if block.language]
@@ -255,9 +255,9 @@ def scores(space: dict[str, Any]) -> None:
         DistributedRewardModel(model="QwQ-33B", num_workers=4)
 
 
-async def scored(self: LocalJudge, messages: Any, number: int) -> JudgeReply:
-    assert self.options.model == "QwQ-32B" and "2 + 2?" in messages[-1].content
-    return JudgeReply("Score: 4", 1, 1)
+async def scored(self: LocalJudge, request: ModelRequest) -> ModelReply:
+    assert self.options.model == "QwQ-32B" and "2 + 2?" in request.messages[-1].content
+    return ModelReply(Message("assistant", "Score: 4"), 1, 1)
 
 
 def rolls_out(space: dict[str, Any]) -> None:

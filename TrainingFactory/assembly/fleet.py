@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from TrainingFactory.agent_api.agent_program import MAX_PROCESSES
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.cluster.local import LocalEngineLauncher
 from TrainingFactory.cluster.places import EngineLauncher
@@ -40,6 +39,9 @@ def max_open_episodes(config: TrainingConfig) -> int:
     slots = config.sampling.slots * config.compute.samplers
     if config.environment.command is None:
         return slots
+    # Imported here, because it imports fastapi: half a second for every command.
+    from TrainingFactory.agent_api.agent_program import MAX_PROCESSES
+
     return min(slots, config.environment.options.get("processes", MAX_PROCESSES))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import field
 from typing import Any, Literal
 
@@ -11,7 +10,9 @@ from pydantic.dataclasses import dataclass
 
 from TrainingFactory.assembly.fleet import Notify, engine_hosts
 from TrainingFactory.cluster.fleet import Fleet
-from TrainingFactory.common.endpoint import ModelError
+from TrainingFactory.common.endpoints.anthropic import DEFAULT_MAX_TOKENS
+from TrainingFactory.common.endpoints.messages import ModelReply, ModelRequest
+from TrainingFactory.common.endpoints.transport import ModelError
 from TrainingFactory.common.options import (
     STRICT,
     Count,
@@ -24,7 +25,7 @@ from TrainingFactory.common.options import (
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.names import resolve_model_name
 from TrainingFactory.resolve.model_names import find_model
-from TrainingFactory.rewards.judge.endpoints import DEFAULT_MAX_TOKENS, JudgeReply, SampledJudge
+from TrainingFactory.rewards.judge.endpoints import SampledJudge
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import EngineSpec, Message, SamplersLost, SamplingParams
@@ -147,10 +148,10 @@ class LocalJudge:
         await self._fleet.sample(chat.render([Message("user", "?")]), SamplingParams(max_tokens=1))
         return SampledJudge(self._fleet, chat, self._params, self._name)
 
-    async def ask(self, messages: Sequence[Message], number: int) -> JudgeReply:
+    async def ask(self, request: ModelRequest) -> ModelReply:
         judge = await self.open()
         try:
-            return await judge.ask(messages, number)
+            return await judge.ask(request)
         except SamplersLost as error:
             if self._judge is judge:  # the next attempt starts new engines
                 await self.close()

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from TrainingFactory.assembly.folding import is_template_file
 from TrainingFactory.assembly.rewards import reward_model_folder
 from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.common.user_code import is_file_name, split_name
@@ -59,12 +60,21 @@ def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
         else _with(entry, config=move(entry.config))
         for entry in config.tools
     ]
-    template = config.model.chat_template
+    template, context = config.model.chat_template, environment.context
+    if context is not None:
+        request = context.template
+        context = _with(
+            context,
+            function=context.function and map_name(context.function),
+            template=move(request) if request and is_template_file(request) else request,
+        )
     return _with(
         config,
         model=_with(config.model, chat_template=template and move(template)),
         environment=_with(
-            environment, environment_id=(name := environment.environment_id) and map_name(name)
+            environment,
+            environment_id=(name := environment.environment_id) and map_name(name),
+            context=context,
         ),
         data=_with(config.data, **data),
         tools=tools,

@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.agent_api.agent_program import AgentProgram, ProgramRollouts
 from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.assembly.endpoint_rollouts import (
+    EndpointRollouts,
+    EndpointSampler,
+    TextFormat,
+    reject_endpoint,
+)
 from TrainingFactory.assembly.fleet import (
     Notify,
     check_engines,
@@ -18,8 +24,10 @@ from TrainingFactory.assembly.fleet import (
     max_concurrent_episodes,
     samples_elsewhere,
 )
+from TrainingFactory.assembly.folding import DEFAULT_MAX_LENGTH, make_folding
 from TrainingFactory.assembly.learner import copy_model, make_policy, make_trainable
 from TrainingFactory.cluster.fleet import Fleet
+from TrainingFactory.common.endpoints.names import find_endpoint, is_endpoint
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, RewardFunction, Sampler
@@ -33,8 +41,6 @@ if TYPE_CHECKING:
     from TrainingFactory.models import LoadedModel, TemplateChatFormat
     from TrainingFactory.sampling import NativeEngine
 
-DEFAULT_MAX_LENGTH = 4096
-
 
 def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel:
     """Load the model of a config, with `model.tools_format` applied; `notify` reports what that changes, and the parts
@@ -43,6 +49,8 @@ def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel
     from TrainingFactory.models import load_model
 
     model = config.model
+    if is_endpoint(model.name):
+        reject_endpoint(model.name)
     with listing_searched_places("models"):
         loaded_model = load_model(
             model.name,
@@ -195,7 +203,9 @@ def max_length(config: TrainingConfig, loaded_model: LoadedModel) -> int:
 def make_sampler(
     config: TrainingConfig, episodes: int, notify: Notify = lambda _: None
 ) -> tuple[ChatFormat, Sampler]:
-    """Load the model; return its chat format and a sampler."""
+    """Load the model; return its chat format and a sampler. A model behind an endpoint has an `EndpointSampler`."""
+    if is_endpoint(config.model.name):
+        return TextFormat(), EndpointSampler(find_endpoint(config.model.name))
     chat, sampler, _ = make_sampler_and_model(config, episodes, notify)
     return chat, sampler
 
@@ -228,6 +238,7 @@ def make_rollouts(
 ) -> RolloutEngine:
     """Make the rollout engine. The episodes' clock stops while no engine of `sampler` is alive."""
     sampling = config.sampling
+    folding = make_folding(config, None if sampler is None else sampler.max_length)
     params = SamplingParams(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
@@ -235,7 +246,13 @@ def make_rollouts(
         top_k=sampling.top_k,
         min_p=sampling.min_p,
     )
-    return (ProgramRollouts if isinstance(environment, AgentProgram) else RolloutEngine)(
+    kind: type[RolloutEngine] = ProgramRollouts if isinstance(environment, AgentProgram) else RolloutEngine
+    concurrency: int | None = max_concurrent_episodes(config)
+    if isinstance(sampler, EndpointSampler):
+        if kind is ProgramRollouts:
+            raise ValueError("environment.command needs a model with tokens, not an endpoint. Name a model")
+        kind, concurrency = EndpointRollouts, sampler.settings.concurrency
+    return kind(
         environment,
         chat,
         params,
@@ -243,10 +260,11 @@ def make_rollouts(
         max_turns=config.environment.max_turns,
         episode_timeout=config.environment.episode_timeout,
         max_reply_tokens=sampling.max_reply_tokens,
-        max_concurrency=max_concurrent_episodes(config),
+        max_concurrency=concurrency,
         seed=config.training.seed,
         on_episode=on_episode,
         runtime=runtime,
         gate=gate,
         clock=sampler.clock if isinstance(sampler, Fleet) else None,
+        folding=folding,
     )

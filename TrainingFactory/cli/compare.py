@@ -21,6 +21,7 @@ from TrainingFactory.runs.episode_texts import conversation_lines, ending_text
 from TrainingFactory.types import Trajectory
 
 if TYPE_CHECKING:
+    from TrainingFactory.common.endpoints.budget import Budget
     from TrainingFactory.evaluation.comparison import ComparedModel, Comparison, Flip
 
 
@@ -75,11 +76,18 @@ def compare(
         print(json.dumps({"comparisons": [result.as_json() for result in results]}))
         return 0
     records = [(side.name, record) for side in sides for record in side.records]
-    rows = [[f"{name} {record.entry or ''}", *record_row(record)] for name, record in records]
+    rows = [[f"{name} {record.entry or ''}", *record_row(record, _budget(name))] for name, record in records]
     show.columns(["model", *RECORD_COLUMNS], rows)
     for result in results:
         _print(result, show_tasks)
     return 0
+
+
+def _budget(name: str) -> Budget | None:
+    """Return the prices of a side behind an endpoint, which may be newer than its record."""
+    from TrainingFactory.common.endpoints.names import find_endpoint, is_endpoint
+
+    return find_endpoint(name).budget if is_endpoint(name) else None
 
 
 def _evaluate(sides: Sequence[ComparedModel]) -> int:

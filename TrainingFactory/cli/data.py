@@ -1,9 +1,9 @@
-"""`tfactory data`: convert recorded episodes to datasets; show, check and write datasets."""
+"""`tfactory data`: convert recorded episodes to datasets, let a teacher play; show, check and write datasets."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast, get_args
 
 from cyclopts import App, Parameter, validators
 
@@ -11,11 +11,15 @@ from TrainingFactory.apps.recipes.gsm8k import HUB, PreparedRows
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import RunsFolder
+from TrainingFactory.cli.teach import teach
 from TrainingFactory.data.convert import Filters, Layout, swift_row
 from TrainingFactory.data.convert import convert as converted
 from TrainingFactory.data.examples import Form
+from TrainingFactory.data.provider_rows import OPENAI_MIN_ROWS, Provider, provider_rows
 
-data = App(name="data", help="Convert recorded episodes to datasets; show and check datasets.")
+data = App(
+    name="data", help="Convert episodes to datasets, let a teacher play new ones; show and check datasets."
+)
 Dataset = Annotated[str, Parameter(help="File (JSONL, JSON, Parquet, CSV), saved dataset, hub id, or run.")]
 Split = Annotated[str, Parameter(help="Split to read, if the dataset has several.")]
 Algorithm = Literal["sft", "dpo", "kto", "reward_model", "rm", "prm"]
@@ -24,7 +28,8 @@ SAMPLE = 500  # rows read to find the algorithms that a dataset fits
 
 @data.command
 def convert(
-    source: str, *, to: Form, out: Path, layout: Annotated[Layout, Parameter(name="--format")] = "trl",
+    source: str, *, to: Form | Provider, out: Path,
+    layout: Annotated[Layout | Provider, Parameter(name="--format")] = "trl",
     filters: Annotated[Filters | None, Parameter(name="*")] = None, force: bool = False, where: RunsFolder = "runs",
 ) -> int:  # fmt: skip
     """Convert the recorded episodes of a run to training rows for SFT, DPO, KTO or a reward model.
@@ -32,13 +37,17 @@ def convert(
     ```
     tfactory data convert search-1 --to sft --out good.jsonl --min-reward 1 --dedupe
     tfactory data convert runs/search-1/trajectories.jsonl --to dpo --out pairs.jsonl
+    tfactory data convert search-1 --to gemini --out gemini.jsonl --min-reward 1
+    tfactory data convert search-1 --to dpo --format openai --out openai.jsonl
     ```
 
     Args:
         source: Run name or folder, or a file of trajectories.
-        to: Training method: sft, dpo, kto, rm (outcome reward model) or prm (process reward model).
+        to: Training method: sft, dpo, kto, rm (outcome reward model) or prm (process reward model); or openai,
+            gemini or bedrock: sft in the format of that provider's tuning jobs.
         out: JSONL file to write.
-        layout: trl: OpenAI-style messages in TRL's columns. swift: the format of ms-swift.
+        layout: trl: OpenAI-style messages in TRL's columns. swift: the format of ms-swift. openai, gemini, bedrock: the
+            format of the provider's tuning jobs, for sft and dpo; untested against the providers themselves.
         force: Overwrite an existing file.
     """
     from TrainingFactory.assembly.datasets import find_trajectories, write_rows
@@ -46,9 +55,16 @@ def convert(
 
     if out.exists() and not force:
         raise ValueError(f"{out} exists already. Choose another file, or overwrite it with --force.")
+    if to in get_args(Provider):
+        to, layout = "sft", cast(Provider, to)
+    form = cast(Form, to)
     path = find_trajectories(source, where)
     with Display() as display:
-        conversion = converted(display.counted(read_rows(path), "episodes"), to, filters)
+        conversion = converted(display.counted(read_rows(path), "episodes"), form, filters)
+    if layout in get_args(Provider):
+        conversion.rows = provider_rows(conversion.rows, cast(Provider, layout), conversion.dropped)
+        if layout == "openai" and 0 < len(conversion.rows) < OPENAI_MIN_ROWS:
+            conversion.note = f"OpenAI rejects files with fewer than {OPENAI_MIN_ROWS} rows"
     rows = [("episodes read", f"{conversion.read} from {path}")]
     rows += [(f"  {reason}", f"{count} skipped") for reason, count in conversion.dropped.items() if count]
     show.table([*rows, ("rows", str(len(conversion.rows)))])
@@ -58,10 +74,14 @@ def convert(
     if conversion.note:
         show.note(f"note: {conversion.note}")
     write_rows(out, [swift_row(row) for row in conversion.rows] if layout == "swift" else conversion.rows)
-    show.note(
-        f"saved {show.pluralize(len(conversion.rows), 'row')} to {out}; train on them with data.dataset={out}"
-    )
+    use = f"train on them with data.dataset={out}"
+    if layout in get_args(Provider):
+        use = f"upload the file to {layout} yourself"
+    show.note(f"saved {show.pluralize(len(conversion.rows), 'row')} to {out}; {use}")
     return 0
+
+
+data.command(teach)
 
 
 @data.command(name="show")

@@ -16,6 +16,7 @@ from TrainingFactory.cli.rollout import summary_rows, why_unscored
 from TrainingFactory.config.loading import key_value
 
 if TYPE_CHECKING:
+    from TrainingFactory.common.endpoints.budget import Budget
     from TrainingFactory.evaluation.records import EvaluationRecord
     from TrainingFactory.evaluation.requests import RecordedEvaluation
     from TrainingFactory.evaluation.rollouts import RolloutReport
@@ -116,18 +117,40 @@ def run_evaluation(evaluation: RecordedEvaluation, name: str) -> int:
     return show.INTERRUPTED if result.interrupted else UNSCORED
 
 
-RECORD_COLUMNS = ("tasks", "success (95 % interval)", "pass^k", "turns", "tool success", "tokens", "record")
+RECORD_COLUMNS = (
+    "tasks", "success (95 % interval)", "pass^k", "turns", "tool success", "tokens", "cost", "record"
+)  # fmt: skip
 
 
-def record_row(record: EvaluationRecord) -> list[str]:
-    """Return the cells of a record in the order of RECORD_COLUMNS."""
+def record_row(record: EvaluationRecord, prices: Budget | None = None) -> list[str]:
+    """Return the cells of a record in the order of RECORD_COLUMNS. `prices` are those of an endpoint."""
     metrics, conditions = record.metrics, record.conditions
     success = f"{metrics['success']:.3f} ({metrics['success_low']:.3f} to {metrics['success_high']:.3f})"
     key = f"pass^{conditions.episodes}"
     pass_all = f"{metrics[key]:.3f} of {conditions.episodes}" if key in metrics else ""
     tools = f"{metrics['tool_success']:.3f}" if "tool_success" in metrics else ""
     turns, tokens = f"{metrics['turns']:.1f}", f"{metrics['sampled_tokens']:.0f}"
-    return [str(conditions.count), success, pass_all, turns, tools, tokens, record.id]
+    return [
+        str(conditions.count),
+        success,
+        pass_all,
+        turns,
+        tools,
+        tokens,
+        cost_text(metrics, prices),
+        record.id,
+    ]
+
+
+def cost_text(metrics: dict[str, float], prices: Budget | None = None) -> str:
+    """Return what the episodes cost: money if prices are known, else the billed tokens; for a local model the time."""
+    if "endpoint/input_tokens" not in metrics:
+        return f"{metrics['seconds']:.0f} s here" if "seconds" in metrics else ""
+    if prices is not None and prices.priced:
+        return f"{prices.cost_of(metrics['endpoint/input_tokens'], metrics['endpoint/output_tokens']):.4g}"
+    if "endpoint/cost" in metrics:
+        return f"{metrics['endpoint/cost']:.4g}"
+    return f"{metrics['endpoint/input_tokens']:.0f} tokens in"
 
 
 def _report(evaluation: RecordedEvaluation, result: RolloutReport, as_json: bool) -> int:

@@ -13,7 +13,6 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Flags, Overrides
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.trainers.notices import notices
 from TrainingFactory.types import Trajectory
 
 
@@ -40,16 +39,11 @@ def rollout(
     """
     from TrainingFactory.assembly.named_files import read_config
 
-    options = [*overrides, *(flags or Flags()).overrides()]
-    path = None
-    if source is not None and source.endswith((".yaml", ".yml")):
-        path = source
-    elif source is not None:
-        is_override = "=" in source and not Path(source).exists()
-        options.insert(0, source if is_override else key_value("environment.environment_id", source))
+    path, options = config_source(source, [*overrides, *(flags or Flags()).overrides()])
     config = read_config(path, options)
     # Imported here because it is slow: --help and config errors should appear at once.
     from TrainingFactory.evaluation.rollouts import Rollouts
+    from TrainingFactory.trainers.notices import notices
 
     for text in notices(config):
         show.note(f"note: {text}")
@@ -67,6 +61,15 @@ def rollout(
         show.table(summary_rows(report.metrics, report.trajectories))
         show.note(f"saved {show.pluralize(count, 'episode')} to {rollouts.path}")
     return show.INTERRUPTED if report.interrupted else 0
+
+
+def config_source(source: str | None, overrides: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the config file and the overrides for a source: an environment, a config file or an override."""
+    if source is None or source.endswith((".yaml", ".yml")):
+        return source, list(overrides)
+    is_override = "=" in source and not Path(source).exists()
+    option = source if is_override else key_value("environment.environment_id", source)
+    return None, [option, *overrides]
 
 
 def why_unscored(trajectories: Sequence[Trajectory]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
@@ -15,9 +15,10 @@ from TrainingFactory.protocols import Sampler
 
 
 def serve(
-    model: Annotated[str, Parameter(name="model-or-run")], /, *overrides: str, host: str = "127.0.0.1",
+    model: Annotated[str | None, Parameter(name="model-or-run")] = None, /, *overrides: str, host: str = "127.0.0.1",
     port: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=65535))] = 8000, name: str | None = None,
     queue: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 256, api_key_env: str | None = None,
+    reward: str | None = None,
 ) -> int:  # fmt: skip
     """Serve a model or a run through an OpenAI-compatible API: chat completions with tools and streaming.
 
@@ -29,6 +30,7 @@ def serve(
     tfactory serve agent@champion
     tfactory serve qwen3-4b --port 9000 sampling.slots=16 model.max_length=8192
     MY_KEY=... tfactory serve qwen3-4b --host 0.0.0.0 --api-key-env MY_KEY
+    tfactory serve --reward run.yaml --port 9001
     ```
 
     Args:
@@ -40,6 +42,8 @@ def serve(
         name: Model name that clients send. Default: the name given here.
         queue: Maximum number of requests that wait while all slots are busy; further ones get HTTP status 429.
         api_key_env: Environment variable with the key that clients must send as `authorization: Bearer KEY`.
+        reward: Config file whose reward is served in place of a model, for Gemini's reinforcement tuning: POST example
+            and response, get the reward.
     """
     # Imported here because fastapi, uvicorn, torch and transformers take seconds: --help should appear at once.
     from TrainingFactory.apps.serving.follow import follow_alias
@@ -48,14 +52,17 @@ def serve(
     from TrainingFactory.common.http import listen
     from TrainingFactory.resolve.model_names import find_model
 
+    if reward is not None:
+        return _serve_reward(reward, [*([model] if model else []), *overrides], host, port, api_key_env)
+    if model is None:
+        raise ValueError(
+            "name a model or a run: tfactory serve runs/NAME. For a reward: tfactory serve --reward CONFIG"
+        )
     paths = storage_paths(overrides)
     resolved = find_model(model, *paths)
     config = serving_config(resolved, overrides)
     key = listen.api_key_from(api_key_env)
-    local = listen.is_loopback(host)
-    if not local:
-        warning = f"warning: --host {host} lets other machines use this model, without encryption"
-        show.note(warning if key else f"{warning} and without a key; require one with --api-key-env NAME")
+    local = _check_host(host, key, "model")
     with listen.bind(host, port) as bound:
         version = None if resolved.version is None else str(resolved.version)
         server = make_server(config, name or model, queue, version, show.note)
@@ -76,3 +83,39 @@ async def _serve(sampler: Sampler, serving: Coroutine[Any, Any, None], ready_tex
     await await_engines(sampler)
     print(ready_text, flush=True)
     await serving
+
+
+def _check_host(host: str, key: str | None, what: str) -> bool:
+    """Return whether only this machine can connect; warn if others can."""
+    from TrainingFactory.common.http import listen
+
+    local = listen.is_loopback(host)
+    if not local:
+        warning = f"warning: --host {host} lets other machines use this {what}, without encryption"
+        show.note(warning if key else f"{warning} and without a key; require one with --api-key-env NAME")
+    return local
+
+
+def _serve_reward(path: str, overrides: Sequence[str], host: str, port: int, api_key_env: str | None) -> int:
+    """Serve the reward of a config until Ctrl-C."""
+    from TrainingFactory.apps.scoring.reward_service import RewardService
+    from TrainingFactory.assembly.named_files import read_config
+    from TrainingFactory.common.http import listen
+
+    if wrong := [text for text in overrides if "=" not in text]:
+        raise ValueError(f"--reward serves a reward, not the model {wrong[0]}. Leave the model out.")
+    service = RewardService(read_config(path, overrides), show.note)
+    key = listen.api_key_from(api_key_env)
+    app = service.api(key, _check_host(host, key, "reward")).app
+
+    async def run(serving: Coroutine[Any, Any, None], ready_text: str) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            await service.open(stack)
+            print(ready_text, flush=True)
+            await serving
+
+    with listen.bind(host, port) as bound, contextlib.suppress(KeyboardInterrupt):
+        ready_text = f"serving {service.name} as a reward at {listen.address_of(bound)}/ (Ctrl-C stops)"
+        asyncio.run(run(listen.make_server(app).serve([bound]), ready_text))
+    show.note("stopped")
+    return 0

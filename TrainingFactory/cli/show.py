@@ -101,8 +101,13 @@ def episode(trajectory: Trajectory, title: str) -> None:
     for turn, span in zip(trajectory.turns, turn_spans(trajectory), strict=True):
         if span.row > row:  # an external agent may hold several conversations in one episode
             row = span.row
-            length = f"({len(turn.prompt_ids)} tokens)"
+            fold = f", folded: {turn.fold}" if turn.fold else ""
+            length = f"({len(turn.prompt_ids)} tokens{fold})"
             rows.add_row(Text(f"row {row + 1}", style="dim"), Text(length, style="dim"))
+        if turn.summary:
+            rows.add_row(
+                Text("summary", style="dim"), Text("the model summarises the conversation", style="dim")
+            )
         _add_message(rows, turn.message)
         # User replies have no result; tool replies are in the order of their results.
         results = iter(turn.tool_results)
@@ -152,7 +157,7 @@ def literal_text(text: str, style: str = "") -> Text:
 
 
 def _ending(trajectory: Trajectory) -> Text:
-    tokens = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
+    tokens = sum(turn.sampled_tokens for turn in trajectory.turns)
     reward = escape_control(reward_text(trajectory.reward))
     line = Text.assemble(
         (trajectory.status, STATUS_STYLES.get(trajectory.status, "red")),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Overrides
-from TrainingFactory.trainers.notices import notices, unused_options
 
 if TYPE_CHECKING:
     from TrainingFactory.trainers.training_run import Training
@@ -48,6 +47,7 @@ def train(
     if serve_rank(options) is not None:  # a learner process of rank 0, which reports the progress
         return 0
     # Imported here because it is slow: --help and config errors should appear at once.
+    from TrainingFactory.trainers.notices import notices, unused_options
     from TrainingFactory.trainers.training_run import Training
 
     for text in [*notices(options), *unused_options(options)]:

@@ -104,6 +104,29 @@ class TrainingSection(Section):
     """Random seed of sampling and training."""
 
 
+class ContextSection(Section):
+    fold: Literal["window", "drop_thoughts", "drop_results", "summary", "own"]
+    """How a conversation that exceeds `limit` is shortened. window: keep the system prompt, the task and the last
+    keep_turns turns; drop_thoughts: remove the reasoning of older turns; drop_results: replace older tool results by
+    a placeholder; summary: the model writes a summary and continues from system prompt, task and summary; own: your
+    function."""
+    limit: Annotated[int, Field(ge=16)]
+    """Tokens of a prompt above which it is folded. Below model.max_length, with room for the last tool result and a
+    turn."""
+    max_folds: Count = 16
+    """Maximum folds per episode. A longer conversation is not folded again and ends at model.max_length."""
+    keep_turns: Count = 2
+    """window, drop_thoughts, drop_results: number of last turns to keep unchanged, each with its tool results."""
+    summary_tokens: Count = 256
+    """summary: maximum tokens of a summary."""
+    template: PathText | None = None
+    """summary: text that asks for the summary, or a .txt or .md file with it. null: the built-in text."""
+    placeholder: str = "[result removed]"
+    """drop_results: text in place of an older tool result. Shorter results stay."""
+    function: PathText | None = None
+    """own: your function from messages to messages, plain or async: fold.py:shorten."""
+
+
 class EnvironmentSection(Section):
     environment_id: PathText | None = None
     """Environment: a registered name, or a Python file that defines one (weather.py, weather.py:Weather). null, with
@@ -125,6 +148,9 @@ class EnvironmentSection(Section):
     """Maximum model turns per episode; at the limit the episode ends with status max_turns."""
     episode_timeout: Positive = 300.0
     """Maximum duration of an episode, in seconds; a longer episode is cancelled."""
+    context: ContextSection | None = None
+    """Shorten (fold) a conversation that exceeds a token limit: {fold: window, limit: 3000}. null: a conversation
+    that reaches model.max_length ends."""
 
 
 class ToolEntry(Section):

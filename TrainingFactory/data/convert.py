@@ -116,6 +116,8 @@ def _read(row: DatasetRow, to: Form, filters: Filters) -> _Episode | str:
         return reason
     if any(turn.signals.get("proxy/row", 1) > 1 for turn in episode.turns):  # from a user's own agent
         return "has several conversations"
+    if episode.is_folded:  # its rows have prompts of tokens, not of messages
+        return "was folded"
     turns = [turn for turn in episode.turns if turn.completion.finish == "stop"]
     if not turns or (len(turns) < len(episode.turns) and to not in ("sft", "prm")):
         return "was truncated"

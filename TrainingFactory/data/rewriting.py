@@ -12,19 +12,32 @@ class UnparsableCallError(ValueError):
     """A tool call could not be parsed, so that it cannot be rendered for another model."""
 
 
-def rerender(chat: ChatFormat, trajectory: Trajectory) -> Trajectory:
-    """Return the episode in the tokens of this model's chat template, or unchanged if it already is."""
+class FoldedEpisodeError(ValueError):
+    """The prompts of a folded episode are known as tokens only, which another model does not have."""
+
+
+def rerender(chat: ChatFormat, trajectory: Trajectory, unfold: bool = False) -> Trajectory:
+    """Return the episode in the tokens of this model's chat template, or unchanged if it already is. `unfold`: return
+    a folded episode as one conversation of all turns, without the summaries."""
     turns: list[Turn] = []
     ids = chat.render(trajectory.prompt, trajectory.tools)
-    if ids == trajectory.turns[0].prompt_ids and all(
+    is_same = ids == trajectory.turns[0].prompt_ids and all(
         chat.parse(turn.completion.token_ids, turn.prompt_ids, trajectory.tools).content
         == turn.message.content
         for turn in trajectory.turns
-    ):
+    )
+    is_folded = trajectory.is_folded
+    if is_same and not (is_folded and unfold):
         return trajectory
-    for number, old in enumerate(trajectory.turns):
+    if is_folded and not unfold:
+        raise FoldedEpisodeError("a folded episode cannot be rendered in another chat template")
+    for number, old in enumerate(turn for turn in trajectory.turns if not turn.summary):
         if number:
             ids = ids + chat.extend(turns[-1], turns[-1].replies)
+        if is_same:
+            turns.append(replace(old, prompt_ids=ids, fold=None))
+            ids = ids + old.completion.token_ids
+            continue
         if call_error := next((call.error for call in old.message.tool_calls if call.error), None):
             raise UnparsableCallError(
                 f"turn {number} cannot be rendered in another chat template: {call_error}"

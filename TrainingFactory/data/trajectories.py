@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from pydantic_core import to_json
 
 from TrainingFactory.common.openai_format import (
@@ -21,6 +20,9 @@ from TrainingFactory.common.openai_format import (
 )
 from TrainingFactory.data.disk import naming_file_on_error
 from TrainingFactory.types import Completion, Reward, Task, ToolResult, Trajectory, Turn
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _COMPLETION, _RESULT = ([field.name for field in fields(cls)] for cls in (Completion, ToolResult))
 _FORK = ("parent", "fork_turn")  # stored for forked episodes
@@ -135,6 +137,8 @@ class CompactTrajectory:
 
     @classmethod
     def from_trajectory(cls, trajectory: Trajectory) -> CompactTrajectory:
+        import numpy as np  # a quarter of a second that most commands and reward processes do without
+
         turns, previous_ids = [], []
         for turn in trajectory.turns:
             continues, new_ids = _new_ids(turn, previous_ids)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from TrainingFactory.assembly.named_files import map_files
+from TrainingFactory.common.endpoints.names import find_endpoint, is_endpoint
 from TrainingFactory.common.user_code import is_file_name
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ModelSection
@@ -85,6 +86,8 @@ def weights_digest(folder: Path) -> str:
 
 
 def _base_digest(model: ModelSection) -> str:
+    if is_endpoint(model.name):
+        return f"endpoint:{find_endpoint(model.name).endpoint().identity}"
     target, path = resolve_model_name(model.name), Path(model.name).expanduser()
     if path.is_dir():
         return weights_digest(path)

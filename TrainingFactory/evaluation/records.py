@@ -55,7 +55,7 @@ class EpisodeOutcome(_Plain):
             turns=len(episode.turns),
             tool_calls=len(results),
             tool_successes=sum(results),
-            tokens=sum(len(turn.completion.token_ids) for turn in episode.turns),
+            tokens=sum(turn.sampled_tokens for turn in episode.turns),
             status=episode.status,
         )
 

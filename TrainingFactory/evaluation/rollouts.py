@@ -11,15 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.assembly import rewards as build_rewards
+from TrainingFactory.assembly.endpoint_rollouts import (
+    EndpointRollouts,
+    EndpointSampler,
+    EndpointStopped,
+    endpoint_metrics,
+)
 from TrainingFactory.assembly.environment import check_tools, make_environment
 from TrainingFactory.assembly.fleet import await_engines, join_cluster
 from TrainingFactory.assembly.rewards import check_group_size, check_reward, judge_metrics, make_reward
 from TrainingFactory.assembly.run_tools import RunTools, recording_beside
 from TrainingFactory.assembly.sampler import make_rollouts, make_sampler
 from TrainingFactory.common.event_loop import run as run_anywhere
+from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import save_trajectories
-from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
+from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.resolve import factories
 from TrainingFactory.resolve.model_names import with_resolved_model
 from TrainingFactory.rollout import rollout_metrics
@@ -81,6 +88,7 @@ class Rollouts:
         self._interrupts = Interrupts(lambda _: None)
         self._ended: list[Trajectory] = []
         self._reward: RewardFunction | None = None
+        self._sampler: Sampler | None = None
 
     def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         """Sample all episodes. After Ctrl-C, the episodes that have ended are saved and reported."""
@@ -98,10 +106,17 @@ class Rollouts:
                     start_time = await self._interrupts.interruptible(self._play(stack, on_episode))
         except StopRequested:
             interrupted = True
+        except EndpointStopped as error:
+            saved = f", saved to {self.path}" if self._ended else ""
+            count = f"{len(self._ended)} of {pluralize(self.total, 'episode')}{saved}"
+            raise EndpointStopped(f"{error}. Finished: {count}") from error
         finally:
             seconds = time.perf_counter() - start_time
             await in_thread(self._finish)
         metrics = rollout_metrics(self._ended) | self.tools.metrics() | judge_metrics(self._reward)
+        metrics |= endpoint_metrics(self._ended)
+        if isinstance(self._sampler, EndpointSampler):
+            metrics |= self._sampler.metrics
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
         return RolloutReport(self._ended, metrics, interrupted)
 
@@ -116,7 +131,8 @@ class Rollouts:
         config = self.config
         await join_cluster(config, stack)
         environment = await self.tools.equip(self.environment)
-        chat, sampler = await in_thread(make_sampler, config, self.total, self._notify)
+        chat, sampler = await in_thread(self.open_sampler)
+        self._sampler = sampler
         stack.push_async_callback(sampler.close)
         await await_engines(sampler)
         self._reward = make_reward(config)
@@ -125,6 +141,8 @@ class Rollouts:
         engine = make_rollouts(
             config, environment, chat, on_ended, reward, self.tools.runtime, sampler=sampler
         )
+        if isinstance(engine, EndpointRollouts):
+            engine.finished = {(episode.task.id, episode.member) for episode in self._ended}
         self._record()
         await check_tools(environment, self.tasks[0], chat, reward)
         start_time = time.perf_counter()
@@ -134,6 +152,9 @@ class Rollouts:
             if self.enough(self._ended):
                 break
         return start_time
+
+    def open_sampler(self) -> tuple[ChatFormat, Sampler]:
+        return make_sampler(self.config, self.total, self._notify)
 
     def _new_recording(self) -> Path | None:
         """Return the folder for recorded tool calls; None unless logging.record_tools is set to true."""

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-import numpy as np
-
 from TrainingFactory.rollout.metrics import wilson_interval
 
 RESAMPLES = 10_000
@@ -76,6 +74,8 @@ def reported_ks(max_k: int) -> list[int]:
 def bootstrap(strata: Sequence[tuple[float, Sequence[float]]], seed: int = 0) -> Estimate:
     """Return the weighted mean of the means of several sets of tasks (weight, values), with a stratified bootstrap
     interval over tasks."""
+    import numpy as np  # a quarter of a second that most commands do without
+
     rng, total = np.random.default_rng(seed), sum(weight for weight, _ in strata)
     value, means = 0.0, np.zeros(RESAMPLES)
     for weight, values in strata:

@@ -103,7 +103,7 @@ def check_head(model: PreTrainedModel) -> None:
     if head_logits.shape != expected.shape or not _relative_error(head_logits, expected) <= limit:
         raise ValueError(
             f"Cannot train a {model.config.model_type!r} model: its forward transforms the logits after the output "
-            "layer in a way that the learner does not support"
+            "layer in a way that the learner does not support. Supported models: `tfactory models --compat`"
         )
 
 

@@ -279,7 +279,7 @@ def _can_share(model: PreTrainedModel) -> bool:
     if (reason := sharing_problem(model)) is not None:
         log.warning(
             "A %r model cannot share prefixes between rows: %s. Computing rows one by one: same results, slower "
-            "updates.", model.config.model_type, reason,
+            "updates. `tfactory models --compat` lists the models that can.", model.config.model_type, reason,
         )  # fmt: skip
     return reason is None
 

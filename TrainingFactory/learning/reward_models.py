@@ -148,7 +148,7 @@ class RewardScorer:
         return [[score for _ in episode for score in next(row_scores)] for episode in rows]
 
     def _rows(self, trajectory: Trajectory) -> list[Sample]:
-        rendered = rerender(self._chat, trajectory)
+        rendered = rerender(self._chat, trajectory, unfold=True)  # the model judges the whole episode
         rows = to_samples(rendered, turns="all" if self.kind == "process" else "last", tokens="last")
         limit = getattr(self._causal.config.get_text_config(), "max_position_embeddings", None)
         max_length = max(len(row.token_ids) for row in rows)

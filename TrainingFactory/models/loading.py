@@ -25,6 +25,7 @@ from TrainingFactory.models.encoding import decodes_unchanged
 from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve_model_name
 from TrainingFactory.models.templates import set_chat_template
 from TrainingFactory.models.tiny import tiny_model, tiny_tokenizer
+from TrainingFactory.models.untrained_tags import remove_untrained_tags
 from TrainingFactory.models.weight_parts import SPLIT_WEIGHTS, join_parts
 
 CPU = torch.device("cpu")
@@ -97,6 +98,7 @@ def load_model(
         _keep_trainable(model)
     model = model.eval() if adapter is None else _with_adapter(model.eval(), adapter)
     _check_finite(name, model)
+    notes += remove_untrained_tags(name, model, tokenizer)
     set_chat_template(tokenizer, chat_template, adapter)
     return LoadedModel(target, model, tokenizer, notes)
 

@@ -5,6 +5,7 @@
     ./folder, model.gguf                local model or adapter
     sft, runs/sft, sft@step-40          checkpoint of a run, by default the last; also @best and @last
     agent, agent:3, agent@champion      registered model: newest version, version number, alias
+    openai:MODEL, teacher.yaml          model behind an endpoint, for evaluations and teachers
 
 Short names take precedence, then runs, then registered models. `runs/tiny`, `agent:3` and `agent@champion` are
 unambiguous."""
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from TrainingFactory.common.endpoints.names import is_endpoint
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
@@ -85,7 +87,7 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
     catalogue = Catalogue(registry_path(runs, registry))
     name = factories.model_target(name) or name
     path = Path(name).expanduser()
-    if resolve_model_name(name) == BUILTIN or name.lower() in SUPPORTED_MODELS:
+    if is_endpoint(name) or resolve_model_name(name) == BUILTIN or name.lower() in SUPPORTED_MODELS:
         return ResolvedModel(name, name)
     if (run := _run(name, runs)) is not None:
         return run

@@ -19,7 +19,7 @@ from TrainingFactory.common.user_code import location_of
 from TrainingFactory.protocols import Episode, GroupReward
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, run_within
-from TrainingFactory.types import Reward, Task, Trajectory
+from TrainingFactory.types import Reward, Task, Trajectory, Turn
 
 # "whole": a `GroupReward`, which scores a group with its own method `group`.
 RewardSignature = Literal["episode", "trajectory", "episodes", "trajectories", "completions", "whole"]
@@ -72,7 +72,7 @@ class AdaptedReward:
             return await score_single(self, episode)
         subject = episode.trajectory if self.shape == "trajectory" else episode
         value = await self._limited(call_function(self.function, subject))
-        return validate_reward(value, len(episode.trajectory.turns), self.name)
+        return validate_reward(value, episode.trajectory.turns, self.name)
 
     async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
         """Score all episodes; the list has the exception in place of a reward that failed."""
@@ -90,7 +90,7 @@ class AdaptedReward:
         if isinstance(value, Exception):
             return value
         try:
-            return validate_reward(value, len(episode.trajectory.turns), self.name)
+            return validate_reward(value, episode.trajectory.turns, self.name)
         except Unscored as error:
             return error
 
@@ -204,23 +204,29 @@ def _shape_of(function: Callable[..., Any], name: str) -> RewardSignature:
 def _completion(trajectory: Trajectory) -> str | list[dict[str, Any]]:
     """Return TRL's completion: the last text (truncated or not) for a string prompt, else the model's messages."""
     if isinstance(trajectory.task.prompt, str):
-        return trajectory.turns[-1].message.content if trajectory.turns else ""
+        answers = [turn.message.content for turn in trajectory.turns if not turn.summary]
+        return answers[-1] if answers else ""
     messages = [message for turn in trajectory.turns for message in (turn.message, *turn.replies)]
     return list(map(message_to_dict, messages))
 
 
-def validate_reward(value: Any, turns: int, name: str) -> Reward:
-    """Return the value as a `Reward`; raise Unscored if it is None, not a finite number, or has the wrong length."""
+def validate_reward(value: Any, turns: Sequence[Turn], name: str) -> Reward:
+    """Return the value as a `Reward`; raise Unscored if it is None, not a finite number, or has the wrong length. Step
+    rewards without entries for summaries get zeros there."""
     subject = f"the reward {name}"
     if value is None:
         raise NoReward(f"{subject} returned None, so the episode is unscored")
     if not isinstance(value, Reward):
         return Reward(finite_float(value, subject))
-    if value.steps and len(value.steps) != turns:
-        raise Unscored(f"{subject} returned {len(value.steps)} step rewards for {turns} turns")
+    steps = list(value.steps)
+    if steps and len(steps) == sum(not turn.summary for turn in turns):
+        played = iter(steps)
+        steps = [0.0 if turn.summary else next(played) for turn in turns]
+    if steps and len(steps) != len(turns):
+        raise Unscored(f"{subject} returned {len(value.steps)} step rewards for {len(turns)} turns")
     return Reward(
         finite_float(value.outcome, subject, "as outcome"),
-        [finite_float(step, subject, f"for turn {turn}") for turn, step in enumerate(value.steps)],
+        [finite_float(step, subject, f"for turn {turn}") for turn, step in enumerate(steps)],
         {part: finite_float(number, subject, f"as part {part}") for part, number in value.parts.items()},
     )
 

@@ -136,6 +136,7 @@ def efficient_path(trajectory: Trajectory, turn: int) -> float:
     if trajectory.status != "done" or turn != len(trajectory.turns) - 1 or outcome <= 0:
         return 0.0
     shortest = trajectory.task.metadata.get("shortest")
+    num_turns = sum(not earlier_turn.summary for earlier_turn in trajectory.turns)
     if shortest is None:
         wasted = sum(
             not all(_succeeded(result) for _, result in _answered(earlier_turn))
@@ -143,10 +144,10 @@ def efficient_path(trajectory: Trajectory, turn: int) -> float:
             for number, earlier_turn in enumerate(trajectory.turns)
             if earlier_turn.message.tool_calls
         )
-        return outcome * (1.0 - wasted / (turn + 1))
+        return outcome * (1.0 - wasted / num_turns)
     if not shortest > 0:
         raise ValueError(f"the task's metadata shortest is {shortest!r}; it must be a number above 0")
-    return outcome * min(1.0, shortest / (turn + 1))
+    return outcome * min(1.0, shortest / num_turns)
 
 
 _CALL_RULES = (correct_tool, valid_arguments, no_repeated_call, error_recovered)
@@ -255,6 +256,9 @@ class ProcessReward:
         for turn in range(len(trajectory.turns)):
             earned = 0.0
             view = _as_it_was(trajectory, turn, outcome)
+            if trajectory.turns[turn].summary:  # no rule is about summaries
+                steps.append(0.0)
+                continue
             for name, rule in self._rules.items():
                 value = _value(name, rule, view, turn)
                 low, high = ranges[name]
@@ -301,7 +305,7 @@ def calculate_process_reward(
     if outcome is None:
         outcome = 0.0 if trajectory.reward is None else trajectory.reward.outcome
     reward = ProcessReward(outcome_weight, step_rewards, **options)
-    outcome_reward = validate_reward(outcome, len(trajectory.turns), OUTCOME)
+    outcome_reward = validate_reward(outcome, trajectory.turns, OUTCOME)
     return reward.score(dataclasses.replace(trajectory, reward=outcome_reward))
 
 

@@ -14,6 +14,7 @@ from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.protocols import AnyReward, ChatFormat, Environment, Sampler
 from TrainingFactory.rewards.adapt import as_group_reward
 from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
+from TrainingFactory.rollout.folding import Folding
 from TrainingFactory.rollout.group_scoring import GroupRun, gather_or_cancel
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
@@ -29,7 +30,8 @@ class RolloutEngine:
     on_episode: called with every episode once it is scored.
     runtime: state shared by all tools.
     gate: limits the episodes of all batches together, first come first served; None: `max_concurrency` per batch.
-    clock: measures the seconds of episodes; its owner pauses it while no sampler is alive."""
+    clock: measures the seconds of episodes; its owner pauses it while no sampler is alive.
+    folding: shortens conversations that exceed a token limit; None: never."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class RolloutEngine:
         runtime: ToolRuntime | None = None,
         gate: asyncio.Semaphore | None = None,
         clock: PausableClock | None = None,
+        folding: Folding | None = None,
     ) -> None:
         params = dataclasses.replace(params, stop_ids=params.stop_ids or chat.stop_ids)
         self.group_reward = as_group_reward(reward)
@@ -61,6 +64,7 @@ class RolloutEngine:
             max_reply_tokens,
             runtime,
             clock,
+            folding,
         )
         self.max_concurrency, self.gate = max_concurrency, gate
         self.seed = seed

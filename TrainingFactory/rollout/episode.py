@@ -15,6 +15,7 @@ from TrainingFactory.common.texts import describe, valid_text
 from TrainingFactory.common.user_code import location_of
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, SamplingSession
+from TrainingFactory.rollout import folding
 from TrainingFactory.rollout.scoring import OpenEpisode, score, scoring_error
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.fingerprint import digest
@@ -59,6 +60,7 @@ class EpisodeSettings:
     max_reply_tokens: int = 1024
     runtime: ToolRuntime | None = None
     clock: PausableClock | None = None  # measures the turns; None: the system clock
+    folding: folding.Folding | None = None  # None: a conversation is never folded
 
 
 @dataclass(eq=False)
@@ -103,6 +105,7 @@ class EpisodeRun:
         self.max_length, self.seed_of = max_length, seed_of
         self.key = key or EpisodeKey(0, trajectory.task.id, trajectory.member)
         self.environment: Environment | None = None  # open from `play` to `close`
+        self.context: folding.Context | None = None  # None until the first prompt, or without folding
         self._ended = False
         self.session_closed_at = 0.0  # time at which the sampling session was closed
 
@@ -137,6 +140,8 @@ class EpisodeRun:
 
     def _check(self) -> None:
         for turn, next_turn in pairwise(self.trajectory.turns):
+            if next_turn.fold is not None:
+                continue
             previous_ids = turn.prompt_ids + turn.completion.token_ids
             assert next_turn.prompt_ids[: len(previous_ids)] == previous_ids, (
                 "a prompt must extend the sampled tokens"
@@ -163,17 +168,72 @@ class EpisodeRun:
     async def _turns(self, environment: Environment) -> None:
         """Play turns until `_Over` is raised."""
         ids = await self._first_prompt(environment)
-        for number in range(self.rules.max_turns):
-            completion = await self._sample(ids, number)
-            message = self.rules.chat.parse(completion.token_ids, ids, self.trajectory.tools)
-            turn = Turn(ids, completion, message)
-            for index, call in enumerate(turn.message.tool_calls):
-                call.id = call.id or f"call_{number}_{index}"
-            self.trajectory.turns.append(turn)
-            if completion.finish == "length":
+        fold: str | None = None
+        for _ in range(self.rules.max_turns):
+            if self.rules.folding is not None:
+                ids, fold = await self._folded(ids, self.rules.folding)
+            turn = await self._new_turn(ids)
+            if fold is not None:
+                self._mark_fold(turn, fold)
+            if turn.completion.finish == "length":
                 raise _Over("truncated")  # no stop token was sampled, and none is added
             ids = await self._step(environment, turn)
         raise _Over("max_turns")
+
+    async def _new_turn(self, ids: list[int], max_tokens: int | None = None) -> Turn:
+        number = len(self.trajectory.turns)
+        completion = await self._sample(ids, number, max_tokens)
+        message = self.rules.chat.parse(completion.token_ids, ids, self.trajectory.tools)
+        turn = Turn(ids, completion, message)
+        for index, call in enumerate(turn.message.tool_calls):
+            call.id = call.id or f"call_{number}_{index}"
+        self.trajectory.turns.append(turn)
+        return turn
+
+    def _mark_fold(self, turn: Turn, fold: str) -> None:
+        turn.fold = fold
+        if self.context is not None and not self.context.has_task:
+            turn.signals[folding.TASK_LOST] = 1.0
+
+    async def _folded(self, ids: list[int], rules: folding.Folding) -> tuple[list[int], str | None]:
+        """Return the prompt of the next turn and the kind of fold; None if the prompt stays as it is."""
+        if self.context is None:
+            if len(ids) > rules.limit:
+                raise _Over("error", folding.first_prompt_error(len(ids), rules))
+            self.context = folding.Context.begin(self.trajectory.prompt, ids)
+            return ids, None
+        self.context.add(self.trajectory.turns[-1])
+        if len(ids) <= rules.limit:
+            return ids, None
+        if self.context.folds < rules.max_folds:
+            context = await self._fold_context(rules)
+            if context is not self.context:
+                self.context = context
+                with _user_code("the chat template", ValueError):
+                    arguments = (context, self.rules.chat, self.trajectory.tools)
+                    folded_ids = await in_thread(folding.context_ids, *arguments)
+                if len(folded_ids) >= self.max_length:
+                    raise _Over("truncated", folding.too_long_error(len(folded_ids), self.max_length, rules))
+                return folded_ids, rules.fold
+        if len(ids) >= self.max_length:
+            text = folding.no_fold_error(len(ids), self.max_length, self.context.folds, rules)
+            raise _Over("truncated", text)
+        return ids, None
+
+    async def _fold_context(self, rules: folding.Folding) -> folding.Context:
+        assert self.context is not None
+        if rules.fold != "summary":
+            with _user_code(f"folding the conversation ({folding.KEY})"):
+                return await folding.fold(self.context, rules)
+        last = self.trajectory.turns[-1]
+        with _user_code("the chat template", ValueError):
+            ids = await in_thread(folding.summary_prompt, last, rules.template, self.rules.chat)
+        if len(ids) >= self.max_length:
+            raise _Over("truncated", folding.no_room_error(len(ids), self.max_length, rules))
+        turn = await self._new_turn(ids, rules.summary_tokens)
+        turn.summary = True
+        turn.message.tool_calls.clear()  # nothing executes them
+        return folding.with_summary(self.context, turn.message.content)
 
     async def _first_prompt(self, environment: Environment) -> list[int]:
         with _user_code("the environment's tools and reset"):
@@ -185,14 +245,14 @@ class EpisodeRun:
             prompt, tools, render = self.trajectory.prompt, self.trajectory.tools, self.rules.chat.render
             return await in_thread(render, prompt, tools) if _large(prompt) else render(prompt, tools)
 
-    async def _sample(self, ids: list[int], number: int) -> Completion:
+    async def _sample(self, ids: list[int], number: int, max_tokens: int | None = None) -> Completion:
         tokens_left = self.max_length - len(ids)
         if tokens_left < 1:
             text = f"the prompt of turn {number} has {len(ids)} tokens, the limit is {self.max_length}"
             raise _Over("truncated", text)
         if self._ended:  # timed out, and the environment ignored the cancellation
             raise asyncio.CancelledError
-        max_tokens = min(self.rules.params.max_tokens, tokens_left)
+        max_tokens = min(max_tokens or self.rules.params.max_tokens, tokens_left)
         params = dataclasses.replace(self.rules.params, seed=self.seed_of(number), max_tokens=max_tokens)
         completion = await self.session.sample(list(ids), params)  # a copy, because `ids` is trained on
         assert completion.token_ids, "the sampler returned no token"
@@ -213,7 +273,7 @@ class EpisodeRun:
         is_large = _large(replies)
         turn.replies = await in_thread(self._cut, replies) if is_large else self._cut(replies)
         turn.tool_results = list(step.tool_results)
-        turn.signals = dict(step.signals)
+        turn.signals.update(step.signals)
         # End the episode without a reward: a model must not learn to avoid tools because a server was down.
         if unavailable := [result for result in turn.tool_results if result.error == "unavailable"]:
             raise _Over("tool_failure", unavailable[0].content)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import get_args
 
+from TrainingFactory.data.samples import turn_spans
+from TrainingFactory.rollout.folding import TASK_LOST
 from TrainingFactory.types import Status, Trajectory
 
 Z95 = 1.959964  # standard deviations of a two-sided 95 % interval of the normal distribution
@@ -21,7 +23,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for status in get_args(Status):
         metrics[f"episodes/{status}"] = sum(trajectory.status == status for trajectory in trajectories)
     metrics["episodes/unscored"] = len(trajectories) - len(rewards)
-    metrics["sampled_tokens"] = sum(len(turn.completion.token_ids) for turn in turns)
+    metrics["sampled_tokens"] = sum(turn.sampled_tokens for turn in turns)
     metrics["tool_calls"] = len(results)
     metrics["tools_offered"] = max((len(trajectory.tools) for trajectory in trajectories), default=0)
     callers = [episode for episode in trajectories if any(turn.message.tool_calls for turn in episode.turns)]
@@ -29,13 +31,39 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if results:
         metrics["tool_success"] = fmean(result.ok for result in results)
     if trajectories:
-        lengths = [sum(len(turn.completion.token_ids) for turn in episode.turns) for episode in trajectories]
+        lengths = [sum(turn.sampled_tokens for turn in episode.turns) for episode in trajectories]
         metrics |= {"turns": len(turns) / len(lengths), "length": fmean(lengths), "length_max": max(lengths)}
+    if any(episode.is_folded for episode in trajectories):
+        metrics |= fold_metrics(trajectories)
     if rewards:
         totals = [reward.outcome + sum(reward.steps) for reward in rewards]
         metrics |= {"reward": fmean(totals), "reward_std": pstdev(totals)}
     for part in sorted({part for reward in rewards for part in reward.parts}):
         metrics[f"reward/{part}"] = fmean(reward.parts[part] for reward in rewards if part in reward.parts)
+    return metrics
+
+
+def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return means over all episodes of their folds and rows, and over all summaries of their tokens. `every_turn` is
+    the share of episodes in which each turn after the first fold starts with a fold, of those with several."""
+    folds = [[turn.fold is not None for turn in e.turns if not turn.summary] for e in trajectories]
+    rows = [turn_spans(episode)[-1].row + 1 for episode in trajectories if episode.turns]
+    repeated = [after for flags in folds if any(flags) and len(after := flags[flags.index(True) :]) > 2]
+    summaries = [turn for episode in trajectories for turn in episode.turns if turn.summary]
+    folded_turns = [turn for episode in trajectories for turn in episode.turns if turn.fold is not None]
+    metrics = {
+        "fold/folds": fmean(map(sum, folds)),
+        "fold/rows": fmean(rows),
+        "fold/every_turn": fmean(map(all, repeated)) if repeated else 0.0,
+        "fold/task_lost": sum(bool(turn.signals.get(TASK_LOST)) for turn in folded_turns),
+    }
+    if summaries:
+        sizes = [len(turn.completion.token_ids) for turn in summaries]
+        metrics |= {
+            "fold/summary_tokens": fmean(sizes),
+            "fold/summaries_cut": fmean(turn.completion.finish == "length" for turn in summaries),
+            "fold/summaries_empty": fmean(not turn.message.content.strip() for turn in summaries),
+        }
     return metrics
 
 

@@ -52,7 +52,7 @@ async def score(episode: OpenEpisode, function: RewardFunction | None) -> Reward
         value = await call_function(function, episode)
     except SystemExit as error:
         raise Unscored(f"the reward {name}{location_of(error)} tried to end the program") from error
-    return validate_reward(value, len(episode.trajectory.turns), str(name))
+    return validate_reward(value, episode.trajectory.turns, str(name))
 
 
 def scoring_error(error: BaseException) -> str:

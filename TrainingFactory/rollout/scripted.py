@@ -9,6 +9,7 @@ from typing import Any
 from TrainingFactory.protocols import AnyReward, ChatFormat, Environment
 from TrainingFactory.rewards.adapt import as_group_reward
 from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
+from TrainingFactory.rollout.folding import Folding
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Completion, Message, SamplingParams, Trajectory
@@ -43,12 +44,22 @@ async def play(
     max_length: int = 1_000_000,
     runtime: ToolRuntime | None = None,
     key: EpisodeKey | None = None,
+    folding: Folding | None = None,
 ) -> Trajectory:
-    """Play the script in the environment and return the scored episode; its log-probs are 0."""
+    """Play the script in the environment and return the scored episode; its log-probs are 0. With `folding` of kind
+    summary, the script has a message for every summary."""
     params = SamplingParams(stop_ids=chat.stop_ids)
     group: Any = as_group_reward(reward)  # called with a group of one episode
     rules = EpisodeSettings(
-        lambda _: environment, chat, params, group or reward, max_turns, timeout, max_reply_tokens, runtime
+        lambda _: environment,
+        chat,
+        params,
+        group or reward,
+        max_turns,
+        timeout,
+        max_reply_tokens,
+        runtime,
+        folding=folding,
     )
     trajectory = Trajectory(environment.task, group=f"script/{environment.task.id}")
     return await EpisodeRun(

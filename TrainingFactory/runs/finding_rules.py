@@ -207,6 +207,27 @@ def _tools_failing(window: StepWindow) -> str | None:
         return f"Only {values[-1]:.0%} of the tool calls succeeded"
 
 
+def _task_lost(window: StepWindow) -> str | None:
+    if (values := window.values("fold/task_lost")) and min(values) > 0:
+        return f"{values[-1]:.0f} folds of the last step removed the user's task from the conversation"
+
+
+def _folds_every_turn(window: StepWindow) -> str | None:
+    if (values := window.values("fold/every_turn")) and min(values) > 0.5:
+        return (
+            f"In {values[-1]:.0%} of the episodes that were folded repeatedly, every later turn was folded: each turn "
+            "is a training row of its own"
+        )
+
+
+def _summaries_grow(window: StepWindow) -> str | None:
+    values, earlier = window.values("fold/summary_tokens"), _values(window.before, "fold/summary_tokens")
+    if values and len(earlier) >= START_STEPS and min(values) > 1.5 * median(earlier):
+        return f"Summaries grew from {median(earlier):.0f} to {values[-1]:.0f} tokens"
+    if (cut := window.values("fold/summaries_cut")) and min(cut) > 0.5:
+        return f"{cut[-1]:.0%} of the summaries were cut at environment.context.summary_tokens"
+
+
 def _values(rows: Sequence[StepMetrics], name: str) -> list[float]:
     return [row[name] for row in rows if name in row]
 
@@ -236,4 +257,10 @@ FINDING_RULES = (
         "successful calls."),
     FindingRule("tools_failing", _tools_failing, "Call the tools by hand (tfactory tools call NAME --config CONFIG), "
         "and compare with the calls of the model."),
+    FindingRule("fold_loses_task", _task_lost, "Keep the user's message with the task in the list that "
+        "environment.context.function returns."),
+    FindingRule("folds_every_turn", _folds_every_turn, "Raise environment.context.limit, or lower keep_turns, "
+        "sampling.max_reply_tokens or summary_tokens, so that several turns fit after a fold."),
+    FindingRule("summaries_grow", _summaries_grow, "Ask for a short summary in environment.context.template, lower "
+        "summary_tokens, or set grpo.overlong_length; a summary that is always cut needs more summary_tokens."),
 )  # fmt: skip

@@ -108,6 +108,7 @@ class Keywords(TypedDict, total=False):
     num_workers: int | None
     max_turns: int
     episode_timeout: float
+    context: Mapping[str, Any] | None
     type: str
     judge: dict[str, Any]
     outcome_weight: float

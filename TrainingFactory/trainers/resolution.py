@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.fleet import check_engines
+from TrainingFactory.assembly.folding import make_folding
 from TrainingFactory.assembly.gpus import with_gpu_division
 from TrainingFactory.assembly.learner_processes import with_learner_count
 from TrainingFactory.assembly.named_files import with_original_files
 from TrainingFactory.assembly.rewards import check_group_size, check_reward
 from TrainingFactory.assembly.sampler import check_chat_template
 from TrainingFactory.assembly.trackers import check_trackers
+from TrainingFactory.common.endpoints.names import is_endpoint
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.models.names import resolve_model_name as resolve_model
@@ -56,6 +58,7 @@ def resolve_config(
             check_original_model(run)
         config = with_original_files(config, run)
         config = factories.resolve_ids(config, note)
+        _reject_endpoints(config)
         allocation = allocation or factories.find_allocation(config, note)
         config = factories.with_allocation(config, allocation, note)
         config = with_gpu_division(config, notify)
@@ -72,6 +75,12 @@ def resolve_config(
     return ResolvedConfig(written_config, config, objects, allocation, notes)
 
 
+def _reject_endpoints(config: TrainingConfig) -> None:
+    if is_endpoint(config.model.name):
+        problem = "is an endpoint, which has no weights here to train. Name a model; tfactory data teach uses endpoints"
+        raise config.wrong([Problem(("model", "name"), problem, config.model.name)])
+
+
 def _note_model(written_config: TrainingConfig, config: TrainingConfig, note: Notify) -> None:
     model = config.model
     if written_config.model.name != (target := resolve_model(model.name)):
@@ -85,6 +94,7 @@ def validate(resolved: ResolvedConfig) -> RewardFunction | None:
     check_config(config, config.data.dataset is not None or objects.examples is not None)
     check_engines(config)
     check_chat_template(config)
+    make_folding(config)
     check_trackers(config.logging.trackers)
     check_registry(config)
     reward = objects.reward or check_reward(config)

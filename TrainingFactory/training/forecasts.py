@@ -1,11 +1,12 @@
-"""Early warnings: checkpoints that will not fit on the disk, and a run that takes too long to stop."""
+"""Early warnings: checkpoints that will not fit on the disk, a run that takes too long to stop, rows of folded
+episodes."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from TrainingFactory.config.schema import LoggingSection
+from TrainingFactory.config.schema import ContextSection, LoggingSection
 
 GRACE = 30.0  # seconds between SIGTERM and SIGKILL, Kubernetes' default
 DISK_SPEED = 5e8  # bytes/s to write, sync and hash a checkpoint, until one has been measured
@@ -79,3 +80,19 @@ class CheckpointSpace:
                 texts = {key: "null" if value is None else value for key, value in changes.items()}
                 return " with ".join(f"logging.{key}={text}" for key, text in texts.items())
         return None
+
+
+def forecast_rows(context: ContextSection, prompt_tokens: float, turn_tokens: float, turns: int) -> int:
+    """Return the rows of an episode in which each of `turns` turns adds `turn_tokens` to the first prompt. What a fold
+    removes is estimated: window and summary start again from the prompt; the others remove half of the older turns."""
+    rows, size, folds = 1, prompt_tokens, 0
+    for _ in range(turns - 1):
+        size += turn_tokens
+        if size <= context.limit or folds >= context.max_folds:
+            continue
+        kept = context.keep_turns * turn_tokens
+        after = {"window": prompt_tokens + kept, "summary": prompt_tokens + context.summary_tokens}
+        older = max(0.0, size - prompt_tokens - kept)
+        size = min(size, after.get(context.fold, size - older / 2))
+        rows, folds = rows + 1, folds + 1
+    return rows

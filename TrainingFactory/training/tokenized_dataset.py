@@ -15,7 +15,7 @@ from TrainingFactory.data.conversations import Conversation
 from TrainingFactory.data.datasets import join_problems
 from TrainingFactory.data.examples import Example, Examples, total_reward_of
 from TrainingFactory.data.ranking import best_and_worst
-from TrainingFactory.data.rewriting import UnparsableCallError, rerender
+from TrainingFactory.data.rewriting import FoldedEpisodeError, UnparsableCallError, rerender
 from TrainingFactory.data.trajectories import CompactTrajectory
 from TrainingFactory.types import Completion, Message, Sample, Task, Trajectory, Turn
 
@@ -162,7 +162,7 @@ class TokenizedDataset:
         """Return one recorded episode, or an empty list if it is unusable, which is counted."""
         try:
             return self._if_it_fits(example, list(map(self._tokenize, episode)))
-        except UnparsableCallError:
+        except (UnparsableCallError, FoldedEpisodeError):
             self.unused += 1
             return []
 

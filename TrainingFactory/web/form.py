@@ -131,6 +131,8 @@ def _option(key: str, schema: Mapping[str, Any]) -> Option:
     kinds = schema.get("anyOf", [schema])
     first = next(candidate for candidate in kinds if candidate.get("type") != "null")
     kind: Kind = "choice" if "enum" in first else KIND_BY_TYPE.get(first.get("type", ""), "text")
+    if "$ref" in first:  # an optional section of its own
+        kind = "map"
     names = sorted(catalog.names("environment")) if key == "environment.environment_id" else None
     return Option(
         key=key, kind=kind, help=" ".join(schema.get("description", HELP.get(key, "")).split()),

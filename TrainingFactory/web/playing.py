@@ -202,7 +202,7 @@ class AnswerRun(EpisodeRun):
     async def _first_prompt(self, environment: Environment) -> list[int]:
         return self._ids
 
-    async def _sample(self, ids: list[int], number: int) -> Completion:
+    async def _sample(self, ids: list[int], number: int, max_tokens: int | None = None) -> Completion:
         """Sample a turn in pieces, which give the same tokens as one call, and report each piece."""
         whole, most = Completion([], [], "length"), max(1, min(self._most, self.max_length - len(ids)))
         while whole.finish == "length" and len(whole.token_ids) < most:

@@ -59,7 +59,7 @@ def test_its_turns_are_kept_whatever_its_client_does(options: list[str]) -> None
 
 
 # Each way alone, by programs that start at once: test_proxy_programs.py, test_proxy.py.
-SIDE_BY_SIDE = ("none", "killed", "mute", "late", "hangup")
+SIDE_BY_SIDE = ("none", "killed", "late")
 
 
 @pytest.mark.parametrize(

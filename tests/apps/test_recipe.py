@@ -22,6 +22,7 @@ from TrainingFactory.sampling.native import NativeEngine
 
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 append = RunFolder.append
+SHORT_TURNS = "sampling.max_tokens=12"  # an untrained model writes up to the limit in every evaluation
 # Luck decides, so that evaluations differ and there is something to learn.
 SCORE = "def score(episode):\n    return float(sum(episode.trajectory.turns[0].completion.token_ids) % 2)\n"
 
@@ -40,7 +41,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     (tmp_path / "luck.py").write_text(SCORE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     lucky = ("reward.type=function", "reward.options={function: luck.py:score}")
-    return {"source": "g", "model": "bare", "out": "made", "scale": "small", "grpo": lucky}
+    return {
+        "source": "g", "model": "bare", "out": "made", "scale": "small", "sft": (SHORT_TURNS,), "grpo": lucky,
+    }  # fmt: skip
 
 
 def full(run: RunFolder, name: str, row: dict[str, Any]) -> None:
@@ -55,7 +58,7 @@ def full(run: RunFolder, name: str, row: dict[str, Any]) -> None:
 @FULL
 def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--data", "g", "--model", "bare", "--scale", "small", "--out", "made"]
-    options += [word for given in asked["grpo"] for word in ("--grpo", given)]
+    options += [word for given in asked["grpo"] for word in ("--grpo", given)] + ["--sft", SHORT_TURNS]
     with pytest.raises(ValueError, match="data file not found: /gone/g"):
         Recipe(**asked | {"source": "/gone/g"}).prepare(Quiet())  # nothing is begun by it
     # Broken off in both runs: they go on, with the tokens that were added to the model.
@@ -179,7 +182,7 @@ def test_recipe_with_generated_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recipes, "TEXT2SQL_TASKS", {"tasks": 8, "dev": 4, "test": 4})
     options: dict[str, Any] = {"task": "text2sql", "model": "builtin:tiny", "scale": "small"}
-    recipe = Recipe(**options, sft=["training.max_steps=1"])
+    recipe = Recipe(**options, sft=["training.max_steps=1", SHORT_TURNS])
     recipe.prepare(Quiet())
     assert recipe.runs == ["sft", "grpo"] and recipe.evaluated == {"sft": "sft", "grpo": "grpo"}
     for name in recipe.runs:

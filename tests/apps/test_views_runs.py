@@ -6,8 +6,6 @@ import contextlib
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.apps.test_views_registry import evaluated
-from tests.kits.cli import ROOT, Run
+from tests.kits.cli import Run
 from tests.kits.registry import made_run
 from TrainingFactory.apps.views import files
 from TrainingFactory.apps.views.files import FilePosition, read_json, read_new_lines
@@ -378,13 +376,3 @@ def test_the_command_line_prints_the_same(tfactory: Run) -> None:
     assert said("list") == {"runs": [row.model_dump(mode="json") for row in runs.rows()]}
     assert said("show", "a") == run_view(runs.find("a"), runs).model_dump(mode="json")
     assert said("compare", "a", "b") == diff_runs([runs.find("a"), runs.find("b")]).model_dump(mode="json")
-
-
-def test_views_are_imported_without_torch() -> None:
-    code = (
-        "import sys, TrainingFactory.apps.views.runs, TrainingFactory.apps.views.index\n"
-        "import TrainingFactory.apps.views.registry\n"
-        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.kits.notebooks import Kernel, notebook_kernel
 
 
 @pytest.fixture
@@ -22,3 +24,10 @@ def program(
         return capsys.readouterr().out
 
     return run
+
+
+@pytest.fixture(scope="session")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """One kernel for all tests, because importing torch takes longer than the tests."""
+    with notebook_kernel(tmp_path_factory.mktemp("notebook")) as started:
+        yield started

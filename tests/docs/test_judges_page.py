@@ -14,7 +14,7 @@ from tests.apps.test_judge_audit import compares
 from tests.kits.cli import Run
 from tests.kits.docs import Page
 from tests.kits.judge import judging
-from TrainingFactory.common.endpoint import KEY_BY_HOST
+from TrainingFactory.common.endpoints.transport import KEY_BY_HOST
 from TrainingFactory.rewards.judge.model_judge import FORMS, model_judge
 from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, RUBRIC, SINGLE
 

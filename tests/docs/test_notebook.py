@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.docs.test_readme import START
-from tests.kits.notebooks import PATIENCE, Kernel, kernel
+from tests.kits.notebooks import PATIENCE, Kernel
 from TrainingFactory.data.trajectories import load_trajectories
 
 pytest.importorskip("ipykernel", reason="needs a notebook kernel: pip install ipykernel")
+pytestmark = pytest.mark.xdist_group("notebook")
 
 
-@pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    with kernel(tmp_path_factory.mktemp("notebook")) as started:
-        assert started.run("import asyncio; asyncio.get_running_loop(); print('running')") == "running\n"
-        yield started
+def test_an_event_loop_is_running(notebook: Kernel) -> None:
+    assert notebook.run("import asyncio; asyncio.get_running_loop(); print('running')") == "running\n"
 
 
 def test_the_training_program_runs(notebook: Kernel) -> None:

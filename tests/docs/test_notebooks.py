@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.kits.docs import ROOT
-from tests.kits.notebooks import NOTEBOOKS, code_cells, execute, notebook_kernel, read
+from tests.kits.notebooks import NOTEBOOKS, Kernel, code_cells, execute, notebook_kernel, read
 
 pytest.importorskip("ipykernel", reason="needs a notebook kernel: pip install ipykernel")
 pytest.importorskip("jupyter_client", reason="needs a notebook kernel: pip install ipykernel")
@@ -55,11 +55,10 @@ def test_it_runs_in_full(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.training
-def test_they_run(tmp_path: Path) -> None:
-    """All in one kernel, because importing torch takes longer than the quick forms."""
-    with notebook_kernel(tmp_path) as started:
-        for name, parameters in QUICK.items():
-            check_outputs(name, execute(NOTEBOOKS / f"{name}.ipynb", started, parameters))
+@pytest.mark.xdist_group("notebook")
+def test_they_run(notebook: Kernel) -> None:
+    for name, parameters in QUICK.items():
+        check_outputs(name, execute(NOTEBOOKS / f"{name}.ipynb", notebook, parameters))
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)

@@ -41,6 +41,17 @@ def test_figures_are_those_of_the_results() -> None:
             assert f"+{each['difference']:.3f} (+{each['difference_low']:.3f}" in row
 
 
+def test_curve_of_the_coder_model_is_that_of_the_results() -> None:
+    results = json.loads((ROOT / "docs/results/coder-gsm8k-seed-0.json").read_text(encoding="utf-8"))
+    evaluations = results["runs"]["grpo"]["evaluations"]
+    assert [evaluation["step"] for evaluation in evaluations] == [0, 10, 20, 30, 40]
+    for evaluation in evaluations:
+        row = next(line for line in PAGE.text.splitlines() if line.startswith(f"| {evaluation['step']} | "))
+        low, high = evaluation["eval/success_low"], evaluation["eval/success_high"]
+        assert f"{evaluation['eval/success']:.3f}" in row and f"({low:.3f} to {high:.3f})" in row
+        assert str(evaluation["eval/episodes/called"]) in row.split("|")[3]
+
+
 def test_measured_sizes_are_those_of_the_results() -> None:
     found = json.loads((ROOT / "docs/results/shapes.json").read_text(encoding="utf-8"))
     kinds = {"full": "all weights", "checkpointed": "all weights, checkpointing", "lora": "LoRA"}

@@ -108,8 +108,7 @@ class Browser:
         tab.look(width, height, dark)
         try:
             if url != "about:blank":
-                tab.goto(url)
-                tab.wait("!location.search && document.readyState === 'complete'")  # a token has been taken
+                tab.enter(url)
             yield tab
         finally:
             del self._tabs[session]
@@ -169,6 +168,11 @@ class Tab:
             raise RuntimeError(f"{url}: {found['errorText']}")
         if "loaderId" in found:  # another hash loads nothing
             assert self._loaded.wait(HANG), f"{url} was never loaded"
+
+    def enter(self, url: str) -> None:
+        """Load the page by an address with a token, and wait until the page has taken it."""
+        self.goto(url)
+        self.wait("!location.search && document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
         """Return the JSON value of an expression, awaited if it is a promise."""

@@ -26,7 +26,7 @@ class Page:
 
     def commands(self) -> list[list[str]]:
         """Return the words of every printed command, those of `tfactory` checked, with the configs they name."""
-        lines = [line for text in self.of("bash") for line in text.splitlines()]
+        lines = [line for text in self.of("bash") for line in text.replace("\\\n", " ").splitlines()]
         commands = [words for line in lines if (words := shlex.split(line, comments=True))]
         for words in commands:
             if words[0] == "tfactory":

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BeforeValidator
+from pydantic import BaseModel, BeforeValidator
 
 from TrainingFactory.config.names import ALIASES
 from TrainingFactory.config.schema import ALGORITHMS, TrainingConfig, sections
@@ -70,6 +70,8 @@ def type_text(hint: Any, metadata: Any = ()) -> str:
         return f"Literal[{', '.join(map(repr, arguments))}]".replace("'", '"')
     if arguments:
         return f"{origin.__name__}[{', '.join(map(type_text, arguments))}]"
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return "Mapping[str, Any]"
     return {NoneType: "None", Any: "Any"}.get(hint) or hint.__name__
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trl
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -19,6 +21,20 @@ QWEN3 = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool_call>", "</tool_c
          "</tool_response>", "<think>", "</think>")  # fmt: skip
 LLAMA3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
           "<|eom_id|>", "<|python_tag|>")  # fmt: skip
+# Variants that differ little from a template that the quick tests use. One training variant stays among those.
+SLOW_TEMPLATES = re.compile(r"(?!qwen3_training).*_training|gemma4_v[234]|lfm2_v2|lfm2_2_5_v2")
+
+
+def for_templates(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Run a test for each of these templates. The tests of a template share a process, which compiles it once."""
+    slow = [pytest.mark.slow]
+    parameters = [
+        pytest.param(
+            name, marks=[pytest.mark.xdist_group(name), *(slow if SLOW_TEMPLATES.fullmatch(name) else [])]
+        )
+        for name in names
+    ]
+    return pytest.mark.parametrize("name", parameters)
 
 
 def byte_tokenizer(template: str | None, control: tuple[str, ...] = (), eos: str = "<|endoftext|>") -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.kits.tokenizers import LLAMA3, QWEN3, TEMPLATES, from_wheel
+from tests.kits.tokenizers import LLAMA3, QWEN3, TEMPLATES, for_templates, from_wheel
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
 from TrainingFactory.models import chat_format
 from TrainingFactory.protocols import ChatFormat
@@ -23,12 +23,7 @@ OTHER_END = {"gptoss": "<|end|>", "gptoss_training": "<|end|>"}
 # several results are fine, several calls not
 WITHOUT_READER = ("diffusion_gemma", "gemma4", "glm", "gptoss", "lfm2", "muse", "nemotron", "qwen3_")
 ONE_CALL_ONLY = ("llama3_1", "llama3_2", "gptoss", "gptoss_training")
-
-
-# Tests of one template share a process of the suite, and with it what is made from the template.
-every_template = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in NAMES]
-)
+every_template = for_templates(NAMES)
 
 
 @cache

@@ -18,7 +18,7 @@ from TrainingFactory.learning import learner as learner_module
 from TrainingFactory.models.compatibility import COLUMNS, Cell, find_families, read_compatibility
 from TrainingFactory.sampling import NativeEngine
 
-QUICK = ("gpt_oss", "deepseek_v3", "exaone4", "lfm2")
+QUICK = ("gpt_oss", "exaone4", "lfm2")
 RECORDED = {family.key: family for family in read_compatibility().families}
 SUPPORTED = (
     "mistral", "mistral_window", "ministral", "ministral3", "gemma2", "gemma3", "gemma4", "gemma4_moe", "gpt_oss",

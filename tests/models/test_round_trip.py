@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 import random
+from functools import cache
+from typing import Any
 
 import pytest
 from jinja2 import TemplateError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.kits.tokenizers import LLAMA3, QWEN3, TEMPLATES, byte_tokenizer, deepseek, from_wheel, qwen3
+from tests.kits.tokenizers import (
+    LLAMA3,
+    QWEN3,
+    TEMPLATES,
+    byte_tokenizer,
+    deepseek,
+    for_templates,
+    from_wheel,
+    qwen3,
+)
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.encoding import TextEncoder
 from TrainingFactory.models.loading import load_tokenizer
 from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.types import Completion, Message, ToolCall, ToolSpec, Turn
 
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja") if "tool" in path.read_text(encoding="utf-8"))
@@ -36,11 +48,17 @@ ARGUMENTS = (
 )
 
 
-def tokenizer_of(name: str):
+def tokenizer_of(name: str) -> Any:
     extra = (
         LLAMA3 if name.startswith("llama") else QWEN3 if name.startswith("qwen") else ("<think>", "</think>")
     )
     return from_wheel(name, extra)
+
+
+@cache
+def made_of(name: str) -> tuple[Any, ChatFormat]:
+    tokenizer = tokenizer_of(name)
+    return tokenizer, chat_format(tokenizer)
 
 
 def turns(name: str) -> list[Message]:
@@ -61,15 +79,15 @@ def assert_read_back(chat, message: Message, prompt: list[int]) -> None:
     assert (read.reasoning or None) == message.reasoning
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_templates(NAMES)
 def test_every_template_round_trips_or_refuses(name: str) -> None:
-    chat = chat_format(tokenizer_of(name))
+    tokenizer, chat = made_of(name)
     if name in REFUSED:
         with pytest.raises(
             ValueError, match=r"(renders no tool calls|does not read|would not read back).*generic"
         ):
             chat.render(QUESTION, [TOOL])
-        chat = chat_format(tokenizer_of(name), "generic")
+        chat = chat_format(tokenizer, "generic")
     prompt = chat.render(QUESTION, [TOOL])
     for message in turns(name):
         if name in ("lfm2_2_5", "lfm2_2_5_v2") and "'" in str(message.tool_calls):
@@ -77,10 +95,9 @@ def test_every_template_round_trips_or_refuses(name: str) -> None:
         assert_read_back(chat, message, prompt)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+@for_templates(name for name in NAMES if name not in REFUSED)
 def test_calls_are_written_as_the_template_writes_them(name: str) -> None:
-    tokenizer = tokenizer_of(name)
-    chat = chat_format(tokenizer)
+    tokenizer, chat = made_of(name)
     ids = chat.write(Message("assistant", tool_calls=[ToolCall("find", {"q": "a", "n": 5})]))
     written = chat.decode(ids).rpartition("</think>")[2].strip()
     whole, values = "", {"q": "a", "n": 5}

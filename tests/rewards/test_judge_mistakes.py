@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from TrainingFactory.assembly.rewards import check_reward
+from TrainingFactory.common.endpoints.budget import Budget
 from TrainingFactory.common.options import make_from
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.rewards.judge.client import Budget
 from TrainingFactory.rewards.judge.model_judge import model_judge
 
 JUDGE: dict[str, Any] = {"base_url": "http://127.0.0.1:9/v1", "model": "big"}

@@ -14,7 +14,7 @@ import pytest
 
 from tests.kits.judge import KEY, Said, all_scored, finished, judge_at, judging, scored
 from tests.kits.rollout import FakeChat, FakeSampler
-from TrainingFactory.common.endpoint import parse_retry_after
+from TrainingFactory.common.endpoints.transport import parse_retry_after
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure, SampledJudge
 from TrainingFactory.rewards.judge.model_judge import model_judge
 from TrainingFactory.types import Reward, SamplingParams
@@ -46,8 +46,8 @@ def test_an_anthropic_endpoint(monkeypatch: pytest.MonkeyPatch):
         server.finish = "max_tokens"
         [cut] = scored(judge, finished())
     assert reward.outcome == 1.0 and refused.kind == "refused" and cut.kind == "cut"
-    assert server.headers[0]["path"] == "/v1/messages" and server.headers[0]["x-api-key"] == "sk-other"
-    assert "Authorization" not in server.headers[0]
+    assert server.headers[0]["path"] == "/v1/messages"
+    assert server.headers[0]["Authorization"] == "Bearer sk-other" and "x-api-key" not in server.headers[0]
     body = server.asked[0]
     assert body["max_tokens"] > 0 and "strict and fair judge" in body["system"]
     assert [message["role"] for message in body["messages"]] == ["user"]

@@ -14,9 +14,10 @@ from tests.kits.run import EXACT, rows, small, train
 from tests.kits.serve import live
 from TrainingFactory.apps.serving.server import make_server
 from TrainingFactory.cli import main
+from TrainingFactory.common.endpoints.openai import ChatEndpoint
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.rewards.judge.endpoints import JudgeFailure, OpenAIEndpoint
+from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.judge.model_judge import model_judge
 from TrainingFactory.types import Trajectory
 
@@ -106,7 +107,7 @@ def test_a_repeated_run_asks_the_same_questions(tmp_path: Path):
     assert len(fences) == len(set(asked[0])) > 4  # another one for every text
 
 
-class Noting(OpenAIEndpoint):
+class Noting(ChatEndpoint):
     """Notes what the server says that it has counted."""
 
     def __init__(self, url: str, **options: Any) -> None:

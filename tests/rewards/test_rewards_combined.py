@@ -142,9 +142,9 @@ def test_what_cannot_be_a_reward(function: Any):
 
 def test_numbers_of_other_libraries():
     np = pytest.importorskip("numpy")
-    assert validate_reward(np.float32(0.5), 1, "x") == Reward(0.5)
+    assert validate_reward(np.float32(0.5), (), "x") == Reward(0.5)
     with pytest.raises(Unscored, match="finite number"):
-        validate_reward(np.ones(3), 1, "x")
+        validate_reward(np.ones(3), (), "x")
 
 
 def test_parts_are_weighted():

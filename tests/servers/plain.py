@@ -22,7 +22,7 @@ async def echo(text: str) -> str:
 
 @server.tool(structured_output=False)
 async def a_lot() -> str:
-    return "[]," * 33_000_000
+    return "[]," * 8_000_000
 
 
 @server.tool()

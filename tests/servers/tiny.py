@@ -4,7 +4,7 @@ Modes: exit (says why on stderr, and ends), hang (never answers), noise (writes 
 answers), nonsense (answers the handshake with a text), chatty (writes noise, but works), schema (offers a tool
 with an invalid schema), outside (one whose schema points elsewhere), stubborn (ignores the end of its stdin),
 fragile (ends at the first call), other (offers other tools once FILE is there), gone (cannot start once FILE is
-there), slow (takes 2 s to start), backwards (writes the id of an answer last). To say "a lot" is answered with 100 MB,
+there), slow (takes 2 s to start), backwards (writes the id of an answer last). To say "a lot" is answered with 24 MB,
 "children" with the numbers of two processes that do not end by themselves.
 """
 
@@ -59,7 +59,7 @@ def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     if name == "number":
         return {"content": [], "structuredContent": {"n": "three" if notes else 3}}
     if arguments.get("text") == "a lot":
-        return {"content": [{"type": "text", "text": "[]," * 33_000_000}]}
+        return {"content": [{"type": "text", "text": "[]," * 8_000_000}]}
     if arguments.get("text") == "children":
         sleep = ["sleep", "600"]
         both = [subprocess.Popen(sleep, start_new_session=own) for own in (False, True)]

@@ -14,7 +14,7 @@ import pytest
 
 from tests.kits.tools import Lookup, ask, call
 from TrainingFactory.assembly.tools import cacheable
-from TrainingFactory.common.endpoint import Endpoint
+from TrainingFactory.common.endpoints.openai import ChatEndpoint
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.cache import cache as cache_module
@@ -95,7 +95,7 @@ def test_a_tool_that_is_no_function_is_known_by_its_definition():
         return ModelTool("ask", "", url, model, **options)
 
     def agent(**options: Any) -> Any:
-        [made] = AgentTool("ask", "", Endpoint("http://h/v1", "m"), **options).session().tools
+        [made] = AgentTool("ask", "", ChatEndpoint("http://h/v1", "m"), **options).session().tools
         return made
 
     makers: list[Any] = [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from TrainingFactory.common.endpoint import Endpoint
+from TrainingFactory.common.endpoints.openai import ChatEndpoint
 from TrainingFactory.tools import AsyncToolExecutor, ToolCache, as_tool, tool
 from TrainingFactory.tools.custom_tools import AgentTool, PythonTool, SearchTool, SqlTool, calculator
 from TrainingFactory.tools.making import make_tool
@@ -111,13 +111,13 @@ NAMED: list[Mistake] = [
         ),
         "model.modell is not an option of an agent's model; did you mean model",
     ),
-    (lambda _: AgentTool("a", "", Endpoint("http://h/v1", "m"), max_turns=0), "max_turns"),
+    (lambda _: AgentTool("a", "", ChatEndpoint("http://h/v1", "m"), max_turns=0), "max_turns"),
     *(
         (lambda _, given={option: 0}: python(**given), rf"{option}\n  Input should be greater than")
         for option in ("timeout", "memory_mb", "disk_mb", "cpu_seconds", "max_output_chars")
     ),
     *(
-        (lambda _, url=url: Endpoint(url, "m"), "base_url")
+        (lambda _, url=url: ChatEndpoint(url, "m"), "base_url")
         for url in ("localhost:80", "ftp://host", "", "https://user:pass@host/v1")
     ),
 ]

@@ -15,7 +15,7 @@ import pytest
 
 from tests.kits.judge import KEY, Judge, judging
 from tests.kits.tools import one, play
-from TrainingFactory.common.endpoint import Endpoint
+from TrainingFactory.common.endpoints.openai import ChatEndpoint
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.custom_tools import AgentTool, ModelTool, calculator
 from TrainingFactory.tools.making import make_tool
@@ -117,11 +117,11 @@ def test_a_key_that_happens_to_be_there_goes_to_its_own_host_only(server: Judge)
         ("http://api.openai.com/v1", None),
         ("https://api.openai.com.example.org/v1", None),
     ]:
-        assert Endpoint(host, "m").api_key_env == variable
+        assert ChatEndpoint(host, "m").api_key_env == variable
 
 
 def agent(server: Judge, tools: list[Any], **options: Any) -> AgentTool:
-    return AgentTool("helper", "Helps.", Endpoint(server.url, "m"), tools, **options)
+    return AgentTool("helper", "Helps.", ChatEndpoint(server.url, "m"), tools, **options)
 
 
 def ask(helper: AgentTool, prompt: str = "go") -> ToolResult:

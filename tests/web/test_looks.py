@@ -91,8 +91,7 @@ def test_curves_are_drawn_under_the_posix_locale(browser: Browser, page: Served)
     with browser.tab() as tab:
         language = "Object.defineProperty(Navigator.prototype, 'language', {get: () => 'en-US@posix'})"
         tab.send("Page.addScriptToEvaluateOnNewDocument", source=language)
-        tab.goto(page.entry)
-        tab.wait("!location.search && document.readyState === 'complete'")
+        tab.enter(page.entry)
         show(tab, page, "run/sft", "main > *")
         tab.wait("document.querySelectorAll('.chart canvas, .empty').length > 0")
         assert tab.errors == [] and tab.run("document.querySelectorAll('.chart canvas').length") > 2

@@ -55,8 +55,13 @@ class ResponseHead:
     model: str
     prompt_tokens: int
     version: str | None = None  # of a registered model, such as agent:3
+    folded: str | None = None  # how the conversation was shortened; a field of our own in every dialect
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def own_fields(self) -> dict[str, str]:
+        return {} if self.folded is None else {"folded": self.folded}
 
 
 class Dialect(ABC):

@@ -237,7 +237,8 @@ class _ChatEvents(EventWriter):
 def _head_fields(head: ResponseHead, kind: str) -> dict[str, Any]:
     """Return the common fields of a response, or of every chunk of a stream."""
     fields = {"id": f"chatcmpl-{head.id}", "object": kind, "created": head.created, "model": head.model}
-    return fields | ({} if head.version is None else {"system_fingerprint": head.version})
+    fields |= {} if head.version is None else {"system_fingerprint": head.version}
+    return fields | head.own_fields
 
 
 def _messages(rows: list[_Message]) -> list[Message]:

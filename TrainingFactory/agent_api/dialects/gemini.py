@@ -277,7 +277,7 @@ def _chunk(head: ResponseHead, candidates: list[dict[str, Any]], sampled: int) -
     usage = {"promptTokenCount": head.prompt_tokens, "candidatesTokenCount": sampled}
     usage["totalTokenCount"] = head.prompt_tokens + sampled
     names = {"modelVersion": head.version or head.model, "responseId": head.id}
-    return {"candidates": candidates, "usageMetadata": usage} | names
+    return {"candidates": candidates, "usageMetadata": usage} | names | head.own_fields
 
 
 def _candidate(index: int, parts: list[dict[str, Any]], choice: SampledChoice | None) -> dict[str, Any]:

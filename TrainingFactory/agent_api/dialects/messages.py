@@ -339,7 +339,8 @@ def _tool_use(call: ToolCall, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _head_fields(head: ResponseHead) -> dict[str, Any]:
-    return {"id": f"msg_{head.id}", "type": "message", "role": "assistant", "model": head.model}
+    fields = {"id": f"msg_{head.id}", "type": "message", "role": "assistant", "model": head.model}
+    return fields | head.own_fields
 
 
 def _end_fields(ask: ParsedRequest, head: ResponseHead, choice: SampledChoice) -> dict[str, Any]:

@@ -326,7 +326,7 @@ def _response(
         "top_p": ask.params.top_p,
         "truncation": "disabled",
         "usage": usage,
-    }
+    } | head.own_fields
 
 
 def _usage(prompt: int, sampled: int) -> dict[str, Any]:

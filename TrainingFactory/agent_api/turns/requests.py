@@ -46,6 +46,7 @@ class ParsedRequest:
     call_id: Callable[[int], str] = random_call_id  # index of a sampled tool call -> its id
     ignored: set[str] = field(default_factory=set)
     max_tokens: int = 0  # set when the length of the prompt is known
+    folded: str | None = None  # how the conversation was shortened to fit `environment.context.limit`
 
 
 def check_size(body: bytes, context: int) -> None:

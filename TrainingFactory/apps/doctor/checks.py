@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
+from statistics import fmean
 from typing import Any
 
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.schema import ContextSection
+from TrainingFactory.data.samples import turn_spans
 from TrainingFactory.models import LoadedModel, TemplateChatFormat, chat_format
 from TrainingFactory.models.round_trip import same_turn
 from TrainingFactory.runs.diagnosis import Diagnosis
 from TrainingFactory.tools.schema import check_schema
+from TrainingFactory.training.forecasts import forecast_rows
 from TrainingFactory.training.source import StepGroups, most_frequent_error
 from TrainingFactory.types import Message, ToolCall, ToolSpec, Trajectory
 
@@ -123,15 +128,51 @@ def check_episodes(diagnosis: Diagnosis, episodes: Sequence[Trajectory], turn_li
         diagnosis.add("prompt_too_long", text, "warning" if turns else "error")
 
 
+def check_folding(
+    diagnosis: Diagnosis,
+    episodes: Sequence[Trajectory],
+    context: ContextSection,
+    config: TrainingConfig,
+    max_length: int,
+) -> None:
+    """Forecast the rows of an episode that plays all its turns, from the tokens that turns of the dry run added, and
+    check the room above the fold limit."""
+    played = [episode for episode in episodes if episode.turns]
+    if not played:
+        return
+    added = [after - before for episode in played for before, after in pairwise(_lengths(episode))]
+    turn_tokens = fmean(added) if added else 0.0
+    first = fmean(len(episode.turns[0].prompt_ids) for episode in played)
+    rows = forecast_rows(context, first, turn_tokens, config.environment.max_turns)
+    measured = fmean(turn_spans(episode)[-1].row + 1 for episode in played)
+    diagnosis.facts["folding"] = (
+        f"{context.fold} above {context.limit} tokens: {measured:.3g} rows per episode in the dry run; an episode of "
+        f"{config.environment.max_turns} turns with about {turn_tokens:.0f} tokens each has about {rows}"
+    )
+    reserve = config.sampling.max_reply_tokens + (context.summary_tokens if context.fold == "summary" else 0)
+    if context.limit + reserve > max_length:
+        text = (
+            f"environment.context.limit={context.limit} leaves {max_length - context.limit} tokens below "
+            f"model.max_length, but a last reply and a summary may take {reserve}: such episodes end as truncated"
+        )
+        diagnosis.add(
+            "fold_room", text, "warning", "Lower environment.context.limit or sampling.max_reply_tokens."
+        )
+
+
+def _lengths(episode: Trajectory) -> list[int]:
+    """Return the prompt lengths of the first row's turns."""
+    spans = turn_spans(episode)
+    return [len(turn.prompt_ids) for turn, span in zip(episode.turns, spans, strict=True) if span.row == 0]
+
+
 def check_mask(diagnosis: Diagnosis, batch: StepGroups) -> None:
     """Check that every row trains at least one token, and exactly the tokens that were sampled."""
-    turns = (episode.turns for episode in batch.trajectories)
-    rows = [
-        [*row]
-        for turns_of_episode in turns
-        for _, row in groupby(turns_of_episode, lambda turn: turn.signals.get("proxy/row"))
-    ]
-    sampled_ids = {tuple(token for turn in row for token in turn.completion.token_ids) for row in rows}
+    sampled_ids: set[tuple[int, ...]] = set()
+    for episode in batch.trajectories:
+        turns = zip(episode.turns, turn_spans(episode), strict=True)
+        for _, row in groupby(turns, lambda pair: pair[1].row):
+            sampled_ids.add(tuple(token for turn, _ in row for token in turn.completion.token_ids))
     for number, row in enumerate(batch.rows):
         trained_ids = tuple(
             token for token, is_trained in zip(row.token_ids, row.loss_mask, strict=True) if is_trained

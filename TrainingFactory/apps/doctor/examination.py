@@ -17,6 +17,7 @@ from TrainingFactory.apps.plan.memory import check_memory, compare_memory, sugge
 from TrainingFactory.apps.plan.planning import RunPlanner, find_figures
 from TrainingFactory.apps.plan.shapes import ModelShape, dense_shape, find_shape
 from TrainingFactory.assembly import sampler as build_sampler
+from TrainingFactory.assembly.folding import make_folding
 from TrainingFactory.assembly.learner import make_algorithm, make_trainable
 from TrainingFactory.assembly.memory import estimate_model_memory, needed
 from TrainingFactory.assembly.rewards import check_group_size, check_reward
@@ -52,6 +53,7 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
         if has_dataset or config.environment.environment_id or config.environment.command or config.tools:
             diagnosis.tried("config", lambda: check_config(config, has_dataset))
             diagnosis.tried("config", lambda: check_trackers(config.logging.trackers))
+            diagnosis.tried("config", lambda: make_folding(config))
             reward = diagnosis.tried("config", lambda: check_reward(config))
             if KINDS[config.training.algorithm].samples:
                 diagnosis.tried("config", lambda: check_group_size(reward, config.training.group_size))
@@ -166,6 +168,8 @@ class DryRun(Training):
         checks.check_prompts(self.diagnosis, self.chat, episodes)
         if is_sampled:
             checks.check_episodes(self.diagnosis, episodes, *self.limits)
+            if (context := self.requested.environment.context) is not None:
+                checks.check_folding(self.diagnosis, episodes, context, self.requested, self.limits[1])
 
     async def _learn(self, loop: TrainingLoop, batch: StepGroups, total: int) -> None:
         """Update once, apply the run's finding rules to this single step, and report the expected step time."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.assembly.fleet import Notify, max_open_episodes
+from TrainingFactory.assembly.folding import make_folding
 from TrainingFactory.assembly.sampler import make_sampler_and_model
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
@@ -16,6 +17,7 @@ from TrainingFactory.evaluation.evaluation import config_sections
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.resolve.factories import resolve_ids
 from TrainingFactory.resolve.model_names import ResolvedModel
+from TrainingFactory.rollout.folding import Folding
 from TrainingFactory.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class ServedModel:
     defaults: SamplingParams = field(default_factory=SamplingParams)  # used where a request sets none
     version: str | None = None  # such as agent:3; None: not a registered model
     model: Any = None  # a transformers or PEFT model; None if the sampler runs in another process
+    folding: Folding | None = None  # of conversations that exceed its limit
     gate: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,15 +50,19 @@ def load_served_model(
     slots = max_open_episodes(config)
     sampling = config.sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
     chat, engine, model = make_sampler_and_model(config, slots, notify)
-    return ServedModel(chat, engine, slots, SamplingParams(**sampling), version, model)
+    folding = make_folding(config, engine.max_length)
+    return ServedModel(chat, engine, slots, SamplingParams(**sampling), version, model, folding)
 
 
 def serving_config(model: ResolvedModel, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """Return the config to serve a model with: its training config's model and sampling sections, plus overrides."""
+    """Return the config to serve a model with: its training config's model and sampling sections and its folding of
+    conversations, plus overrides."""
     sections = config_sections(model)
     defaults = [
         key_value(f"{section}.{key}", value)
         for section in ("model", "sampling")
         for key, value in sections.get(section, {}).items()
     ]
+    if (context := sections.get("environment", {}).get("context")) is not None:
+        defaults.append(key_value("environment.context", context))
     return load_config(None, [*defaults, *overrides])

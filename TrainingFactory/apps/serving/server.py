@@ -31,6 +31,8 @@ from TrainingFactory.apps.serving.served import Notify, ServedModel, load_served
 from TrainingFactory.common.http.api import Api, ApiError, HandlerResult
 from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.rollout.folding import Context, FoldError, Folding, fold, with_summary, with_user_text
+from TrainingFactory.types import Message
 
 
 class ChatServer:
@@ -40,6 +42,7 @@ class ChatServer:
         self.name, self.model, self.queue = name, model, queue
         self.pending = 0  # requests being parsed, plus choices being sampled or waiting
         self.refused = 0  # rejected requests since the start
+        self.folded = 0  # requests since the start whose conversation was folded
         self.ignored = 0  # requests since the start with fields that the server ignored
         self.follows: dict[str, str | None] | None = None  # the followed alias and its problem, for /health
         self._before: list[weakref.ref[ServedModel]] = []
@@ -69,13 +72,15 @@ class ChatServer:
         try:
             with self.admitted():
                 ask, prompt = await self.read(served, route, body, model)
-            self.ignored += bool(ask.ignored)
-            if route.counts:
-                return dialect.token_count(len(prompt))
-            self._limit(served, ask, len(prompt))
+                self.ignored += bool(ask.ignored)
+                if route.counts:
+                    return dialect.token_count(len(prompt))
+                if served.folding is not None and len(prompt) > served.folding.limit:
+                    prompt = await self._fold(served, served.folding, ask, prompt)
+                self._limit(served, ask, len(prompt))
             with self.admitted(ask.n):  # rejects a stream here, while it can still send a status code
                 choose = partial(self._choice, served, ask, prompt)
-                head = ResponseHead(self.name, len(prompt), served.version)
+                head = ResponseHead(self.name, len(prompt), served.version, ask.folded)
                 if ask.stream:
                     return stream(ask.n, choose, dialect.events(ask, head), self.admitted(ask.n))
                 return dialect.response(ask, head, await complete(ask.n, choose))
@@ -93,6 +98,7 @@ class ChatServer:
         num_running = min(self.pending, self.model.slots)
         counts = {"running": num_running, "waiting": self.pending - num_running}
         counts |= {"refused": self.refused, "ignored": self.ignored}
+        counts |= {} if self.model.folding is None else {"folded": self.folded}
         state = {"status": "ok", "model": self.name} | _model_fields("version", self.model) | counts
         return state | ({} if self.follows is None else self.follows | {"finishing": self.finishing()})
 
@@ -131,6 +137,46 @@ class ChatServer:
             )
             raise ApiError(text, "messages" if tokens_left < 1 else param, code="context_length_exceeded")
         ask.max_tokens = min(limits.values())
+
+    async def _fold(
+        self, model: ServedModel, folding: Folding, ask: ParsedRequest, prompt: list[int]
+    ) -> list[int]:
+        """Return the prompt of the folded conversation and note it in `ask`; the same prompt if nothing can go."""
+        context = Context.of_messages(ask.messages)
+        if not context.turns:
+            return prompt
+        try:
+            if folding.fold == "summary":
+                folded_context = with_summary(context, await self._summary(model, folding, ask))
+            else:
+                folded_context = await fold(context, folding)
+        except FoldError as error:
+            raise ApiError(str(error), "messages", status=500) from error
+        if folded_context is context:
+            return prompt
+        ask.folded = folding.fold
+        self.folded += 1
+        return await self._render(model, folded_context.messages, ask)
+
+    async def _summary(self, model: ServedModel, folding: Folding, ask: ParsedRequest) -> str:
+        ids = await self._render(model, with_user_text(ask.messages, folding.template), ask)
+        if (room := model.sampler.max_length - len(ids)) < 1:
+            text = f"the messages and the request for a summary take {len(ids)} tokens; shorten them"
+            raise ApiError(text, "messages", code="context_length_exceeded")
+        seed = turn_seed(ask.seed, 0, "summary", 0, 0)
+        params = dataclasses.replace(ask.params, seed=seed, max_tokens=min(folding.summary_tokens, room))
+        async with model.gate:
+            with contextlib.closing(model.sampler.session()) as session:
+                completion = await session.sample(ids, params)
+        return model.chat.parse(completion.token_ids, ids, ask.tools).content
+
+    async def _render(self, model: ServedModel, messages: list[Message], ask: ParsedRequest) -> list[int]:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._writer, model.chat.render, messages, ask.tools)
+        except (ValueError, RecursionError) as error:
+            text = f"the chat template cannot render the folded conversation: {error}"
+            raise ApiError(text, "messages") from error
 
     @contextlib.contextmanager
     def admitted(self, n: int = 1) -> Iterator[None]:

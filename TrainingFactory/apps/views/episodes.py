@@ -94,7 +94,8 @@ def _turn(turn: Json, step_reward: float | None) -> TurnView:
     return TurnView(
         message=turn["message"], replies=turn.get("replies", []), tool_results=results, step_reward=step_reward,
         signals=turn.get("signals", {}), finish=str(sampled.get("finish")), tokens=sampled["token_ids"],
-        policy_version=sampled.get("policy_version", 0),
+        policy_version=sampled.get("policy_version", 0), fold=turn.get("fold"), summary=bool(turn.get("summary")),
+        prompt_tokens=turn["new_ids"] if turn.get("fold") else None,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ HEADLINE_METRICS = {
     "accuracy": ("eval/success", "eval/accuracy", "accuracy"),
 }
 PART_PREFIXES = {"reward": "reward/", "eval/success": "eval/reward/"}  # metric -> prefix of its parts
-USAGE_PREFIXES = ("judge/", "pool/")
+USAGE_PREFIXES = ("judge/", "pool/", "endpoint/")
 Rows = Sequence[dict[str, Any]]
 
 

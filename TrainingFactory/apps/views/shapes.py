@@ -166,6 +166,9 @@ class TurnView(BaseModel):
     finish: str
     policy_version: int
     tokens: int
+    fold: str | None = None  # how the conversation was folded just before this turn
+    prompt_tokens: int | None = None  # of a folded prompt
+    summary: bool = False
 
 
 class CreditView(BaseModel):

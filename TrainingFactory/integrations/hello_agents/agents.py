@@ -13,7 +13,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from TrainingFactory.common import event_loop as running
-from TrainingFactory.common.endpoint import KEY_BY_HOST, Endpoint
+from TrainingFactory.common.endpoints.openai import ChatEndpoint
+from TrainingFactory.common.endpoints.transport import KEY_BY_HOST
 from TrainingFactory.tools.builtin.agent import AgentTool
 from TrainingFactory.types import ToolResult
 
@@ -99,14 +100,16 @@ class LLMConfig:
             self.api_key = None  # keeps the key out of repr()
         self._key_env = KEY if use_key and KEY in os.environ else KEY_BY_HOST
 
-    def endpoint(self) -> Endpoint:
+    def endpoint(self) -> ChatEndpoint:
         model, address = self.model or os.environ.get(MODEL), self.base_url or os.environ.get(ADDRESS)
         if not model:
             raise ValueError(f"no model is named. Pass LLMConfig(model=...) or set the variable {MODEL}.")
         fields = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         options = {key: value for key, value in fields.items() if value is not None}
         timeout = float(self.timeout or 60)
-        return Endpoint(address or OPENAI, model, api_key_env=self._key_env, timeout=timeout, options=options)
+        return ChatEndpoint(
+            address or OPENAI, model, api_key_env=self._key_env, timeout=timeout, options=options
+        )
 
 
 HelloAgentsLLM = LLMConfig  # the textbook's other name for a model

@@ -201,9 +201,9 @@ class _Attention(torch.autograd.Function):
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        groups = q.shape[2]
-        output = torch.empty(q.shape, dtype=torch.float32, device=q.device)  # [N, K, G, d]
-        total = torch.empty(*q.shape[:3], 1, dtype=torch.float32, device=q.device)  # log-sum-exp
+        groups, dtype = q.shape[2], torch.promote_types(q.dtype, torch.float32)
+        output = torch.empty(q.shape, dtype=dtype, device=q.device)  # [N, K, G, d]
+        total = torch.empty(*q.shape[:3], 1, dtype=dtype, device=q.device)  # log-sum-exp
         inputs: list[torch.Tensor] = []
         for part in parts:
             queries = part.queries
@@ -218,7 +218,7 @@ class _Attention(torch.autograd.Function):
                 )
             else:
                 part_output, sums = capped_attention(part_q, part_k, part_v, mask, scale, softcap)
-            part_output = queries.gather(_unfold(part_output, groups)).float()
+            part_output = queries.gather(_unfold(part_output, groups)).to(dtype)
             sums = queries.gather(_unfold(sums[..., None], groups))
             if not part.is_causal:
                 previous_total = total[queries.tokens]

@@ -50,7 +50,7 @@ class Judge:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return self.client.usage.metrics | {"judge/unfinished": float(self.unfinished)}
+        return self.client.usage.metrics("judge") | {"judge/unfinished": float(self.unfinished)}
 
     async def close(self) -> None:
         await self.client.close()

@@ -3,14 +3,15 @@ rewarded with zero."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import JsonValue, validate_call
 
-from TrainingFactory.common.endpoint import KEY_BY_HOST
+from TrainingFactory.common.endpoints.budget import Budget
+from TrainingFactory.common.endpoints.names import Api, check_key, make_endpoint
+from TrainingFactory.common.endpoints.transport import KEY_BY_HOST
 from TrainingFactory.common.options import (
     STRICT,
     Count,
@@ -23,8 +24,8 @@ from TrainingFactory.common.options import (
     from_mapping,
     make_from,
 )
-from TrainingFactory.rewards.judge.client import Budget, JudgeClient
-from TrainingFactory.rewards.judge.endpoints import AnthropicEndpoint, JudgeModel, OpenAIEndpoint
+from TrainingFactory.rewards.judge.client import JudgeClient
+from TrainingFactory.rewards.judge.endpoints import JudgeModel
 from TrainingFactory.rewards.judge.judges import ModelJudge, PairJudge, RankingJudge
 from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, RUBRIC, SINGLE, JudgePrompt
 from TrainingFactory.rewards.judge.verdicts import (
@@ -37,9 +38,7 @@ from TrainingFactory.rewards.judge.verdicts import (
 )
 from TrainingFactory.tools.cache.cache import ToolCache
 
-Api = Literal["openai", "anthropic"]
 VerdictName = Literal["score", "yes_no", "json", "pairwise", "ranking"]
-APIS: dict[Api, type[OpenAIEndpoint]] = {"openai": OpenAIEndpoint, "anthropic": AnthropicEndpoint}
 FORMS: dict[VerdictName, Callable[..., Any]] = {
     "score": ScoreVerdict,
     "yes_no": YesNoVerdict,
@@ -87,8 +86,10 @@ def model_judge(
         raise error.prefixed_with("verdict_options") from None
     prompt = JudgePrompt(template, rubric, PROMPT_FIELDS.get(verdict, SINGLE), reference, reasoning)
     if isinstance(model, str):
-        request: dict[str, Any] = {"api_key_env": api_key_env, "timeout": timeout, "options": options}
-        model = _endpoint(APIS[api], base_url, model, **request)
+        model = make_endpoint(
+            model=model, api=api, base_url=base_url, api_key_env=api_key_env, timeout=timeout, options=options
+        )
+        check_key(model)
     client = JudgeClient(
         model=model,
         concurrency=concurrency,
@@ -105,16 +106,6 @@ def model_judge(
     if verdict == "ranking":
         return RankingJudge(**shared)
     return ModelJudge(verdict=verdict_reader, **shared)
-
-
-def _endpoint(kind: type[OpenAIEndpoint], base_url: str, model: str, **options: Any) -> OpenAIEndpoint:
-    endpoint = kind(base_url, model, **options)
-    if endpoint.api_key_env is not None and not os.environ.get(endpoint.api_key_env):
-        raise ValueError(
-            f"the environment variable {endpoint.api_key_env} with the API key for {endpoint.host} is not set; set it, "
-            "name another variable with api_key_env, or set api_key_env: null if the endpoint needs no key"
-        )
-    return endpoint
 
 
 def judges_at(

@@ -8,7 +8,7 @@ import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from TrainingFactory.common.options import did_you_mean, nearest
@@ -21,6 +21,7 @@ PAIR = ("task", "first", "second", "reference")
 GROUP = ("task", "candidates", "reference")
 REQUIRED_FIELDS = {SINGLE: ("conversation", "answer"), PAIR: ("first", "second"), GROUP: ("candidates",)}
 FieldValue = str | Sequence[str]
+SUMMARY_NAME = "(summary, after which the earlier messages were removed)"
 MAX_CHARS = 60_000  # limit of each text; a longer one is cut in the middle, with a mark
 OPEN, CLOSE = "<<<MATERIAL", "<<<END"
 RUBRIC = (
@@ -153,7 +154,10 @@ def answer_text(trajectory: Trajectory) -> str:
 
 def trajectory_text(trajectory: Trajectory, reasoning: bool = False, prompt: bool = True) -> str:
     """Return the episode as text. `prompt`: include the messages before the model's first turn."""
-    messages = [message for turn in trajectory.turns for message in (turn.message, *turn.replies)]
+    messages: list[Message] = []
+    for turn in trajectory.turns:  # all rows of a folded episode, in order
+        message = replace(turn.message, name=SUMMARY_NAME) if turn.summary else turn.message
+        messages += [message, *turn.replies]
     return conversation_text([*trajectory.prompt, *messages] if prompt else messages, reasoning)
 
 

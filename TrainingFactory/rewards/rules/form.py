@@ -133,7 +133,7 @@ class LengthRule(FinalTextRule):
         turns = episode.trajectory.turns
         length = {
             "tokens": sum(len(turn.completion.token_ids) for turn in turns),
-            "turns": len(turns),
+            "turns": sum(not turn.summary for turn in turns),
             "words": len(text.split()),
             "characters": len(text),
         }[self.unit]

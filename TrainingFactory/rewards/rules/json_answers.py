@@ -7,8 +7,6 @@ import math
 import re
 from typing import Annotated, Any, ClassVar
 
-from jsonschema.exceptions import SchemaError
-from jsonschema.validators import validator_for
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
@@ -76,6 +74,9 @@ def same_json(value: Any, reference: Any) -> bool:
 
 def validated_schema(schema: Any) -> dict[str, Any]:
     """Return the schema; raise ValueError if it is invalid."""
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import validator_for
+
     try:
         validator_for(schema, default=type(make_validator({}))).check_schema(schema)
     except (SchemaError, TypeError, AttributeError) as error:

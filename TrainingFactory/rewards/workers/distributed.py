@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import validate_call
 
-from TrainingFactory.common.endpoint import Endpoint
+from TrainingFactory.common.endpoints.transport import Endpoint
 from TrainingFactory.common.options import STRICT, Count, NotNegative, Positive
 from TrainingFactory.common.user_code import describe_failure
 from TrainingFactory.protocols import Episode

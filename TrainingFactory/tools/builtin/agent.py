@@ -8,7 +8,8 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import validate_call
 
-from TrainingFactory.common.endpoint import Endpoint, ModelError
+from TrainingFactory.common.endpoints.names import make_endpoint
+from TrainingFactory.common.endpoints.transport import Endpoint, ModelError
 from TrainingFactory.common.options import STRICT, Count, Positive, Text, from_mapping
 from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.tools.adapt import as_tool
@@ -43,7 +44,7 @@ class AgentTool:
         self,
         name: Text,
         description: str,
-        model: Annotated[ChatModel | Mapping[str, Any], from_mapping(Endpoint, "an agent's model")],
+        model: Annotated[ChatModel | Mapping[str, Any], from_mapping(make_endpoint, "an agent's model")],
         tools: Sequence[Any] = (),
         *,
         system_prompt: str = "",

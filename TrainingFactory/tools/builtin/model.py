@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import validate_call
 
-from TrainingFactory.common.endpoint import KEY_BY_HOST, Endpoint, ModelError
+from TrainingFactory.common.endpoints.names import Api, make_endpoint
+from TrainingFactory.common.endpoints.transport import KEY_BY_HOST, ModelError
 from TrainingFactory.common.options import STRICT, Count, Positive, Text, ZeroOrMore
 from TrainingFactory.protocols import Tool
 from TrainingFactory.tools.fingerprint import digest, object_fingerprint
@@ -32,6 +33,7 @@ class ModelTool:
         base_url: str,
         model: str,
         *,
+        api: Api = "openai",
         system_prompt: str = "",
         api_key_env: str | None = KEY_BY_HOST,
         timeout: Positive = 60.0,
@@ -40,7 +42,9 @@ class ModelTool:
         concurrency: Count | None = None,
         rate: Positive | None = None,
     ) -> None:
-        self.endpoint = Endpoint(base_url, model, api_key_env=api_key_env, timeout=timeout, options=options)
+        self.endpoint = make_endpoint(
+            model=model, api=api, base_url=base_url, api_key_env=api_key_env, timeout=timeout, options=options
+        )
         self.system_prompt = system_prompt
         self.spec = ToolSpec(name, description, PROMPT_SCHEMA)
         self.options = ToolOptions(

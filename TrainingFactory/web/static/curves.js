@@ -36,6 +36,8 @@ const DIRECT = [
     [
       { title: "Length in tokens", of: ["length", "length_max"], names: ["mean", "longest"] },
       { title: "Turns", of: ["turns"] },
+      { title: "Folds and rows per episode", of: ["fold/folds", "fold/rows"], names: ["folds", "rows"] },
+      { title: "Summary tokens", of: ["fold/summary_tokens"] },
       {
         title: "Episode status",
         of: ["done", "max_turns", "truncated", "tool_failure", "error", "unscored"].map(
@@ -68,6 +70,7 @@ const DIRECT = [
     [
       { title: "Seconds by phase", under: "seconds/" },
       { title: "Tokens per second", of: ["tokens_per_second"] },
+      { title: "Computed over row tokens", of: ["computed_tokens"], over: "row_tokens", share: true },
       { title: "Steps per second", of: ["steps_per_second"] },
     ],
   ],

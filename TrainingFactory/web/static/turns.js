@@ -29,6 +29,7 @@ function turnOf(turn, at, pieces, way, credit) {
   } = turn;
   const facts = [
     `turn ${at + 1}`,
+    turn.summary && "summary for the next prompt",
     counted(turn.tokens, "token"),
     finish === "stop" ? null : "ended by " + finish,
     version > 0 && `after ${counted(version, "update")}`,
@@ -54,9 +55,16 @@ function turnOf(turn, at, pieces, way, credit) {
     .filter((reply) => reply.role !== "tool")
     .map((reply) => block(reply.role, reply.name, text(reply.content)));
   return [
+    turn.fold && foldOf(turn),
     block("assistant", null, [h("div", { class: "facts" }, facts, gave), said, answered, others]),
     rest,
   ];
+}
+
+function foldOf({ fold, prompt_tokens: size, signals }) {
+  const lost = signals?.["fold/task_lost"] && h("b", { class: "bad" }, " · the task was removed");
+  const told = `folded (${fold}): another row starts with a prompt of ${counted(size, "token")}`;
+  return h("div", { class: "facts fold" }, told, lost);
 }
 
 export function block(role, name, content) {

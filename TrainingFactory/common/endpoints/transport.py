@@ -1,4 +1,4 @@
-"""Client of an OpenAI-compatible model endpoint, for tools and judges."""
+"""HTTP client of model endpoints: keys, connections, time limits, errors. The wire formats are its subclasses."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import os
 import re
 import ssl
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from email.utils import mktime_tz, parsedate_tz
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote, quote_plus, urlsplit
 
 import httpx
 from pydantic import validate_call
 
-from TrainingFactory.common.openai_format import message_from_dict, message_to_dict, spec_to_dict
+from TrainingFactory.common.endpoints.messages import ModelReply, ModelRequest
 from TrainingFactory.common.options import STRICT, Positive
 from TrainingFactory.common.texts import SECRET_VARIABLES, describe, redact, secrets_in
 from TrainingFactory.types import Message, ToolSpec
@@ -31,23 +32,32 @@ KEEP_ALIVE_SECONDS = (
 )
 MIN_SECRET_CHARS = 8  # shorter keys are placeholders such as 0, x or none, for servers that need no key
 KEY_BY_HOST = "by host"  # the key in `KEYS` of the URL's host; not a valid variable name
-KEYS = {"https://api.openai.com": "OPENAI_API_KEY", "https://api.anthropic.com": "ANTHROPIC_API_KEY"}
+# The variables that may hold the key for a host; the first one that is set counts.
+KEYS = {
+    "https://api.openai.com": ("OPENAI_API_KEY",),
+    "https://api.anthropic.com": ("ANTHROPIC_API_KEY",),
+    "https://generativelanguage.googleapis.com": ("GOOGLE_API_KEY", "GEMINI_API_KEY"),
+}
 
 
 class ModelError(Exception):
-    """A failed request. `temporary`: a retry may succeed, after `wait` seconds if the endpoint sent Retry-After."""
+    """A failed request. `temporary`: a retry may succeed, after `wait` seconds if the endpoint sent Retry-After.
+    `denied`: no request with this key, model and address can succeed."""
 
-    def __init__(self, text: str, temporary: bool = False, retry_after: float | None = None) -> None:
+    def __init__(
+        self, text: str, temporary: bool = False, retry_after: float | None = None, denied: bool = False
+    ) -> None:
         super().__init__(text)
-        self.temporary, self.wait = temporary, retry_after
+        self.temporary, self.wait, self.denied = temporary, retry_after, denied
 
 
-class Endpoint:
-    """Client of an OpenAI-compatible `/chat/completions`. Every call reads the key from the environment variable
+class Endpoint(ABC):
+    """Client of a model behind HTTP; a subclass per wire format. Every call reads the key from the environment variable
     `api_key_env`, and nothing stores it; by default only the hosts in `KEYS` get a key. `options` are added to the
-    request unchanged (temperature, max_tokens, ...). Connections stay open until `close`."""
+    request unchanged (temperature, max_tokens, ...); null removes a field. Connections stay open until `close`."""
 
-    PATH = "/chat/completions"
+    PATH: ClassVar[str]  # of a request, after the base URL
+    CONTENT: ClassVar[str]  # what a valid response contains, for errors
 
     @validate_call(config=STRICT)
     def __init__(
@@ -62,13 +72,14 @@ class Endpoint:
         check_base_url(base_url)
         address = urlsplit(base_url)
         if api_key_env == KEY_BY_HOST:
-            api_key_env = KEYS.get(f"{address.scheme}://{address.hostname}")
+            api_key_env = _key_variable(f"{address.scheme}://{address.hostname}")
         if api_key_env is not None and not _is_variable(api_key_env):
             raise ValueError(
                 "api_key_env must be the name of the environment variable that holds the key, such as OPENAI_API_KEY, "
                 "not the key itself"
             )
-        self.url = base_url.rstrip("/").removesuffix(self.PATH) + self.PATH
+        path = self.PATH.format(model=quote(model, safe=""))
+        self.url = base_url.rstrip("/").removesuffix(path) + path
         self.host = address.netloc
         self.model, self.api_key_env, self.timeout = model, api_key_env, timeout
         self.options = dict(options or {})
@@ -80,11 +91,28 @@ class Endpoint:
             name = ".".join(map(str, key))
             raise ValueError(f"options.{name} would appear in logs; name the key's variable in api_key_env")
 
+    @abstractmethod
+    def headers(self, key: str | None) -> dict[str, str]: ...
+
+    @abstractmethod
+    def body(self, request: ModelRequest) -> dict[str, Any]:
+        """Return the request in the endpoint's wire format."""
+
+    @abstractmethod
+    def reply(self, answer: Any, request: ModelRequest) -> ModelReply:
+        """Parse a response. Any LookupError, TypeError or ValueError means that it has another structure."""
+
+    @property
+    def identity(self) -> str:
+        """Return what determines the replies to equal requests: part of the keys of a cache."""
+        return json.dumps([self.url, self.model, self.options], sort_keys=True, default=str)
+
+    async def ask(self, request: ModelRequest) -> ModelReply:
+        data = await self.exchange(self.body(request))
+        return self.read(data, lambda answer: self.reply(answer, request))
+
     async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message:
-        body: dict[str, Any] = {"model": self.model, "messages": [_wire(message) for message in messages]}
-        if tools:
-            body["tools"] = [spec_to_dict(spec) for spec in tools]
-        return self.read(await self.exchange(body | self.options), message_of_response)
+        return (await self.ask(ModelRequest(messages, tools))).message
 
     async def exchange(self, body: dict[str, Any]) -> bytes:
         """Send a request and return the response body. Raise ModelError unless the status is 200."""
@@ -102,8 +130,15 @@ class Endpoint:
             message = redact(text, _secrets(key))[:MAX_ERROR_CHARS]
             temporary = status in (408, 409, 425, 429) or status >= 500
             retry_after = parse_retry_after(headers.get("retry-after"))
-            raise ModelError(f"{self.host} answered with status {status}: {message}", temporary, retry_after)
+            text = f"{self.host} answered with status {status}: {message}{self._hint(status)}"
+            raise ModelError(text, temporary, retry_after, denied=status in (401, 402, 403, 404))
         return data
+
+    def _hint(self, status: int) -> str:
+        if status in (401, 403):
+            variable = self.api_key_env or "none; name its variable with api_key_env"
+            return f" (key sent: {variable})"
+        return f" (model {self.model}; check its name and base_url)" if status == 404 else ""
 
     def read(self, data: bytes, extract: Callable[[Any], T]) -> T:
         """Parse a response with `extract`, with the key removed. Raise ModelError if it has another structure."""
@@ -111,17 +146,16 @@ class Endpoint:
             key = os.environ.get(self.api_key_env) if self.api_key_env else None
             return extract(redact(json.loads(data), _secrets(key)))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            text = f"{self.host} did not return a chat completion ({describe(error)[:100]})"
+            text = f"{self.host} did not return {self.CONTENT} ({describe(error)[:100]})"
             raise ModelError(text) from None
-
-    def headers(self, key: str | None) -> dict[str, str]:
-        return {"Authorization": f"Bearer {key}"} if key else {}
 
     def _key(self) -> str | None:
         if self.api_key_env is None:
             return None
         if not (key := os.environ.get(self.api_key_env)):
-            raise ModelError(f"the environment variable {self.api_key_env} (key for {self.host}) is not set")
+            raise ModelError(
+                f"the environment variable {self.api_key_env} (key for {self.host}) is not set", denied=True
+            )
         return key
 
     async def _post(self, body: dict[str, Any], key: str | None) -> tuple[int, httpx.Headers, bytes]:
@@ -192,17 +226,10 @@ def _secrets(key: str | None) -> list[str]:
     return [key, json.dumps(key)[1:-1], quote(key), quote_plus(key)]
 
 
-def message_of_response(answer: Any) -> Message:
-    return message_from_dict({"role": "assistant"} | answer["choices"][0]["message"])
-
-
-def _wire(message: Message) -> dict[str, Any]:
-    """Convert a message without our additional keys, which strict endpoints reject."""
-    row = message_to_dict(message)
-    row.pop("reasoning_content", None)
-    for call in row.get("tool_calls", ()):
-        call.pop("error", None)
-    return row
+def _key_variable(address: str) -> str | None:
+    """Return the name of the variable with the key for an address; None for addresses that get no key."""
+    variables = KEYS.get(address, (None,))
+    return next((name for name in variables if name and os.environ.get(name)), variables[-1])
 
 
 @cache

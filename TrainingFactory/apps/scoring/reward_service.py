@@ -1,0 +1,143 @@
+"""A reward as an HTTP service, for Gemini's reinforcement tuning: `POST {example, response, metadata}` returns
+`{"reward": number}`. The format is that of the Cloud Run reward scorer in google-genai 3.3.0. The provider has never
+called it."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from TrainingFactory.assembly.environment import make_environment
+from TrainingFactory.assembly.rewards import (
+    check_group_size,
+    check_reward,
+    make_reward,
+    open_reward,
+    scored_by,
+)
+from TrainingFactory.common.http.api import Api, ApiError, HandlerResult
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.protocols import EnvironmentFactory
+from TrainingFactory.resolve.factories import Notify, resolve_ids
+from TrainingFactory.rewards.workers.process import FinishedEpisode
+from TrainingFactory.rollout.scoring import OpenEpisode, score, scoring_error
+from TrainingFactory.tools import AsyncToolExecutor
+from TrainingFactory.types import Completion, Message, Task, ToolCall, Trajectory, Turn
+
+PATHS = ("/", "/reward")
+ANSWER = "answer"  # the reference that becomes the task's answer
+
+
+class _Function(BaseModel):
+    name: str
+    args: dict[str, Any] = Field(default_factory=dict)
+    response: dict[str, Any] = Field(default_factory=dict)
+
+
+class ContentPart(BaseModel):
+    text: str = ""
+    thought: bool = False
+    functionCall: _Function | None = None
+    functionResponse: _Function | None = None
+
+
+class Content(BaseModel):
+    role: str = "user"
+    parts: list[ContentPart] = Field(default_factory=list)
+
+    def messages(self, is_response: bool = False) -> list[Message]:
+        """Return the messages that the content holds: results of tools are messages of their own."""
+        results = [part.functionResponse for part in self.parts if part.functionResponse is not None]
+        calls = [part.functionCall for part in self.parts if part.functionCall is not None]
+        text = "".join(part.text for part in self.parts if not part.thought)
+        role = "assistant" if is_response or self.role == "model" else "user"
+        called = [ToolCall(call.name, call.args, f"call_{number}") for number, call in enumerate(calls)]
+        spoken = [Message(role, text, called)] if text or called or not results else []
+        return [*(Message("tool", str(result.response), name=result.name) for result in results), *spoken]
+
+
+class TuningExample(BaseModel):
+    contents: list[Content] = Field(min_length=1)
+    references: dict[str, str] = Field(default_factory=dict)
+    systemInstruction: Content | None = None
+
+
+class ScoringRequest(BaseModel):
+    example: TuningExample
+    response: Content
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    def trajectory(self) -> Trajectory:
+        """Return the response as an episode of one turn. Its answer is the reference `answer`, or the only one."""
+        references = self.example.references
+        answer = references.get(ANSWER, next(iter(references.values())) if len(references) == 1 else None)
+        system = self.example.systemInstruction
+        prompt = [Message("system", message.content) for message in (system.messages() if system else ())]
+        prompt += [message for content in self.example.contents for message in content.messages()]
+        [message] = self.response.messages(is_response=True) or [Message("assistant")]
+        turn = Turn([], Completion([], [], "stop"), message)
+        questions = [message.content for message in prompt if message.role == "user"]
+        task = Task("example", questions[-1] if questions else "", answer, dict(references))
+        return Trajectory(task, group="example", prompt=prompt, turns=[turn])
+
+
+class RewardService:
+    """Scores single responses with the reward of a config. A response that cannot be scored is an error, never 0."""
+
+    def __init__(self, config: TrainingConfig, notify: Notify = lambda _: None) -> None:
+        self.config = config = resolve_ids(config, notify)
+        section = check_reward(config)
+        check_group_size(section, 1)
+        self.name = scored_by(config, section)
+        self._notify = notify
+        named = config.environment.environment_id is not None
+        self._environment: EnvironmentFactory | None = make_environment(config) if named else None
+        if section is None and self._environment is None:
+            raise ValueError("the config names no reward; set reward.type, or environment.environment_id")
+        self.scored, self.failed = 0, 0
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        self._reward = make_reward(self.config)
+        await open_reward(self._reward, stack, self._notify)
+
+    def api(self, key: str | None = None, local: bool = True) -> Api:
+        api = Api(key, local)
+        for path in PATHS:
+            api.post(path, self.answer)
+        api.get("/health", self.health, keyed=False)
+        return api
+
+    def health(self) -> dict[str, Any]:
+        return {"status": "ok", "reward": self.name, "scored": self.scored, "failed": self.failed}
+
+    async def answer(self, body: bytes) -> HandlerResult:
+        try:
+            request = ScoringRequest.model_validate_json(body)
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_input=False)[0]
+            field = ".".join(map(str, problem["loc"])) or "body"
+            raise ApiError(f"{field}: {problem['msg']}", field) from None
+        try:
+            reward = await self._score(request.trajectory())
+        except Exception as error:  # rewards are user code
+            self.failed += 1
+            raise ApiError(scoring_error(error), "response", status=500, code="unscored") from error
+        self.scored += 1
+        return reward
+
+    async def _score(self, trajectory: Trajectory) -> dict[str, Any]:
+        if self._environment is None:
+            reward = await score(FinishedEpisode(trajectory), self._reward)  # type: ignore[arg-type]
+        else:
+            environment = self._environment(trajectory.task)
+            try:
+                own = isinstance(environment, ToolEnvironment)
+                executor = environment.executor if own else AsyncToolExecutor(environment.tools)
+                reward = await score(OpenEpisode(trajectory, environment, executor), self._reward)
+            finally:
+                await environment.close()
+        parts = {"user_requested_aux_info": str(reward.parts)} if reward.parts else {}
+        return {"reward": reward.outcome + sum(reward.steps)} | parts

@@ -1,0 +1,197 @@
+"""A teacher plays an environment, and its good episodes become training rows. A folder holds everything:
+
+teach.json       teacher and conditions; another teacher needs another folder
+replies.sqlite   replies of the teacher, so that a repeated request costs nothing
+spent.jsonl      tokens of every paid reply
+episodes.jsonl   all episodes
+rows.jsonl       training rows
+report.json      counts, tokens and cost
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from TrainingFactory.assembly.datasets import write_rows
+from TrainingFactory.assembly.endpoint_rollouts import EndpointSampler, TextFormat
+from TrainingFactory.assembly.rewards import check_reward, scored_by
+from TrainingFactory.common.endpoints.budget import Budget, Usage
+from TrainingFactory.common.endpoints.messages import ModelReply
+from TrainingFactory.common.endpoints.names import EndpointSettings
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.convert import ConversionResult, Filters, convert
+from TrainingFactory.data.datasets import DatasetRow, read_rows
+from TrainingFactory.data.disk import write_atomically
+from TrainingFactory.data.ranking import total
+from TrainingFactory.data.trajectories import load_trajectories, save_trajectories, trajectory_from_dict
+from TrainingFactory.evaluation.identity import conditions
+from TrainingFactory.evaluation.records import task_digest
+from TrainingFactory.evaluation.rollouts import Rollouts
+from TrainingFactory.protocols import ChatFormat, Sampler
+from TrainingFactory.rewards.adapt import as_group_reward
+from TrainingFactory.types import Trajectory
+
+REQUEST, REPLIES, SPENT = "teach.json", "replies.sqlite", "spent.jsonl"
+EPISODES, ROWS, REPORT = "episodes.jsonl", "rows.jsonl", "report.json"
+FAILED = ("error", "tool_failure")  # played again by the next run
+TeachForm = Literal["sft", "rft", "dpo"]
+Notify = Callable[[str], None]
+
+
+@dataclass(slots=True, frozen=True)
+class Selection:
+    """The episodes that become rows. `rft` rows are `sft` rows without duplicates."""
+
+    form: TeachForm = "sft"
+    min_reward: float | None = None  # None: any reward above 0
+    best: int | None = None  # episodes per task, highest reward first; None: all
+
+    def convert(self, episodes: Path) -> ConversionResult:
+        if self.form == "dpo":
+            return convert(read_rows(episodes), "dpo", Filters())
+        low = math.nextafter(0.0, 1.0) if self.min_reward is None else self.min_reward
+        filters = Filters(min_reward=low, dedupe=self.form == "rft")
+        return convert(self._best_rows(episodes), "sft", filters)
+
+    def _best_rows(self, episodes: Path) -> Iterator[DatasetRow]:
+        rows = list(read_rows(episodes))
+        if self.best is None:
+            yield from rows
+            return
+        by_task: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        for number, row in enumerate(rows):
+            trajectory = trajectory_from_dict(row.columns)
+            if trajectory.reward is not None:
+                by_task[trajectory.task.id].append((-total(trajectory.reward), number))
+        best = {number for ranked in by_task.values() for _, number in sorted(ranked)[: self.best]}
+        yield from (row for number, row in enumerate(rows) if number in best)
+
+
+class Teaching(Rollouts):
+    """Episodes of a teacher in `folder`. Episodes that an earlier run finished are not played again."""
+
+    def __init__(
+        self, config: TrainingConfig, settings: EndpointSettings, folder: Path, episodes: int, notify: Notify
+    ) -> None:
+        self.folder = folder = folder.expanduser()
+        self.settings = replace(settings, cache=settings.cache or str(folder / REPLIES))
+        earlier = _earlier_episodes(folder)
+        super().__init__(config, folder / EPISODES, episodes, notify=notify)
+        save_trajectories(self._partial_file, earlier.values())  # which it has emptied
+        self.scored_by = scored_by(self.config, check_reward(self.config))
+        self._check_request()
+        requested = {(task_digest(task), member) for task in self.tasks for member in range(episodes)}
+        self._ended = [episode for key, episode in earlier.items() if key in requested]
+        # Episodes of other tasks, or of more episodes per task, stay in the file.
+        self._others = [episode for key, episode in earlier.items() if key not in requested]
+        if as_group_reward(check_reward(self.config)) is not None:  # scores whole groups
+            self._ended = [e for e in self._ended if self._members(e.task.id) == episodes]
+        self.num_finished = len(self._ended)
+        self.rounds = [[task for task in self.tasks if self._members(task.id) < episodes]]
+        save_trajectories(self._partial_file, [*self._others, *self._ended])
+
+    def _members(self, task: str) -> int:
+        return sum(episode.task.id == task for episode in self._ended)
+
+    def open_sampler(self) -> tuple[ChatFormat, Sampler]:
+        return TextFormat(), EndpointSampler(self.settings, self.spent(), self._note_paid)
+
+    def spent(self) -> Usage:
+        """Return what all runs in this folder have paid, at the present prices."""
+        return _spent(self.folder / SPENT, self.settings.budget)
+
+    def _note_paid(self, reply: ModelReply) -> None:
+        row = {
+            "input_tokens": reply.input_tokens,
+            "output_tokens": reply.output_tokens,
+            "estimated": reply.estimated,
+        }
+        with (self.folder / SPENT).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _check_request(self) -> None:
+        """Store teacher and conditions; raise ValueError if the folder has episodes of others."""
+        played = conditions(self.config, (), 1).model_dump(exclude={"tasks", "count", "episodes"})
+        request = {"teacher": self.settings.model, "endpoint": self.settings.endpoint().identity} | played
+        request = json.loads(json.dumps(request))
+        path = self.folder / REQUEST
+        if not path.is_file():
+            write_atomically(
+                path, json.dumps(request | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=2)
+            )
+            return
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if changed := [key for key, value in request.items() if stored.get(key) != value]:
+            names = [key if key != "rest" else "environment, tools or reward" for key in changed]
+            raise ValueError(
+                f"{self.folder} holds episodes of another request: {', '.join(names)} "
+                "differ. Choose another folder with --out, or repeat the first command"
+            )
+
+    def _finish(self) -> None:
+        super()._finish()
+        if self._others:
+            save_trajectories(self.path, self._others, append=True)
+
+    def write_rows(self, selection: Selection) -> ConversionResult:
+        """Write the training rows of all finished episodes."""
+        if not self.path.is_file():  # no episode has ended
+            return ConversionResult()
+        result = selection.convert(self.path)
+        lineage = {"teacher": self.settings.model, "environment": self.config.environment.environment_id}
+        lineage |= {"scored_by": self.scored_by, "form": selection.form}
+        rows = [row | {"lineage": lineage | {"episode": row["id"]}} for row in result.rows]
+        write_rows(self.folder / ROWS, rows)
+        return result
+
+    def write_report(self, rows: ConversionResult, metrics: dict[str, float]) -> dict[str, Any]:
+        usage, budget = self.spent(), self.settings.budget
+        report: dict[str, Any] = {
+            "teacher": self.settings.model,
+            "episodes": len(self._ended),
+            "rows": len(rows.rows),
+            "requests": usage.requests,
+            "input_tokens": usage.input_tokens,
+            "output_tokens": usage.output_tokens,
+            "estimated": usage.estimated,
+        }
+        if budget.priced:
+            report |= {
+                "cost": usage.cost,
+                "input_price": budget.input_price,
+                "output_price": budget.output_price,
+            }
+            report |= {"cost_per_row": usage.cost / len(rows.rows)} if rows.rows else {}
+        report |= {name: value for name, value in metrics.items() if name.startswith("judge/")}
+        write_atomically(self.folder / REPORT, json.dumps(report, indent=2))
+        return report
+
+
+def _earlier_episodes(folder: Path) -> dict[tuple[str, int], Trajectory]:
+    """Return the scored episodes of earlier runs by digest of the task and member, also of a run that was killed."""
+    episodes: dict[tuple[str, int], Trajectory] = {}
+    for path in (folder / EPISODES, folder / f"{EPISODES}.part"):
+        for episode in load_trajectories(path, growing=True) if path.is_file() else ():
+            if episode.status not in FAILED and episode.reward is not None:
+                episodes[task_digest(episode.task), episode.member] = episode
+    return episodes
+
+
+def _spent(path: Path, budget: Budget) -> Usage:
+    usage = Usage()
+    lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
+    for line in lines[:-1]:  # a killed process may leave an incomplete last line
+        row = json.loads(line)
+        usage.requests += 1
+        usage.input_tokens += row["input_tokens"]
+        usage.output_tokens += row["output_tokens"]
+        usage.estimated += row["estimated"]
+    usage.cost = budget.cost_of(usage.input_tokens, usage.output_tokens)
+    return usage

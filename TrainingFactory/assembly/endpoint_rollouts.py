@@ -1,0 +1,213 @@
+"""Episodes of a model behind an endpoint. They hold messages and token counts, but no token ids and no log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, NoReturn
+
+from TrainingFactory.common.endpoints.budget import Usage
+from TrainingFactory.common.endpoints.messages import CHARS_PER_TOKEN, ModelReply, ModelRequest
+from TrainingFactory.common.endpoints.names import EndpointSettings
+from TrainingFactory.common.texts import truncate_middle
+from TrainingFactory.protocols import Environment, Sampler
+from TrainingFactory.rollout import RolloutEngine
+from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
+from TrainingFactory.tools.endpoints.client import EndpointClient, ModelFailure
+from TrainingFactory.types import Completion, Message, SamplingParams, ToolSpec, Trajectory, Turn, Weights
+
+PREFIX = "endpoint"  # of metrics and signals
+MAX_LENGTH = 2**31  # the endpoint limits its own context
+
+
+class EndpointStopped(ValueError):
+    """No further request can succeed: the budget is spent, access is denied, or the endpoint is down."""
+
+
+class TextFormat:
+    """A chat format without tokens: endpoints take messages."""
+
+    stop_ids: tuple[int, ...] = ()
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        return []
+
+    def extend(self, turn: Turn, replies: Sequence[Message]) -> list[int]:
+        return []
+
+    def parse(
+        self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[ToolSpec] = ()
+    ) -> Message:
+        raise _no_tokens()
+
+    def write(
+        self,
+        message: Message,
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[ToolSpec] = (),
+        exact: bool = True,
+    ) -> list[int]:
+        raise _no_tokens()
+
+    def truncate(self, text: str, max_tokens: int) -> str:
+        return truncate_middle(text, max_tokens * CHARS_PER_TOKEN)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        raise _no_tokens()
+
+
+class _ClosedSession:
+    """Stands for the sampling session of an episode, which an endpoint does not have."""
+
+    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        raise _no_tokens()
+
+    def close(self) -> None: ...
+
+
+class EndpointSampler:
+    """The client of an endpoint in the place of a sampler. `earlier` is spending that counts for the budget; `on_paid`
+    is called with every reply that was not cached."""
+
+    policy_version = 0
+    max_length = MAX_LENGTH
+
+    def __init__(
+        self,
+        settings: EndpointSettings,
+        earlier: Usage | None = None,
+        on_paid: Callable[[ModelReply], None] = lambda _: None,
+    ) -> None:
+        settings.check_key()
+        self.settings, self._on_paid = settings, on_paid
+        self.endpoint = settings.endpoint()
+        self.client = EndpointClient(
+            model=self.endpoint, concurrency=settings.concurrency, rate=settings.rate, retries=settings.retries,
+            pause=settings.pause, cache=settings.cache, budget=settings.budget, replay=settings.replay, earlier=earlier,
+        )  # fmt: skip
+
+    async def ask(self, request: ModelRequest, seed: int) -> ModelReply:
+        """Send a request; raise EndpointStopped if further ones are pointless, ModelFailure if only this one failed.
+        `seed` tells samples of equal requests apart in the cache."""
+
+        async def send() -> ModelReply:
+            reply = await self.endpoint.ask(request)
+            self._on_paid(reply)
+            return reply
+
+        body = json.dumps(self.endpoint.body(request), sort_keys=True)
+        try:
+            return await self.client.request((PREFIX, self.endpoint.identity, body, f"{seed}"), send)
+        except ModelFailure as failure:
+            self.client.usage.failures[failure.kind] += 1
+            if failure.stops:
+                raise EndpointStopped(str(failure)) from failure
+            raise
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return what this process has sent."""
+        names = ("requests", "retries", "cached")
+        counts = {f"{PREFIX}/{name}": float(getattr(self.client.usage, name)) for name in names}
+        failures = self.client.usage.failures.items()
+        return counts | {f"{PREFIX}/failed_{kind}": float(count) for kind, count in failures}
+
+    def session(self) -> _ClosedSession:
+        return _ClosedSession()
+
+    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        raise _no_tokens()
+
+    async def update(self, weights: Weights) -> None:
+        raise _no_tokens()
+
+    async def close(self) -> None:
+        await self.client.close()
+
+
+class EndpointRun(EpisodeRun):
+    """An episode whose turns are replies of an endpoint."""
+
+    def __init__(
+        self, rules: EpisodeSettings, trajectory: Trajectory, sampler: EndpointSampler, *args: Any
+    ) -> None:
+        super().__init__(rules, trajectory, sampler.session(), sampler.max_length, *args)
+        self._sampler = sampler
+
+    async def _turns(self, environment: Environment) -> None:
+        await self._first_prompt(environment)
+        messages = list(self.trajectory.prompt)
+        originals: dict[int, Any] = {}
+        for number in range(self.rules.max_turns):
+            try:
+                reply = await self._ask(messages, originals, number)
+            except ModelFailure as failure:
+                return self._end("error", str(failure))
+            originals[len(messages)] = reply.original
+            is_cut = reply.fault == "cut"
+            turn = Turn([], Completion([], [], "length" if is_cut else "stop"), reply.message)
+            self.trajectory.turns.append(turn)
+            try:
+                if is_cut:
+                    return self._end("truncated", None)
+                await self._step(environment, turn)
+            finally:  # the step replaces the signals, and ends the episode by an exception
+                turn.signals |= self._spent(reply)
+            messages += [turn.message, *turn.replies]
+        return self._end("max_turns", None)
+
+    async def _ask(self, messages: Sequence[Message], originals: dict[int, Any], number: int) -> ModelReply:
+        params, trajectory = self.rules.params, self.trajectory
+        request = ModelRequest(
+            list(messages), trajectory.tools, trajectory.member, params.temperature, params.max_tokens,
+            dict(originals),
+        )  # fmt: skip
+        return await self._sampler.ask(request, self.seed_of(number))
+
+    def _spent(self, reply: ModelReply) -> dict[str, float]:
+        counts = {"input_tokens": reply.input_tokens, "output_tokens": reply.output_tokens}
+        budget = self._sampler.client.budget
+        values = counts | ({"cost": budget.cost(reply)} if budget.priced else {})
+        return {f"{PREFIX}/{name}": float(value) for name, value in values.items()}
+
+
+class EndpointRollouts(RolloutEngine):
+    """Runs episodes of an `EndpointSampler`, except those of `finished`: (task id, member)."""
+
+    finished: AbstractSet[tuple[str, int]] = frozenset()
+
+    async def _run(self, episode: EpisodeRun, gate: asyncio.Semaphore) -> None:
+        # A group reward needs whole groups, whose recorded replies cost nothing, so it does not come here.
+        if (episode.trajectory.task.id, episode.trajectory.member) not in self.finished:
+            await super()._run(episode, gate)
+
+    def _new(self, trajectory: Trajectory, sampler: Sampler, *args: Any) -> EpisodeRun:
+        assert isinstance(sampler, EndpointSampler)
+        return EndpointRun(self.rules, trajectory, sampler, *args)
+
+
+def endpoint_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the tokens and the cost of all turns, including those that were paid by an earlier process; empty for
+    models without an endpoint."""
+    totals: dict[str, float] = {}
+    for trajectory in trajectories:
+        for turn in trajectory.turns:
+            for name, value in turn.signals.items():
+                if name.startswith(f"{PREFIX}/"):
+                    totals[name] = totals.get(name, 0.0) + value
+    return totals
+
+
+def _no_tokens() -> ValueError:
+    return ValueError(
+        "an endpoint has no weights and no tokens here. Use it with tfactory eval, compare, rollout or data teach"
+    )
+
+
+def reject_endpoint(name: str) -> NoReturn:
+    raise ValueError(
+        f"{name} is an endpoint, which has no weights here to train or serve. Use it with tfactory eval, compare, "
+        "rollout or data teach, or name a model"
+    )

@@ -1,0 +1,87 @@
+"""Anthropic's `/messages`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from TrainingFactory.common.endpoints.messages import (
+    Fault,
+    ModelReply,
+    ModelRequest,
+    reply_with_usage,
+    without_nulls,
+)
+from TrainingFactory.common.endpoints.transport import Endpoint
+from TrainingFactory.types import Message, ToolCall
+
+API_VERSION = "2026-10-21"
+DEFAULT_MAX_TOKENS = 1024  # the endpoint requires max_tokens
+INPUT_COUNTS = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+FAULTS: dict[Any, Fault] = {
+    "refusal": "refused",
+    "max_tokens": "cut",
+    "model_context_window_exceeded": "cut",
+}
+
+
+class MessagesEndpoint(Endpoint):
+    """Sends no temperature, because the current API has none; `options` can add it for other servers."""
+
+    PATH = "/messages"
+    CONTENT = "a message"
+
+    def headers(self, key: str | None) -> dict[str, str]:
+        return {"anthropic-version": API_VERSION} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+    def body(self, request: ModelRequest) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model, "messages": _dialogue(request)}
+        if request.system_text:
+            body["system"] = request.system_text
+        if request.tools:
+            body["tools"] = [
+                {"name": spec.name, "description": spec.description, "input_schema": spec.parameters}
+                for spec in request.tools
+            ]
+        return body | without_nulls({"max_tokens": request.max_tokens or DEFAULT_MAX_TOKENS} | self.options)
+
+    def reply(self, answer: Any, request: ModelRequest) -> ModelReply:
+        message, blocks = Message("assistant"), list[dict[str, Any]](answer["content"])
+        for block in blocks:
+            if block["type"] == "text":
+                message.content += block["text"]
+            elif block["type"] == "thinking":
+                message.reasoning = (message.reasoning or "") + block["thinking"]
+            elif block["type"] == "tool_use":
+                message.tool_calls.append(ToolCall(block["name"], dict(block["input"]), block["id"]))
+        usage = answer.get("usage") or {}
+        counts = [usage.get(name) or 0 for name in INPUT_COUNTS]
+        prompt = sum(counts) if isinstance(usage.get("input_tokens"), int) else None
+        fault = FAULTS.get(answer.get("stop_reason"))
+        return reply_with_usage(request, message, prompt, usage.get("output_tokens"), fault, blocks)
+
+
+def _dialogue(request: ModelRequest) -> list[dict[str, Any]]:
+    """Return the messages with the roles user and assistant in turn: consecutive ones of a role are merged."""
+    rows: list[dict[str, Any]] = []
+    for number, message in request.dialogue:
+        role = "assistant" if message.role == "assistant" else "user"
+        blocks = request.originals.get(number) or _blocks(message)
+        if rows and rows[-1]["role"] == role:
+            rows[-1]["content"] = rows[-1]["content"] + blocks
+        elif blocks:
+            rows.append({"role": role, "content": blocks})
+    for row in rows:
+        if [block["type"] for block in row["content"]] == ["text"]:
+            row["content"] = row["content"][0]["text"]
+    return rows
+
+
+def _blocks(message: Message) -> list[dict[str, Any]]:
+    if message.role == "tool":
+        return [{"type": "tool_result", "tool_use_id": message.tool_call_id, "content": message.content}]
+    calls = [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+        for call in message.tool_calls
+    ]
+    text = [{"type": "text", "text": message.content}] if message.content else []  # rejects empty texts
+    return [*text, *calls]

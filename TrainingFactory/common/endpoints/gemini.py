@@ -1,0 +1,92 @@
+"""Gemini's `generateContent`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from TrainingFactory.common.endpoints.messages import (
+    Fault,
+    ModelReply,
+    ModelRequest,
+    call_id,
+    reply_with_usage,
+    without_nulls,
+)
+from TrainingFactory.common.endpoints.transport import Endpoint
+from TrainingFactory.types import Message, ToolCall, ToolSpec
+
+REFUSALS = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "LANGUAGE", "MODEL_ARMOR")
+
+
+class GeminiEndpoint(Endpoint):
+    """`options` are fields of the request's `generationConfig`."""
+
+    PATH = "/models/{model}:generateContent"
+    CONTENT = "a candidate of generateContent"
+
+    def headers(self, key: str | None) -> dict[str, str]:
+        return {"x-goog-api-key": key} if key else {}
+
+    def body(self, request: ModelRequest) -> dict[str, Any]:
+        body: dict[str, Any] = {"contents": gemini_contents(request)}
+        if request.system_text:
+            body["systemInstruction"] = {"parts": [{"text": request.system_text}], "role": "user"}
+        if request.tools:
+            body["tools"] = [{"functionDeclarations": [declaration(spec) for spec in request.tools]}]
+        fields = {"temperature": request.temperature, "maxOutputTokens": request.max_tokens}
+        config = without_nulls(without_nulls(fields) | self.options)
+        if isinstance(config.get("seed"), int):
+            config["seed"] += request.number
+        return body | ({"generationConfig": config} if config else {})
+
+    def reply(self, answer: Any, request: ModelRequest) -> ModelReply:
+        usage = answer.get("usageMetadata") or {}
+        candidates = answer.get("candidates") or []
+        if not candidates and answer["promptFeedback"]["blockReason"]:
+            return reply_with_usage(
+                request, Message("assistant"), usage.get("promptTokenCount"), 0, "refused"
+            )
+        content: dict[str, Any] = candidates[0].get("content") or {"role": "model"}
+        message, calls = Message("assistant"), 0
+        for part in content.get("parts") or []:
+            if part.get("thought"):
+                message.reasoning = (message.reasoning or "") + part.get("text", "")
+            elif call := part.get("functionCall"):
+                call.setdefault("id", call_id(request, calls))  # so that the response can name it
+                calls += 1
+                message.tool_calls.append(ToolCall(call["name"], dict(call.get("args") or {}), call["id"]))
+            else:
+                message.content += part.get("text", "")
+        output = usage.get("candidatesTokenCount", 0) + usage.get("thoughtsTokenCount", 0) if usage else None
+        finish = candidates[0].get("finishReason")
+        fault: Fault | None = "cut" if finish == "MAX_TOKENS" else "refused" if finish in REFUSALS else None
+        return reply_with_usage(request, message, usage.get("promptTokenCount"), output, fault, content)
+
+
+def gemini_contents(request: ModelRequest) -> list[dict[str, Any]]:
+    """Return the messages with the roles user and model in turn: consecutive ones of a role are merged."""
+    contents: list[dict[str, Any]] = []
+    for number, message in request.dialogue:
+        role = "model" if message.role == "assistant" else "user"
+        original = request.originals.get(number)
+        parts = original.get("parts", []) if original else gemini_parts(message)
+        if contents and contents[-1]["role"] == role:
+            contents[-1]["parts"] = contents[-1]["parts"] + parts
+        elif parts:
+            contents.append({"parts": parts, "role": role})
+    return contents
+
+
+def gemini_parts(message: Message) -> list[dict[str, Any]]:
+    if message.role == "tool":
+        response = {"id": message.tool_call_id, "name": message.name, "response": {"result": message.content}}
+        return [{"functionResponse": response}]
+    calls = [
+        {"functionCall": {"id": call.id, "args": call.arguments, "name": call.name}}
+        for call in message.tool_calls
+    ]
+    return [*([{"text": message.content}] if message.content else []), *calls]
+
+
+def declaration(spec: ToolSpec) -> dict[str, Any]:
+    return {"name": spec.name, "description": spec.description, "parameters_json_schema": spec.parameters}

@@ -1,0 +1,92 @@
+"""Requests to model endpoints and their replies, independent of the wire format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from TrainingFactory.common.openai_format import message_from_dict, message_to_dict
+from TrainingFactory.types import Message, ToolSpec
+
+CHARS_PER_TOKEN = 4  # estimate for endpoints that do not report token counts
+Fault = Literal["refused", "cut"]
+
+
+@dataclass(slots=True, frozen=True)
+class ModelRequest:
+    """A conversation to continue. `number` is the index among several samples of the same request. `originals` are
+    the endpoint's own forms of its earlier messages by position, which are sent back unchanged: a provider signs the
+    thoughts in them. None: the endpoint's default."""
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolSpec] = ()
+    number: int = 0
+    temperature: float | None = None
+    max_tokens: int | None = None
+    originals: Mapping[int, Any] = field(default_factory=dict[int, Any])
+
+    @property
+    def system_text(self) -> str:
+        return "\n\n".join(message.content for message in self.messages if message.role == "system")
+
+    @property
+    def dialogue(self) -> list[tuple[int, Message]]:
+        """Return all messages but the system's, with their positions."""
+        return [(n, message) for n, message in enumerate(self.messages) if message.role != "system"]
+
+
+@dataclass(slots=True, frozen=True)
+class ModelReply:
+    """Reply of a model, with its token counts. `original` is the endpoint's own form of the message, if it must be sent
+    back unchanged."""
+
+    message: Message
+    input_tokens: int
+    output_tokens: int
+    estimated: bool = False  # token counts are estimates
+    fault: Fault | None = None  # a billed reply that is refused, or truncated at max_tokens
+    original: Any = None
+
+    @property
+    def text(self) -> str:
+        return self.message.content
+
+    def as_json(self) -> dict[str, Any]:
+        row: dict[str, Any] = {"message": message_to_dict(self.message), "fault": self.fault}
+        row |= {"tokens": [self.input_tokens, self.output_tokens], "estimated": self.estimated}
+        return row | ({} if self.original is None else {"original": self.original})
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> ModelReply:
+        message = message_from_dict(row["message"])
+        prompt, output = row["tokens"]
+        return cls(message, prompt, output, row["estimated"], row["fault"], row.get("original"))
+
+
+def reply_with_usage(
+    request: ModelRequest,
+    message: Message,
+    prompt: Any,
+    output: Any,
+    fault: Fault | None,
+    original: Any = None,
+) -> ModelReply:
+    """Return the reply with the endpoint's token counts, or with estimates if it reports none."""
+    for number, call in enumerate(message.tool_calls):
+        call.id = call.id or call_id(request, number)
+    if isinstance(prompt, int) and isinstance(output, int):
+        return ModelReply(message, prompt, output, fault=fault, original=original)
+    characters = sum(len(text.content) for text in request.messages)
+    written = len(message.content) + sum(len(str(call.arguments)) for call in message.tool_calls)
+    tokens = characters // CHARS_PER_TOKEN + 1, written // CHARS_PER_TOKEN + 1
+    return ModelReply(message, *tokens, estimated=True, fault=fault, original=original)
+
+
+def call_id(request: ModelRequest, number: int) -> str:
+    """Return an id for a call without one, unique in its conversation."""
+    return f"call_{len(request.messages)}_{number}"
+
+
+def without_nulls(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,283 @@
+"""Rows for tuning at a provider, from the rows of `convert`: supervised (sft) and preference pairs (dpo).
+
+    openai    messages, tools                                    input, preferred_output, non_preferred_output
+    gemini    systemInstruction, contents, tools                 contents, completions with scores 1 and 0
+    bedrock   schemaVersion, system, messages, toolConfig        none
+
+A pair at a provider compares two single messages. Episodes that differ in more than their last message are skipped.
+No row has been sent to a provider: the formats are those of the providers' documents.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+Provider = Literal["openai", "gemini", "bedrock"]
+Row = dict[str, Any]
+BEDROCK_VERSION = "bedrock-conversation-2024"
+BEDROCK_RESERVED = ("User:", "Bot:", "Assistant:", "System:", "<image>", "<video>", "[EOS]")
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+CALL_ID = re.compile(r"[a-zA-Z0-9_-]+")
+SCHEMA_KEYS = (
+    "type",
+    "description",
+    "properties",
+    "required",
+    "items",
+    "enum",
+    "nullable",
+    "anyOf",
+    "format",
+)
+OPENAI_MIN_ROWS = 10  # smaller files are rejected
+
+
+class UnfitRow(ValueError):
+    """A row that the provider's format cannot hold."""
+
+
+class ProviderFormat(NamedTuple):
+    supervised: Callable[[Row, list[Row]], Row]
+    pair: Callable[[Row, list[Row], Row, Row], Row] | None  # row, prompt, chosen and rejected message
+
+
+def provider_rows(rows: Sequence[Row], provider: Provider, dropped: Counter[str]) -> list[Row]:
+    """Return the rows in the provider's format. Rows that it cannot hold are counted in `dropped` with the reason."""
+    fmt, converted = FORMATS[provider], []
+    for row in rows:
+        if "chosen" in row and fmt.pair is None:
+            raise ValueError(f"{provider} has no tuning on pairs; use --to {provider} without dpo")
+        if not {"chosen", "messages", "completion"} & row.keys() or "label" in row or "labels" in row:
+            raise ValueError(f"the format {provider} is for sft and dpo rows; use --to {provider}")
+        try:
+            converted.append(_checked(row, fmt))
+        except UnfitRow as error:
+            dropped[f"{provider}: {error}"] += 1
+    return converted
+
+
+def _checked(row: Row, fmt: ProviderFormat) -> Row:
+    for tool in row.get("tools", ()):
+        if not TOOL_NAME.fullmatch(tool["function"]["name"]):
+            raise UnfitRow(f"tool name {tool['function']['name']!r:.70}; use letters, digits, _ and -")
+    if "chosen" in row:
+        assert fmt.pair is not None
+        shared, chosen, rejected = _single_difference(row)
+        prompt = [*_unweighted(row["prompt"]), *shared]
+        _check_messages([*prompt, chosen])
+        _check_messages([*prompt, rejected])
+        return fmt.pair(row, prompt, chosen, rejected)
+    messages = row["messages"] if "messages" in row else [*_unweighted(row["prompt"]), *row["completion"]]
+    _check_messages(messages)
+    return fmt.supervised(row, messages)
+
+
+def _single_difference(row: Row) -> tuple[list[Row], Row, Row]:
+    """Return the common beginning of two completions and the single message of each after it."""
+    plain = [[_without_ids(message) for message in row[side]] for side in ("chosen", "rejected")]
+    shared = 0
+    for one, other in zip(*plain, strict=False):
+        if one != other:
+            break
+        shared += 1
+    ends = [row[side][shared:] for side in ("chosen", "rejected")]
+    if any(len(end) != 1 or end[0]["role"] != "assistant" for end in ends):
+        raise UnfitRow("the episodes of a pair differ in more than their last message")
+    return _unweighted(row["chosen"][:shared]), ends[0][0], ends[1][0]
+
+
+def _without_ids(message: Row) -> Row:
+    """Return a message without the ids of calls, which differ between equal episodes."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return {key: value for key, value in message.items() if key != "tool_call_id"} | {"tool_calls": calls}
+
+
+def _unweighted(messages: Sequence[Row]) -> list[Row]:
+    """Return messages that are not trained."""
+    return [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
+
+
+def _check_messages(messages: Sequence[Row]) -> None:
+    """Raise UnfitRow unless every call has one result and the last message is the assistant's."""
+    if not messages or messages[-1]["role"] != "assistant":
+        raise UnfitRow("the last message is not the assistant's")
+    if not any(message["role"] == "user" for message in messages):
+        raise UnfitRow("there is no user message")
+    pending: list[str] = []
+    for message in messages:
+        if message["role"] == "tool":
+            if message.get("tool_call_id") not in pending:
+                raise UnfitRow("a tool result answers no call")
+            pending.remove(message["tool_call_id"])
+            continue
+        if pending:
+            raise UnfitRow("a call has no result")
+        pending = [call["id"] for call in message.get("tool_calls", ())]
+        if not all(CALL_ID.fullmatch(name) for name in pending) or len(set(pending)) < len(pending):
+            raise UnfitRow("ids of calls must be unique, of letters, digits, _ and -")
+        if message["role"] == "assistant" and not message["content"] and not pending:
+            raise UnfitRow("an assistant message is empty")
+
+
+# OpenAI
+
+
+def _openai_message(message: Row) -> Row:
+    keys = ("role", "tool_calls", "tool_call_id", "weight")
+    row = {key: message[key] for key in keys if key in message}
+    return row if "tool_calls" in row and not message["content"] else row | {"content": message["content"]}
+
+
+def _openai_tools(row: Row) -> Row:
+    return {"tools": row["tools"], "parallel_tool_calls": True} if row.get("tools") else {}
+
+
+def _openai(row: Row, messages: list[Row]) -> Row:
+    return {"messages": [_openai_message(message) for message in messages]} | _openai_tools(row)
+
+
+def _openai_pair(row: Row, prompt: list[Row], chosen: Row, rejected: Row) -> Row:
+    shown = [_openai_message({k: v for k, v in message.items() if k != "weight"}) for message in prompt]
+    outputs = {
+        "preferred_output": [_openai_message(chosen)],
+        "non_preferred_output": [_openai_message(rejected)],
+    }
+    return {"input": {"messages": shown} | _openai_tools(row)} | outputs
+
+
+# Gemini
+
+
+def _gemini_parts(message: Row, names: dict[str, str]) -> list[Row]:
+    if message["role"] == "tool":
+        response = {"name": names[message["tool_call_id"]], "response": {"result": message["content"]}}
+        return [{"functionResponse": response}]
+    calls = []
+    for call in message.get("tool_calls", ()):
+        names[call["id"]] = call["function"]["name"]
+        calls.append(
+            {
+                "functionCall": {
+                    "name": call["function"]["name"],
+                    "args": json.loads(call["function"]["arguments"]),
+                }
+            }
+        )
+    return [*([{"text": message["content"]}] if message["content"] else []), *calls]
+
+
+def _gemini_contents(messages: Sequence[Row]) -> list[Row]:
+    contents: list[Row] = []
+    names: dict[str, str] = {}
+    for message in messages:
+        if message["role"] == "system":
+            continue
+        role = "model" if message["role"] == "assistant" else "user"
+        parts = _gemini_parts(message, names)
+        if contents and contents[-1]["role"] == role:
+            contents[-1]["parts"] += parts
+        else:
+            contents.append({"role": role, "parts": parts})
+    return contents
+
+
+def _gemini_schema(schema: Any) -> Any:
+    """Return a JSON schema as an OpenAPI schema with the keys that Gemini knows."""
+    if not isinstance(schema, Mapping):
+        return schema
+    if "$ref" in schema:
+        raise UnfitRow("a tool's schema contains $ref")
+    row = {key: schema[key] for key in SCHEMA_KEYS if key in schema}
+    if isinstance(kind := row.get("type"), list):
+        row |= {"type": next((name for name in kind if name != "null"), "string"), "nullable": "null" in kind}
+    if isinstance(row.get("type"), str):
+        row["type"] = row["type"].upper()
+    if "properties" in row:
+        row["properties"] = {name: _gemini_schema(value) for name, value in row["properties"].items()}
+    if "items" in row:
+        row["items"] = _gemini_schema(row["items"])
+    if "anyOf" in row:
+        row["anyOf"] = [_gemini_schema(value) for value in row["anyOf"]]
+    return row
+
+
+def _gemini_frame(row: Row, messages: Sequence[Row]) -> Row:
+    frame: Row = {}
+    if system := _system_text(messages):
+        frame["systemInstruction"] = {"role": "system", "parts": [{"text": system}]}
+    functions = [tool["function"] for tool in row.get("tools", ())]
+    if functions:
+        declared = [
+            function | {"parameters": _gemini_schema(function["parameters"])} for function in functions
+        ]
+        frame["tools"] = [{"functionDeclarations": declared}]
+    return frame
+
+
+def _gemini(row: Row, messages: list[Row]) -> Row:
+    return _gemini_frame(row, messages) | {"contents": _gemini_contents(messages)}
+
+
+def _gemini_pair(row: Row, prompt: list[Row], chosen: Row, rejected: Row) -> Row:
+    completions = [
+        {"score": score, "completion": {"role": "model", "parts": _gemini_parts(message, {})}}
+        for score, message in ((1, chosen), (0, rejected))
+    ]
+    return _gemini_frame(row, prompt) | {"contents": _gemini_contents(prompt), "completions": completions}
+
+
+# Bedrock
+
+
+def _bedrock_blocks(message: Row) -> list[Row]:
+    if message["role"] == "tool":
+        result = {"toolUseId": message["tool_call_id"], "content": [{"text": message["content"]}]}
+        return [{"toolResult": result}]
+    uses = []
+    for call in message.get("tool_calls", ()):
+        use = {"toolUseId": call["id"], "name": call["function"]["name"]}
+        uses.append({"toolUse": use | {"input": json.loads(call["function"]["arguments"])}})
+    if message["role"] == "user" and message["content"].startswith(BEDROCK_RESERVED):
+        raise UnfitRow(f"a prompt begins with one of {', '.join(BEDROCK_RESERVED)}")
+    return [*([{"text": message["content"]}] if message["content"] else []), *uses]
+
+
+def _bedrock(row: Row, messages: list[Row]) -> Row:
+    system = _system_text(messages)
+    turns: list[Row] = []
+    for message in messages:
+        if message["role"] == "system":
+            continue
+        role = "assistant" if message["role"] == "assistant" else "user"
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += _bedrock_blocks(message)
+        else:
+            turns.append({"role": role, "content": _bedrock_blocks(message)})
+    if turns[0]["role"] != "user":
+        raise UnfitRow("the first message is not the user's")
+    converted: Row = {"schemaVersion": BEDROCK_VERSION} | ({"system": [{"text": system}]} if system else {})
+    converted["messages"] = turns
+    if row.get("tools"):
+        functions = [tool["function"] for tool in row["tools"]]
+        converted["toolConfig"] = {"tools": [{"toolSpec": _tool_spec(function)} for function in functions]}
+    return converted
+
+
+def _tool_spec(function: Row) -> Row:
+    described = {"description": function["description"]} if function.get("description") else {}
+    return {"name": function["name"]} | described | {"inputSchema": {"json": function["parameters"]}}
+
+
+def _system_text(messages: Sequence[Row]) -> str:
+    return "\n\n".join(message["content"] for message in messages if message["role"] == "system")
+
+
+FORMATS: dict[Provider, ProviderFormat] = {
+    "openai": ProviderFormat(_openai, _openai_pair),
+    "gemini": ProviderFormat(_gemini, _gemini_pair),
+    "bedrock": ProviderFormat(_bedrock, None),
+}

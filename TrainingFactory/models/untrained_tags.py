@@ -1,0 +1,64 @@
+"""Tags of tool calls that are tokens of the tokenizer but were never trained, as <tool_call> in Qwen2.5-Coder: its rows
+are those of unused ids, so the model cannot write the token, and SFT makes other unused tokens as likely."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from TrainingFactory.models.encoding import MARKUP
+
+TOLERANCE = 0.02  # relative distance of an untrained row from the mean of the unused rows
+UNUSED = "<|unused_"
+LAST_ROWS = 32  # with the highest ids: unused if they are equal
+
+
+def remove_untrained_tags(name: str, model: Any, tokenizer: Any) -> tuple[str, ...]:
+    """Remove call tags from the added tokens if their output rows equal those of unused ids. Their texts are then
+    encoded with normal tokens. Special tokens stay. Return notes for the log."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # slow tokenizers have none
+    head = model.get_output_embeddings()
+    if backend is None or head is None or not head.weight.is_floating_point():
+        return ()
+    state = json.loads(backend.to_str())
+    tags = {
+        token["content"]: token["id"]
+        for token in state["added_tokens"]
+        if not token["special"]
+        and MARKUP.fullmatch(token["content"])
+        and not token["content"].startswith(UNUSED)
+    }
+    untrained = _untrained(head.weight, tags)
+    if not untrained:
+        return ()
+    _free_texts(state, untrained)
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+    texts = ", ".join(sorted(untrained))
+    return (f"{name} was not trained on the tokens {texts}; their texts are written with normal tokens",)
+
+
+def _free_texts(state: dict[str, Any], texts: set[str]) -> None:
+    """Change the added tokens of a tokenizer so that these texts are no tokens, and all ids stay the same. Tokens that
+    are not in the vocabulary itself are renamed, because the library numbers the added tokens in their order."""
+    vocabulary = state["model"]["vocab"]
+    kept = [token for token in state["added_tokens"] if token["content"] not in texts & vocabulary.keys()]
+    for token in kept:
+        if token["content"] in texts:
+            token["content"] = f"{UNUSED}{token['id']}|>"
+    state["added_tokens"] = kept
+
+
+@torch.no_grad()
+def _untrained(weight: torch.Tensor, tokens: dict[str, int]) -> set[str]:
+    if not tokens or max(tokens.values()) >= len(weight) - LAST_ROWS:
+        return set()
+    unused = weight[-LAST_ROWS:].float()
+    mean = unused.mean(0)
+    limit = TOLERANCE * mean.norm()
+    if (unused - mean).norm(dim=1).max() > limit:  # rows of tokens in use
+        return set()
+    distances = (weight[list(tokens.values())].float() - mean).norm(dim=1)
+    return {text for text, distance in zip(tokens, distances, strict=True) if distance <= limit}

@@ -1,0 +1,271 @@
+"""Folding: a conversation that exceeds a token limit continues from a shorter prompt (`environment.context`).
+
+A context is the conversation as the model sees it: the messages before the first answer, then whole turns, so that a
+call is never separated from its results. A kept turn keeps its sampled ids. Changed text is foreign text: the chat
+format encodes it without control tokens. `data/samples.py` starts another row at a folded prompt, because it does not
+continue the sampled tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from TrainingFactory.protocols import ChatFormat
+from TrainingFactory.rewards.adapt import call_function
+from TrainingFactory.types import Completion, Message, ToolSpec, Turn
+
+FoldKind = Literal["window", "drop_thoughts", "drop_results", "summary", "own"]
+FoldFunction = Callable[[list[Message]], "list[Message] | Awaitable[list[Message]]"]
+KEY = "environment.context"
+SUMMARY_REQUEST = (
+    "The conversation is getting long, and its messages will be removed. Write a summary from which you can continue: "
+    "facts and results that the task still needs, and the next step. Do not call a tool."
+)
+SUMMARY_TITLE = "Summary of the conversation so far:"
+PLACEHOLDER = "[result removed]"
+TASK_LOST = "fold/task_lost"  # signal of the first turn after a fold that removed the user's task
+
+
+@dataclass(slots=True, frozen=True)
+class Folding:
+    """When and how an episode's conversation is folded. The fields are the keys of `environment.context`."""
+
+    fold: FoldKind
+    limit: int  # tokens of a prompt above which it is folded
+    keep_turns: int = 2  # last turns that window, drop_thoughts and drop_results leave unchanged
+    max_folds: int = 16  # per episode
+    summary_tokens: int = 256
+    template: str = SUMMARY_REQUEST  # asks the model for a summary
+    placeholder: str = PLACEHOLDER  # replaces a tool result
+    function: FoldFunction | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class ContextTurn:
+    """A turn in a context. `token_ids` are the ids of its message: sampled, or written; None: not written yet."""
+
+    message: Message
+    replies: list[Message]
+    token_ids: list[int] | None = None
+
+
+@dataclass(slots=True)
+class Context:
+    """A conversation as the model sees it. `head_ids` is the prompt of `head` alone; None: not rendered yet."""
+
+    head: list[Message]
+    turns: list[ContextTurn] = field(default_factory=list)
+    head_ids: list[int] | None = None
+    folds: int = 0
+    task: list[Message] = field(default_factory=list)  # `head` before any fold: system prompt and task
+
+    @classmethod
+    def begin(cls, prompt: list[Message], prompt_ids: list[int] | None = None) -> Context:
+        return cls(prompt, [], prompt_ids, 0, prompt)
+
+    @classmethod
+    def of_messages(cls, messages: Sequence[Message]) -> Context:
+        """Return the context of a conversation that was not sampled here."""
+        head, turns = split_turns(messages)
+        context = cls.begin(head)
+        context.turns = turns
+        return context
+
+    @property
+    def messages(self) -> list[Message]:
+        turns = [message for turn in self.turns for message in (turn.message, *turn.replies)]
+        return [*self.head, *turns]
+
+    def add(self, turn: Turn) -> None:
+        self.turns.append(ContextTurn(turn.message, turn.replies, turn.completion.token_ids))
+
+    @property
+    def has_task(self) -> bool:
+        """Return whether a user message still contains the last text of the user before the first turn."""
+        tasks = [message.content.strip() for message in self.task if message.role == "user"]
+        texts = [message.content for message in self.messages if message.role == "user"]
+        return not tasks or any(tasks[-1] in text for text in texts)
+
+    def copy(self) -> Context:
+        """Return a copy for a forked episode."""
+        return replace(self, turns=list(self.turns))
+
+
+class FoldError(ValueError):
+    """The conversation could not be folded."""
+
+
+def split_turns(messages: Sequence[Message]) -> tuple[list[Message], list[ContextTurn]]:
+    """Split a conversation into the messages before the first answer and the turns after them."""
+    head: list[Message] = []
+    turns: list[ContextTurn] = []
+    for message in messages:
+        if message.role == "assistant":
+            turns.append(ContextTurn(message, []))
+        elif turns:
+            turns[-1].replies.append(message)
+        else:
+            head.append(message)
+    return head, turns
+
+
+async def fold(context: Context, folding: Folding) -> Context:
+    """Return the folded context; the same object if there is nothing to remove. A summary is `with_summary`."""
+    old, kept = context.turns[: -folding.keep_turns], context.turns[-folding.keep_turns :]
+    if folding.fold == "own":
+        return await _fold_with_function(context, folding)
+    if folding.fold == "window":
+        turns = kept
+    elif folding.fold == "drop_thoughts":
+        turns = [*map(_without_thought, old), *kept]
+    else:
+        turns = [*(_without_results(turn, folding.placeholder) for turn in old), *kept]
+    return context if turns == context.turns else replace(context, turns=turns, folds=context.folds + 1)
+
+
+def with_summary(context: Context, summary: str) -> Context:
+    """Return the context of the system prompt, the task and a summary, without turns. The summary follows the text of
+    the last user message, because many chat templates reject two user messages in a row."""
+    head = with_user_text(context.task, f"{SUMMARY_TITLE}\n{summary}")
+    return replace(context, head=head, head_ids=None, turns=[], folds=context.folds + 1)
+
+
+def context_ids(context: Context, chat: ChatFormat, tools: Sequence[ToolSpec]) -> list[int]:
+    """Return the prompt of a context. Raise ValueError if the chat template cannot render it."""
+    if context.head_ids is None:
+        context.head_ids = chat.render(context.head, tools)
+    ids = list(context.head_ids)
+    for number, turn in enumerate(context.turns):
+        token_ids = _turn_ids(turn, ids, chat, tools)
+        if token_ids is not turn.token_ids:
+            context.turns[number] = replace(turn, token_ids=token_ids)
+        ids += token_ids
+        ids += chat.extend(_as_turn(turn.message, token_ids), turn.replies)
+    return ids
+
+
+def summary_prompt(turn: Turn, request: str, chat: ChatFormat) -> list[int]:
+    """Return the prompt of a summary after a turn: its tokens, its replies and the request. A template that allows no
+    user message there gets the request in the last reply."""
+    ids = turn.prompt_ids + turn.completion.token_ids
+    try:
+        return ids + chat.extend(turn, [*turn.replies, Message("user", request)])
+    except ValueError:
+        if not turn.replies:
+            raise
+        return ids + chat.extend(turn, _with_text(turn.replies, request))
+
+
+def with_user_text(messages: Sequence[Message], text: str) -> list[Message]:
+    """Append a user's text to a conversation: to its last message if that is the user's, else as another message."""
+    if messages[-1].role == "user":
+        return _with_text(messages, text)
+    return [*messages, Message("user", text)]
+
+
+def _with_text(messages: Sequence[Message], text: str) -> list[Message]:
+    """Append a text to the last message."""
+    *before, last = messages
+    return [*before, replace(last, content=f"{last.content}\n\n{text}")]
+
+
+def _turn_ids(
+    turn: ContextTurn, prompt_ids: list[int], chat: ChatFormat, tools: Sequence[ToolSpec]
+) -> list[int]:
+    """Return the ids of a turn's message after this prompt. Sampled ids that would be read differently there, because
+    only one of the two prompts opens a thought, are written again."""
+    if turn.token_ids is not None:
+        read = chat.parse(turn.token_ids, prompt_ids, tools)
+        if (read.content, read.reasoning) == (turn.message.content, turn.message.reasoning):
+            return turn.token_ids
+    return chat.write(turn.message, prompt_ids, tools, exact=False)
+
+
+def _as_turn(message: Message, token_ids: list[int]) -> Turn:
+    return Turn([], Completion(token_ids, [0.0] * len(token_ids), "stop"), message)
+
+
+def _without_thought(turn: ContextTurn) -> ContextTurn:
+    """Remove the reasoning. A turn with an unreadable call keeps it, because the call cannot be written again."""
+    if not turn.message.reasoning or any(call.error for call in turn.message.tool_calls):
+        return turn
+    return ContextTurn(replace(turn.message, reasoning=None), turn.replies)
+
+
+def _without_results(turn: ContextTurn, placeholder: str) -> ContextTurn:
+    """Replace tool results that are longer than the placeholder."""
+    replies = [
+        replace(reply, content=placeholder)
+        if reply.role == "tool" and len(reply.content) > len(placeholder)
+        else reply
+        for reply in turn.replies
+    ]
+    return turn if replies == turn.replies else replace(turn, replies=replies)
+
+
+async def _fold_with_function(context: Context, folding: Folding) -> Context:
+    assert folding.function is not None
+    before = context.messages
+    after = await call_function(folding.function, copy.deepcopy(before))
+    _check_messages(after, f"{KEY}.function")
+    if after == before:
+        return context
+    head, turns = split_turns(after)
+    unmatched = list(context.turns)
+    for number, turn in enumerate(turns):  # an unchanged answer keeps its sampled ids
+        match = next((known for known in unmatched if known.message == turn.message), None)
+        if match is not None:
+            unmatched.remove(match)
+            turns[number] = replace(turn, token_ids=match.token_ids)
+    head_ids = context.head_ids if head == context.head else None
+    return replace(context, head=head, head_ids=head_ids, turns=turns, folds=context.folds + 1)
+
+
+def _check_messages(messages: object, function: str) -> None:
+    """Raise FoldError unless a fold function returned a conversation from which the model can continue."""
+    if not isinstance(messages, list) or not all(isinstance(item, Message) for item in messages):
+        raise FoldError(f"{function} must return a list of Message, not {str(messages)[:60]}")
+    if not any(message.role == "user" for message in messages):
+        raise FoldError(f"{function} returned no user message: keep the message with the task")
+    if messages[-1].role == "assistant":
+        raise FoldError(f"{function} returned an assistant message at the end: the next turn is the model's")
+    head, turns = split_turns(messages)
+    if not head or any(message.role == "tool" for message in head):
+        text = "the first assistant message needs a user message before it, and a tool result its call"
+        raise FoldError(f"{function} returned a conversation that starts in the middle: {text}")
+    for turn in turns:
+        calls = {call.id for call in turn.message.tool_calls}
+        results = {reply.tool_call_id for reply in turn.replies if reply.role == "tool"} - {None}
+        if results - calls or (results and calls - results):
+            raise FoldError(
+                f"{function} separated tool calls from their results: calls {sorted(calls)}, results "
+                f"{sorted(map(str, results))}; keep or remove whole turns"
+            )
+
+
+def first_prompt_error(size: int, folding: Folding) -> str:
+    return (
+        f"{KEY}.limit is {folding.limit}, but the first prompt already has {size} tokens: raise the limit above the "
+        "prompt with its tools, or shorten the prompt"
+    )
+
+
+def too_long_error(size: int, max_length: int, folding: Folding) -> str:
+    fold = f"{KEY}.fold={folding.fold}"
+    return f"the prompt has {size} tokens after folding ({fold}), but model.max_length is {max_length}"
+
+
+def no_fold_error(size: int, max_length: int, folds: int, folding: Folding) -> str:
+    reason = (
+        "nothing more can be removed" if folds < folding.max_folds else f"{KEY}.max_folds={folds} is reached"
+    )
+    return f"the prompt has {size} tokens, model.max_length is {max_length}, and {reason} ({KEY}.fold={folding.fold})"
+
+
+def no_room_error(size: int, max_length: int, folding: Folding) -> str:
+    return (
+        f"the prompt with the request for a summary has {size} tokens, but model.max_length is {max_length}: lower "
+        f"{KEY}.limit ({folding.limit}), so that the last tool result and the summary fit below it"
+    )

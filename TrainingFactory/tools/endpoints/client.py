@@ -1,0 +1,173 @@
+"""Client of a model endpoint for many requests: concurrency and rate limits, retries, cache, budget. The cache is also
+the recording: a client that replays it sends nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from TrainingFactory.common.endpoints.budget import Budget, Usage
+from TrainingFactory.common.endpoints.messages import ModelReply
+from TrainingFactory.common.endpoints.transport import ModelError
+from TrainingFactory.tools.cache.cache import ToolCache
+from TrainingFactory.tools.cache.stores import REDIS_URL
+from TrainingFactory.tools.fingerprint import digest
+from TrainingFactory.tools.limits import CallLimits
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.types import ToolResult
+
+MAX_BACKOFF = 30.0  # seconds of backoff between attempts
+MAX_RETRY_AFTER = 120.0  # seconds that an endpoint can request with Retry-After
+IN_FLIGHT_TIMEOUT = 3600.0  # maximum wait for an identical request in flight; its own timeouts are shorter
+_chance = random.Random()  # jitter of the retries; does not affect results
+FailureKind = Literal[
+    "unavailable", "refused", "cut", "unreadable", "out_of_range", "budget", "error", "not_recorded"
+]
+Send = Callable[[], Awaitable[ModelReply]]
+
+
+class ModelFailure(Exception):
+    """Raised when there is no usable reply. `stops`: further requests would fail too."""
+
+    def __init__(self, text: str, kind: FailureKind, denied: bool = False) -> None:
+        super().__init__(text)
+        self.kind: FailureKind = kind
+        self.stops = denied or kind in ("unavailable", "budget", "not_recorded")
+
+
+@dataclass(kw_only=True, eq=False)
+class EndpointClient:
+    """Sends requests to `model` with retries, and caches the replies. `model` is any object with `close`."""
+
+    WHO: ClassVar[str] = "the model"  # in errors
+
+    model: Any
+    concurrency: int | None = 8
+    rate: float | None = None
+    retries: int = 3
+    pause: float = 0.5
+    cache: ToolCache | str | Path | None = None
+    budget: Budget = field(default_factory=Budget)
+    replay: bool = False
+    earlier: Usage | None = None  # spending of earlier processes that counts for the budget
+
+    def __post_init__(self) -> None:
+        self._opened: ToolCache | None = self.cache if isinstance(self.cache, ToolCache) else None
+        if isinstance(self.cache, str | Path):
+            open_cache(self.cache).close()  # fails early if unusable; the first request opens it again
+        self.usage = Usage()
+        self.spent = [self.usage, *([self.earlier] if self.earlier else [])]  # of all that share the budget
+        self._limits = CallLimits(self.concurrency, self.rate)
+        self._in_flight: set[asyncio.Task[ModelReply]] = set()
+        self._closing = False  # requests that wait for a slot or a retry are dropped
+
+    async def request(
+        self, key: Sequence[str], send: Send, check: Callable[[ModelReply], object] = lambda _: None
+    ) -> ModelReply:
+        """Return the cached reply of `key`, or send the request; raise ModelFailure without a usable reply. `check`
+        raises for a reply that must not be cached. A request whose caller is cancelled continues, because it is paid:
+        its reply is cached."""
+        if self.cache is None:
+            reply = await self._with_retries(send)
+            check(reply)
+            return reply
+        task = asyncio.ensure_future(self._through_cache(digest(*key), send, check))
+        self._in_flight.add(task)
+        task.add_done_callback(self._landed)
+        return await asyncio.shield(task)
+
+    def _landed(self, task: asyncio.Task[ModelReply]) -> None:
+        self._in_flight.discard(task)
+        if not task.cancelled():
+            task.exception()  # the caller may be gone: retrieved, so that asyncio does not log it
+
+    async def _through_cache(self, key: str, send: Send, check: Callable[[ModelReply], object]) -> ModelReply:
+        async def run() -> ToolResult:
+            if self.replay:
+                text = f"{self.cache} has no reply to a request of this episode; record it first with replay: false"
+                raise ModelFailure(text, "not_recorded")
+            reply = await self._with_retries(send)
+            check(reply)
+            return ToolResult(json.dumps(reply.as_json()))
+
+        if isinstance(self.cache, str | Path) and self._opened is None:
+            self._opened = open_cache(self.cache)
+        assert self._opened is not None
+        result = await self._opened.get_or_execute(key, run, time.monotonic() + IN_FLIGHT_TIMEOUT)
+        reply = ModelReply.from_json(json.loads(result.content))
+        if result.cached:
+            self.usage.cached += 1
+            self.usage.cached_tokens += reply.input_tokens + reply.output_tokens
+            self.usage.cached_cost += self.budget.cost(reply)
+        return reply
+
+    async def _with_retries(self, send: Send) -> ModelReply:
+        attempt = 0
+        while True:
+            try:
+                return await self._attempt(send)
+            except ModelError as error:
+                if not error.temporary:
+                    raise ModelFailure(str(error), "error", error.denied) from error
+                if attempt >= self.retries or self._closing:
+                    attempts = f" ({attempt + 1} attempts)" if attempt else ""
+                    raise ModelFailure(f"{error}{attempts}", "unavailable") from error
+                delay = min(error.wait or 0.0, MAX_RETRY_AFTER)
+            pause = max(min(self.pause * 2**attempt, MAX_BACKOFF) * _chance.uniform(0.5, 1), delay)
+            attempt += 1
+            self.usage.retries += 1
+            await asyncio.sleep(pause)
+
+    async def _attempt(self, send: Send) -> ModelReply:
+        async with self._limits.hold_slot():
+            if self._closing:
+                raise ModelFailure(f"{self.WHO} is closed", "unavailable")
+            self._check_budget()
+            self.usage.requests += 1
+            reply = await send()
+        self.usage.input_tokens += reply.input_tokens
+        self.usage.output_tokens += reply.output_tokens
+        self.usage.estimated += reply.estimated
+        self.usage.cost += self.budget.cost(reply)
+        return reply
+
+    def _check_budget(self) -> None:
+        used = {
+            "max_cost": sum(usage.cost for usage in self.spent),
+            "max_tokens": sum(usage.input_tokens + usage.output_tokens for usage in self.spent),
+            "max_requests": sum(usage.requests for usage in self.spent),
+        }
+        for name, amount in used.items():
+            limit = getattr(self.budget, name)
+            if limit is not None and amount >= limit:
+                fresh = ", or resume in a new process, which starts with a fresh budget"
+                raise ModelFailure(
+                    f"{self.WHO}'s budget is spent: budget.{name} is {limit:g}, and {amount:g} is used; raise it"
+                    f"{fresh if self.earlier is None else ''}",
+                    "budget",
+                )
+
+    async def close(self) -> None:
+        """Wait for requests in flight, whose replies are paid; close the connections, and the cache unless it was
+        passed in. A later request reopens both."""
+        if self._in_flight:
+            self._closing = True
+            await asyncio.wait(self._in_flight, timeout=getattr(self.model, "timeout", None))
+            self._closing = False
+        await self.model.close()
+        if isinstance(self.cache, str | Path) and self._opened is not None:
+            client, self._opened = self._opened, None
+            await in_thread(client.close)
+
+
+def open_cache(target: str | Path) -> ToolCache:
+    if not REDIS_URL.match(str(target)):
+        target = Path(target).expanduser()
+        target.parent.mkdir(parents=True, exist_ok=True)
+    return ToolCache(target)

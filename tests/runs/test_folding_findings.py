@@ -1,0 +1,35 @@
+"""What a run and the doctor report about folding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from TrainingFactory.config.schema import ContextSection
+from TrainingFactory.runs.finding_rules import FindingTracker
+from TrainingFactory.training.forecasts import forecast_rows
+
+
+def test_summaries_that_are_cut() -> None:
+    step = {"seconds/step": 1.0, "fold/summaries_cut": 0.8}
+    tracker = FindingTracker()
+    changes = [change for number in range(3) for change in tracker.look(number, step, ())]
+    assert [change.name for change in changes] == ["summaries_grow"]
+    assert changes[0].finding is not None and "summary_tokens" in changes[0].finding.sentence
+
+
+@pytest.mark.parametrize(
+    ("context", "rows"),
+    [
+        (
+            {"fold": "window", "limit": 300, "keep_turns": 1},
+            5,
+        ),  # 100 200 300 400|200 300 400|200 300 400|200 ...
+        ({"fold": "window", "limit": 5000, "keep_turns": 1}, 1),
+        ({"fold": "summary", "limit": 300, "summary_tokens": 50}, 5),
+        ({"fold": "window", "limit": 300, "keep_turns": 1, "max_folds": 2}, 3),
+    ],
+)
+def test_the_forecast_of_rows(context: Any, rows: int) -> None:
+    assert forecast_rows(ContextSection(**context), 100, 100, 11) == rows
