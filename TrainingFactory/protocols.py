@@ -25,6 +25,11 @@ class SamplingSession(Protocol):
     """The sampler's state of one episode: keeps the computation of a turn (its KV cache) for the next turn."""
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion: ...
+    def fork(self) -> SamplingSession:
+        """Open the session of an episode that continues the turns of this one, and shares their computation as long as
+        the sampler holds it. This session may be closed."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -142,7 +147,10 @@ class ToolSource(Protocol):
 
 
 class Environment(Protocol):
-    """The environment of one episode of one task; closed after the reward has been computed."""
+    """The environment of one episode of one task; closed after the reward has been computed. With an optional method
+    `async def fork(self)`, which returns an independent copy in the same state, episodes can branch without replaying
+    their steps; `fork = None` excludes an environment from branching. A property
+    `state` may name the current state by a string."""
 
     @property
     def task(self) -> Task: ...

@@ -118,6 +118,7 @@ class Turn:
     # The message is a summary of the conversation for the next prompt; the environment does not get it.
     summary: bool = field(default=False, repr=False)
     state: str | None = field(default=None, repr=False)  # the environment's name of its state before the turn
+    masked: bool = field(default=False, repr=False)  # a filter excludes the turn from training
 
     @property
     def sampled_tokens(self) -> int:
@@ -159,6 +160,11 @@ class Trajectory:
         return any(turn.fold is not None or turn.summary for turn in self.turns)
 
     @property
+    def own_turns(self) -> list[Turn]:
+        """Return the turns that the episode sampled itself, without those shared with its parent."""
+        return self.turns[self.fork_turn :]
+
+    @property
     def answer(self) -> str:
         """Return the text of the last turn if the model finished the episode, else ""."""
         return self.turns[-1].message.content if self.status == "done" and self.turns else ""
@@ -193,6 +199,8 @@ class Sample:
     label: float = 0.0
     # Precomputed log-probs of the reference model; 0 where the mask is false.
     reference: list[float] | None = None
+    # Weight of each trained token in the loss and in all counts of tokens; 0 where the mask is false. None: all 1.
+    weights: list[float] | None = None
 
     def __post_init__(self) -> None:
         self.pair = self.episode if self.pair == -1 else self.pair
@@ -211,6 +219,7 @@ class Group:
     rows: list[Sample] = field(default_factory=list)
     attempt: int = 0  # number of earlier groups in this slot that gave no signal or were too stale
     position: int = 0  # index of the task in the order of all epochs
+    filtered: dict[str, int] = field(default_factory=dict)  # counts of `training.filters`
 
 
 @dataclass(slots=True, frozen=True)

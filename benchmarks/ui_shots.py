@@ -38,7 +38,13 @@ ANSWER = """(async () => {
 
 
 def routes(
-    page: Served, run: str, against: str | None, play: str | None, model: str | None, group: list[str]
+    page: Served,
+    run: str,
+    against: str | None,
+    play: str | None,
+    model: str | None,
+    group: list[str],
+    forked: str | None,
 ) -> dict[str, tuple[str, str]]:
     """Return for each picture the route, and what must be there before it is taken; a script stands between bars."""
     name = quote(run)
@@ -69,6 +75,9 @@ def routes(
     if group:
         picked = ",".join(map(quote, group))
         made["groups"] = (f"runs?by=config&select={picked}", ".overlay .chart canvas")
+    if forked:
+        row = page.get(f"/api/runs/{quote(forked)}/episodes", sort="reward", down=1, limit=1)["rows"][0]
+        made["forks"] = (f"run/{quote(forked)}/episodes?number={row['number']}", ".forks .leaf")
     if page.get("/api/audits")["audits"]:
         made["judges"] = ("judges", ".plot")
     if model is not None:
@@ -91,6 +100,7 @@ def main() -> None:
     parser.add_argument("--play", help="the run that is talked with: one whose answers differ; else --run")
     parser.add_argument("--model", help="the registered model that is shown")
     parser.add_argument("--group", nargs="*", default=[], help="runs that are shown grouped by config")
+    parser.add_argument("--forked", help="a run with training.branching")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "ui")
     parser.add_argument("--only", nargs="*", help="names of pictures; all without it")
     given = parser.parse_args()
@@ -99,7 +109,7 @@ def main() -> None:
     try:
         with serving(given.runs) as page:
             for name, (route, there) in routes(
-                page, given.run, given.against, given.play, given.model, given.group
+                page, given.run, given.against, given.play, given.model, given.group, given.forked
             ).items():
                 if given.only and name not in given.only:
                     continue

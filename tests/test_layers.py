@@ -66,10 +66,9 @@ HEART = [
     "learning/learner.py", "learning/step.py", "learning/policy.py", "learning/forward.py", "learning/logprobs.py",
     "learning/optim.py",
 ]  # fmt: skip
-HEART_LINES = 6_100
-TOTAL_LINES = 61_770  # of Python in the package
-STATIC_LINES = 8_600  # of web/static
-STATIC_LINES = 8_600  # of web/static
+HEART_LINES = 7_300
+TOTAL_LINES = 64_770  # of Python in the package
+STATIC_LINES = 8_750  # of web/static
 LARGEST_SHARE = 0.15  # of the package's lines in one folder
 
 NO_TORCH = ["types", "protocols", "common", "config", "tools", "envs", "rewards", "rollout", "web"]

@@ -44,14 +44,19 @@ def rewards_equal(outcomes: np.ndarray) -> bool:
     return bool(np.ptp(outcomes) <= TOLERANCE * np.abs(outcomes).max())
 
 
+def returns_to_go(outcomes: np.ndarray, steps: np.ndarray, credit: Credit) -> np.ndarray:
+    """Return R: [..., n], [..., n, T] -> [..., n, T], or [..., n, 1] with credit `trajectory`."""
+    rewards_to_go = np.flip(np.cumsum(np.flip(steps, -1), -1), -1)
+    return outcomes[..., None] + (rewards_to_go if credit == "turn" else rewards_to_go[..., :1])
+
+
 def advantages(
     outcomes: np.ndarray, steps: np.ndarray, credit: Credit, baseline: Baseline, scale: bool = False
 ) -> np.ndarray:
     """Return the advantages: [..., n], [..., n, T] -> [..., n, T]. `scale` divides by the standard deviation (n - 1 in
     the denominator) of the members' total rewards; where these are equal, all advantages are zero."""
     members = outcomes.shape[-1]
-    rewards_to_go = np.flip(np.cumsum(np.flip(steps, -1), -1), -1)
-    returns = outcomes[..., None] + (rewards_to_go if credit == "turn" else rewards_to_go[..., :1])
+    returns = returns_to_go(outcomes, steps, credit)
     if baseline == "none":
         return returns * np.ones(steps.shape[-1])
     distance = returns - returns.mean(-2, keepdims=True)

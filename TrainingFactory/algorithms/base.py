@@ -36,14 +36,25 @@ class BaseAlgorithm:
         return metrics
 
 
-def mean_and_deviation(arrays: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Return mean and standard deviation over all arrays; both are 0 if the arrays are empty."""
+def mean_and_deviation(
+    arrays: Sequence[np.ndarray], weights: Sequence[np.ndarray | None] = ()
+) -> tuple[float, float]:
+    """Return mean and standard deviation over all arrays; both are 0 if the arrays are empty. `weights` of the values
+    of each array; None: all 1."""
     values = np.concatenate([np.zeros(0), *arrays])  # float64
-    return (float(values.mean()), float(values.std())) if len(values) else (0.0, 0.0)
+    if not len(values):
+        return 0.0, 0.0
+    if all(array is None for array in weights):
+        return float(values.mean()), float(values.std())
+    pairs = zip(arrays, weights, strict=True)
+    factors = np.concatenate([np.ones(len(a)) if w is None else w.astype(float) for a, w in pairs])
+    mean = np.average(values, weights=factors)
+    return float(mean), float(np.sqrt(np.average((values - mean) ** 2, weights=factors)))
 
 
 def whiten(packs: Sequence[Pack]) -> None:
     """Normalise the advantages of a step's trained tokens to mean 0 and standard deviation 1, in place."""
-    mean, deviation = mean_and_deviation([pack.advantages for pack in packs])
+    weights = [pack.weights for pack in packs]
+    mean, deviation = mean_and_deviation([pack.advantages for pack in packs], weights)
     for pack in packs:
         pack.advantages = ((pack.advantages - mean) / max(deviation, MIN_DEVIATION)).astype(np.float32)

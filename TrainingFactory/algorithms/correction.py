@@ -65,5 +65,7 @@ def importance_weights(
         "capped": (ratio > correction.cap) & in_range,
         "moved": is_shifted,
     }
-    metrics = {f"importance_{name}": float(term.sum()) / tokens.step_tokens for name, term in sums.items()}
+    metrics = {
+        f"importance_{name}": float(tokens.total(term)) / tokens.step_tokens for name, term in sums.items()
+    }
     return tokens.old, weight, metrics

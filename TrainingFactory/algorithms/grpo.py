@@ -10,7 +10,11 @@ and v is the weight of `correction.py`.
 
 With advantage `reinforce_plus_plus`, A is the reward, whitened over all trained tokens of the step; with
 `reinforce_plus_plus_baseline`, A is the whitened `group` advantage. Groups with identical rewards have no gradient and
-are dropped, except with `reinforce_plus_plus`. Unscored episodes are always dropped.
+are dropped, except with `reinforce_plus_plus`. Unscored episodes are always dropped. With `state_groups`, A has a
+second term, `state_groups` times the advantage within the turn's state (`state_groups.py`).
+
+Forked episodes get the advantages and token weights of `branching.py`: all sums and means over tokens are weighted, and
+a tree of episodes counts as one episode.
 """
 
 from __future__ import annotations
@@ -24,14 +28,18 @@ import torch
 
 from TrainingFactory.algorithms.advantages import (
     OVERLONG_PENALTY,
+    Baseline,
     Credit,
     advantages,
+    returns_to_go,
     reward_tables,
     rewards_equal,
 )
 from TrainingFactory.algorithms.base import BaseAlgorithm, whiten
+from TrainingFactory.algorithms.branching import EpisodeTrees, TurnTable, has_forks, tree_advantages
 from TrainingFactory.algorithms.correction import Correction, importance_weights
 from TrainingFactory.algorithms.policy_loss import Estimator, clipped_objective, kl_terms, probability_ratio
+from TrainingFactory.algorithms.state_groups import state_advantages
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import Batch
 from TrainingFactory.data.samples import to_samples
@@ -48,6 +56,7 @@ class GRPO(BaseAlgorithm):
     advantage: Advantage = "group"
     credit: Credit = "turn"
     scale_rewards: bool = False
+    state_groups: float = 0.0  # weight of the advantage within the turn's state; 0: off
     normalization: Normalization = "token"
     constant_length: int = 1024
     loss_kind: Loss = "clip"
@@ -75,6 +84,13 @@ class GRPO(BaseAlgorithm):
             raise ValueError(
                 f"grpo.scale_rewards is true, but grpo.advantage={self.advantage} normalises over the whole batch; "
                 "set grpo.scale_rewards to false"
+            )
+        if self.state_groups and (self.scale_rewards or self.advantage == "reinforce_plus_plus"):
+            key = "scale_rewards=true" if self.scale_rewards else "advantage=reinforce_plus_plus"
+            reason = "scales" if self.scale_rewards else "does not compare"
+            raise ValueError(
+                f"grpo.state_groups={self.state_groups:g} compares unscaled returns within a group, but grpo.{key} "
+                f"{reason} them; remove one of the two"
             )
 
     @property
@@ -104,7 +120,15 @@ class GRPO(BaseAlgorithm):
         if self.overlong_length is not None:
             outcomes -= self._penalties(scored_trajectories, self.overlong_length)
         baseline = "none" if is_ungrouped else "rloo" if self.advantage == "rloo" else "group"
+        if has_forks(scored_trajectories):
+            trees = EpisodeTrees(group, scored_trajectories)
+            return self._tree_rows(scored_trajectories, trees, outcomes, steps, baseline)
         table = advantages(outcomes, steps, self.credit, baseline, self.scale_rewards)
+        if self.state_groups:
+            members = range(len(scored_trajectories))
+            returns = returns_to_go(outcomes, steps, self.credit) * np.ones(steps.shape)
+            plain = TurnTable([*members], np.ones(steps.shape), returns, table)
+            table = self._with_states(scored_trajectories, plain)
         if not is_ungrouped and not table.any():
             return []
         rows = []
@@ -112,6 +136,45 @@ class GRPO(BaseAlgorithm):
             if trajectory.status != "truncated" or self.train_truncated:
                 rows += to_samples(trajectory, values[: len(trajectory.turns)])
         return rows
+
+    def _tree_rows(
+        self,
+        leaves: Sequence[Trajectory],
+        trees: EpisodeTrees,
+        outcomes: np.ndarray,
+        steps: np.ndarray,
+        baseline: Baseline,
+    ) -> list[Sample]:
+        """Return the rows of a group with forks. All rows of a tree are one episode."""
+        if baseline != "none" and len(set(trees.roots)) < 2:
+            return []
+        trained = np.zeros(steps.shape, bool)
+        for number, leaf in enumerate(leaves):
+            is_trained = self.train_truncated or leaf.status != "truncated"
+            trained[number, : len(leaf.turns)] = [is_trained and not turn.masked for turn in leaf.turns]
+        returns = returns_to_go(outcomes, steps, self.credit) * np.ones(steps.shape)
+        table = tree_advantages(trees, returns, trained, baseline, self.scale_rewards)
+        values = self._with_states(leaves, table) if self.state_groups else table.advantages
+        if baseline != "none" and not values.any():
+            return []
+        rows: list[Sample] = []
+        episodes: dict[int, int] = {}  # root -> number of its episode
+        weights = table.weights * trained
+        for number, leaf in enumerate(leaves):
+            count = len(leaf.turns)
+            leaf_rows = to_samples(
+                leaf, values[number, :count].tolist(), weights=weights[number, :count].tolist()
+            )
+            for row in leaf_rows:
+                row.episode = row.pair = episodes.setdefault(trees.roots[number], leaf_rows[0].episode)
+            rows += leaf_rows
+        return rows
+
+    def _with_states(self, episodes: Sequence[Trajectory], table: TurnTable) -> np.ndarray:
+        """Return the advantages with the term of the state groups. [n, T]"""
+        leave_out = self.advantage == "rloo"
+        term = state_advantages(episodes, table.values, table.weights, table.roots, leave_out)
+        return table.advantages + self.state_groups * term
 
     def adjusted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the episodes with the overlong penalty added to the parts of their rewards, for logs and files."""
@@ -155,7 +218,7 @@ class GRPO(BaseAlgorithm):
             low, high, dual = self.clip_low, self.clip_high, self.clip_dual
             gain, clipped = clipped_objective(ratio, tokens.advantages, low, high, dual)
         metrics = weight_metrics | {
-            "clip_fraction": float(clipped.sum()) / tokens.step_tokens,
+            "clip_fraction": float(tokens.total(clipped)) / tokens.step_tokens,
             "logprob_diff": _mean(tokens, (tokens.logprobs - tokens.sampled).abs()),
         }
         terms = -gain * weight
@@ -171,12 +234,12 @@ class GRPO(BaseAlgorithm):
     def _reduced(self, tokens: TrainedTokens, terms: torch.Tensor) -> torch.Tensor:
         """Return the pack's share of the step's loss from per-token terms. An episode of several rows counts once."""
         if self.normalization == "token":
-            return terms.sum() / tokens.step_tokens
+            return tokens.total(terms) / tokens.step_tokens
         if self.normalization == "constant":
-            return terms.sum() / (tokens.step_episodes * self.constant_length)
+            return tokens.total(terms) / (tokens.step_episodes * self.constant_length)
         return (tokens.per_episode(terms) / tokens.lengths).sum() / tokens.step_episodes
 
 
 def _mean(tokens: TrainedTokens, values: torch.Tensor) -> float:
     """Return the pack's share of the mean over the step's tokens."""
-    return float(values.detach().sum()) / tokens.step_tokens
+    return float(tokens.total(values.detach())) / tokens.step_tokens

@@ -64,6 +64,9 @@ class PPO(BaseAlgorithm):
                 continue
             rewards = list(trajectory.reward.steps) or [0.0] * len(trajectory.turns)
             rewards[-1] += trajectory.reward.outcome
+            for number in reversed(range(1, len(rewards))):
+                if trajectory.turns[number].masked:  # its reward follows from the turns before
+                    rewards[number - 1] += rewards[number]
             rows += to_samples(trajectory, rewards=rewards)
         return rows
 

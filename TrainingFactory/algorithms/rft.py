@@ -48,6 +48,7 @@ class RFT(BaseAlgorithm):
             for episode in group
             if episode.reward is not None and total_reward(episode) >= self.threshold
             if episode.status != "truncated" or self.train_truncated
+            if not all(turn.masked for turn in episode.turns)
         ]
         ranked = sorted(accepted, key=total_reward, reverse=True)  # stable: ties keep their order
         if self.dedupe:
@@ -59,7 +60,8 @@ class RFT(BaseAlgorithm):
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         accepted = self.accepted(group)
-        tokens = sum(len(turn.completion.token_ids) for episode in accepted for turn in episode.turns)
+        turns = [turn for episode in accepted for turn in episode.turns if not turn.masked]
+        tokens = sum(len(turn.completion.token_ids) for turn in turns)
         weight = 1 / tokens if self.balance and tokens else 1.0
         return [row for episode in accepted for row in to_samples(episode, [weight] * len(episode.turns))]
 

@@ -20,7 +20,7 @@ class TrainedTokens:
     episode: torch.Tensor  # [M] index of the token's episode within the pack
     labels: torch.Tensor  # [E]
     pairs: torch.Tensor  # [P, 2] indices of the compared episodes: chosen, rejected
-    step_tokens: int  # trained tokens of the whole step
+    step_tokens: float  # trained tokens of the whole step, or the sum of their weights
     step_episodes: int
     step_pairs: int
     reference: torch.Tensor | None = None  # [M] log-probs of the reference model
@@ -30,14 +30,23 @@ class TrainedTokens:
     returns: torch.Tensor | None = None  # [M]
     scores: torch.Tensor | None = None  # [M] of the current reward model, at each token, with gradient
     baseline: float = 0.0  # step-wide value set by the algorithm's `prepare`
+    weights: torch.Tensor | None = None  # [M] weights of the tokens in all sums; None: all 1
+
+    def weighted(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values times the weights of their tokens. [M] -> [M]"""
+        return values if self.weights is None else values * self.weights
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum over the pack's tokens. [M] -> []"""
+        return self.weighted(values).sum()
 
     def per_episode(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum over each episode's tokens. [M] -> [E]"""
-        return values.new_zeros(len(self.labels)).index_add(0, self.episode, values)
+        """Return the weighted sum over each episode's tokens. [M] -> [E]"""
+        return values.new_zeros(len(self.labels)).index_add(0, self.episode, self.weighted(values))
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Return the number of trained tokens of each episode. [E]"""
+        """Return the number of trained tokens of each episode, or the sum of their weights. [E]"""
         return self.per_episode(torch.ones_like(self.logprobs))
 
 

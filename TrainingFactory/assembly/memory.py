@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.assembly.branching import max_leaves
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.sampling.cache.store import free_memory
 
@@ -53,7 +54,7 @@ def needed(
         config.compute.learners or 1,
         config.optimization.effective_max_staleness,
     )
-    episodes = training.batch_size * training.group_size
+    episodes = training.batch_size * max_leaves(config)
     parts = learner_bytes(
         config, shape, counts, needs, learners, min(training.token_budget, episodes * max_length)
     )

@@ -60,7 +60,7 @@ def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
         else _with(entry, config=move(entry.config))
         for entry in config.tools
     ]
-    template, context = config.model.chat_template, environment.context
+    template, context, branching = config.model.chat_template, environment.context, config.training.branching
     if context is not None:
         request = context.template
         context = _with(
@@ -68,8 +68,12 @@ def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
             function=context.function and map_name(context.function),
             template=move(request) if request and is_template_file(request) else request,
         )
+    if branching is not None:
+        branching = _with(branching, function=branching.function and map_name(branching.function))
+    filters = {map_name(name): action for name, action in config.training.filters.items()}
     return _with(
         config,
+        training=_with(config.training, branching=branching, filters=filters),
         model=_with(config.model, chat_template=template and move(template)),
         environment=_with(
             environment,

@@ -33,6 +33,7 @@ from TrainingFactory.config.problems import Problem
 from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.resolve.factories import listing_searched_places
 from TrainingFactory.rollout import RolloutEngine
+from TrainingFactory.rollout.branching import Branching
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
 
@@ -235,8 +236,10 @@ def make_rollouts(
     runtime: ToolRuntime | None = None,
     gate: asyncio.Semaphore | None = None,
     sampler: Sampler | None = None,
+    branching: Branching | None = None,
 ) -> RolloutEngine:
-    """Make the rollout engine. The episodes' clock stops while no engine of `sampler` is alive."""
+    """Make the rollout engine. The episodes' clock stops while no engine of `sampler` is alive. `branching` is for
+    training only."""
     sampling = config.sampling
     folding = make_folding(config, None if sampler is None else sampler.max_length)
     params = SamplingParams(
@@ -267,4 +270,5 @@ def make_rollouts(
         gate=gate,
         clock=sampler.clock if isinstance(sampler, Fleet) else None,
         folding=folding,
+        branching=branching,
     )

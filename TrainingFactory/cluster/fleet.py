@@ -38,6 +38,10 @@ class FleetSession:
             raise ValueError("This sampling session is closed")
         return await self._fleet._request(self, list(prompt_ids), params)
 
+    def fork(self) -> FleetSession:
+        """Open a session at the same place, whose prefix cache holds the turns of this one."""
+        return self._fleet._open_at(self.home)
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True
@@ -75,6 +79,9 @@ class Fleet:
     def session(self) -> FleetSession:
         # Fewest open sessions first, then lowest number, alive or not: a run without failures is deterministic.
         engine_number = min(range(self._count), key=lambda number: (self._open[number], number))
+        return self._open_at(engine_number)
+
+    def _open_at(self, engine_number: int) -> FleetSession:
         self._open[engine_number] += 1
         return FleetSession(self, next(self._numbers), engine_number)
 

@@ -7,9 +7,37 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from TrainingFactory.common.options import Count, NotNegative, Positive, Share, ZeroOrMore
-from TrainingFactory.config.section import Section
+from TrainingFactory.config.section import PathText, Section
 
 AboveOne = Annotated[float, Field(gt=1)]
+
+
+class BranchingSection(Section):
+    at: Literal["tool_result", "turns", "entropy", "function"] = "tool_result"
+    """Where an episode forks. tool_result: after every turn with tool results; turns: after the turns in `turns`;
+    entropy: after turns of at least `entropy`; function: where your function returns true."""
+    continuations: Annotated[int, Field(ge=2)] = 2
+    """Continuations of one fork, the episode itself included."""
+    max_forks: Count = 2
+    """Maximum number of forks along one path: an episode becomes at most continuations^max_forks leaves."""
+    every: Count = 1
+    """Fork only after turns whose number, from 1, is a multiple of N."""
+    turns: list[Count] = Field(default_factory=list)
+    """at=turns: numbers of the turns after which every episode forks, from 1."""
+    entropy: NotNegative = 1.0
+    """at=entropy: minimum mean of -log p over the sampled tokens of the turn, in nats."""
+    function: PathText | None = None
+    """at=function: your function from the turns so far to true or false: forks.py:uncertain."""
+    max_episodes: Count | None = None
+    """Maximum number of leaves per task, divided equally among the group and at every fork. null: no limit."""
+    max_tokens: Count | None = None
+    """Sampled tokens per task after which no path forks, divided like max_episodes. No episode is cut. null: no
+    limit."""
+    replay: bool = True
+    """Repeat the tool calls so far in a new environment if it has state and no `fork` method. false: such episodes do
+    not fork."""
+    timeout: Positive = 60.0
+    """Maximum duration of forking one environment, or of repeating its calls, in seconds. A longer fork is dropped."""
 
 
 class SFTSection(Section):
@@ -26,6 +54,9 @@ class GRPOSection(Section):
     episode's total. No effect without step rewards."""
     scale_rewards: bool = False
     """Divide advantages by the group's standard deviation, as in the GRPO paper. false: Dr. GRPO."""
+    state_groups: NotNegative = 0.0
+    """Weight of a second advantage, among the group's turns that begin in the same state (GiGPO), for environments with
+    a property `state`. 0: off."""
     normalization: Literal["token", "sequence", "constant"] = "token"
     """Loss aggregation. token: mean over all tokens of the step; sequence: mean over episodes of their token means;
     constant: sum divided by constant_length."""

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, ValidationError
 
 from TrainingFactory.common.options import Count, NotNegative, Positive, Share, ZeroOrMore
 from TrainingFactory.config.algorithms import (
+    BranchingSection,
     DPOSection,
     GRPOSection,
     KTOSection,
@@ -100,6 +101,13 @@ class TrainingSection(Section):
     )
     """Stop early. {patience: 3}: after 3 consecutive evaluations without a new best. {target: 0.9}: when success or
     accuracy on held-out data reaches 0.9. With both: whichever comes first."""
+    branching: BranchingSection | None = None
+    """Fork episodes at the end of a turn into several continuations, for credit by turn without a critic (grpo):
+    {at: tool_result, continuations: 2, max_forks: 2}. null: no forks."""
+    filters: dict[str, Literal["drop", "mask", "count"]] = Field(default_factory=dict)
+    """Filters of sampled episodes, applied before credit: {void_turns: drop, repeated_calls: mask, truncated: count,
+    unreadable_calls: mask, filters.py:mine: drop}. drop: no credit for episodes with a flagged turn; mask: flagged
+    turns are not trained; count: only counted."""
     seed: ZeroOrMore = 0
     """Random seed of sampling and training."""
 

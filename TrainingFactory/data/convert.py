@@ -62,7 +62,8 @@ class Filters:
 
 @dataclass(slots=True)
 class ConversionResult:
-    """Converted rows. `dropped` counts episodes or pairs by reason; `note` is a warning about one-sided labels."""
+    """Converted rows. `dropped` counts episodes or pairs by reason; `note` is a warning about one-sided labels or
+    about turns that forked episodes share."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     read: int = 0
@@ -84,6 +85,7 @@ def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None
     """Convert the rows of a trajectories file to the form `to`. Reads one row at a time."""
     filters, result = filters or Filters(), ConversionResult()
     episodes: list[_Episode] = []
+    num_forked = 0
     for row in rows:
         result.read += 1
         episode = _read(row, to, filters)
@@ -91,6 +93,7 @@ def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None
             result.dropped[episode] += 1
         else:
             episodes.append(episode)
+            num_forked += row.columns.get("parent") is not None
     threshold = DEFAULT_THRESHOLDS.get(to, 0.0) if filters.threshold is None else filters.threshold
     if to in PAIRS:
         converted = _pairs(episodes, filters, result.dropped)
@@ -99,6 +102,9 @@ def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None
     if to in DEFAULT_THRESHOLDS:
         rewards = [reward for e in episodes for reward in (e.steps if to == "prm" else [e.reward])]
         result.note = one_sided_warning(rewards, threshold, "--threshold")
+    if num_forked:
+        text = f"{num_forked} episodes were forked from others: turns that they share are in the rows of all of them"
+        result.note = text if result.note is None else f"{result.note}; {text}"
     if filters.dedupe:
         converted = _deduplicated(converted, result.dropped)
     result.rows = converted if filters.max_per_task is None else _limited(converted, filters, result.dropped)

@@ -53,6 +53,7 @@ class Pack:
     rewards: np.ndarray  # [M]
     versions: np.ndarray  # [M] weight version that sampled it
     row_tokens: int  # tokens of the rows without sharing
+    weights: np.ndarray | None = None  # [M] of the tokens in the loss; None: all 1
     # Added by `Learner.annotate` if the objective needs it, and derived from it by `Algorithm.prepare`. [M] each
     reference: np.ndarray | None = None  # log-probs of the reference model
     old: np.ndarray | None = None  # log-probs by the learner before the step
@@ -229,6 +230,9 @@ def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tr
         rewards=gather_values((sample.rewards for sample in rows), np.float32),
         versions=gather_values((sample.policy_version for sample in rows), np.int64),
         row_tokens=sum(len(sample.token_ids) for sample in rows),
+        weights=None
+        if all(sample.weights is None for sample in rows)
+        else gather_values((sample.weights or np.ones(len(sample.token_ids)) for sample in rows), np.float32),
         reference=gather_values(references, np.float32)
         if all(values is not None for values in references)
         else None,
@@ -257,6 +261,16 @@ class Batch:
     baseline: float = 0.0  # set by `Algorithm.prepare`, for the whole step
     values_only: bool = False  # update only the critic, not the policy
     mismatched: list[Pack] = field(default_factory=list)  # answers paired with other prompts, never trained
+
+    @property
+    def token_weight(self) -> float:
+        """Return the sum of the trained tokens' weights: their number, unless rows have weights."""
+        if all(pack.weights is None for pack in self.packs):
+            return self.tokens
+        weights = (
+            len(p.target) if p.weights is None else float(p.weights.sum(dtype=float)) for p in self.packs
+        )
+        return sum(weights)
 
 
 def make_batch(

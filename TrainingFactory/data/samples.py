@@ -20,13 +20,15 @@ def to_samples(
     tokens: AllOrLast = "all",
     pair: int = -1,
     label: float = 0.0,
+    weights: Sequence[float] | None = None,
 ) -> list[Sample]:
     """Merge the turns into one row. A turn starts another row only if its prompt does not continue the row so far.
 
         token_ids  P + A0 + E0 + A1         prompt, a sampled turn, the environment's tokens, a sampled turn
         loss_mask  0...  1...  0...  1...   `turns="last"` trains A1 alone, `tokens="last"` the last token of each turn
 
-    `advantages` (for all sampled tokens of a turn) and `rewards` (for the last one) have one entry per turn."""
+    `advantages` (for all sampled tokens of a turn) and `rewards` (for the last one) have one entry per turn. So have
+    `weights`, for all trained tokens of a turn; a turn of weight 0, like a masked one, is context."""
     count = len(trajectory.turns)
     zeros = [0.0] * count
     advantages = zeros if advantages is None else advantages
@@ -42,6 +44,8 @@ def to_samples(
         old, new = len(context), len(completion.token_ids)
         assert new, "a turn has sampled at least one token"
         num_trained = 0 if turns == "last" and number < count - 1 else 1 if tokens == "last" else new
+        if turn.masked or (weights is not None and not weights[number]):
+            num_trained = 0
         masked = old + new - num_trained  # tokens before the trained ones
         row.token_ids += context + completion.token_ids
         row.loss_mask += [False] * masked + [True] * num_trained
@@ -49,6 +53,8 @@ def to_samples(
         row.advantages += [0.0] * masked + [advantage] * num_trained
         row.rewards += [0.0] * (old + new - 1) + [reward]
         row.policy_version += [completion.policy_version] * old + completion.token_versions
+        if weights is not None:
+            row.weights = (row.weights or []) + [0.0] * masked + [weights[number]] * num_trained
     return rows
 
 

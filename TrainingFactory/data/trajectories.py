@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 _COMPLETION, _RESULT = ([field.name for field in fields(cls)] for cls in (Completion, ToolResult))
 _FORK = ("parent", "fork_turn")  # stored for forked episodes
-_RARE = {"fold": None, "summary": False, "state": None}  # stored where they differ from these defaults
+_RARE = {
+    "fold": None,
+    "summary": False,
+    "state": None,
+    "masked": False,
+}  # stored where they differ from these defaults
 ENCODING_ERRORS = "surrogatepass"  # lone surrogates are written and read back unchanged
 
 

@@ -29,7 +29,12 @@ class ToolEnvironment:
     ```
 
     The tools are the `@tool` members of the class and those passed in. Every episode gets a new instance, so keep state
-    on `self`. Put slow setup into `reset`, not `__init__`. `timeout` is in seconds per tool call.
+    on `self`. Put slow setup into `reset`, not `__init__`. `timeout` is in seconds per tool call. A property `state`
+    may name the current state by a string; `grpo.state_groups` compares turns in the same state.
+
+    With `training.branching`, an environment whose tools are all pure is copied by making another one. Define
+    `async def fork(self)` to copy one with state: make another with `type(self)(self.task)` and copy the state to it.
+    Without `fork`, the steps are repeated in another one; `fork = None` excludes the environment from branching.
     """
 
     system_prompt: ClassVar[str] = ""

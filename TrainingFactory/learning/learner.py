@@ -169,7 +169,7 @@ class Learner:
         value, metrics = loss(tokens)
         metrics["loss"] = float(value.detach())
         if torch.is_grad_enabled() and "scores" not in needs:  # a reward model has no token distribution
-            metrics["entropy"] = float(tokens.entropy.detach().sum()) / batch.tokens
+            metrics["entropy"] = float(tokens.total(tokens.entropy.detach())) / tokens.step_tokens
         return value, metrics
 
     def states(self, pack: Pack, model: PreTrainedModel | None = None) -> torch.Tensor:
@@ -232,13 +232,13 @@ class Learner:
         logprobs, entropy, scalars = self._outputs(pack, not needs_scores, places, batch.values_only)
         sampled_logprobs, advantages, rewards = self._on_device(pack.logprobs, pack.advantages, pack.rewards)
         episode, labels, pairs = self._on_device(pack.episode, pack.labels, pack.pairs)
-        extra = (pack.reference, pack.old, pack.values, pack.returns)
-        reference, old, old_values, returns = (
+        extra = (pack.reference, pack.old, pack.values, pack.returns, pack.weights)
+        reference, old, old_values, returns, weights = (
             None if array is None else self._on_device(array)[0] for array in extra
         )
         return TrainedTokens(
             logprobs, entropy, sampled_logprobs, advantages, rewards, episode, labels, pairs,
-            batch.tokens, batch.episodes, batch.pairs,
+            batch.token_weight, batch.episodes, batch.pairs, weights=weights,
             reference=reference, old=old, old_values=old_values, returns=returns, baseline=batch.baseline,
             values=scalars if needs_values else None, scores=scalars if needs_scores else None,
         )  # fmt: skip

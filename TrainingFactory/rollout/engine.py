@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from TrainingFactory.common.event_loop import run
 from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.protocols import AnyReward, ChatFormat, Environment, Sampler
 from TrainingFactory.rewards.adapt import as_group_reward
+from TrainingFactory.rollout.branching import Branching, EpisodeForest, Play
 from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
 from TrainingFactory.rollout.folding import Folding
 from TrainingFactory.rollout.group_scoring import GroupRun, gather_or_cancel
@@ -20,6 +22,8 @@ from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.timeouts import PausableClock
 from TrainingFactory.types import SamplingParams, Task, Trajectory
+
+log = logging.getLogger(__name__)
 
 
 class RolloutEngine:
@@ -31,7 +35,8 @@ class RolloutEngine:
     runtime: state shared by all tools.
     gate: limits the episodes of all batches together, first come first served; None: `max_concurrency` per batch.
     clock: measures the seconds of episodes; its owner pauses it while no sampler is alive.
-    folding: shortens conversations that exceed a token limit; None: never."""
+    folding: shortens conversations that exceed a token limit; None: never.
+    branching: where episodes fork; the forked ones are further members of their group. None: nowhere."""
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class RolloutEngine:
         gate: asyncio.Semaphore | None = None,
         clock: PausableClock | None = None,
         folding: Folding | None = None,
+        branching: Branching | None = None,
     ) -> None:
         params = dataclasses.replace(params, stop_ids=params.stop_ids or chat.stop_ids)
         self.group_reward = as_group_reward(reward)
@@ -69,6 +75,9 @@ class RolloutEngine:
         self.max_concurrency, self.gate = max_concurrency, gate
         self.seed = seed
         self.on_episode = on_episode
+        self.branching = branching
+        self.dropped_forks = 0  # total of continuations whose environment could not be forked
+        self._warnings: set[str] = set()
         self.tail = 0.0  # total seconds in which at most a quarter of a batch's episodes were still running
 
     async def rollout_batch(
@@ -86,6 +95,9 @@ class RolloutEngine:
         runs = self._open(tasks, names or _names(tasks), sampler, group_size, step, key)
         groups = [runs[start : start + group_size] for start in range(0, len(runs), group_size)]
         gate = self.gate or asyncio.Semaphore(self.max_concurrency or len(runs) or 1)
+        if self.branching is not None:
+            seeds = [functools.partial(turn_seed, self.seed, step, name) for name in names or _names(tasks)]
+            return await self._rollout_trees(self.branching, groups, seeds, gate)
         try:
             if self.group_reward is None:
                 await gather_or_cancel([self._run(episode, gate) for episode in runs])
@@ -96,15 +108,61 @@ class RolloutEngine:
         finally:  # including episodes that were cancelled before they started
             for episode in runs:
                 episode.leave()
+        self._measure_tail(runs)
+        return [[episode.trajectory for episode in group] for group in groups]
+
+    def _measure_tail(self, runs: Sequence[EpisodeRun]) -> None:
         end_times = sorted(episode.session_closed_at for episode in runs)
         self.tail += end_times[-1] - end_times[3 * len(end_times) // 4] if end_times else 0.0
-        return [[episode.trajectory for episode in group] for group in groups]
 
     def rollout(
         self, tasks: Sequence[Task], sampler: Sampler, group_size: int = 1, step: int = 0
     ) -> list[list[Trajectory]]:
         """Run `rollout_batch` from synchronous code."""
         return run(lambda: self.rollout_batch(tasks, sampler, group_size, step))
+
+    async def _rollout_trees(
+        self,
+        branching: Branching,
+        groups: list[list[EpisodeRun]],
+        seeds: Sequence[Callable[[int, int], int]],
+        gate: asyncio.Semaphore,
+    ) -> list[list[Trajectory]]:
+        recorder = None if self.rules.runtime is None else self.rules.runtime.recorder
+        forest = EpisodeForest(branching, groups, seeds, self._warn_once, recorder)
+        play = functools.partial(self._run if self.group_reward is None else GroupRun.play, gate=gate)
+        try:
+            if branching.in_waves:
+                await forest.play_in_waves(play)
+            await gather_or_cancel([self._run_trees(forest, place, play) for place in range(len(groups))])
+        finally:  # including forks that were cancelled before they started
+            for episode in forest.runs:
+                episode.leave()
+            await asyncio.gather(*(episode.close() for episode in forest.runs))
+        trajectories = forest.finished()
+        self.dropped_forks += forest.dropped
+        self._measure_tail(forest.runs)
+        return trajectories
+
+    async def _run_trees(self, forest: EpisodeForest, place: int, play: Play) -> None:
+        """Play a group with its forks, unless that is done, and score it if it has a group reward."""
+
+        async def play_all() -> None:
+            if not forest.branching.in_waves:
+                await forest.play(place, play)
+
+        if self.group_reward is None:
+            await play_all()
+            return
+        group = GroupRun(forest.groups[place], self.group_reward)
+        await group.run(play_all)
+        for episode in group.runs:
+            self._report(episode)
+
+    def _warn_once(self, text: str) -> None:
+        """Log a problem as a warning the first time."""
+        log.log(logging.INFO if text in self._warnings else logging.WARNING, "%s", text)
+        self._warnings.add(text)
 
     async def _run(self, episode: EpisodeRun, gate: asyncio.Semaphore) -> None:
         try:
@@ -115,14 +173,14 @@ class RolloutEngine:
         self._report(episode)
 
     async def _run_group(self, group: GroupRun, gate: asyncio.Semaphore) -> None:
-        await group.run(gate)
+        await group.run(lambda: gather_or_cancel([group.play(episode, gate) for episode in group.runs]))
         for episode in group.runs:
             self._report(episode)
 
     def _report(self, episode: EpisodeRun) -> None:
         if self.rules.runtime is not None and self.rules.runtime.recorder is not None:
             self.rules.runtime.recorder.check()  # raises if a replay has diverged from its recording
-        if self.on_episode is not None:
+        if self.on_episode is not None and episode.dropped is None:
             self.on_episode(episode.trajectory)
 
     def _open(

@@ -7,9 +7,10 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 from TrainingFactory.common.texts import describe, valid_text
 from TrainingFactory.common.user_code import location_of
@@ -71,6 +72,19 @@ class _Over(Exception):
     error: str | None = None
 
 
+class ForkFailed(Exception):
+    """The environment of a forked episode could not be brought into the state of the fork. The episode is dropped."""
+
+
+class EpisodeStart(Protocol):
+    """Where a forked episode starts."""
+
+    async def enter(self, run: EpisodeRun, environment: Environment) -> list[int]:
+        """Bring the environment into the state of the fork and return the prompt of the next turn, or raise
+        ForkFailed."""
+        ...
+
+
 @dataclass(slots=True)
 class _user_code:  # three times as fast as a generator-based context manager
     """Context manager around user code: an exception ends only its own episode."""
@@ -108,6 +122,34 @@ class EpisodeRun:
         self.context: folding.Context | None = None  # None until the first prompt, or without folding
         self._ended = False
         self.session_closed_at = 0.0  # time at which the sampling session was closed
+        # Called with the environment and the next prompt after every turn that continues; None: does not fork.
+        self.after_turn: Callable[[Environment, list[int]], Awaitable[None]] | None = None
+        self.start: EpisodeStart | None = None  # of a forked episode
+        self.dropped: str | None = None  # why a forked episode was not played
+
+    def forked(
+        self,
+        trajectory: Trajectory,
+        seed_of: Callable[[int], int],
+        start: EpisodeStart,
+        environment: Environment | None,
+    ) -> EpisodeRun:
+        """Return an episode that continues the turns of this one, in a copy of its environment, or from None in a new
+        environment that `start` brings into its state. Its session is this one's until `open_fork`."""
+        key = self.key._replace(member=trajectory.member)
+        child = EpisodeRun(self.rules, trajectory, self.session, self.max_length, seed_of, key)
+        child.start, child.environment = start, environment
+        child.context = None if self.context is None else self.context.copy()
+        return child
+
+    def open_fork(self) -> None:
+        """Open the sampling session of a forked episode."""
+        self.session = self.session.fork()
+
+    @property
+    def num_turns(self) -> int:
+        """Return the number of turns so far, without summaries of the conversation."""
+        return sum(not turn.summary for turn in self.trajectory.turns)
 
     async def run(self) -> Trajectory:
         start_time = time.perf_counter()
@@ -123,11 +165,15 @@ class EpisodeRun:
         """Play all turns. The environment stays open for the reward."""
         start_time = time.perf_counter()
         try:
-            with _user_code("making the environment"):
-                self.environment = self.rules.environment(self.trajectory.task)
+            if self.environment is None:
+                with _user_code("making the environment"):
+                    self.environment = self.rules.environment(self.trajectory.task)
             await run_within(self.rules.timeout, self._turns(self.environment), self.rules.clock)
         except _Over as over:
             self._end(over.status, over.error)
+        except ForkFailed as failure:
+            self.dropped = str(failure)
+            self._end("error", self.dropped)
         except OutOfTime:
             self._end(
                 "error",
@@ -161,23 +207,29 @@ class EpisodeRun:
         if isinstance(environment, ToolEnvironment):
             executor = environment.executor
         else:  # the environment runs its calls itself; the reward's calls need an executor
-            executor = self._attach(AsyncToolExecutor(environment.tools), environment)
+            executor = self.attach(AsyncToolExecutor(environment.tools), environment)
         heldout = isinstance(self.key.step, str)
         return OpenEpisode(trajectory, environment, executor, self.rules.chat, heldout)
 
     async def _turns(self, environment: Environment) -> None:
         """Play turns until `_Over` is raised."""
-        ids = await self._first_prompt(environment)
+        if self.start is None:
+            ids = await self._first_prompt(environment)
+        else:
+            ids = await self.start.enter(self, environment)
         fold: str | None = None
-        for _ in range(self.rules.max_turns):
+        for _ in range(self.num_turns, self.rules.max_turns):
             if self.rules.folding is not None:
                 ids, fold = await self._folded(ids, self.rules.folding)
             turn = await self._new_turn(ids)
+            turn.state = _state_name(environment)
             if fold is not None:
                 self._mark_fold(turn, fold)
             if turn.completion.finish == "length":
                 raise _Over("truncated")  # no stop token was sampled, and none is added
             ids = await self._step(environment, turn)
+            if self.after_turn is not None:
+                await self.after_turn(environment, ids)
         raise _Over("max_turns")
 
     async def _new_turn(self, ids: list[int], max_tokens: int | None = None) -> Turn:
@@ -238,7 +290,7 @@ class EpisodeRun:
     async def _first_prompt(self, environment: Environment) -> list[int]:
         with _user_code("the environment's tools and reset"):
             if isinstance(environment, ToolEnvironment):
-                self._attach(environment.executor, environment)
+                self.attach(environment.executor, environment)
             self.trajectory.tools = [tool.spec for tool in environment.tools]
             self.trajectory.prompt = _check_messages("reset", await environment.reset())
         with _user_code("the chat template", ValueError):
@@ -271,7 +323,7 @@ class EpisodeRun:
         if self._ended:
             raise asyncio.CancelledError
         is_large = _large(replies)
-        turn.replies = await in_thread(self._cut, replies) if is_large else self._cut(replies)
+        turn.replies = await in_thread(self.cut, replies) if is_large else self.cut(replies)
         turn.tool_results = list(step.tool_results)
         turn.signals.update(step.signals)
         # End the episode without a reward: a model must not learn to avoid tools because a server was down.
@@ -286,7 +338,7 @@ class EpisodeRun:
             )
             return previous_ids + reply_ids
 
-    def _cut(self, replies: Sequence[Message]) -> list[Message]:
+    def cut(self, replies: Sequence[Message]) -> list[Message]:
         """Truncate the contents of replies to `max_reply_tokens`, before they are rendered."""
         truncate, limit = self.rules.chat.truncate, self.rules.max_reply_tokens
         contents = [truncate(valid_text(reply.content), limit) for reply in replies]
@@ -331,7 +383,7 @@ class EpisodeRun:
                 with contextlib.suppress(OutOfTime, SelfCancelled):
                     await run_within(self.rules.timeout, environment.executor.close())
 
-    def _attach(self, executor: AsyncToolExecutor, environment: Environment) -> AsyncToolExecutor:
+    def attach(self, executor: AsyncToolExecutor, environment: Environment) -> AsyncToolExecutor:
         if (runtime := self.rules.runtime) is not None:
             scope = None if runtime.cache is None else _scope(environment, self.trajectory.task)
             executor.attach(runtime, self.key, scope, environment)
@@ -341,6 +393,13 @@ class EpisodeRun:
         self._ended = True
         self.trajectory.status = status
         self.trajectory.error = error
+
+
+def _state_name(environment: Environment) -> str | None:
+    """Return the environment's name of its current state; None if it has none."""
+    with _user_code("the environment's state"):
+        state = getattr(environment, "state", None)
+    return state if isinstance(state, str) else None
 
 
 def _scope(environment: Environment, task: Task) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from TrainingFactory.common.user_code import location_of
@@ -28,14 +28,16 @@ class GroupRun:
     def __init__(self, runs: Sequence[EpisodeRun], reward: GroupReward) -> None:
         self.runs, self.reward = runs, reward
 
-    async def run(self, gate: asyncio.Semaphore) -> None:
+    async def run(self, play_all: Callable[[], Awaitable[object]]) -> None:
+        """Await `play_all`, which calls `play` for each episode, then score the episodes and close them."""
         try:
-            await gather_or_cancel([self._play(run, gate) for run in self.runs])
+            await play_all()
             await self._score()
         finally:
             await asyncio.gather(*(run.close() for run in self.runs))
 
-    async def _play(self, run: EpisodeRun, gate: asyncio.Semaphore) -> None:
+    @staticmethod
+    async def play(run: EpisodeRun, gate: asyncio.Semaphore) -> None:
         try:
             async with gate:
                 await run.play()

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import get_args
 
 from TrainingFactory.data.samples import turn_spans
 from TrainingFactory.rollout.folding import TASK_LOST
-from TrainingFactory.types import Status, Trajectory
+from TrainingFactory.types import Status, Trajectory, Turn
 
 Z95 = 1.959964  # standard deviations of a two-sided 95 % interval of the normal distribution
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return counts over the batch and means per episode. A mean over no values is omitted, not zero."""
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    """Return counts over the batch and means per episode. A mean over no values is omitted, not zero. Turns that forked
+    episodes share count once in sums; in means of rewards, the leaves of a tree together count as one episode."""
+    turns = [turn for trajectory in trajectories for turn in trajectory.own_turns]
     results = [result for turn in turns for result in turn.tool_results]
     rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
     metrics: dict[str, float] = {"episodes": len(trajectories)}
@@ -32,12 +34,15 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics["tool_success"] = fmean(result.ok for result in results)
     if trajectories:
         lengths = [sum(turn.sampled_tokens for turn in episode.turns) for episode in trajectories]
-        metrics |= {"turns": len(turns) / len(lengths), "length": fmean(lengths), "length_max": max(lengths)}
+        num_turns = fmean(len(episode.turns) for episode in trajectories)
+        metrics |= {"turns": num_turns, "length": fmean(lengths), "length_max": max(lengths)}
     if any(episode.is_folded for episode in trajectories):
         metrics |= fold_metrics(trajectories)
     if rewards:
         totals = [reward.outcome + sum(reward.steps) for reward in rewards]
         metrics |= {"reward": fmean(totals), "reward_std": pstdev(totals)}
+    if any(trajectory.parent is not None for trajectory in trajectories):
+        metrics |= _branching_metrics(trajectories, turns)
     for part in sorted({part for reward in rewards for part in reward.parts}):
         metrics[f"reward/{part}"] = fmean(reward.parts[part] for reward in rewards if part in reward.parts)
     return metrics
@@ -65,6 +70,52 @@ def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             "fold/summaries_empty": fmean(not turn.message.content.strip() for turn in summaries),
         }
     return metrics
+
+
+def _branching_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Turn]) -> dict[str, float]:
+    """Return the number of forks and forked episodes, the share of sampled tokens that are not sampled again because
+    episodes share them, and the mean reward over trees."""
+    forked = [trajectory for trajectory in trajectories if trajectory.parent is not None]
+    sampled = sum(len(turn.completion.token_ids) for turn in turns)
+    unshared = sum(len(turn.completion.token_ids) for episode in trajectories for turn in episode.turns)
+    metrics = {
+        "branching/forks": len({(leaf.group, leaf.parent, leaf.fork_turn) for leaf in forked}),
+        "branching/episodes": len(forked),
+        "branching/shared": 1 - sampled / unshared,
+    }
+    rewards = [
+        (weight, episode.reward.outcome + sum(episode.reward.steps))
+        for weight, episode in zip(leaf_weights(trajectories), trajectories, strict=True)
+        if episode.reward is not None
+    ]
+    if rewards:
+        metrics["reward"] = sum(weight * reward for weight, reward in rewards) / sum(w for w, _ in rewards)
+    return metrics
+
+
+def leaf_weights(trajectories: Sequence[Trajectory]) -> list[float]:
+    """Return the probability that each episode is the one that its tree would have become without forks: the product of
+    1 / continuations over the forks on its path. 1 for episodes without forks."""
+    episodes = {(episode.group, episode.member): episode for episode in trajectories}
+    continuations = Counter(
+        (episode.group, episode.parent, episode.fork_turn)
+        for episode in trajectories
+        if episode.parent is not None
+    )
+    forks: dict[tuple[str, int | None], list[tuple[int, int]]] = {}
+    for (group, parent, turn), count in continuations.items():
+        forks.setdefault((group, parent), []).append((turn, 1 + count))
+    weights = []
+    for leaf in trajectories:
+        weight, end = 1.0, len(leaf.turns)
+        episode: Trajectory | None = leaf
+        while episode is not None:
+            for turn, count in forks.get((episode.group, episode.member), ()):
+                weight /= count if turn <= end else 1
+            end, parent = episode.fork_turn, episode.parent
+            episode = None if parent is None else episodes.get((episode.group, parent))
+        weights.append(weight)
+    return weights
 
 
 def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

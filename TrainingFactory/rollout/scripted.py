@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from TrainingFactory.protocols import AnyReward, ChatFormat, Environment
+from TrainingFactory.protocols import AnyReward, ChatFormat, Environment, SamplingSession
 from TrainingFactory.rewards.adapt import as_group_reward
 from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
 from TrainingFactory.rollout.folding import Folding
@@ -28,6 +28,9 @@ class _Script:
             raise ValueError("the script ended before the episode: its last message must end the episode")
         ids = self._chat.write(message, prompt_ids, [tool.spec for tool in self._environment.tools])
         return Completion(ids, [0.0] * len(ids), "stop")
+
+    def fork(self) -> SamplingSession:
+        raise NotImplementedError("scripted episodes do not fork")
 
     def close(self) -> None: ...
 

@@ -194,6 +194,11 @@ def _judge(window: StepWindow) -> str | None:
         return f"{failures[-1]:.0f} of {totals[-1]:.0f} judge requests failed"
 
 
+def _filtered(window: StepWindow) -> str | None:
+    if (shares := window.values("filters/dropped")) and min(shares) > 0.5:
+        return f"training.filters dropped {shares[-1]:.0%} of the episodes"
+
+
 def _tool_success(window: StepWindow) -> str | None:
     now = window.values("tool_success")
     earlier = [_values(rows, "tool_success") for rows in (window.start, window.before)]
@@ -252,6 +257,8 @@ FINDING_RULES = (
         "run from the checkpoint before the jump (model.name=RUN@step-N)."),
     FindingRule("judge_failing", _judge, "Run tfactory judge audit to see why. Check reward.options: base_url, model, "
         "timeouts, budget."),
+    FindingRule("most_filtered", _filtered, "Inspect the dropped episodes (tfactory runs episodes RUN). Use the action "
+        "mask or count in training.filters, or train on demonstrations first."),
     FindingRule("tool_success_falling", _tool_success, "Inspect failed calls (tfactory runs episodes RUN --worst 2). "
         "If a tool server is down, restart it. If the model writes worse calls, lower training.learning_rate or reward "
         "successful calls."),

@@ -55,6 +55,11 @@ class NativeSession:
         finally:
             self._busy = False
 
+    def fork(self) -> NativeSession:
+        """Open a session for a continuation. Its first turn shares the pages of all stored tokens of its prompt, which
+        are those of this session unless they have been released; deterministic mode computes them again."""
+        return self._engine.session()
+
     def close(self) -> None:
         if not self._seat.closed:
             self._seat.closed = True

@@ -98,6 +98,10 @@ class EpisodeCache(Protocol):
         """Return the cached result if the call may be cached and there is one; otherwise execute the call."""
         ...
 
+    def fork(self) -> EpisodeCache:
+        """Return the cache of an episode that continues this one."""
+        ...
+
 
 class ResultCache(Protocol):
     """A cache shared by all episodes of a run, such as `ToolCache`."""

@@ -60,7 +60,8 @@ class AsyncToolExecutor:
         self._cache: EpisodeCache | None = None
         self._key: Hashable = ""
         self._owner: object = None
-        self._batches = 0
+        self.batches = 0  # executed for the model so far
+        self._records = True
         self._repeats: defaultdict[tuple[str, str], int] = defaultdict(int)
         for tool_or_source in map(as_tool, tools):
             if not isinstance(tool_or_source, FunctionTool) and isinstance(tool_or_source, ToolSource):
@@ -86,16 +87,41 @@ class AsyncToolExecutor:
         """Share `runtime` with the other executors of a run. Call this before the first tool call. `key` identifies
         the episode in a recording. Stateful tools of this process share cached results only among episodes of the same
         `task`; None: with no other episode. `owner` is the environment, whose own methods a replay runs again."""
-        assert self._batches == 0, "attach must be called before the first tool call"
+        assert self.batches == 0, "attach must be called before the first tool call"
         self._runtime = runtime
         self._key, self._owner = key, owner
         if runtime.cache is not None:
             scope = f"episode {key}" if task is None else f"task {task}"
             self._cache = runtime.cache.episode(scope)
 
+    def use_key(self, key: Hashable, *, records: bool = True, batches: int | None = None) -> None:
+        """Identify further calls by `key`, and by numbers from `batches` on. Without `records` they are replayed from a
+        recording but not recorded: a forked episode repeats calls of its parent, which are recorded already."""
+        self._key, self._records = key, records
+        if batches is not None:
+            self.batches = batches
+
+    def continue_from(self, parent: AsyncToolExecutor, key: Hashable, owner: object) -> None:
+        """Continue the calls of another executor, whose environment `owner` is a copy of."""
+        self._runtime, self._key, self._owner = parent._runtime, key, owner
+        self.batches = parent.batches
+        self._cache = None if parent._cache is None else parent._cache.fork()
+
+    async def catch_up(self) -> None:
+        """Execute the calls that the cache has answered, so that the state of the tools is that of the episode."""
+        for state in {entry.state for entry in self._entries.values() if entry.state is not None}:
+            async with state.turn():
+                await state.catch_up()
+
     @property
     def holds_sessions(self) -> bool:
         return bool(self._sessions)
+
+    @property
+    def has_session_state(self) -> bool:
+        """Return whether a session of this episode has tools that are not pure, so that it may have state."""
+        tools = [tool for session in self._sessions for tool in session.tools]
+        return not all(getattr(tool, "options", DEFAULT_OPTIONS).pure for tool in tools)
 
     async def close(self) -> None:
         """Close the sessions of this episode. Later calls do nothing."""
@@ -128,8 +154,8 @@ class AsyncToolExecutor:
     def _positions(self, calls: Sequence[ToolCall]) -> list[CallPosition]:
         caller = [None, *(name for executor, name in _callers.get() if executor is self)][-1]
         if caller is None:
-            self._batches += 1
-            return [CallPosition(self._key, self._batches - 1, index) for index in range(len(calls))]
+            self.batches += 1
+            return [CallPosition(self._key, self.batches - 1, index) for index in range(len(calls))]
         positions = []
         for call in calls:
             try:
@@ -159,15 +185,21 @@ class AsyncToolExecutor:
             else:
                 await self._apply_replayed(recorder, position, call, result)
         except ToolFailure as failure:
-            recorder.record(position, call, failure)
+            self._record(position, call, failure)
             raise
         except asyncio.CancelledError:
-            recorder.record(position, call, RecordedCancellation())
+            self._record(position, call, RecordedCancellation())
             raise
         finally:
             _callers.reset(token)
-        recorder.record(position, call, result)
+        self._record(position, call, result)
         return result
+
+    def _record(
+        self, position: CallPosition, call: ToolCall, result: ToolResult | ToolFailure | RecordedCancellation
+    ) -> None:
+        if self._records and self._runtime.recorder is not None:
+            self._runtime.recorder.record(position, call, result)
 
     async def _apply_replayed(
         self, recorder: Recorder, position: CallPosition, call: ToolCall, result: ToolResult

@@ -17,6 +17,7 @@ CALLS_FILE, SPECS_FILE = "tool_calls.jsonl", "tools.json"
 _FIELDS = ("step", "task", "member", "batch", "call", "tool", "arguments")
 _DEFAULTS = dataclasses.asdict(ToolResult(""))
 _to_json = json.JSONEncoder(default=str).encode  # a reward may call a tool with any Python value
+FORK = "fork"  # batch of the row of a dropped fork
 MAX_SHOWN = 300  # characters of a call in an error text
 REMEDY = (
     "Use the config, model, seed and code of the recorded run, with sampling.deterministic=true in both runs"
@@ -94,6 +95,18 @@ class Recorder:
         if "result" not in row:
             raise ToolFailure(row["failure"]) if "failure" in row else RecordedCancellation
         return ToolResult(**row["result"])
+
+    def record_dropped_fork(self, key: EpisodeKey, reason: str) -> None:
+        """Record that the episode with this key was not played, because its environment could not be forked."""
+        self.record(CallPosition(key, FORK, ""), ToolCall(FORK), ToolFailure(reason))
+
+    def dropped_fork(self, key: EpisodeKey) -> str | None:
+        """Return why the recorded run dropped the fork with this key; None if it did not, or if this is no replay."""
+        offset = self._offsets.get(CallPosition(key, FORK, ""))
+        if self._file is None or offset is None:
+            return None
+        self._file.seek(offset)
+        return json.loads(self._file.readline())["failure"]
 
     def compare(
         self, position: CallPosition, call: ToolCall, recorded: ToolResult, rerun: ToolResult | ToolFailure

@@ -102,6 +102,8 @@ class Keywords(TypedDict, total=False):
     minibatches: int
     eval_every: int | None
     stop_when: dict[Literal["patience", "target"], float]
+    branching: Mapping[str, Any] | None
+    filters: dict[str, Literal["drop", "mask", "count"]]
     command: str | None
     system_prompt: str | None
     async_execution: bool
@@ -177,6 +179,7 @@ class GRPOKeywords(Keywords, total=False):
     advantage: Literal["group", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
     credit: Literal["trajectory", "turn"]
     scale_rewards: bool
+    state_groups: float
     normalization: Literal["token", "sequence", "constant"]
     constant_length: int
     loss_kind: Literal["clip", "cispo"]

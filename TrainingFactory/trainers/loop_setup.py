@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly import rewards as build_rewards
 from TrainingFactory.assembly import sampler as build_sampler
+from TrainingFactory.assembly.branching import make_branching, max_leaves
 from TrainingFactory.assembly.environment import check_tools
 from TrainingFactory.assembly.fleet import max_concurrent_episodes
 from TrainingFactory.assembly.learner import make_algorithm, reference_logprobs
@@ -26,6 +27,7 @@ from TrainingFactory.data.examples import Examples
 from TrainingFactory.evaluation.requests import append_training_record
 from TrainingFactory.protocols import Algorithm, EnvironmentFactory, Sampler
 from TrainingFactory.rollout import RolloutEngine
+from TrainingFactory.rollout.branching import Branching
 from TrainingFactory.runs.finding_rules import FindingTracker
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.scores import Scores
@@ -34,6 +36,7 @@ from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.trainers.resume import restore_progress
 from TrainingFactory.training.async_rollout import AsyncSource
 from TrainingFactory.training.dataset import Dataset, UserObjects
+from TrainingFactory.training.filters import EpisodeFilters
 from TrainingFactory.training.forecasts import DISK_SPEED, CheckpointSpace, StopForecast
 from TrainingFactory.training.guards import Guards
 from TrainingFactory.training.interrupts import Interrupts
@@ -113,7 +116,8 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     if replayed_run is None:
         source = _make_source(training, algorithm, order, progress.ledger, setup, dataset, total)
     else:
-        source = RecordedSource(replayed_run, algorithm, config.reward.max_unscored, progress.done)
+        filters = EpisodeFilters(config.training.filters)
+        source = RecordedSource(replayed_run, algorithm, config.reward.max_unscored, progress.done, filters)
         total = min(total, source.steps)
         no_evaluation = config.training.model_copy(update={"eval_every": None})
         config = config.model_copy(update={"training": no_evaluation})
@@ -138,6 +142,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
             has_rewards=any("reward" in row for row in earlier_metrics),
             replayed=tools.replayed is not None,
             max_mismatch=config.optimization.max_mismatch,
+            state_groups=config.grpo.state_groups if config.training.algorithm == "grpo" else 0.0,
         ),
         doctor=FindingTracker(earlier_metrics, config.training.update_epochs * config.training.minibatches),
         watcher=watcher,
@@ -194,7 +199,7 @@ async def _make_rollout_setup(
     config, notify = training.config, training.watcher.say
     samples = KINDS[config.training.algorithm].samples
     max_staleness = config.optimization.effective_max_staleness if samples else 0
-    open_episodes = config.training.batch_size * config.training.group_size * (1 + max_staleness)
+    open_episodes = config.training.batch_size * max_leaves(config) * (1 + max_staleness)
     logs = training.run.path / "engines"
     sampler = await in_thread(
         build_sampler.make_training_sampler,
@@ -254,9 +259,13 @@ def _make_source(
         }
         max_episodes = max_concurrent_episodes(config)
         return ExpertSource(tasks, order, setup.environment, setup.chat, algorithm, limits, max_episodes)
-    rollouts = _make_rollouts(training, setup, setup.reward)
+    rollouts = _make_rollouts(training, setup, setup.reward, make_branching(config))
     arguments = (tasks, order, rollouts, setup.sampler, algorithm, setup.reward, ledger)
-    options = {"group_size": config.training.group_size, "max_unscored": config.reward.max_unscored}
+    options: dict[str, Any] = {
+        "group_size": config.training.group_size,
+        "max_unscored": config.reward.max_unscored,
+        "filters": EpisodeFilters(config.training.filters),
+    }
     max_staleness = config.optimization.effective_max_staleness
     if not max_staleness:
         return SampledSource(*arguments, **options)
@@ -272,7 +281,9 @@ def _sampler_metrics(setup: RolloutSetup | None) -> Callable[[], dict[str, float
     return setup.sampler.metrics
 
 
-def _make_rollouts(training: PreparedRun, setup: RolloutSetup, reward: RewardClock) -> RolloutEngine:
+def _make_rollouts(
+    training: PreparedRun, setup: RolloutSetup, reward: RewardClock, branching: Branching | None = None
+) -> RolloutEngine:
     return build_sampler.make_rollouts(
         training.config,
         setup.environment,
@@ -282,6 +293,7 @@ def _make_rollouts(training: PreparedRun, setup: RolloutSetup, reward: RewardClo
         training.tools.runtime,
         setup.gate,
         setup.sampler,
+        branching,
     )
 
 

@@ -80,7 +80,20 @@ def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldou
         lines.append((shape, "model.adapter keeps the shape that it was trained with"))
     elif not config.lora.enabled:
         lines.append((changed_keys(config, "lora"), "there is no adapter without lora.enabled=true"))
+    lines += _about_branching(config)
     return [f"{', '.join(keys)}: {text}" for keys, text in lines if keys]
+
+
+def _about_branching(config: TrainingConfig) -> list[tuple[list[str], str]]:
+    """Return the options of training.branching that belong to another value of `at`."""
+    branching = config.training.branching
+    if branching is None:
+        return []
+    keys = branching.model_dump(exclude_defaults=True).keys() & {"turns", "entropy", "function"}
+    return [
+        ([f"training.branching.{key}"], f"only used with training.branching.at={key}")
+        for key in sorted(keys - {branching.at})
+    ]
 
 
 def _about_processes(config: TrainingConfig, rewarded: bool) -> list[str]:

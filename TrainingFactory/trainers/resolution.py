@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.assembly.branching import make_branching
 from TrainingFactory.assembly.fleet import check_engines
 from TrainingFactory.assembly.folding import make_folding
 from TrainingFactory.assembly.gpus import with_gpu_division
@@ -92,6 +93,7 @@ def validate(resolved: ResolvedConfig) -> RewardFunction | None:
     """Raise for whatever the run could not do, before anything is loaded. Return the reward, to check tasks against."""
     config, objects = resolved.config, resolved.objects
     check_config(config, config.data.dataset is not None or objects.examples is not None)
+    make_branching(config)  # raises if its function cannot be loaded
     check_engines(config)
     check_chat_template(config)
     make_folding(config)

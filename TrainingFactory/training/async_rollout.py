@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from TrainingFactory.training.filters import dropped_problem
 from TrainingFactory.training.source import SampledSource, StepGroups, sampled_metrics, unscored_problem
 from TrainingFactory.types import Group
 
@@ -133,10 +134,11 @@ class AsyncSource(SampledSource):
             "groups/waiting": len(self._finished),
             "seconds/waited": wait_seconds,
         }
+        metrics |= self._dropped_forks()
         for name, counted in (("waiting", waiting_groups), ("stale", self._stale)):
             if counted:
                 metrics[f"length/{name}"] = fmean(length for group in counted for length in _lengths(group))
-        problem = unscored_problem(groups, self._max_unscored)
+        problem = unscored_problem(groups, self._max_unscored) or dropped_problem(groups)
         return StepGroups(step, groups, wait_seconds, metrics, problem, True, recorded_episodes, discarded)
 
     def _rename(self, group: Group, step: int) -> None:

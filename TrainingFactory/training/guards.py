@@ -33,9 +33,10 @@ class Guards:
         has_rewards: bool = False,
         replayed: bool = False,
         max_mismatch: float = 0.1,
+        state_groups: float = 0.0,
     ) -> None:
         self._max_equal_steps, self._scored, self._replayed = max_equal_steps, has_rewards, replayed
-        self._max_mismatch = max_mismatch
+        self._max_mismatch, self._state_groups = max_mismatch, state_groups
         self.unusable = 0
         self._equal = self._mismatched = 0
 
@@ -44,7 +45,7 @@ class Guards:
         self._scored |= any(trajectory.reward is not None for trajectory in batch.trajectories)
         if batch.problem is None:
             self.unusable = 0
-            stop = self._equal_rewards(batch) if batch.sampled else None
+            stop = (self._unnamed_states(batch) or self._equal_rewards(batch)) if batch.sampled else None
             return GuardAction(save=stop is not None, stop=stop)
         self.unusable += 1
         has_tool_failures = any(trajectory.status == "tool_failure" for trajectory in batch.trajectories)
@@ -75,6 +76,17 @@ class Guards:
         if self._mismatched < MAX_UNUSABLE or last:
             return GuardAction(warning=problem)
         return GuardAction(save=True, stop=f"Stopped after {self._mismatched} steps in which {problem}")
+
+    def _unnamed_states(self, batch: StepGroups) -> str | None:
+        """Return why the run should stop: states are compared, but no turn of the step has the name of one."""
+        turns = [turn for trajectory in batch.trajectories for turn in trajectory.turns]
+        if not self._state_groups or not turns or any(turn.state is not None for turn in turns):
+            return None
+        return (
+            f"Stopped because grpo.state_groups={self._state_groups:g} compares turns in the same state, but none of "
+            f"{len(turns)} turns names its state. Give the environment a property `state` that returns a string, or "
+            "set grpo.state_groups=0"
+        )
 
     def _equal_rewards(self, batch: StepGroups) -> str | None:
         """Return why the run should stop: for `max_equal_steps` steps no group gave training rows, or all rewards of a

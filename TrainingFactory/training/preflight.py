@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from TrainingFactory.algorithms.kinds import KINDS, make_algorithm
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.algorithms import BranchingSection
+from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.examples import REQUIRED_COLUMNS
 from TrainingFactory.training.dataset import example_form
+from TrainingFactory.training.filters import EpisodeFilters
+
+MAX_LEAVES = 1024  # episodes per task without training.branching.max_episodes
 
 
 def check_config(config: TrainingConfig, is_recorded: bool) -> None:
@@ -14,6 +21,7 @@ def check_config(config: TrainingConfig, is_recorded: bool) -> None:
     _check_precision(config)
     name = config.training.algorithm
     make_algorithm(name, getattr(config, name).model_dump())  # raises if its options contradict each other
+    EpisodeFilters(config.training.filters)  # raises for an unknown filter
 
 
 def group_too_small(group_size: int, minimum: int, subject: str, remedy: str = "") -> ValueError:
@@ -47,6 +55,12 @@ def check_options(config: TrainingConfig, is_recorded: bool) -> None:
         raise ValueError(f"{key} needs evaluations: set training.eval_every=N")
     if kind.samples:
         _check_sampling(config)
+    elif training.filters:
+        raise ValueError(
+            f"training.filters applies to sampled episodes, but training.algorithm={name} samples none. Remove it"
+        )
+    if training.branching is not None:
+        _check_branching(config, training.branching)
     if is_recorded:
         example_form(config)  # raises for algorithms that do not train on a dataset
     if not (is_recorded or kind.samples or kind.demonstrations):
@@ -70,6 +84,61 @@ def _check_sampling(config: TrainingConfig) -> None:
             "sampling.deterministic=true contradicts optimization.async_rollout, with which the weights that sample a "
             "turn depend on timing. Remove one of them, or set optimization.max_staleness=0"
         )
+
+
+def _check_branching(config: TrainingConfig, branching: BranchingSection) -> None:
+    """Raise ConfigError if episodes cannot fork, or if the algorithm cannot train on forked episodes."""
+    problems = [
+        Problem(("training", "branching", *key), text) for key, text in _branching_problems(config, branching)
+    ]
+    if problems:
+        raise config.wrong(problems)
+
+
+def _branching_problems(
+    config: TrainingConfig, branching: BranchingSection
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the key, below training.branching, and the text of each problem."""
+    training, grpo = config.training, config.grpo
+    if training.algorithm != "grpo":
+        text = f"training.algorithm={training.algorithm} does not train on forked episodes. Use grpo"
+        yield (), f"{text}, or remove branching"
+    elif grpo.advantage not in ("group", "rloo"):
+        yield (), f"grpo.advantage={grpo.advantage} compares no continuations of a fork. Use group or rloo"
+    elif grpo.ratio == "sequence":
+        yield (), "grpo.ratio=sequence needs whole episodes, but forks share turns. Use grpo.ratio=token"
+    elif config.optimization.importance_by == "sequence":
+        text = "optimization.importance_by=sequence needs whole episodes, but forks share turns"
+        yield (), f"{text}. Use importance_by=token"
+    if config.environment.command is not None:
+        text = "the state of a program (environment.command) cannot be forked. Use an environment"
+        yield (), f"{text}, or remove branching"
+    if branching.at == "turns" and not branching.turns:
+        yield ("turns",), "is empty. List the turns after which episodes fork, such as [1, 2]"
+    if branching.at == "function" and branching.function is None:
+        yield ("function",), "is not set. Name your function, such as forks.py:uncertain"
+    max_turns = config.environment.max_turns
+    if max_turns <= min(branching.turns if branching.at == "turns" else [branching.every], default=0):
+        text = f"environment.max_turns={max_turns} ends every episode before its first fork. Raise it"
+        yield (("turns" if branching.at == "turns" else "every"),), f"{text}, or fork earlier"
+    yield from _budget_problems(config, branching)
+
+
+def _budget_problems(
+    config: TrainingConfig, branching: BranchingSection
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    group_size, continuations = config.training.group_size, branching.continuations
+    leaves = group_size * continuations**branching.max_forks
+    if (limit := branching.max_episodes) is None and leaves > MAX_LEAVES:
+        text = f"allows {leaves} episodes per task. Lower it, or set training.branching.max_episodes"
+        yield ("max_forks",), text
+    if limit is not None and limit < (least := group_size + continuations - 1):
+        text = f"is {limit}, too small for any fork with training.group_size={group_size}"
+        yield ("max_episodes",), f"{text}. Use {least} or more"
+    least = (group_size * (continuations * config.sampling.max_tokens - 1)) + 1
+    if (limit := branching.max_tokens) is not None and limit < least:
+        text = f"is {limit}, too small for any fork: each continuation needs sampling.max_tokens="
+        yield ("max_tokens",), f"{text}{config.sampling.max_tokens}. Use {least} or more"
 
 
 def check_steps(config: TrainingConfig, total: int) -> None:

@@ -10,6 +10,7 @@ from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.protocols import Algorithm
 from TrainingFactory.runs.folder import CONSUMED, TRAJECTORIES, RunFolder
 from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.training.filters import EpisodeFilters, dropped_problem
 from TrainingFactory.training.source import StepGroups, sampled_metrics, unscored_problem
 from TrainingFactory.types import Group, Trajectory
 
@@ -18,8 +19,16 @@ class RecordedSource:
     """Reads the groups of a recorded run in the order in which it trained them; samples nothing and calls no tools.
     `first` is the step to start with, `steps` the number of recorded steps."""
 
-    def __init__(self, run: RunFolder, algorithm: Algorithm, max_unscored: float, first: int = 0) -> None:
+    def __init__(
+        self,
+        run: RunFolder,
+        algorithm: Algorithm,
+        max_unscored: float,
+        first: int = 0,
+        filters: EpisodeFilters | None = None,
+    ) -> None:
         self._run, self._algorithm, self._max_unscored = run, algorithm, max_unscored
+        self._filters = filters or EpisodeFilters({})
         if not (run.path / TRAJECTORIES).is_file():
             raise ValueError(
                 f"Cannot replay run {run.name}: it was sampled with optimization.async_rollout and has no recorded "
@@ -36,7 +45,7 @@ class RecordedSource:
         groups = await in_thread(self._groups_of, step)
         seconds = time.perf_counter() - start_time
         metrics = sampled_metrics(groups, seconds, None)
-        problem = unscored_problem(groups, self._max_unscored)
+        problem = unscored_problem(groups, self._max_unscored) or dropped_problem(groups)
         return StepGroups(step, groups, seconds, metrics, problem, sampled=True)
 
     async def close(self) -> None: ...
@@ -48,10 +57,7 @@ class RecordedSource:
         if names != self._rows[step]["tasks"]:
             location = f"{self._run.path / TRAJECTORIES} and {CONSUMED} differ"
             raise ValueError(f"{location} in step {step + 1}: {names} and {self._rows[step]['tasks']}")
-        return [
-            Group(number, group, self._algorithm.samples(group), attempt, position)
-            for (number, attempt, position), group in zip(numbers, groups, strict=True)
-        ]
+        return self._filters.make_groups(groups, self._algorithm, numbers)
 
     def _read(self) -> Iterator[list[Trajectory]]:
         episodes = load_trajectories(self._run.path / TRAJECTORIES, growing=True)

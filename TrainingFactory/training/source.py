@@ -14,8 +14,10 @@ from typing import Any, Protocol
 
 from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, Sampler
 from TrainingFactory.rollout import RolloutEngine, play, rollout_metrics
+from TrainingFactory.rollout.metrics import leaf_weights
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.training.filters import EpisodeFilters, dropped_problem, filter_metrics
 from TrainingFactory.training.ledger import Ledger
 from TrainingFactory.training.reward_clock import RewardClock
 from TrainingFactory.training.task_order import TaskOrder
@@ -83,7 +85,8 @@ class StepStream:
 class SampledSource:
     """Samples `group_size` episodes of each task of the step with the current weights. If the algorithm refills, tasks
     without training rows are replaced by the next ones of the order, within the epoch. A step with a larger share of
-    unscored episodes than `max_unscored` has a problem. `ledger` tracks which tasks were taken before."""
+    unscored episodes than `max_unscored` has a problem, and so has one whose episodes are all dropped by `filters`.
+    `ledger` tracks which tasks were taken before."""
 
     def __init__(
         self,
@@ -97,7 +100,9 @@ class SampledSource:
         *,
         group_size: int,
         max_unscored: float = 1.0,
+        filters: EpisodeFilters | None = None,
     ) -> None:
+        self._filters = filters or EpisodeFilters({})
         self._tasks, self._order, self._rollouts, self._sampler = tasks, order, rollouts, sampler
         self._algorithm, self._clock = algorithm, clock  # the rollouts' reward is this clock
         self._ledger, self._group_size, self._max_unscored = ledger, group_size, max_unscored
@@ -115,12 +120,18 @@ class SampledSource:
             latest = await self._play(step, open_numbers, self._ledger.take(len(open_numbers)), attempt)
             groups = groups + latest
         seconds = time.perf_counter() - start_time
-        problem = unscored_problem(groups, self._max_unscored)
+        problem = unscored_problem(groups, self._max_unscored) or dropped_problem(groups)
         metrics = sampled_metrics(groups, seconds, self._clock)
         metrics["tail_share"] = self._rollouts.tail / seconds
+        metrics |= self._dropped_forks()
         return StepGroups(step, groups, seconds, metrics, problem, sampled=True)
 
     async def close(self) -> None: ...
+
+    def _dropped_forks(self) -> dict[str, float]:
+        """Return the number of forks dropped since the last call, if episodes fork."""
+        dropped, self._rollouts.dropped_forks = self._rollouts.dropped_forks, 0
+        return {} if self._rollouts.branching is None else {"branching/dropped": float(dropped)}
 
     async def _play(
         self,
@@ -134,11 +145,8 @@ class SampledSource:
         tasks = [self._tasks[self._order.task_index(position)] for position in places]
         groups = await self._rollouts.rollout_batch(tasks, self._sampler, self._group_size, step, names=names)
         adjusted_groups = [self._algorithm.adjusted(group) for group in groups]
-        samples_of_groups = await in_thread(
-            lambda: [self._algorithm.samples(group) for group in adjusted_groups]
-        )
-        parts = zip(numbers, adjusted_groups, samples_of_groups, places, strict=False)
-        return [Group(number, group, rows, attempt, position) for number, group, rows, position in parts]
+        slots = [(number, attempt, position) for number, position in zip(numbers, places, strict=False)]
+        return await in_thread(self._filters.make_groups, adjusted_groups, self._algorithm, slots)
 
 
 def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock | None) -> dict[str, float]:
@@ -147,13 +155,15 @@ def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock 
     metrics = rollout_metrics(episodes)
     rewards = [trajectory.reward for trajectory in episodes if trajectory.reward is not None]
     if rewards:
-        metrics["accuracy"] = sum(reward.outcome > 0 for reward in rewards) / len(rewards)
+        weights = leaf_weights([trajectory for trajectory in episodes if trajectory.reward is not None])
+        num_right = sum(w for w, reward in zip(weights, rewards, strict=True) if reward.outcome > 0)
+        metrics["accuracy"] = num_right / sum(weights)
     if any(any(reward.steps) for reward in rewards):  # without step rewards these equal the outcomes
         for name, is_correct in (("reward_right", True), ("reward_wrong", False)):
             if selected := [reward for reward in rewards if (reward.outcome > 0) == is_correct]:
                 metrics[name] = fmean(reward.outcome + sum(reward.steps) for reward in selected)
     metrics["episodes/failed"] = metrics["episodes/error"] + metrics["episodes/tool_failure"]
-    turns = [turn for episode in episodes for turn in episode.turns]
+    turns = [turn for episode in episodes for turn in episode.own_turns]
     tools = sum(result.seconds for turn in turns for result in turn.tool_results)
     total_seconds = sum(trajectory.seconds for trajectory in episodes)
     return metrics | {
@@ -163,6 +173,7 @@ def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock 
         "seconds/reward": 0.0 if clock is None else clock.seconds,
         "tools_share": tools / total_seconds if total_seconds else 0.0,
         "tokens_per_second": metrics["sampled_tokens"] / seconds,
+        **filter_metrics(groups),
         **({} if clock is None else clock.spent()),
     }
 

@@ -69,8 +69,21 @@ def test_a_row_says_what_the_episode_was(run: RunFolder) -> None:
     assert row.model_dump() == {
         "number": 13, "step": 2, "task": "t1", "group": "1/t1", "member": 0, "status": "truncated", "turns": 2,
         "reward": 0.75, "tokens": 3, "tool_calls": 2, "tool_failures": 1, "cached": 1, "error": None,
-        "seconds": 0.1 * 12,
+        "seconds": 0.1 * 12, "parent": None, "fork_turn": 0,
     }  # fmt: skip
+
+
+def test_an_episode_of_a_forked_group_has_the_tree(tmp_path: Path) -> None:
+    """Of its own group alone; a group without forks has none."""
+    run = RunFolder(tmp_path / "a")
+    played = [episode(place) for place in range(8)]
+    played[2] = replace(played[2], parent=0, fork_turn=1)
+    run.append_trajectories(played)
+    index = EpisodeIndex(run)
+    assert [(row.member, row.parent, row.fork_turn) for row in index.episode(1).tree] == [
+        (0, None, 0), (1, None, 0), (2, 0, 1), (3, None, 0)
+    ]  # fmt: skip
+    assert index.episode(5).tree == []
 
 
 def expected(rows: Sequence[tuple[int, Trajectory]], query: Query) -> list[int]:

@@ -59,6 +59,14 @@ def test_rows_teach_the_tokens_of_the_episodes(tmp_path: Path, form: Form, layou
         assert all(row["margin"] == 1.5 for row in made.rows)
 
 
+def test_shared_turns_of_forked_episodes_are_announced(tmp_path: Path) -> None:
+    root, child = played(1, REWARDS)
+    assert convert(read_rows(saved(tmp_path, [root, child])), "sft").note is None
+    child.parent, child.fork_turn = root.member, 1
+    made = convert(read_rows(saved(tmp_path, [root, child])), "sft")
+    assert len(made.rows) == 2 and made.note is not None and "1 episodes were forked" in made.note
+
+
 def test_answers_in_a_prompt_stay_a_prompt(tmp_path: Path) -> None:
     (episode,) = played(1, [Reward(1.0)])
     episode.prompt += [Message("assistant", "Yes?"), Message("user", "Go on.")]

@@ -83,7 +83,7 @@ def test_the_variants_of_grpo_load() -> None:
     text = Page("docs/algorithms/grpo.md").text
     table = text[text.index("## Published variants") : text.index("## Bias")]
     variants = re.findall(r"^\| [^|]+ \| `(\w+: .*)` \|$", table, re.MULTILINE)
-    assert len(variants) == 8
+    assert len(variants) == 9
     for variant in variants:
         options = yaml.safe_load(f"{{{variant}}}")
         load_config(None, [f"grpo.{key}={value}" for key, value in options.items()])

@@ -86,6 +86,11 @@ class FakeSession:
         finish = "stop" if ids[-1] == STOP else "length"
         return Completion(ids, [-0.5 - i / 100 for i in range(len(ids))], finish, policy_version=3)
 
+    def fork(self) -> FakeSession:
+        forked = self.sampler.session()
+        forked.turn = self.turn
+        return forked
+
     def close(self) -> None:
         self.closed += 1
 

@@ -98,6 +98,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if group == GROUPS - 1 and member > 3:  # the last step took its task twice
                 played |= {"group": f"{group}/task-{group}#2", "member": member - 4}
             run.append(TRAJECTORIES, played)
+    origins = {2: (0, 1), 3: (1, 1)}  # two roots that fork after their first turn
+    for member, reward in enumerate((1.0, 0.0, 0.0, 0.0)):
+        parent, turn = origins.get(member, (None, 0))
+        played = episode(GROUPS + 1, "forked", member, reward)
+        run.append(TRAJECTORIES, played if parent is None else played | {"parent": parent, "fork_turn": turn})
     made_run(runs, "sft", training={"algorithm": "sft"}, environment={})
     for name, won in (("rl", "0011"), ("sft", "0111")):
         evaluated(runs, name, won)
@@ -197,8 +202,22 @@ def test_hostile_episodes_are_text(tab: Tab, page: Served) -> None:
     assert tab.run("window.broken") is None
 
 
+def test_the_forks_of_a_task_are_drawn(tab: Tab, page: Served) -> None:
+    """Values at the forks; lines are coloured by their advantage, and a leaf leads to its episode."""
+    show(tab, page, f"run/rl/episodes?number={GROUPS * 8 + 1}", "Forks of this task")
+    values = "[...document.querySelectorAll('.forks .fork text')].map(each => each.textContent)"
+    assert tab.run(values) == ["0.75", "0.25"]  # the mean of 1.25 and 0.25; 0.25 twice
+    lines = "[...document.querySelectorAll('.forks .path')].map(each => each.getAttribute('class'))"
+    assert tab.run(lines) == ["path plus here", "path plus here", "path minus", "path minus", "path", "path"]
+    tab.run("document.querySelectorAll('.forks .leaf')[1].dispatchEvent(new MouseEvent('click'))")
+    tab.wait(f"location.hash.includes('number={GROUPS * 8 + 3}')")
+    tab.wait("document.querySelector('.detail header').innerText.includes('member 2')")
+    tab.wait("document.querySelectorAll('.forks .leaf')[1].classList.contains('here')")
+    assert tab.errors == []
+
+
 def test_episodes_are_read_a_page_at_a_time(tab: Tab, page: Served) -> None:
-    total = GROUPS * 8
+    total = GROUPS * 8 + 4
     show(tab, page, "run/rl/episodes", f"{total} episodes")
     tab.run("document.querySelector('.virtual').scrollTop = 1e9")
     tab.wait(f"document.querySelector('#episode-{total}')")
@@ -210,10 +229,10 @@ def test_episodes_are_read_a_page_at_a_time(tab: Tab, page: Served) -> None:
     tab.wait("document.querySelector('#episode-2.at') && location.hash.includes('number=2')")
     tab.wait("document.querySelector('.result.failed')?.innerText.includes('timeout')")
     tab.fill('.filters input[name="step"]', "2")
-    tab.wait("document.querySelector('.told').innerText == '8 of 360 episodes'")
+    tab.wait("document.querySelector('.told').innerText == '8 of 364 episodes'")
     tab.run("document.querySelector('[aria-label=\"Tool that failed\"]').value = '*'")
     tab.run("document.querySelector('[aria-label=\"Tool that failed\"]').dispatchEvent(new Event('change'))")
-    tab.wait("document.querySelector('.told').innerText == '1 of 360 episodes'")
+    tab.wait("document.querySelector('.told').innerText == '1 of 364 episodes'")
 
 
 def test_groups_of_one_task_in_one_step_are_told_apart(

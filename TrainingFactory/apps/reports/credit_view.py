@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from typing import Any, Literal
 
 from TrainingFactory.algorithms.advantages import OVERLONG_PENALTY
@@ -223,12 +222,13 @@ def _rows_of_episodes(
 ) -> dict[int, list[Sample]]:
     """Return the rows of each episode, by its index in the group. Rows are in the order of the episodes, which
     distinguishes episodes with the same tokens."""
-    pending = [list(episode_rows) for _, episode_rows in groupby(rows, lambda row: row.episode)]
-    by_position = {}
+    by_position, next_row = {}, 0
     for index, trajectory in enumerate(group):
         tokens = [row.token_ids for row in to_samples(trajectory)] if reasons[index] is None else []
-        if pending and tokens == [row.token_ids for row in pending[0]]:
-            by_position[index] = pending.pop(0)
+        candidates = list(rows[next_row : next_row + len(tokens)])
+        if tokens and tokens == [row.token_ids for row in candidates]:
+            by_position[index] = candidates
+            next_row += len(tokens)
     return by_position
 
 

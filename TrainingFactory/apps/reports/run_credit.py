@@ -12,6 +12,7 @@ from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.models.loading import load_tokenizer
 from TrainingFactory.resolve.model_names import with_original_model
 from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
+from TrainingFactory.training.filters import without_dropped_reward
 from TrainingFactory.types import Trajectory
 
 
@@ -27,7 +28,8 @@ def run_credit(
     model = with_original_model(run).model
     model_name = str([model.name, *run.checkpoints()][-1])  # a checkpoint includes the tokenizer
     tokenizer = load_tokenizer(model_name, model.revision, model.trust_remote_code)
-    return step, coloured(episodes or run.episodes(step), make_algorithm(run.config), tokenizer)
+    credited = [without_dropped_reward(episode) for episode in episodes or run.episodes(step)]
+    return step, coloured(credited, make_algorithm(run.config), tokenizer)
 
 
 def select_episodes(

@@ -50,6 +50,8 @@ def episode_row(data: Json, number: int) -> tuple[EpisodeRow, list[str]]:
         turns=len(turns), tokens=sum(ids if isinstance(ids, int) else len(ids) for ids in sampled) % (1 << 53),
         tool_calls=len(results), tool_failures=len(failed), cached=sum(bool(r.get("cached")) for _, r in results),
         seconds=float(data.get("seconds", 0.0)), error=data.get("error") and str(data["error"]),
+        parent=None if data.get("parent") is None else int(data["parent"]) % (1 << 53),
+        fork_turn=int(data.get("fork_turn") or 0) % (1 << 53),
     )  # fmt: skip
     return row, sorted(set(failed))
 

@@ -108,7 +108,19 @@ class EpisodeIndex:
         """Return one episode by its line number; raise ValueError if there is none."""
         if not (lines := self.lines("number = ?", number)):
             raise ValueError(f"run {self.run.name} has no episode {number}")
-        return episode_view(*lines[0])
+        view = episode_view(*lines[0])
+        view.tree = self._tree(view.row)
+        return view
+
+    def _tree(self, row: EpisodeRow) -> list[EpisodeRow]:
+        """Return the rows of an episode's group if some of its episodes were forked."""
+        if row.step is None:
+            return []
+        sql = 'SELECT * FROM episodes WHERE step = ? AND task = ? AND "group" = ? ORDER BY member'
+        with self._lock:
+            found = self._db.execute(sql, (row.step, row.task, row.group)).fetchall()
+        rows = [EpisodeRow(**{name: each[name] for name in COLUMNS}) for each in found]
+        return rows if any(each.parent is not None for each in rows) else []
 
     def group(self, step: int, task: str, group: str | None = None) -> GroupView:
         """Return a task's episodes in a step, of `group` or (None) all groups; raise ValueError if there are none."""

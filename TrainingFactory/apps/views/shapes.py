@@ -144,6 +144,8 @@ class EpisodeRow(BaseModel):
     cached: int = 0  # tool calls answered from the cache
     seconds: float = 0.0
     error: str | None = None
+    parent: int | None = None  # member that it was forked from
+    fork_turn: int = 0  # turns that it shares with its parent
 
 
 class EpisodePage(BaseModel):
@@ -191,6 +193,7 @@ class EpisodeView(BaseModel):
     tools: list[str] = []
     problem: str | None = None  # unreadable parts of the line
     credit: CreditView | None = None  # computed by the worker process
+    tree: list[EpisodeRow] = []  # all episodes of its group, if some of them were forked
 
 
 class GroupView(BaseModel):

@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Iterator
 from itertools import islice
+from typing import Self
 
 from TrainingFactory.envs.base import ToolEnvironment
 from TrainingFactory.envs.builtin.splits import generate_tasks
@@ -39,6 +40,10 @@ class SearchEnvironment(ToolEnvironment):
         hits = [(len(words & set(keys.lower().split())), text) for keys, text in self.task.metadata["facts"]]
         best = max(hit for hit, _ in hits)
         return " ".join([text for hit, text in hits if hit == best][:MAX_FACTS]) if best else "Nothing found."
+
+    async def fork(self) -> Self:
+        """Return another environment of the task: searches change nothing."""
+        return type(self)(self.task)
 
     def expert(self) -> Iterator[Message]:
         """Yield the turns of the reference solution."""

@@ -22,7 +22,7 @@ from functools import lru_cache
 from itertools import chain, islice
 from itertools import count as endlessly
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from TrainingFactory.common.sql.compare import same_result
 from TrainingFactory.common.sql.database import SqlDatabase
@@ -67,6 +67,12 @@ class Text2SqlEnvironment(ToolEnvironment):
         self._folder = tempfile.TemporaryDirectory(prefix="tf-text2sql-", ignore_cleanup_errors=True)
         self._shown = await self._open(0, "table", SHOWN_ROWS)
         return await super().reset()
+
+    async def fork(self) -> Self:
+        """Return another environment of the task, with its own copy of the database, which queries only read."""
+        forked = type(self)(self.task)
+        await forked.reset()
+        return forked
 
     @tool(stateful=True)
     async def sql(self, query: str) -> ToolResult:

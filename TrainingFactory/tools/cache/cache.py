@@ -173,6 +173,12 @@ class EpisodeToolCache:
         self._histories: dict[str, str | None] = {}
         self._started: Counter[str] = Counter()
 
+    def fork(self) -> EpisodeToolCache:
+        """Return the cache of an episode that continues this one."""
+        copy = EpisodeToolCache(self._cache, self._scope)
+        copy._histories, copy._started = dict(self._histories), Counter(self._started)
+        return copy
+
     async def obtain(self, call: PendingCall) -> ToolResult:
         deadline = time.monotonic() + call.seconds
         name = call_fingerprint(call.tool, call.options, call.arguments)

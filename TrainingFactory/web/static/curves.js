@@ -48,6 +48,7 @@ const DIRECT = [
         nonzero: true,
       },
       { title: "Truncated", of: ["episodes/truncated"], over: "episodes", share: true },
+      { title: "Flagged by filters", under: "filters/", share: true },
     ],
   ],
   [

@@ -6,6 +6,7 @@ import { counted, duration, number, plain, signed, taskOf } from "./format.js";
 import { button, failed, iconButton, pairs, segments } from "./parts.js";
 import { conversation, messages } from "./turns.js";
 import { legend, spread } from "./tokens.js";
+import { forkTree } from "./tree.js";
 
 const WAYS = [
   ["text", "Text"],
@@ -16,8 +17,8 @@ const WAYS = [
 
 export class Detail {
   /** `way`: how tokens are coloured. `group`: all members are shown. */
-  constructor({ name, signal, way, group, changed, move, close, filterBy }) {
-    Object.assign(this, { name, signal, group, changed, move, close, filterBy, number: null });
+  constructor({ name, signal, way, group, changed, move, show, close, filterBy }) {
+    Object.assign(this, { name, signal, group, changed, move, show, close, filterBy, number: null });
     this.way = WAYS.some(([each]) => each === way) ? way : "text";
     this.groups = new Map();
     this.bar = h("div", { class: "bar" });
@@ -91,11 +92,15 @@ export class Detail {
     this.draw();
   }
 
+  one(view, credit, way) {
+    return one(view, credit, way, this.filterBy, this.show);
+  }
+
   /** Draws the selection. Credit and groups are fetched on demand, because they need a model's tokenizer. */
   async draw() {
     const { view, way, number: wanted } = this;
     if (!view) return;
-    if (!this.group && way === "text") return void put(this.body, one(view, null, "text", this.filterBy));
+    if (!this.group && way === "text") return void put(this.body, this.one(view, null, "text"));
     const { step, task, group: own } = view.row;
     const learner = way === "difference"; // needs the model itself
     const key = own + (learner ? "/learner" : "");
@@ -109,7 +114,7 @@ export class Detail {
             ? "Loading the weights that sampled this group, to compute the learner's log-probs…"
             : "Computing the token credit of the group; the first time takes longer…",
         ),
-        one(view, null, "text", this.filterBy),
+        this.one(view, null, "text"),
       );
     try {
       if (!this.groups.has(key))
@@ -131,14 +136,14 @@ export class Detail {
         this.body,
         note,
         notes,
-        this.group ? members(group, drawn) : one(view, credit, drawn, this.filterBy),
+        this.group ? members(group, drawn) : this.one(view, credit, drawn),
       );
     } catch (error) {
       if (error.name === "AbortError" || this.number !== wanted) return;
       put(
         this.body,
         h("p", { class: "why", role: "alert" }, "Cannot compute the token credit: " + error.message),
-        one(view, null, "text", this.filterBy),
+        this.one(view, null, "text"),
       );
     }
   }
@@ -161,7 +166,7 @@ export class Detail {
 }
 
 /** One episode in full. */
-function one(view, credit, way, filterBy) {
+function one(view, credit, way, filterBy, show) {
   const { row, task } = view;
   const title = h("h2", {}, visible(taskOf(row)));
   const more = h(
@@ -182,6 +187,7 @@ function one(view, credit, way, filterBy) {
     facts(row),
     h("div", { class: "answers" }, answer("Answer", view.answer), answer("Expected", task?.answer)),
     rewards(view),
+    view.tree.length > 0 && forkTree(view.tree, row.member, show),
     h("div", { class: "talk" }, messages(view.prompt), conversation(view, credit, way)),
     metadata(task),
   );

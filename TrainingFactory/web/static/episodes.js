@@ -37,6 +37,7 @@ class EpisodesPage {
       group: query.get("group") === "1",
       changed: () => this.keep(),
       move: (by) => this.move(by),
+      show: (number) => this.open(number, true),
       close: () => this.close(),
       filterBy: (change) => this.change(change),
     });

@@ -1,0 +1,136 @@
+"""Critic-free credit of forked episodes. The episodes of a task form trees: at a fork after a turn, k continuations of
+the same conversation are sampled. Every turn belongs to one segment: the turns between two forks, or to an end.
+
+    R[i, t]  return of leaf i from turn t on (`advantages.py`)
+    V[s, t]  value of segment s: R[i, t] if it ends in leaf i, else the mean of V[c, t] over the k segments c at its end
+    A[s, t]  = V[s, t] - mean of V[c, t] over the other segments c that begin where s begins
+    w[s]     = product of 1 / k over the forks above s; 1 for the first segment of a tree
+
+The segments that begin a tree are compared with those of the task's other trees. Each turn is trained once, with weight
+w, and a tree counts as one episode. docs/algorithms/branching.md derives that the gradient is unbiased if the decision
+to fork after a turn depends on nothing that the episode samples later.
+
+Only scored leaves count: k is the number of continuations with a scored leaf, and a fork with a single one is no fork.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from TrainingFactory.algorithms.advantages import TOLERANCE, Baseline
+from TrainingFactory.types import Trajectory
+
+
+@dataclass(slots=True, frozen=True)
+class TurnTable:
+    """Credit of the turns of n leaves; entries after a leaf's last turn are zero. A shared turn has its entries at one
+    leaf; at all others they are zero."""
+
+    roots: list[int]  # [n] member that is the root of the leaf's tree
+    weights: np.ndarray  # [n, T]
+    values: np.ndarray  # [n, T]
+    advantages: np.ndarray  # [n, T]
+
+
+def has_forks(group: Sequence[Trajectory]) -> bool:
+    return any(trajectory.parent is not None for trajectory in group)
+
+
+class EpisodeTrees:
+    """The trees of a group, over its scored leaves. `group` includes the unscored ones, from which leaves may have
+    been forked."""
+
+    def __init__(self, group: Sequence[Trajectory], leaves: Sequence[Trajectory]) -> None:
+        self._members = {trajectory.member: trajectory for trajectory in group}
+        self._leaves = leaves
+        self._origins = [self._origin_by_turn(leaf) for leaf in leaves]
+        self.roots = [origins[0] for origins in self._origins]
+
+    def _origin_by_turn(self, leaf: Trajectory) -> list[int]:
+        """Return the member that sampled each turn of the leaf, and in the end the leaf's own."""
+        origins = [leaf.member] * (len(leaf.turns) + 1)
+        trajectory, end = leaf, len(leaf.turns)
+        while trajectory.parent is not None:
+            end = min(
+                end, trajectory.fork_turn
+            )  # of a fork at the turn of its parent's fork: the grandparent's
+            if trajectory.parent not in self._members:
+                raise ValueError(
+                    f"Episode {trajectory.member} of group {trajectory.group} was forked from episode "
+                    f"{trajectory.parent}, which is missing. Keep all episodes of a group together"
+                )
+            trajectory = self._members[trajectory.parent]
+            origins[:end] = [trajectory.member] * end
+        return origins
+
+    def continuations(self, leaves: Sequence[int], turn: int) -> list[list[int]]:
+        """Split leaves that share all turns before `turn` into those that share this turn as well."""
+        parts: dict[int, list[int]] = {}
+        for leaf in leaves:
+            origins = self._origins[leaf]
+            parts.setdefault(origins[min(turn, len(origins) - 1)], []).append(leaf)
+        return list(parts.values())
+
+    def next_fork(self, leaves: Sequence[int], turn: int) -> int:
+        """Return the first turn from `turn` on that the leaves do not share; the number of turns of a single leaf."""
+        if len(leaves) == 1:
+            return len(self._leaves[leaves[0]].turns)
+        while len(self.continuations(leaves, turn)) == 1:
+            turn += 1
+        return turn
+
+    def value(self, leaves: Sequence[int], turn: int, returns: np.ndarray) -> np.ndarray:
+        """Return the value V of the segment at `turn` that leads to these leaves. [n, T] -> [T]"""
+        if len(leaves) == 1:
+            return returns[leaves[0]]
+        fork = self.next_fork(leaves, turn)
+        parts = self.continuations(leaves, fork)
+        return np.mean([self.value(part, fork, returns) for part in parts], axis=0)
+
+
+def tree_advantages(
+    trees: EpisodeTrees, returns: np.ndarray, trained: np.ndarray, baseline: Baseline, scale: bool = False
+) -> TurnTable:
+    """Return the credit of all turns. `returns` [n, T] of the leaves; `trained` [n, T]: whether the turn of this leaf
+    may be trained (a shared turn belongs to the first leaf where it may). `scale` divides by the standard
+    deviation of the leaves' total returns, weighted like the leaves."""
+    shape = returns.shape
+    table = TurnTable(trees.roots, np.zeros(shape), np.zeros(shape), np.zeros(shape))
+    leaf_weights = np.ones(len(trees.roots))
+
+    def assign(leaves: list[int], turn: int, weight: float, others: np.ndarray) -> None:
+        fork = trees.next_fork(leaves, turn)
+        value = trees.value(leaves, turn, returns)
+        for number in range(turn, fork):
+            leaf = next((leaf for leaf in leaves if trained[leaf, number]), leaves[0])
+            table.weights[leaf, number] = weight
+            table.values[leaf, number] = value[number]
+            table.advantages[leaf, number] = value[number] - others[number]
+        if len(leaves) == 1:
+            leaf_weights[leaves[0]] = weight
+        else:
+            split(trees.continuations(leaves, fork), fork, weight)
+
+    def split(parts: list[list[int]], turn: int, weight: float) -> None:
+        values = np.array([trees.value(part, turn, returns) for part in parts])
+        others = (values.sum(0) - values) / max(len(parts) - 1, 1)
+        for part, compared in zip(
+            parts, np.zeros_like(values) if baseline == "none" else others, strict=True
+        ):
+            assign(part, turn, weight if turn == 0 else weight / len(parts), compared)
+
+    roots = trees.continuations(range(len(trees.roots)), 0)
+    split(roots, 0, 1.0)
+    if baseline == "none":
+        return table
+    table.advantages[np.abs(table.advantages) <= TOLERANCE * np.abs(returns).max()] = 0.0
+    if baseline == "group":  # one factor for all forks, as without them: the direction stays that of `rloo`
+        table.advantages[:] *= (len(roots) - 1) / len(roots)
+    if scale:
+        mean = np.average(returns[:, 0], weights=leaf_weights)
+        variance = leaf_weights @ (returns[:, 0] - mean) ** 2 / max(len(roots) - 1, 1)
+        table.advantages[:] /= np.sqrt(variance) if variance else np.inf
+    return table

@@ -1,0 +1,46 @@
+"""State groups: a second baseline, for environments that name their states. Turns of a task's episodes that begin in
+the same state are compared with each other:
+
+    S[i, t] = V[i, t] - mean of V[j, u] over the task's turns (j, u) whose state is that of (i, t)
+
+V is the return from the turn on. The mean is over all turns of the state, or with `leave_out` over those of the other
+episodes, which do not depend on the turn's action. S is 0 where the mean is over no turn, or the state has no name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from TrainingFactory.algorithms.advantages import TOLERANCE
+from TrainingFactory.types import Trajectory
+
+
+def state_advantages(
+    episodes: Sequence[Trajectory],
+    values: np.ndarray,
+    weights: np.ndarray,
+    roots: Sequence[int],
+    leave_out: bool,
+) -> np.ndarray:
+    """Return S [n, T] for the values [n, T] of turns. `weights` [n, T]: of the turns in the means, 0 for turns that
+    another episode of the same tree has too. `roots` [n]: episodes of one tree have the same."""
+    result = np.zeros(values.shape)
+    turns_by_state: dict[str, list[tuple[int, int]]] = {}
+    for member, episode in enumerate(episodes):
+        for number, turn in enumerate(episode.turns):
+            if turn.state is not None and weights[member, number]:
+                turns_by_state.setdefault(turn.state, []).append((member, number))
+    tree = np.asarray(roots)
+    for positions in turns_by_state.values():
+        members, numbers = (np.array(column) for column in zip(*positions, strict=True))
+        state_values, state_weights = values[members, numbers], weights[members, numbers]
+        is_compared = np.ones((len(members), len(members)))
+        if leave_out:
+            is_compared = (tree[members][:, None] != tree[members]).astype(float)
+        total = is_compared @ state_weights
+        mean = is_compared @ (state_weights * state_values) / np.where(total > 0, total, 1.0)
+        result[members, numbers] = np.where(total > 0, state_values - mean, 0.0)
+    result[np.abs(result) <= TOLERANCE * np.abs(values).max(initial=0.0)] = 0.0
+    return result

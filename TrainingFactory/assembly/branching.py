@@ -1,0 +1,45 @@
+"""The branching of a config: checks before a run, and the settings of the rollout engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from TrainingFactory.common.user_code import load_objects, split_name
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.problems import Problem
+from TrainingFactory.rollout.branching import Branching
+
+
+def make_branching(config: TrainingConfig) -> Branching | None:
+    """Return where episodes fork; None if the config has no branching. Imports the file of `function`."""
+    section = config.training.branching
+    if section is None:
+        return None
+    options: dict[str, Any] = section.model_dump() | {"function": _load_function(config)}
+    return Branching(**options, in_waves=config.sampling.deterministic)
+
+
+def _load_function(config: TrainingConfig) -> Any:
+    section = config.training.branching
+    if section is None or section.at != "function" or section.function is None:
+        return None
+    name = section.function
+    problem = ("training", "branching", "function")
+    if not split_name(name)[1]:
+        raise config.wrong([Problem(problem, "name a function of the file, as in forks.py:uncertain", name)])
+    try:
+        _, _, [function] = load_objects("training.branching.function", name)
+    except ValueError as error:
+        raise config.wrong([Problem(problem, str(error))]) from error
+    if not callable(function):
+        raise config.wrong([Problem(problem, "is not a function", name)])
+    return function
+
+
+def max_leaves(config: TrainingConfig) -> int:
+    """Return the maximum number of episodes per task: the group with all its forks."""
+    group_size, section = config.training.group_size, config.training.branching
+    if section is None:
+        return group_size
+    leaves = group_size * section.continuations**section.max_forks
+    return leaves if section.max_episodes is None else min(leaves, section.max_episodes)

@@ -1,0 +1,378 @@
+"""Episodes that fork at the end of a turn into several continuations of the same conversation.
+
+A decision to fork depends only on the path so far, never on timing or on other paths. So do member numbers, seeds and
+budgets: the same episodes result whatever the order in which they are played.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from TrainingFactory.common.texts import describe
+from TrainingFactory.common.user_code import location_of
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.protocols import Environment
+from TrainingFactory.rollout.episode import EpisodeRun, ForkFailed
+from TrainingFactory.rollout.group_scoring import gather_or_cancel
+from TrainingFactory.tools.options import ToolOptions
+from TrainingFactory.tools.recording import EpisodeKey, Recorder
+from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, run_within
+from TrainingFactory.types import Completion, SamplersLost, Step, Trajectory, Turn
+
+log = logging.getLogger(__name__)
+Play = Callable[[EpisodeRun], Coroutine[Any, Any, None]]
+
+
+@dataclass(slots=True, frozen=True)
+class Branching:
+    """Where episodes fork, and how far (`training.branching`)."""
+
+    at: Literal["tool_result", "turns", "entropy", "function"] = "tool_result"
+    continuations: int = 2  # of one fork, the episode itself included
+    max_forks: int = 2  # along one path
+    every: int = 1  # fork only after turns whose number is a multiple of it
+    turns: Sequence[int] = ()  # at=turns: numbers of the turns, from 1
+    entropy: float = 1.0  # at=entropy: least entropy of the turn, in nats per token
+    function: Callable[[Sequence[Turn]], bool] | None = None  # at=function
+    max_episodes: int | None = None  # per task
+    max_tokens: int | None = None  # sampled tokens per task beyond which no path forks
+    replay: bool = True  # repeat the steps of an environment that cannot fork
+    timeout: float = 60.0  # seconds for a fork of an environment, or for repeating its steps
+    in_waves: bool = False  # forks start together when all earlier episodes of the batch have ended
+
+    def forks_after(self, turns: Sequence[Turn]) -> bool:
+        """Return whether an episode with these turns forks after the last one, if its budget allows."""
+        number, turn = sum(not turn.summary for turn in turns), turns[-1]
+        if number % self.every:
+            return False
+        if self.at == "turns":
+            return number in self.turns
+        if self.at == "tool_result":
+            return bool(turn.tool_results)
+        if self.at == "entropy":
+            return sampled_entropy(turn.completion) >= self.entropy
+        assert self.function is not None
+        return bool(self.function(turns))
+
+
+def sampled_entropy(completion: Completion) -> float:
+    """Return the mean of -log p over the sampled tokens: an unbiased estimate of their mean entropy, in nats."""
+    return -sum(completion.logprobs) / len(completion.logprobs)
+
+
+def share(total: int | None, parts: int, index: int) -> int | None:
+    """Return part `index` of a total divided equally; the first parts get the remainder."""
+    return None if total is None else total // parts + (index < total % parts)
+
+
+@dataclass(slots=True)
+class PathBudget:
+    """What one path has used, and its shares of the task's budgets."""
+
+    episodes: int | None  # leaves that the path may still end in; None: no limit
+    tokens: int | None  # sampled tokens left
+    forks: int = 0  # so far
+    counted: int = 0  # turns whose tokens are subtracted
+
+    def count(self, turns: Sequence[Turn]) -> None:
+        """Subtract the tokens of the turns since the last call."""
+        if self.tokens is not None:
+            self.tokens -= sum(len(turn.completion.token_ids) for turn in turns[self.counted :])
+        self.counted = len(turns)
+
+    def allows(self, continuations: int, turn_tokens: int) -> bool:
+        """Return whether each continuation gets an episode and the tokens of a turn."""
+        enough_episodes = self.episodes is None or self.episodes >= continuations
+        return enough_episodes and (self.tokens is None or self.tokens >= continuations * turn_tokens)
+
+    def divided(self, parts: int) -> list[PathBudget]:
+        """Return the budgets of the continuations."""
+        return [
+            PathBudget(
+                share(self.episodes, parts, i), share(self.tokens, parts, i), self.forks + 1, self.counted
+            )
+            for i in range(parts)
+        ]
+
+
+def is_stateless(environment: Environment) -> bool:
+    """Return whether no step changes the environment: a plain tool environment whose tools are all pure."""
+    if not isinstance(environment, ToolEnvironment) or type(environment).step is not ToolEnvironment.step:
+        return False
+    return all(getattr(tool, "options", ToolOptions()).pure for tool in environment.executor.tools)
+
+
+def fork_method(environment: Environment, replay: bool) -> Literal["own", "fresh", "replay"] | None:
+    """Return how an environment forks: by its own `fork`, as a fresh one because it has no state, or by replaying its
+    steps in a fresh one; None: not at all. Tools with a session per episode have state of their own, which `fork` does
+    not copy."""
+    own = getattr(environment, "fork", ...)
+    if own is None:
+        return None
+    if is_stateless(environment):
+        return "fresh"
+    has_sessions = isinstance(environment, ToolEnvironment) and environment.executor.has_session_state
+    if own is not ... and not has_sessions:
+        return "own"
+    return "replay" if replay else None
+
+
+@dataclass(slots=True)
+class ForkPoint:
+    """Where a forked episode starts: after the turns that it shares with its parent."""
+
+    ids: list[int]  # prompt of the next turn
+    keys: list[EpisodeKey]  # key under which the tool calls of each shared turn are recorded
+    batches: int  # tool batches of the shared turns
+    method: Literal["own", "fresh", "replay"]
+    timeout: float
+
+    async def enter(self, run: EpisodeRun, environment: Environment) -> list[int]:
+        """Bring the environment into the state of the fork; return the prompt of the next turn."""
+        if self.method == "own":
+            return list(self.ids)
+        try:
+            await run_within(self.timeout, self._rebuild(run, environment))
+        except ForkFailed:
+            raise
+        except OutOfTime:
+            raise ForkFailed(f"rebuilding the environment took longer than {self.timeout:g} s") from None
+        except SamplersLost:
+            raise
+        except (Exception, SelfCancelled, SystemExit) as error:  # the environment is user code
+            where = location_of(error)
+            raise ForkFailed(f"rebuilding the environment{where} raised {describe(error)}") from error
+        return list(self.ids)
+
+    async def _rebuild(self, run: EpisodeRun, environment: Environment) -> None:
+        """Reset a fresh environment, and step it through the shared turns unless it is stateless."""
+        executor = environment.executor if isinstance(environment, ToolEnvironment) else None
+        if executor is not None:
+            run.attach(executor, environment)
+        if await environment.reset() != run.trajectory.prompt:
+            raise ForkFailed("a second reset of the task gives another prompt")
+        if self.method == "replay":
+            for number, turn in enumerate(run.trajectory.turns):
+                if turn.summary:  # the environment did not get it
+                    continue
+                if executor is not None:
+                    executor.use_key(self.keys[number], records=False)
+                _check_replayed(number, turn, await environment.step(copy.deepcopy(turn.message)), run)
+        if executor is not None:
+            executor.use_key(run.key, batches=self.batches)
+
+
+def _check_replayed(number: int, turn: Turn, step: Step, run: EpisodeRun) -> None:
+    results = [(result.ok, result.error, result.content) for result in step.tool_results]
+    recorded = [(result.ok, result.error, result.content) for result in turn.tool_results]
+    if results != recorded or run.cut(step.replies) != turn.replies or step.done:
+        raise ForkFailed(f"the replies to turn {number + 1} differ when its calls are repeated")
+
+
+def _turn_keys(run: EpisodeRun) -> list[EpisodeKey]:
+    """Return the key under which the tool calls of each turn are recorded: that of the episode that sampled it."""
+    shared = run.start.keys if isinstance(run.start, ForkPoint) else []
+    return [*shared, *[run.key] * (len(run.trajectory.turns) - len(shared))]
+
+
+@dataclass(slots=True)
+class EpisodeForest:
+    """The groups of one batch, each of which grows as its episodes fork. `seeds[i](member, turn)` returns the seed of a
+    turn of group i."""
+
+    branching: Branching
+    groups: list[list[EpisodeRun]]
+    seeds: Sequence[Callable[[int, int], int]]
+    warn: Callable[[str], None]
+    recorder: Recorder | None = None
+    dropped: int = 0  # continuations whose environment could not be forked
+    _budgets: dict[EpisodeRun, PathBudget] = field(default_factory=dict)
+    _places: dict[EpisodeRun, int] = field(default_factory=dict)  # number of the run's group
+    _roots: list[int] = field(default_factory=list)  # number of roots of each group
+    _start: dict[EpisodeRun, Callable[[EpisodeRun], None]] = field(default_factory=dict)
+    _queued: list[EpisodeRun] = field(default_factory=list)  # forks that start with the next wave
+
+    def __post_init__(self) -> None:
+        self._roots = [len(group) for group in self.groups]
+        for place, group in enumerate(self.groups):
+            for index, run in enumerate(group):
+                episodes = share(self.branching.max_episodes, len(group), index)
+                tokens = share(self.branching.max_tokens, len(group), index)
+                self._add(run, place, PathBudget(episodes, tokens))
+
+    def _add(self, run: EpisodeRun, place: int, budget: PathBudget) -> None:
+        self._budgets[run], self._places[run] = budget, place
+        run.after_turn = functools.partial(self._after_turn, run)
+
+    @property
+    def runs(self) -> list[EpisodeRun]:
+        return [run for group in self.groups for run in group]
+
+    async def play(self, place: int, play: Play) -> None:
+        """Play the episodes of group `place` and all that fork from them."""
+        await gather_or_cancel([self._play_with_forks(run, play) for run in list(self.groups[place])])
+
+    async def play_in_waves(self, play: Play) -> None:
+        """Play all episodes, then all that have forked from them, and so on. Sessions are opened and episodes started
+        in a fixed order."""
+        wave = self.runs
+        while wave:
+            await gather_or_cancel([play(run) for run in wave])
+            wave, self._queued = self._queued, []
+            wave.sort(key=lambda run: (self._places[run], run.trajectory.member))
+            for run in wave:
+                run.open_fork()
+
+    async def _play_with_forks(self, run: EpisodeRun, play: Play) -> None:
+        """Play an episode and, as soon as there is room, those forked from it. It has released its place at the gate
+        before it waits for them."""
+        children: list[asyncio.Task[None]] = []
+        self._start[run] = lambda child: children.append(
+            asyncio.ensure_future(self._play_with_forks(child, play))
+        )
+        try:
+            await play(run)
+            await asyncio.gather(*children)
+        except BaseException:
+            for task in children:
+                task.cancel()
+            await asyncio.gather(*children, return_exceptions=True)
+            raise
+
+    # -- called at the end of a turn
+
+    async def _after_turn(self, run: EpisodeRun, environment: Environment, ids: list[int]) -> None:
+        """Fork the episode if it should and may. `ids` is the prompt of its next turn."""
+        budget, branching = self._budgets[run], self.branching
+        budget.count(run.trajectory.turns)
+        if not self._may_fork(run, budget, ids):
+            return
+        if not self._wants_fork(run):
+            return
+        method = fork_method(environment, branching.replay)
+        if method is None:
+            name = type(environment).__name__
+            self.warn(f"{name} cannot fork: it has no `fork` method. Its episodes are not branched")
+            return
+        shares = budget.divided(branching.continuations)
+        self._budgets[run] = shares[0]
+        for digit in range(1, branching.continuations):
+            await self._fork(run, environment, ids, method, digit, budget.forks, shares[digit])
+
+    def _may_fork(self, run: EpisodeRun, budget: PathBudget, ids: list[int]) -> bool:
+        rules, branching = run.rules, self.branching
+        return (
+            budget.forks < branching.max_forks
+            and run.num_turns < rules.max_turns
+            and len(ids) < run.max_length
+            and budget.allows(branching.continuations, rules.params.max_tokens)
+        )
+
+    def _wants_fork(self, run: EpisodeRun) -> bool:
+        try:
+            return self.branching.forks_after(list(run.trajectory.turns))
+        except Exception as error:  # the function is user code
+            self.warn(
+                f"training.branching.function{location_of(error)} raised {describe(error)}. The episode is not forked"
+            )
+            return False
+
+    async def _fork(
+        self,
+        run: EpisodeRun,
+        environment: Environment,
+        ids: list[int],
+        method: Literal["own", "fresh", "replay"],
+        digit: int,
+        depth: int,
+        budget: PathBudget,
+    ) -> None:
+        """Fork continuation `digit` of the fork that is number `depth` along the path."""
+        parent, place = run.trajectory, self._places[run]
+        # The digits of a path's forks, in base `continuations`, make its number: the same whatever the timing.
+        member = parent.member + self._roots[place] * digit * self.branching.continuations**depth
+        key = run.key._replace(member=member)
+        reason = None if self.recorder is None else self.recorder.dropped_fork(key)
+        try:
+            if reason is not None:
+                raise ForkFailed(reason)
+            forked = await self._forked_environment(environment) if method == "own" else None
+        except ForkFailed as failure:
+            self._drop(key, str(failure))
+            return
+        trajectory = Trajectory(
+            parent.task,
+            parent.group,
+            member,
+            parent.prompt,
+            parent.tools,
+            list(parent.turns),
+            parent=parent.member,
+            fork_turn=len(parent.turns),
+        )
+        batches = environment.executor.batches if isinstance(environment, ToolEnvironment) else 0
+        point = ForkPoint(ids, _turn_keys(run), batches, method, self.branching.timeout)
+        if isinstance(forked, ToolEnvironment) and isinstance(environment, ToolEnvironment):
+            forked.executor.continue_from(environment.executor, key, forked)
+        child = run.forked(trajectory, functools.partial(self.seeds[place], member), point, forked)
+        self._add(child, place, budget)
+        self.groups[place].append(child)
+        if self.branching.in_waves:
+            self._queued.append(child)
+        else:
+            child.open_fork()
+            self._start[run](child)
+
+    async def _forked_environment(self, environment: Environment) -> Environment:
+        """Return the result of `environment.fork()`; raise ForkFailed if it is not an independent environment."""
+        name, timeout = f"{type(environment).__name__}.fork", self.branching.timeout
+        try:
+            if isinstance(environment, ToolEnvironment):
+                await environment.executor.catch_up()  # a copy would lack calls that the cache answered
+            forked = await run_within(timeout, _call_fork(environment))
+        except OutOfTime:
+            raise ForkFailed(f"{name} took longer than {timeout:g} s") from None
+        except SamplersLost:
+            raise
+        except (Exception, SelfCancelled, SystemExit) as error:  # user code
+            raise ForkFailed(f"{name}{location_of(error)} raised {describe(error)}") from error
+        shared = forked is environment or (
+            isinstance(environment, ToolEnvironment)
+            and (not isinstance(forked, ToolEnvironment) or forked.executor is environment.executor)
+        )
+        if shared or not callable(getattr(forked, "step", None)):
+            raise ForkFailed(
+                f"{name} returned no independent environment. Make one with type(self)(self.task) and copy the state"
+            )
+        return forked
+
+    def _drop(self, key: EpisodeKey, reason: str) -> None:
+        self.dropped += 1
+        if self.recorder is not None:
+            self.recorder.record_dropped_fork(key, reason)
+        self.warn(f"A fork was dropped: {reason}")
+
+    def finished(self) -> list[list[Trajectory]]:
+        """Return the episodes of each group by member, without dropped forks."""
+        for run in self.runs:
+            if run.dropped is not None:
+                self._drop(run.key, run.dropped)
+        return [
+            sorted(
+                (run.trajectory for run in group if run.dropped is None),
+                key=lambda trajectory: trajectory.member,
+            )
+            for group in self.groups
+        ]
+
+
+async def _call_fork(environment: Any) -> Any:
+    result = environment.fork()
+    return await result if inspect.isawaitable(result) else result

@@ -1,0 +1,198 @@
+"""Filters of sampled episodes, applied before credit (`training.filters`). A filter flags turns. Its action:
+
+    drop    remove the episode from credit, as if it had not been scored
+    mask    do not train the flagged turns; the episode stays in the baseline
+    count   only count
+
+Flags depend on the episode alone, so that a resumed or replayed run filters in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from TrainingFactory.common.options import did_you_mean, nearest
+from TrainingFactory.common.user_code import describe_failure, is_file_name, load_objects, split_name
+from TrainingFactory.protocols import Algorithm
+from TrainingFactory.types import Group, Trajectory, Turn
+
+Flags = Sequence[bool]  # one per turn
+Filter = Callable[[Trajectory], Any]  # returns Flags, or one bool for all turns
+
+DROPPED = "dropped"  # episodes
+DROPPED_BY = "dropped by training.filters"  # begins the `error` of a dropped episode
+MASKED = "masked_turns"
+
+
+def void_turns(episode: Trajectory) -> Flags:
+    """Flag turns with neither a call nor an answer."""
+    return [not turn.message.tool_calls and not turn.message.content.strip() for turn in episode.turns]
+
+
+def repeated_calls(episode: Trajectory) -> Flags:
+    """Flag turns that repeat a call of the episode with the same arguments."""
+    seen: set[str] = set()
+    flags = []
+    for turn in episode.turns:
+        calls = [
+            json.dumps([call.name, call.arguments], sort_keys=True, default=str)
+            for call in turn.message.tool_calls
+            if call.error is None
+        ]
+        flags.append(len(set(calls)) < len(calls) or not seen.isdisjoint(calls))
+        seen.update(calls)
+    return flags
+
+
+def truncated(episode: Trajectory) -> bool:
+    """Flag all turns of an episode that was cut by a length limit."""
+    return episode.status == "truncated"
+
+
+def unreadable_calls(episode: Trajectory) -> Flags:
+    """Flag turns with a call that could not be parsed."""
+    return [any(call.error is not None for call in turn.message.tool_calls) for turn in episode.turns]
+
+
+FILTERS: dict[str, Filter] = {
+    function.__name__: function for function in (void_turns, repeated_calls, truncated, unreadable_calls)
+}
+
+
+@dataclass(slots=True, frozen=True)
+class FilteredGroup:
+    """A group after the filters."""
+
+    episodes: list[Trajectory]  # with masked turns; all turns of a dropped episode
+    credited: list[Trajectory]  # the same, without the rewards of dropped episodes
+    counts: dict[str, int]
+
+
+class EpisodeFilters:
+    """The filters of a run: kind or FILE.py:function -> action (drop, mask or count)."""
+
+    def __init__(self, actions: Mapping[str, str]) -> None:
+        self._actions = dict(actions)
+        self._filters = {name: _find_filter(name) for name in actions}
+
+    def __bool__(self) -> bool:
+        return bool(self._actions)
+
+    def make_groups(
+        self,
+        groups: Sequence[list[Trajectory]],
+        algorithm: Algorithm,
+        slots: Sequence[tuple[int, int, int]],
+    ) -> list[Group]:
+        """Return the groups of (number, attempt, position) slots, with their training rows."""
+        made = []
+        for (number, attempt, position), group in zip(slots, groups, strict=True):
+            if not self:
+                made.append(Group(number, group, algorithm.samples(group), attempt, position))
+                continue
+            filtered = self.apply(group)
+            rows = algorithm.samples(filtered.credited)
+            rows = rows if any(any(row.loss_mask) for row in rows) else []
+            made.append(Group(number, filtered.episodes, rows, attempt, position, filtered.counts))
+        return made
+
+    def apply(self, group: Sequence[Trajectory]) -> FilteredGroup:
+        counts: Counter[str] = Counter(dict.fromkeys([*map(_short, self._actions), DROPPED, MASKED], 0))
+        episodes, credited = [], []
+        for trajectory in group:
+            flags = {name: self._flags(name, trajectory) for name in self._actions}
+            counts.update(_short(name) for name, turns in flags.items() if any(turns))
+            dropping = [n for n, turns in flags.items() if any(turns) and self._actions[n] == "drop"]
+            masks = [turns for name, turns in flags.items() if self._actions[name] == "mask"]
+            masked = [any(turn_flags) for turn_flags in zip(*masks, strict=True)]
+            counts[MASKED] += sum(masked)
+            if dropping and trajectory.reward is not None:
+                counts[DROPPED] += 1
+                masked = [True] * len(trajectory.turns)
+                trajectory = replace(trajectory, error=f"{DROPPED_BY}: {', '.join(dropping)}")
+            if any(masked):
+                trajectory = replace(trajectory, turns=_with_masks(trajectory.turns, masked))
+            episodes.append(trajectory)
+            credited.append(without_dropped_reward(trajectory))
+        return FilteredGroup(episodes, credited, dict(counts))
+
+    def _flags(self, name: str, trajectory: Trajectory) -> list[bool]:
+        """Return one flag per turn."""
+        try:
+            flags = self._filters[name](trajectory)
+        except Exception as error:  # user code
+            raise ValueError(describe_failure(error, f"training.filters: {name}")) from error
+        if isinstance(flags, bool):
+            return [flags] * len(trajectory.turns)
+        if (
+            not isinstance(flags, list | tuple)
+            or len(flags) != len(trajectory.turns)
+            or not all(isinstance(flag, bool) for flag in flags)
+        ):
+            raise ValueError(
+                f"training.filters: {name} returned {flags!r:.60} for an episode of {len(trajectory.turns)} turns; "
+                "return a bool, or a list with one bool for each turn"
+            )
+        return list(flags)
+
+
+def without_dropped_reward(trajectory: Trajectory) -> Trajectory:
+    """Return the episode as credit sees it: without its reward if a filter dropped it."""
+    is_dropped = trajectory.error is not None and trajectory.error.startswith(DROPPED_BY)
+    return replace(trajectory, reward=None) if is_dropped else trajectory
+
+
+def _find_filter(name: str) -> Filter:
+    if name in FILTERS:
+        return FILTERS[name]
+    if not is_file_name(name):
+        hint = did_you_mean(nearest(name, FILTERS))
+        raise ValueError(
+            f"training.filters.{name}: unknown filter{hint or '.'} Use {', '.join(FILTERS)} or FILE.py:FUNCTION"
+        )
+    _, member, values = load_objects("training.filters: filter", name)
+    if not member or not callable(values[0]):
+        raise ValueError(f"training.filters: {name} names no function. Write FILE.py:FUNCTION")
+    return values[0]
+
+
+def _short(name: str) -> str:
+    """Return the name of a filter in metrics: of a function without its file."""
+    return split_name(name)[1] or name
+
+
+def _with_masks(turns: Sequence[Turn], is_masked: Sequence[bool]) -> list[Turn]:
+    """Return copies of the masked turns: forked episodes share their turns."""
+    pairs = zip(turns, is_masked, strict=True)
+    return [replace(turn, masked=True) if masked else turn for turn, masked in pairs]
+
+
+def filter_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return for each filter the share of episodes that it flags, and the shares of dropped episodes and of masked
+    turns. Empty without filters."""
+    counts: Counter[str] = Counter()
+    for group in groups:
+        counts.update(group.filtered)
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    totals = {MASKED: sum(len(trajectory.turns) for trajectory in episodes)}
+    return {f"filters/{name}": n / (totals.get(name, len(episodes)) or 1) for name, n in counts.items()}
+
+
+def dropped_problem(groups: Sequence[Group]) -> str | None:
+    """Return why the groups are unusable for training (the filters dropped every scored episode), or None."""
+    scored = sum(trajectory.reward is not None for group in groups for trajectory in group.trajectories)
+    counts: Counter[str] = Counter()
+    for group in groups:
+        counts.update(group.filtered)
+    if not scored or counts[DROPPED] < scored:
+        return None
+    flagged = {name: n for name, n in counts.items() if n and name not in (DROPPED, MASKED)}
+    reasons = ", ".join(f"{name} flags {n}" for name, n in flagged.items())
+    return (
+        f"training.filters dropped all {scored} scored episodes ({reasons}). Inspect the episodes, and use the "
+        "action mask or count for a filter that flags too many"
+    )
