@@ -11,7 +11,7 @@ SERVERS := .servers
 HELLO := 0.2.9 1.0.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo check quick test test-slow lint format stubs compat notebooks docs bench clean
+.PHONY: help setup servers agents demo check quick test test-slow lint format stubs compat dialects notebooks docs bench clean
 
 help:
 	@echo "make demo    watch an agent learn to use tools (a few minutes)"
@@ -25,6 +25,8 @@ help:
 	@echo "make notebooks  run the notebooks and store their outputs (minutes)"
 	@echo "make docs    build the documentation site into build/docs and check its links"
 	@echo "make bench   measure sampling and tools"
+	@echo "make dialects  check the API dialects with the official SDKs and generate their page"
+	@echo "make agents  only install the agents of others that slow tests use, into $(SERVERS)"
 	@echo "make servers only install the servers and packages of others that tests use, into $(SERVERS)"
 	@echo "make setup   only install, into $(VENV)"
 	@echo "make clean   remove $(VENV) and caches"
@@ -64,7 +66,7 @@ demo: $(STAMP)
 # Servers and packages of others, for the tests. What cannot be installed (no npm, no network) is reported here, and the
 # tests that need it skip; the next `make test` tries again.
 servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(SERVERS)/gyms.installed \
-	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(SERVERS)/chromium.installed $(SERVERS)/docs.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
+	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(SERVERS)/chromium.installed $(SERVERS)/docs.installed $(SERVERS)/sdks.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
 
 $(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
 	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
@@ -92,6 +94,20 @@ $(SERVERS)/swift.installed: tests/servers/swift.txt | $(STAMP)
 	@mkdir -p $(SERVERS)
 	@if $(call quietly,$(call install,$(RUN)) --no-deps --upgrade --target $(SERVERS)/swift -r $<); then touch $@; \
 	else echo "pip failed: tests with ms-swift will skip"; fi
+
+$(SERVERS)/sdks.installed: tests/servers/sdks.txt | $(STAMP)
+	@mkdir -p $(SERVERS) && rm -rf $(SERVERS)/sdks
+	@if $(call quietly,$(call install,$(RUN)) --no-deps --target $(SERVERS)/sdks -r $<); then touch $@; \
+	else echo "pip failed: tests with the SDKs of OpenAI, Anthropic and Google will skip"; fi
+
+# Agents of others, for the slow tests (1.5 GB): npm's in node_modules, PyPI's in an environment of their own.
+agents: $(SERVERS)/agents.installed
+
+$(SERVERS)/agents.installed: tests/servers/agents/package.json tests/servers/agents/requirements.txt | $(STAMP)
+	@rm -rf $(SERVERS)/agents && $(RUN) -m venv $(SERVERS)/agents && cp $< $(SERVERS)/agents
+	@if $(call quietly,$(call install,$(SERVERS)/agents/bin/python) -r tests/servers/agents/requirements.txt) && \
+	$(call quietly,cd $(SERVERS)/agents && npm install --no-audit --no-fund --loglevel=error --fetch-retries=1); \
+	then touch $@; else echo "pip or npm failed: tests with agents that are missing will skip"; fi
 
 $(SERVERS)/mlflow.installed: tests/servers/mlflow.txt | $(STAMP)
 	@mkdir -p $(SERVERS) && rm -rf $(SERVERS)/mlflow
@@ -139,7 +155,7 @@ check: $(LINTERS)
 quick: $(STAMP)
 	@$(SUITE) -m "not slow and not servers and not training"
 
-test-slow: $(STAMP) servers
+test-slow: $(STAMP) servers agents
 	@PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m slow
 
 lint: $(LINTERS)
@@ -159,6 +175,9 @@ stubs: $(STAMP)
 # Some families only: make compat FAMILIES="gemma3 olmo3"
 compat: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -W ignore -m tests.kits.compat $(FAMILIES)
+
+dialects: $(STAMP) $(SERVERS)/sdks.installed
+	@$(RUN) -m tests.kits.dialect_page
 
 notebooks: $(STAMP)
 	@$(RUN) -m tests.kits.notebooks

@@ -1,4 +1,4 @@
-"""OpenAI-compatible HTTP endpoint through which agent programs call the policy, with one API key per episode."""
+"""HTTP endpoint through which agent programs call the policy in any API dialect, with one API key per episode."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from TrainingFactory.agent_api.conversations import Conversations, RequestNode
-from TrainingFactory.agent_api.requests import ParsedRequest, check_size, parse_request
-from TrainingFactory.agent_api.responses import (
+from TrainingFactory.agent_api.dialects.base import ResponseHead
+from TrainingFactory.agent_api.dialects.routes import ROUTES, Route
+from TrainingFactory.agent_api.turns.requests import ParsedRequest, check_size
+from TrainingFactory.agent_api.turns.responses import (
     OnPartial,
     SampledChoice,
     complete,
-    response_head,
     sample_choice,
     stream,
 )
@@ -32,9 +34,10 @@ from TrainingFactory.tools.threads import in_thread
 
 # Reasons to render a history from scratch.
 RENDERED_AGAIN = ("rewritten", "arguments", "tools", "cut", "template")
-SETTINGS = {"temperature", "top_p", "top_k", "min_p", "seed"}  # request parameters that the config overrides
 REFUSED = ("max_turns", "context_length_exceeded")
-COUNTS = ("turns", "rows", *RENDERED_AGAIN, "aborted", "malformed", "refused", "ignored", "unknown_key")
+COUNTS = (
+    "turns", "rows", *RENDERED_AGAIN, "side", "aborted", "malformed", "refused", "ignored", "unknown_key"
+)  # fmt: skip
 
 
 class ReportedReward(BaseModel):
@@ -47,14 +50,15 @@ class ReportedReward(BaseModel):
 
 class EpisodeRequests:
     """The requests of one episode. Only the rules decide how turns are sampled, because training assumes the full
-    softmax at their temperature. `failed` gets an exception of the sampler, which must stop the run."""
+    softmax at their temperature. With `model`, requests for another model are side requests: answered and not trained.
+    `failed` gets an exception of the sampler, which must stop the run."""
 
     def __init__(
         self, rules: EpisodeSettings, sampler: Sampler, first: SamplingSession, seed_of: Callable[[int], int],
-        counts: Counter[str],
+        counts: Counter[str], model: str | None = None,
     ) -> None:  # fmt: skip
         self._rules, self._sampler, self._seed_of, self._counts = rules, sampler, seed_of, counts
-        self._turns_left, self._free = rules.max_turns, [first]
+        self._model, self._turns_left, self._free = model, rules.max_turns, [first]
         self._opened: list[SamplingSession] = []
         self._repeats: Counter[int] = Counter()  # request hash -> number of such requests
         self._running: set[asyncio.Future[Any]] = set()
@@ -65,23 +69,26 @@ class EpisodeRequests:
         self.rewarded = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def chat(self, body: bytes) -> HandlerResult:
-        """Answer a chat completion request, as one response or as a stream."""
+    async def answer(self, route: Route, body: bytes, model: str | None = None) -> HandlerResult:
+        """Answer a request, as one response or as a stream."""
+        dialect = route.dialect
         try:
             check_size(body, self._sampler.max_length)
-            ask, node = await in_thread(self._read, body)
+            ask, node = await in_thread(self._read, route, body, model)
+            if route.counts:
+                return dialect.token_count(len(node.turn.prompt_ids))
             self._admit(ask, node)
         except ApiError as error:
-            self._counts["refused" if error.body["error"]["code"] in REFUSED else "malformed"] += 1
+            self._counts["refused" if error.code in REFUSED else "malformed"] += 1
             raise
 
         async def choose(_: int, on_partial: OnPartial | None) -> SampledChoice:
             return await self._choice(ask, node, on_partial)
 
-        prompt, name = node.turn.prompt_ids, ask.request.model or "policy"
-        if ask.request.stream:
-            return stream(response_head(name, True), ask, prompt, choose, contextlib.nullcontext())
-        return await complete(response_head(name), ask, prompt, choose)
+        head = ResponseHead(ask.model or "policy", len(node.turn.prompt_ids))
+        if ask.stream:
+            return stream(ask.n, choose, dialect.events(ask, head), contextlib.nullcontext())
+        return dialect.response(ask, head, await complete(ask.n, choose))
 
     async def reward(self, body: bytes) -> HandlerResult:
         """Set the episode's reward; a later request replaces it."""
@@ -107,21 +114,23 @@ class EpisodeRequests:
         self._counts["rows"] += int(nodes[-1].turn.signals["proxy/row"]) if nodes else 0
         return nodes
 
-    def _read(self, body: bytes) -> tuple[ParsedRequest, RequestNode]:
+    def _read(self, route: Route, body: bytes, model: str | None) -> tuple[ParsedRequest, RequestNode]:
         """Parse the request and render its prompt; called in a thread, because both can take long."""
-        ask = parse_request(body, self._rules.params, self._sampler.max_length)
+        limit = self._sampler.max_length
+        ask = route.dialect.parse(body, self._rules.params, limit, model, route.stream)
+        conversations = Conversations(self._rules.chat) if self._is_side(ask) else self._conversations
         try:
-            return ask, self._conversations.begin(ask.messages, ask.tools)
+            return ask, conversations.begin(ask.messages, ask.tools)
         except (ValueError, RecursionError) as error:
             text = f"the chat template of this model cannot render the messages and tools: {error}"
             raise ApiError(text, "messages") from error
 
     def _admit(self, ask: ParsedRequest, node: RequestNode) -> None:
         """Refuse the request if no turn or no context is left; count it if it asks for other sampling parameters."""
-        request, limit = ask.request, self._sampler.max_length
+        limit = self._sampler.max_length
         params = dataclasses.asdict(self._rules.params)
         tokens_left = limit - len(node.turn.prompt_ids)
-        if request.n > self._turns_left:
+        if not self._is_side(ask) and ask.n > self._turns_left:
             self.limited |= not self._over
             text = f"environment.max_turns={self._rules.max_turns} is reached; with n > 1 each choice counts"
             raise ApiError(text, status=403, code="max_turns")
@@ -129,13 +138,17 @@ class EpisodeRequests:
             self.full = True
             text = f"the messages have {limit - tokens_left} tokens, the context has {limit}. Shorten the messages"
             raise ApiError(text, "messages", code="context_length_exceeded")
-        self._turns_left -= request.n
+        if not self._is_side(ask):
+            self._turns_left -= ask.n
         max_tokens = min(params["max_tokens"], tokens_left)
-        settings = request.model_dump(include=SETTINGS, exclude_unset=True)
-        limits = [n for n in (request.max_tokens, request.max_completion_tokens) if n is not None]
-        ask.max_tokens = min([max_tokens, *limits])
-        differs = any(name == "seed" or params[name] != value for name, value in settings.items())
-        self._counts["ignored"] += differs or any(n > max_tokens for n in limits)
+        ask.max_tokens = min([max_tokens, *ask.limits.values()])
+        differs = any(
+            name == "seed" or params[name] != value
+            for name, value in ask.settings.items()
+            if name != "stream"
+        )
+        is_cut = any(limit > max_tokens for limit in ask.limits.values())
+        self._counts["ignored"] += differs or is_cut or bool(ask.ignored)
 
     async def _choice(
         self, ask: ParsedRequest, node: RequestNode, on_partial: OnPartial | None
@@ -146,11 +159,12 @@ class EpisodeRequests:
             raise episode_over
         prompt, rules = node.turn.prompt_ids, self._rules
         # Seeds depend on the request, not on the order of arrival: concurrent calls get the same seeds in every run.
-        request = [prompt, ask.request.model_dump(include=SETTINGS | {"stream"}, exclude_unset=True)]
-        key = int.from_bytes(hashlib.blake2b(json.dumps(request).encode(), digest_size=7).digest())
+        request = json.dumps([prompt, ask.settings])
+        key = int.from_bytes(hashlib.blake2b(request.encode(), digest_size=7).digest())
         self._repeats[key] += 1
         params = dataclasses.replace(rules.params, seed=self._seed_of(key + self._repeats[key]))
-        session = self._session(node.parent)
+        is_side = self._is_side(ask)
+        session = self._sampler.session() if is_side else self._session(node.parent)
         sampling = asyncio.ensure_future(sample_choice(session, rules.chat, ask, prompt, params, on_partial))
         self._running.add(sampling)
         try:
@@ -166,9 +180,17 @@ class EpisodeRequests:
             raise
         finally:
             self._running.discard(sampling)
-        self._conversations.add(node, completion, choice.message, session)
-        self._counts.update((node.reason, "turns"))
+            if is_side:
+                session.close()
+        if is_side:
+            self._counts["side"] += 1
+        else:
+            self._conversations.add(node, completion, choice.message, session)
+            self._counts.update((node.reason, "turns"))
         return choice
+
+    def _is_side(self, ask: ParsedRequest) -> bool:
+        return self._model is not None and ask.model not in (None, self._model)
 
     def _session(self, parent: RequestNode | None) -> SamplingSession:
         """Return the session whose cache has the tokens of the previous turn, or an unused one."""
@@ -184,7 +206,8 @@ class EpisodeRequests:
 class AgentEndpoint:
     """HTTP server that routes requests to open episodes by API key and rejects unknown keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str | None = None) -> None:
+        self.model = model  # name of the trained model; None: any name
         self.counts: Counter[str] = Counter()
         self.open_calls: dict[str, EpisodeRequests] = {}
         self.base_url = ""  # set by `open`
@@ -192,11 +215,10 @@ class AgentEndpoint:
     def api(self, token: str | None = None, local: bool = True) -> Api:
         """Return the HTTP routes for the clients of episodes."""
         api = Api(token, local)
-        api.post_by_key(
-            "/v1/chat/completions", lambda key: self._episode_handler(key, lambda calls: calls.chat)
-        )
-        api.post_by_key("/v1/reward", lambda key: self._episode_handler(key, lambda calls: calls.reward))
-        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "trainingfactory"}
+        for route in ROUTES:
+            api.post_by_key(route.path, partial(self._episode_handler, route), route.dialect)
+        api.post_by_key("/v1/reward", partial(self._episode_handler, None))
+        model = {"id": self.model or "policy", "object": "model", "created": 0, "owned_by": "trainingfactory"}
         api.get("/v1/models", lambda: {"object": "list", "data": [model]}, keyed=False)
         return api
 
@@ -230,9 +252,10 @@ class AgentEndpoint:
             metrics = {"proxy/extended": counts["extended"] / history}
         return metrics | {f"proxy/{name}": float(counts[name]) for name in COUNTS}
 
-    def _episode_handler(self, key: str, handler: Callable[[EpisodeRequests], Handler]) -> Handler | None:
+    def _episode_handler(self, route: Route | None, key: str) -> Handler | None:
+        """Return the handler of an episode's requests, or of its reward if `route` is None."""
         if (calls := self.open_calls.get(key)) is not None:
-            return handler(calls)
+            return calls.reward if route is None else partial(calls.answer, route)
         self.counts["unknown_key"] += 1
         return None
 

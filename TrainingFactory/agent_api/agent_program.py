@@ -1,5 +1,5 @@
 """A user's own agent program as an environment. Each episode starts the program with an endpoint address and a key; the
-program uses its own tools and reports the episode's reward."""
+program uses its own tools. The program or a verifier command reports the episode's reward."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import glob
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -37,6 +38,9 @@ from TrainingFactory.types import Reward, Task, Trajectory
 INHERITED = "HOME LANG LC_ALL LD_LIBRARY_PATH LOGNAME PATH SHELL TERM TMPDIR TZ USER".split()
 SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}  # real-time signals have no names
 MAX_PROCESSES = 16  # default of environment.options.processes
+# In a command and in the values of options.variables: prompt of the task, working folder, a folder for the program's
+# state, endpoint with and without /v1, key and model name.
+PLACEHOLDERS = ("{prompt}", "{work}", "{home}", "{base_url}", "{root_url}", "{key}", "{model}")
 POLL = 0.02  # seconds between two checks of a running program
 MAX_OUTPUT_BYTES = 64 * 2**20  # maximum bytes on stdout or stderr
 OUTPUT_TAIL_BYTES = 64 * 1024  # bytes read from the end of an output file
@@ -50,11 +54,19 @@ class ProgramFailed(Exception):
 
 @checked_dataclass(config=STRICT, frozen=True)
 class ProgramOptions:
-    """environment.options of a command: working directory, environment variables to pass on, maximum processes."""
+    """environment.options of a command."""
 
-    cwd: str = "."
-    env: list[Text] = Field(default_factory=list)
-    processes: Count = MAX_PROCESSES
+    cwd: str = "."  # working folder of the program
+    env: list[Text] = Field(default_factory=list)  # environment variables to pass on
+    variables: dict[str, str] = Field(
+        default_factory=dict
+    )  # further environment variables, with `PLACEHOLDERS`
+    processes: Count = MAX_PROCESSES  # maximum concurrent programs
+    workspace: str | None = None  # folder that is copied for each episode; the program works in the copy
+    verify: str | None = None  # command that scores the episode, run in the program's working folder
+    model: Text | None = (
+        None  # requests with another model name are answered and not trained; None: all are trained
+    )
 
 
 class AgentProgram:
@@ -62,17 +74,30 @@ class AgentProgram:
 
     def __init__(self, command: str, options: Mapping[str, Any]) -> None:
         self.options: ProgramOptions = make_from(ProgramOptions, options, "environment.command")
-        try:
-            self.argv, self.cwd = shlex.split(command), Path(self.options.cwd).expanduser().resolve()
-        except ValueError as error:
-            raise ValueError(f"environment.command={command}: {error}") from error
-        name = self.argv[0] if self.argv else ""
-        if shutil.which(str(self.cwd / name) if "/" in name else name) is None:
-            text = f"cannot find the program {name!r} of environment.command"
-            raise ValueError(f"{text}: it is neither on the PATH nor at {self.cwd / name}")
+        self.cwd = Path(self.options.cwd).expanduser().resolve()
+        self.argv = self._argv("environment.command", command)
+        verify = self.options.verify
+        self.verify_argv = None if verify is None else self._argv("environment.options.verify", verify)
         if missing := [name for name in self.options.env if name not in os.environ]:
             raise ValueError(f"environment.options.env: {', '.join(missing)} is not set. Set or remove it")
-        self.endpoint = AgentEndpoint()
+        self.workspace = self.options.workspace and Path(self.options.workspace).expanduser().resolve()
+        if self.workspace and not self.workspace.is_dir():
+            raise ValueError(f"environment.options.workspace: there is no folder {self.workspace}")
+        self.endpoint = AgentEndpoint(self.options.model)
+
+    def _argv(self, key: str, command: str) -> list[str]:
+        """Split a command and check that its program exists."""
+        try:
+            argv = shlex.split(command)
+        except ValueError as error:
+            raise ValueError(f"{key}={command}: {error}") from error
+        name = argv[0] if argv else ""
+        if shutil.which(str(self.cwd / name) if "/" in name else name) is None:
+            text = f"cannot find the program {name!r} of {key}"
+            raise ValueError(f"{text}: it is neither on the PATH nor at {self.cwd / name}")
+        if argv and "/" in name:
+            argv[0] = str(self.cwd / name)  # also from the folder of an episode
+        return argv
 
     def __call__(self, task: Task) -> ProgramEpisode:
         return ProgramEpisode(task, self)
@@ -108,48 +133,112 @@ class ProgramEpisode(SelfScoredEpisode):
         self._program = program
 
     async def play(self, calls: EpisodeRequests) -> None:
-        """Run the program until it exits; raise ProgramFailed if it fails. No process is left running in any case."""
-        inherited = {name: os.environ.get(name) for name in (*INHERITED, *self._program.options.env)}
+        """Run the program until it exits, then the verifier; raise ProgramFailed if the program fails. No process is
+        left running in any case."""
+        program = self._program
         with contextlib.ExitStack() as stack:
-            # Unnamed files, not pipes, because a child of the program can keep a pipe open forever.
-            stdout, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-            lifeline, our_end = os.pipe()
-            for end in (lifeline, our_end):
-                stack.callback(os.close, end)
             folder = tempfile.TemporaryDirectory(prefix="tfactory-episode-", ignore_cleanup_errors=True)
             file = Path(stack.enter_context(folder), "task.json")
             row = trajectory_to_dict(Trajectory(self.task, group=""))["task"]
-            file.write_text(json.dumps(row, default=str), encoding="utf-8")
-            base_url = self.endpoint.base_url
-            endpoint_variables = {
-                "OPENAI_BASE_URL": base_url,
-                "OPENAI_API_BASE": base_url,
-                "OPENAI_API_KEY": self.key,
-            }
-            endpoint_variables |= {"TFACTORY_TASK": str(file), "NO_PROXY": "127.0.0.1,localhost"}
-            env = {name: value for name, value in inherited.items() if value is not None} | endpoint_variables
-            try:
-                status = await self._run(env, lifeline, stack.enter_context(file.open("rb")), stdout, err)
-            except OSError as error:
-                raise ProgramFailed(f"the program cannot be started: {error.strerror}") from error
-            self._read(_end_of(stdout), calls)
-            if status:
-                exit_reason = (
-                    f"status {status}" if status > 0 else SIGNAL_NAMES.get(-status, f"signal {-status}")
-                )
-                secrets = [self.key, *(env[name] for name in self._program.options.env if len(env[name]) > 3)]
-                lines = redact(_end_of(err), secrets).split("\n")
-                last = next((line for line in reversed(lines) if line.strip()), "nothing on stderr")
-                raise ProgramFailed(
-                    f"the program ended with {exit_reason}: {escape_control(last.strip())[-MAX_ERROR_CHARS:]}"
-                )
+            task = json.dumps(row, default=str).encode()
+            file.write_bytes(task)
+            home = tempfile.TemporaryDirectory(prefix="tfactory-home-", ignore_cleanup_errors=True)
+            work = program.cwd
+            if program.workspace:
+                work = file.parent / "work"
+                await in_thread(shutil.copytree, program.workspace, work, True)  # symbolic links stay links
+            names = self._placeholders(work, stack.enter_context(home))
+            env = self._variables(names) | {"TFACTORY_TASK": str(file), "NO_PROXY": "127.0.0.1,localhost"}
+            process = ProgramProcess(_filled(program.argv, names), work, env, task)
+            status, printed, errors = await process.run("the program")
+            self._read(printed, calls)
+            if program.verify_argv is not None and (status == 0 or calls.limited or calls.full):
+                await self._verify(ProgramProcess(_filled(program.verify_argv, names), work, env, task))
+        if status:
+            secrets = [self.key, *(env[name] for name in program.options.env if len(env[name]) > 3)]
+            lines = redact(errors, secrets).split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), "nothing on stderr")
+            text = f"the program ended with {_exit_reason(status)}: {escape_control(last.strip())[-MAX_ERROR_CHARS:]}"
+            raise ProgramFailed(text)
 
-    async def _run(self, env: dict[str, str], lifeline: int, stdin: Any, *outputs: Any) -> int:
+    def _placeholders(self, work: Path, home: str) -> dict[str, str]:
+        """Return the values of `PLACEHOLDERS`."""
+        prompt = self.task.prompt
+        text = prompt if isinstance(prompt, str) else "\n\n".join(message.content for message in prompt)
+        root = self.endpoint.base_url.removesuffix("/v1")
+        endpoint = (self.endpoint.base_url, root, self.key, self.endpoint.model or "policy")
+        return dict(zip(PLACEHOLDERS, (text, str(work), home, *endpoint), strict=True))
+
+    def _variables(self, names: dict[str, str]) -> dict[str, str]:
+        """Return the program's environment: inherited variables, addresses and keys of all dialects, options."""
+        inherited = {name: os.environ.get(name) for name in (*INHERITED, *self._program.options.env)}
+        env = {name: value for name, value in inherited.items() if value is not None}
+        env |= dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), names["{base_url}"])
+        env |= dict.fromkeys(("ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL"), names["{root_url}"])
+        env |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"), self.key)
+        variables = self._program.options.variables
+        return env | dict(zip(variables, _filled(variables.values(), names), strict=True))
+
+    async def _verify(self, process: ProgramProcess) -> None:
+        """Set the reward that the verifier prints, else 1 if it exits with status 0, and 0 for another status."""
+        status, printed, _ = await process.run("the verifier")
+        self.reported_reward = None
+        if self._read_printed(printed):
+            return
+        if status < 0:
+            self.missing_reason = f"the verifier ended with {_exit_reason(status)}"
+        else:
+            self.reported_reward = ReportedReward(reward=float(status == 0))
+
+    def _read(self, printed: str, calls: EpisodeRequests) -> None:
+        """Set the reward from the last printed line that has one, else from the posted reward."""
+        if not self._read_printed(printed):
+            self.reported_reward = calls.reported_reward
+
+    def _read_printed(self, printed: str) -> bool:
+        """Set the reward from the last printed line that has one; return whether there is such a line."""
+        for line in reversed([line for line in printed.split("\n") if '"reward"' in line]):
+            try:
+                self.reported_reward = ReportedReward.model_validate_json(line)
+                return True
+            except ValidationError as error:
+                problem = error.errors(include_url=False)[0]
+                if problem["type"] not in ("json_invalid", "model_type", "missing"):  # unrelated output
+                    self.reported_reward = None
+                    self.missing_reason = f"the program's reward is invalid: {problem['msg']}"
+                    return True
+        return False
+
+
+class ProgramProcess:
+    """A process of an episode: the program, or the verifier. Both read the task from stdin."""
+
+    def __init__(self, argv: list[str], cwd: Path, env: dict[str, str], task: bytes) -> None:
+        self._argv, self._cwd, self._env, self._task = argv, cwd, env, task
+
+    async def run(self, subject: str) -> tuple[int, str, str]:
+        """Return the exit status and the ends of stdout and stderr."""
+        with contextlib.ExitStack() as stack:
+            # Unnamed files, not pipes, because a child of the program can keep a pipe open forever.
+            stdout, stderr = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            stdin: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())
+            stdin.write(self._task)
+            stdin.seek(0)
+            lifeline, our_end = os.pipe()
+            for end in (lifeline, our_end):
+                stack.callback(os.close, end)
+            try:
+                status = await self._run(lifeline, stdin, stdout, stderr)
+            except OSError as error:
+                raise ProgramFailed(f"{subject} cannot be started: {error.strerror}") from error
+            return status, _end_of(stdout), _end_of(stderr)
+
+    async def _run(self, lifeline: int, stdin: Any, *outputs: Any) -> int:
         """Return the exit status. The process group is killed at the end, also if this process dies (`lifeline`)."""
         from TrainingFactory.common.workers.child import kill_at_hangup  # not available on Windows
 
-        options: dict[str, Any] = {"cwd": self._program.cwd, "env": env, "pass_fds": [lifeline]}
-        args = (self._program.argv, -1, None, stdin, *outputs)
+        options: dict[str, Any] = {"cwd": self._cwd, "env": self._env, "pass_fds": [lifeline]}
+        args = (self._argv, -1, None, stdin, *outputs)
         process = subprocess.Popen(*args, **options, start_new_session=True)  # in its own process group
         try:
             kill_at_hangup(lifeline, process.pid)
@@ -161,25 +250,19 @@ class ProgramEpisode(SelfScoredEpisode):
         finally:
             try:
                 async with asyncio.timeout(KILL_SECONDS):
-                    await in_thread(_kill, process, env["TFACTORY_TASK"])
+                    await in_thread(_kill, process, self._env["TFACTORY_TASK"])
             except TimeoutError:
                 log.warning("process %d of environment.command cannot be killed", process.pid)
 
-    def _read(self, printed: str, calls: EpisodeRequests) -> None:
-        """Set the reward from the last printed line that has one, else from the posted reward."""
-        self.reported_reward = calls.reported_reward
-        for line in reversed([line for line in printed.split("\n") if '"reward"' in line]):
-            try:
-                self.reported_reward = ReportedReward.model_validate_json(line)
-                return
-            except ValidationError as error:
-                problem = error.errors(include_url=False)[0]
-                if problem["type"] not in ("json_invalid", "model_type", "missing"):  # unrelated output
-                    self.reported_reward, self.missing_reason = (
-                        None,
-                        f"the program's reward is invalid: {problem['msg']}",
-                    )
-                    return
+
+def _filled(texts: Iterable[str], names: Mapping[str, str]) -> list[str]:
+    """Replace the placeholders in texts, each once, so that a value with a placeholder's name stays as it is."""
+    pattern = "|".join(map(re.escape, names))
+    return [re.sub(pattern, lambda match: names[match[0]], text) for text in texts]
+
+
+def _exit_reason(status: int) -> str:
+    return f"status {status}" if status > 0 else SIGNAL_NAMES.get(-status, f"signal {-status}")
 
 
 def _kill(process: subprocess.Popen[bytes], task_file: str) -> None:
@@ -209,7 +292,9 @@ class ProgramRun(EpisodeRun):
 
     async def _turns(self, environment: Any) -> None:
         endpoint, trajectory, problem = environment.endpoint, self.trajectory, None
-        calls = EpisodeRequests(self.rules, self._sampler, self.session, self.seed_of, endpoint.counts)
+        calls = EpisodeRequests(
+            self.rules, self._sampler, self.session, self.seed_of, endpoint.counts, endpoint.model
+        )
         with endpoint.admitted(environment.key, calls):
             playing = asyncio.ensure_future(environment.play(calls))
             try:
@@ -228,7 +313,7 @@ class ProgramRun(EpisodeRun):
         except ProgramFailed as error:
             problem = str(error)
         if not nodes:
-            self._end("error", problem or "the program made no successful request to OPENAI_BASE_URL")
+            self._end("error", problem or "the program made no successful request to the endpoint")
         elif calls.limited:
             self._end("max_turns", None)
         elif calls.full or nodes[-1].turn.completion.finish == "length":

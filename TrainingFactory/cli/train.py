@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from TrainingFactory.trainers.training_run import Training
 
 
-def train(config: str, /, *overrides: Overrides, name: str | None = None, replay: str | None = None) -> int:
+def train(
+    config: str,
+    /,
+    *overrides: Overrides,
+    name: str | None = None,
+    replay: str | None = None,
+    agent: str | None = None,
+) -> int:
     """Train a model from a config. Ctrl-C or SIGTERM saves a checkpoint and prints the command that resumes the run.
 
     ```
@@ -20,17 +27,23 @@ def train(config: str, /, *overrides: Overrides, name: str | None = None, replay
     tfactory train configs/tiny_grpo.yaml model.name=runs/warm/checkpoints/step-000160
     tfactory train configs/qwen3_grpo_lora.yaml training.learning_rate=2e-6
     tfactory train configs/tiny_grpo.yaml --replay grpo-search-1
+    tfactory train repair.yaml --agent mini-swe-agent
     ```
 
     Args:
         config: Config file (YAML).
         name: Name of the run and of its folder under logging.output_dir. Default: algorithm, environment and time.
         replay: Run whose recorded tool results are replayed; no tool is called and no server started.
+        agent: Agent program that plays the episodes: claude-code, codex, gemini-cli or mini-swe-agent. Sets
+            environment.command and its options.
     """
+    from TrainingFactory.agent_api.agents import find_agent
     from TrainingFactory.assembly.learner_processes import serve_rank
     from TrainingFactory.assembly.named_files import read_config
+    from TrainingFactory.config.loading import key_value
 
-    options = read_config(config, overrides)
+    recipe = {} if agent is None else find_agent(agent).options()
+    options = read_config(config, [*(key_value(key, value) for key, value in recipe.items()), *overrides])
     if serve_rank(options) is not None:  # a learner process of rank 0, which reports the progress
         return 0
     # Imported here because it is slow: --help and config errors should appear at once.

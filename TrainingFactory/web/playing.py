@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.agent_api.conversations import Conversations, RequestNode
-from TrainingFactory.agent_api.responses import CHUNK_TOKENS
+from TrainingFactory.agent_api.turns.responses import CHUNK_TOKENS
 from TrainingFactory.apps.serving.served import ServedModel, load_served_model, serving_config
 from TrainingFactory.apps.views.episodes import episode_view
 from TrainingFactory.assembly.environment import make_environment

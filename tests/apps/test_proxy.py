@@ -188,9 +188,9 @@ def test_streams_calls_and_choices_become_rows_of_the_file(tmp_path: Path) -> No
 )
 def test_what_cannot_be_done_is_refused_with_its_name(tmp_path: Path, change: Any, code: str) -> None:
     with proxied(Talker(lambda _: "Rome."), tmp_path / "out", max_turns=2) as client, begin(client) as mine:
-        missing = mine.post("/v1/responses", json={}).json()["error"]["message"]
+        missing = mine.post("/v1/embeddings", json={}).json()["error"]["message"]
         assert (
-            missing.startswith("POST /v1/responses: Not Found;") and "POST /v1/chat/completions, " in missing
+            missing.startswith("POST /v1/embeddings: Not Found;") and "POST /v1/chat/completions, " in missing
         )
         refused = mine.post(CHAT, json={"messages": [{"role": "user", "content": "?"}]} | change)
         assert refused.status_code in (400, 403) and refused.json()["error"]["code"] == code

@@ -15,7 +15,7 @@ import pytest
 from tests.kits.engine import plain_logprobs
 from tests.kits.serve import CHAT, events, joined, live, post, raw, tiny_chat, user
 from tests.kits.waiting import HANG, wait_until
-from TrainingFactory.agent_api.response_text import TurnReader
+from TrainingFactory.agent_api.turns.response_text import TurnReader
 from TrainingFactory.apps.serving.server import ChatServer, make_server
 from TrainingFactory.config import load_config
 from TrainingFactory.models import chat_format, load_model
@@ -50,6 +50,7 @@ def test_a_plain_answer(tiny: httpx.Client) -> None:
         "running": 0,
         "waiting": 0,
         "refused": 0,
+        "ignored": 0,
     }
 
 

@@ -27,7 +27,7 @@ from tests.kits.serve import (
     user,
 )
 from tests.kits.waiting import HANG, wait_until
-from TrainingFactory.agent_api.requests import parse_request
+from TrainingFactory.agent_api.dialects.routes import CHAT as CHAT_DIALECT
 from TrainingFactory.common.http import listen
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.types import Message, SamplingParams, ToolSpec
@@ -57,7 +57,7 @@ def test_tool_calls_make_the_round_trip() -> None:
     history = [Message("user", "Weather in Rome?"), CALL, Message("tool", result["content"], name="weather")]
     assert scripted.prompts[-1] == scripted.chat.render(history, [spec])
     body = json.dumps({"messages": [*question, choice["message"], result]}).encode()
-    assert parse_request(body, SamplingParams()).messages[-1].name == "weather"  # templates may show it
+    assert CHAT_DIALECT.parse(body, SamplingParams()).messages[-1].name == "weather"  # templates may show it
 
 
 def test_what_is_no_readable_call_stays_text() -> None:

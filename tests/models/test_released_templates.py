@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.kits.tokenizers import QWEN3, byte_tokenizer, from_wheel
-from TrainingFactory.agent_api.response_text import TurnReader
+from TrainingFactory.agent_api.turns.response_text import TurnReader
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.round_trip import describe_difference
 from TrainingFactory.models.tiny import tiny_tokenizer

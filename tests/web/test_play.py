@@ -15,7 +15,7 @@ import pytest
 from tests.kits.page import Served, serving
 from tests.kits.registry import made_run
 from tests.kits.warm import WARM
-from TrainingFactory.agent_api.responses import CHUNK_TOKENS
+from TrainingFactory.agent_api.turns.responses import CHUNK_TOKENS
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.web import playing

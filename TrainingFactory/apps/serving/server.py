@@ -1,4 +1,4 @@
-"""The OpenAI-compatible chat server on the native engine: its routes and responses. The HTTP layer is in `http/`.
+"""The model server on the native engine: its routes in all API dialects. The HTTP layer is in `http/`.
 
 One engine samples the requests of all clients, each choice in its own session. A stream samples its turn in pieces: the
 session keeps its KV cache, and random numbers depend only on the seed and the token's position, so the pieces give the
@@ -17,12 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from TrainingFactory.agent_api.requests import ParsedRequest, check_size, parse_request
-from TrainingFactory.agent_api.responses import (
+from TrainingFactory.agent_api.dialects.base import ResponseHead
+from TrainingFactory.agent_api.dialects.routes import ROUTES, Route
+from TrainingFactory.agent_api.turns.requests import ParsedRequest, check_size
+from TrainingFactory.agent_api.turns.responses import (
     OnPartial,
     SampledChoice,
     complete,
-    response_head,
     sample_choice,
     stream,
 )
@@ -42,6 +43,7 @@ class ChatServer:
         self.pending = 0  # requests being parsed, plus choices being sampled or waiting
         self.refused = 0  # rejected requests since the start
         self.folded = 0  # requests since the start whose conversation was folded
+        self.ignored = 0  # requests since the start with fields that the server ignored
         self.follows: dict[str, str | None] | None = None  # the followed alias and its problem, for /health
         self._before: list[weakref.ref[ServedModel]] = []
         self._writer = ThreadPoolExecutor(1, "chat-template")  # a long prompt must not stop the event loop
@@ -58,25 +60,30 @@ class ChatServer:
 
     def api(self, key: str | None = None, local: bool = True) -> Api:
         api = Api(key, local)
-        api.post("/v1/chat/completions", self.chat)
+        for route in ROUTES:
+            api.post(route.path, partial(self.answer, route), route.dialect)
         api.get("/v1/models", self.models)
         api.get("/health", self.health, keyed=False)
         return api
 
-    async def chat(self, body: bytes) -> HandlerResult:
+    async def answer(self, route: Route, body: bytes, model: str | None = None) -> HandlerResult:
         """Answer one request, in one piece or as a stream."""
-        model = self.model
+        served, dialect = self.model, route.dialect
         try:
             with self.admitted():
-                ask, prompt = await self.read(model, body)
-            with self.admitted(ask.request.n):  # rejects a stream here, while it can still send a status code
-                choose, n = partial(self._choice, model, ask, prompt), ask.request.n
-                head = response_head(self.name, ask.request.stream)
-                head |= _model_fields("system_fingerprint", model)
-                head |= {} if ask.folded is None else {"folded": ask.folded}
-                if ask.request.stream:
-                    return stream(head, ask, prompt, choose, self.admitted(n))
-                return await complete(head, ask, prompt, choose)
+                ask, prompt = await self.read(served, route, body, model)
+                self.ignored += bool(ask.ignored)
+                if route.counts:
+                    return dialect.token_count(len(prompt))
+                if served.folding is not None and len(prompt) > served.folding.limit:
+                    prompt = await self._fold(served, served.folding, ask, prompt)
+                self._limit(served, ask, len(prompt))
+            with self.admitted(ask.n):  # rejects a stream here, while it can still send a status code
+                choose = partial(self._choice, served, ask, prompt)
+                head = ResponseHead(self.name, len(prompt), served.version, ask.folded)
+                if ask.stream:
+                    return stream(ask.n, choose, dialect.events(ask, head), self.admitted(ask.n))
+                return dialect.response(ask, head, await complete(ask.n, choose))
         except ApiError:
             self.refused += 1
             raise
@@ -89,42 +96,47 @@ class ChatServer:
 
     def health(self) -> dict[str, Any]:
         num_running = min(self.pending, self.model.slots)
-        counts = {"running": num_running, "waiting": self.pending - num_running, "refused": self.refused}
+        counts = {"running": num_running, "waiting": self.pending - num_running}
+        counts |= {"refused": self.refused, "ignored": self.ignored}
         counts |= {} if self.model.folding is None else {"folded": self.folded}
         state = {"status": "ok", "model": self.name} | _model_fields("version", self.model) | counts
         return state | ({} if self.follows is None else self.follows | {"finishing": self.finishing()})
 
-    async def read(self, model: ServedModel, body: bytes) -> tuple[ParsedRequest, list[int]]:
+    async def read(
+        self, served: ServedModel, route: Route, body: bytes, model: str | None
+    ) -> tuple[ParsedRequest, list[int]]:
         """Return the validated request and its prompt tokens."""
-        limit = model.sampler.max_length
-        check_size(body, limit)
+        check_size(body, served.sampler.max_length)
         loop = asyncio.get_running_loop()
-        ask, prompt = await loop.run_in_executor(self._writer, self._read, model, body, limit)
-        if model.folding is not None and len(prompt) > model.folding.limit:
-            prompt = await self._fold(model, model.folding, ask, prompt)
-        limits = {"messages": limit - len(prompt)}
-        limits |= ask.request.model_dump(include={"max_tokens", "max_completion_tokens"}, exclude_unset=True)
-        tokens_left, param = limits["messages"], max(limits, key=lambda name: limits[name])
-        if tokens_left < 1 or limits[param] > tokens_left:
-            text = (
-                f"the messages take {len(prompt)} of the {limit} tokens of the model's context; shorten them, or set "
-                f"{param} to at most {max(tokens_left, 0)}"
-            )
-            raise ApiError(text, "messages" if tokens_left < 1 else param, code="context_length_exceeded")
-        ask.max_tokens = min(limits.values())
-        return ask, prompt
+        return await loop.run_in_executor(self._writer, self._read, served, route, body, model)
 
-    def _read(self, served_model: ServedModel, body: bytes, limit: int) -> tuple[ParsedRequest, list[int]]:
+    def _read(
+        self, served: ServedModel, route: Route, body: bytes, model: str | None
+    ) -> tuple[ParsedRequest, list[int]]:
         """Parse the request and render its prompt; slow, so it runs on the writer thread."""
-        ask = parse_request(body, served_model.defaults, limit)
-        if (model := ask.request.model) not in (None, self.name):
-            text = f"this server has no model {model:.60}; it serves {self.name}"
+        ask = route.dialect.parse(body, served.defaults, served.sampler.max_length, model, route.stream)
+        if ask.model not in (None, self.name):
+            text = f"this server has no model {ask.model:.60}; it serves {self.name}"
             raise ApiError(text, "model", status=404, code="model_not_found")
         try:
-            return ask, served_model.chat.render(ask.messages, ask.tools)
+            return ask, served.chat.render(ask.messages, ask.tools)
         except (ValueError, RecursionError) as error:
             text = f"the chat template cannot render these messages and tools: {error}"
             raise ApiError(text, "messages") from error
+
+    def _limit(self, served: ServedModel, ask: ParsedRequest, prompt_tokens: int) -> None:
+        """Set the maximum number of sampled tokens; raise ApiError if they do not fit into the context."""
+        context = served.sampler.max_length
+        tokens_left = context - prompt_tokens
+        limits = {"messages": tokens_left} | ask.limits
+        param = max(limits, key=lambda name: limits[name])
+        if tokens_left < 1 or (limits[param] > tokens_left and not ask.clamp):
+            text = (
+                f"the messages take {prompt_tokens} of the {context} tokens of the model's context; shorten them, or "
+                f"set {param} to at most {max(tokens_left, 0)}"
+            )
+            raise ApiError(text, "messages" if tokens_left < 1 else param, code="context_length_exceeded")
+        ask.max_tokens = min(limits.values())
 
     async def _fold(
         self, model: ServedModel, folding: Folding, ask: ParsedRequest, prompt: list[int]
@@ -151,7 +163,7 @@ class ChatServer:
         if (room := model.sampler.max_length - len(ids)) < 1:
             text = f"the messages and the request for a summary take {len(ids)} tokens; shorten them"
             raise ApiError(text, "messages", code="context_length_exceeded")
-        seed = turn_seed(ask.request.seed, 0, "summary", 0, 0)
+        seed = turn_seed(ask.seed, 0, "summary", 0, 0)
         params = dataclasses.replace(ask.params, seed=seed, max_tokens=min(folding.summary_tokens, room))
         async with model.gate:
             with contextlib.closing(model.sampler.session()) as session:
@@ -192,7 +204,7 @@ class ChatServer:
         number: int,
         on_partial: OnPartial | None,
     ) -> SampledChoice:
-        seed = ask.request.seed if number == 0 else turn_seed(ask.request.seed, 0, "choice", number, 0)
+        seed = ask.seed if number == 0 else turn_seed(ask.seed, 0, "choice", number, 0)
         params = dataclasses.replace(ask.params, seed=seed)
         async with model.gate:
             with contextlib.closing(model.sampler.session()) as session:

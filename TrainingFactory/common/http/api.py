@@ -7,12 +7,11 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
-from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -20,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from TrainingFactory.common.http.listen import is_loopback
 
 log = logging.getLogger(__name__)
+KEY_PLACES = "authorization: Bearer KEY, x-api-key: KEY, x-goog-api-key: KEY or ?key=KEY"
 MAX_BODY = 16 * 1024 * 1024  # bytes
 BODY_TIMEOUT = 60  # maximum seconds to receive a body
 ERROR_HEADERS = {408: {"connection": "close"}, 429: {"retry-after": "1"}}
@@ -33,19 +33,49 @@ class ApiError(Exception):
         self, message: str, param: str | None = None, *, status: int = 400, code: str = "invalid_value"
     ) -> None:
         super().__init__(message)
-        self.status = status
+        self.message, self.param, self.status, self.code = message, param, status, code
         kind = ERROR_TYPES.get(status, "invalid_request_error")
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-# JSON, or the data of server-sent events
-HandlerResult = dict[str, Any] | AsyncGenerator[str, None]
-Handler = Callable[[bytes], Awaitable[HandlerResult]]
+StreamEvent = str | dict[str, str]  # the data of a server-sent event, or its fields "event" and "data"
+HandlerResult = dict[str, Any] | AsyncGenerator[bytes, None]  # JSON, or server-sent events
+Handler = Callable[..., Awaitable[HandlerResult]]  # gets the body, and the variables of the path by name
+
+
+class ErrorFormat(Protocol):
+    """The form of errors in an API dialect."""
+
+    def error(self, error: ApiError) -> dict[str, Any]: ...
+
+    def error_event(self, error: ApiError) -> StreamEvent: ...
+
+
+def encode_events(events: Iterable[StreamEvent]) -> bytes:
+    """Return events as one piece of a response body. Their data must be a single line, as JSON is."""
+    texts = [
+        f"data: {event}\n\n"
+        if isinstance(event, str)
+        else f"event: {event['event']}\ndata: {event['data']}\n\n"
+        for event in events
+    ]
+    return "".join(texts).encode()
+
+
+class OpenAIErrors:
+    def error(self, error: ApiError) -> dict[str, Any]:
+        return error.body
+
+    def error_event(self, error: ApiError) -> StreamEvent:
+        return json.dumps(error.body)
+
+
+OPENAI_ERRORS = OpenAIErrors()
 
 
 class Api:
-    """HTTP API. Clients must send `key`, if there is one, as `authorization: Bearer KEY`. With `local`, the API accepts
-    only requests to a loopback host name, which prevents DNS rebinding by web pages."""
+    """HTTP API. Clients must send `key`, if there is one, in one of `KEY_PLACES`. With `local`, the API accepts only
+    requests to a loopback host name, which prevents DNS rebinding by web pages."""
 
     def __init__(self, key: str | None = None, local: bool = True) -> None:
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -63,29 +93,42 @@ class Api:
 
         self._add("GET", path, handler)
 
-    def post(self, path: str, answer: Handler) -> None:
+    def post(self, path: str, answer: Handler, errors: ErrorFormat = OPENAI_ERRORS) -> None:
         """Add a handler of JSON bodies. It is cancelled when the client disconnects."""
-        self._post(path, lambda request: answer if self._opens(request) else None)
+        self._post(path, lambda request: answer if self._opens(request) else None, errors)
 
-    def post_by_key(self, path: str, find_handler: Callable[[str], Handler | None]) -> None:
+    def post_by_key(
+        self, path: str, find_handler: Callable[[str], Handler | None], errors: ErrorFormat = OPENAI_ERRORS
+    ) -> None:
         """Add a route whose handler `find_handler` selects by the request's key; None for an unknown key."""
-        self._post(
-            path, lambda request: find_handler(request.headers.get("x-tfactory-episode") or _key_in(request))
-        )
 
-    def _post(self, path: str, find_handler: Callable[[Request], Handler | None]) -> None:
+        def find(request: Request) -> Handler | None:
+            return find_handler(request.headers.get("x-tfactory-episode") or _key_in(request))
+
+        self._post(path, find, errors)
+
+    def _post(
+        self, path: str, find_handler: Callable[[Request], Handler | None], errors: ErrorFormat
+    ) -> None:
         async def handler(request: Request) -> Response:
             self._check_host(request)
             if (answer := find_handler(request)) is None:
                 raise _wrong_key()
-            result = await _unless_disconnected(request, answer(await json_body(request)))
+            work = answer(await json_body(request), **request.path_params)
+            result = await _unless_disconnected(request, work)
             if result is None:
                 return Response(status_code=499)  # the client has disconnected
-            return json_response(result) if isinstance(result, dict) else EventStreamResponse(result)
+            return json_response(result) if isinstance(result, dict) else EventStreamResponse(result, errors)
 
-        self._add("POST", path, handler)
+        self._add("POST", path, handler, errors)
 
-    def _add(self, method: str, path: str, handler: Callable[[Request], Awaitable[Response]]) -> None:
+    def _add(
+        self,
+        method: str,
+        path: str,
+        handler: Callable[[Request], Awaitable[Response]],
+        errors: ErrorFormat = OPENAI_ERRORS,
+    ) -> None:
         async def guarded(request: Request) -> Response:
             """Convert every exception into a JSON response."""
             try:
@@ -95,7 +138,7 @@ class Api:
             except Exception as caught:
                 error = caught
             response = as_api_error(error)
-            return json_response(response.body, response.status, ERROR_HEADERS.get(response.status))
+            return json_response(errors.error(response), response.status, ERROR_HEADERS.get(response.status))
 
         self._pages.append(f"{method} {path}")
         self.app.add_api_route(path, guarded, methods=[method], response_model=None)
@@ -114,29 +157,33 @@ class Api:
 
 class EventStreamResponse(EventSourceResponse):
     """Response of server-sent events. A stream that outlasts `SHUTDOWN_SECONDS` after Ctrl-C ends with an error. The
-    generator of the texts is always closed, even if the client disconnects."""
+    generator of the events is always closed, even if the client disconnects."""
 
-    def __init__(self, texts: AsyncGenerator[str, None]) -> None:
-        super().__init__(texts, ping=0, sep="\n")
-        self._texts = texts
+    def __init__(self, events: AsyncGenerator[Any, None], errors: ErrorFormat = OPENAI_ERRORS) -> None:
+        super().__init__(events, ping=0, sep="\n")
+        self._events, self._errors = events, errors
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
         except asyncio.CancelledError:
-            last = ServerSentEvent(json.dumps(_stopping().body), sep="\n").encode()
+            last = encode_events([self._errors.error_event(_stopping())])
             await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
-            await self._texts.aclose()
+            await self._events.aclose()
 
 
 def _key_in(request: Request) -> str:
+    """Return the key in the first of `KEY_PLACES` that has one, else ""."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    bearer = key.strip() if scheme.lower() == "bearer" else ""
+    headers = request.headers.get("x-api-key") or request.headers.get("x-goog-api-key")
+    in_address = request.query_params.get("key", "").encode("utf-8", "surrogatepass")
+    return bearer or headers or in_address.decode("latin-1")  # as headers are decoded
 
 
 def _wrong_key() -> ApiError:
-    text = "missing or invalid API key; send the header authorization: Bearer KEY"
+    text = f"missing or invalid API key; send it as {KEY_PLACES}"
     return ApiError(text, "authorization", status=401, code="invalid_api_key")
 
 

@@ -24,6 +24,7 @@ class StopMatch:
 
     start: int  # index in the text
     tokens: int  # number of tokens up to and including the stop string
+    stop: str
 
 
 class TurnReader:
@@ -75,7 +76,7 @@ class TurnReader:
         if not matches:
             return None
         end, start = min(matches)
-        return StopMatch(start, self._tokens_for(token_ids, end))
+        return StopMatch(start, self._tokens_for(token_ids, end), text[start:end])
 
     def _tokens_for(self, token_ids: Sequence[int], characters: int) -> int:
         """Return the number of tokens after which the text has at least `characters` whole characters."""

@@ -1,0 +1,207 @@
+"""The interface of an API dialect, and what the dialects share: validation of bodies, roles, streamed text.
+
+A dialect converts a body to a `ParsedRequest`, and sampled choices to a response or to the events of a stream. Its
+answers, sent back as history, convert to the same messages, so that sampling continues from the sampled tokens."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from TrainingFactory.agent_api.turns.requests import MIN_TEMPERATURE, ParsedRequest
+from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
+from TrainingFactory.common.http.api import ApiError, StreamEvent
+from TrainingFactory.types import Message, SamplingParams
+
+PROBLEMS = {  # pydantic error type -> code, text
+    "extra_forbidden": ("unknown_parameter", "is not supported by this server"),
+    "missing": ("missing_required_parameter", "is missing"),
+}
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def _check_temperature(value: float) -> float:
+    if 0 < value < MIN_TEMPERATURE:
+        raise ValueError(f"use 0 for greedy decoding, or at least {MIN_TEMPERATURE:g}")
+    return value
+
+
+Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_check_temperature)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+StopStrings = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
+
+
+@dataclass(slots=True)
+class ResponseHead:
+    """The fields of a response that do not depend on the sampled tokens."""
+
+    model: str
+    prompt_tokens: int
+    version: str | None = None  # of a registered model, such as agent:3
+    folded: str | None = None  # how the conversation was shortened; a field of our own in every dialect
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def own_fields(self) -> dict[str, str]:
+        return {} if self.folded is None else {"folded": self.folded}
+
+
+class Dialect(ABC):
+    """One wire format of requests, responses, streams and errors."""
+
+    name: str
+
+    @abstractmethod
+    def parse(
+        self,
+        body: bytes,
+        defaults: SamplingParams,
+        context: int = 2**63,
+        model: str | None = None,
+        stream: bool | None = None,
+    ) -> ParsedRequest:
+        """Convert a body; raise ApiError that names an invalid field. `defaults` are the sampling parameters that a
+        client may omit. `model` and `stream` come from the address, if the dialect has them there."""
+
+    @abstractmethod
+    def response(
+        self, ask: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
+    ) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def events(self, ask: ParsedRequest, head: ResponseHead) -> EventWriter: ...
+
+    @abstractmethod
+    def error(self, error: ApiError) -> dict[str, Any]: ...
+
+    def error_event(self, error: ApiError) -> StreamEvent:
+        """Return the event that ends a stream when the server stops."""
+        return json.dumps(self.error(error))
+
+    def token_count(self, tokens: int) -> dict[str, Any]:
+        """Return the response to a request that only counts the tokens of its prompt."""
+        raise NotImplementedError
+
+
+class StrictBody(BaseModel):
+    """Rejects unknown fields. A field that is null counts as missing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unset(cls, row: Any) -> Any:
+        if not isinstance(row, dict):
+            return row
+        return {name: value for name, value in row.items() if cls._is_set(name, value)}
+
+    @classmethod
+    def _is_set(cls, name: str, value: Any) -> bool:
+        return value is not None
+
+
+class LenientBody(BaseModel):
+    """Ignores unknown fields and notes their names in the validation context, which is a set. A field that is null
+    counts as missing; an unknown field with an empty value is not noted."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _note_unknown(cls, row: Any, info: ValidationInfo) -> Any:
+        if not isinstance(row, dict):
+            return row
+        fields, unused = cls.__pydantic_fields__, info.context
+        kept: dict[str, Any] = {}
+        for key, value in row.items():
+            if value is not None:
+                name = cls._field_name(key)
+                kept[name] = value
+                is_unused = name not in fields or name == "cache_control"
+                if is_unused and isinstance(unused, set) and value not in ([], {}, ""):
+                    unused.add(name)
+        return kept
+
+    @classmethod
+    def _field_name(cls, name: str) -> str:
+        """Return the name of the field that a client calls `name`."""
+        return name
+
+
+def validate(kind: type[Body], data: Any, ignored: set[str] | None = None) -> Body:
+    """Validate a body; raise ApiError for its first problem."""
+    try:
+        return kind.model_validate(data, context=ignored)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+    except RecursionError as error:
+        raise ApiError(f"the body is nested too deeply: {error}", "body", code="invalid_json") from error
+    keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in problem["loc"])
+    param = "".join(keys).removeprefix(".") or "body"
+    invalid = f"is {problem['input']!r:.60}: {problem['msg']}"
+    code, text = PROBLEMS.get(problem["type"], ("invalid_value", invalid))
+    raise ApiError(f"{param} {text}", param, code=code)
+
+
+def unsupported(param: str, value: Any, hint: str) -> ApiError:
+    return ApiError(f"{param} is {value!r:.60}, which this server does not support. {hint}", param)
+
+
+def joined_texts(texts: Iterable[str]) -> str:
+    """Join the text parts of a system, user or tool message."""
+    return "\n\n".join(text for text in texts if text)
+
+
+def merge_messages(messages: Iterable[Message]) -> Iterator[Message]:
+    """Merge consecutive messages of the model, because one turn may arrive in several pieces; and the system messages
+    at the beginning, because chat templates take one."""
+    previous: Message | None = None
+    only_system = True
+    for message in messages:
+        only_system &= message.role == "system"
+        if previous is None:
+            previous = message
+        elif message.role == previous.role == "assistant":
+            reasoning = (previous.reasoning or "") + (message.reasoning or "")
+            calls = previous.tool_calls + message.tool_calls
+            text = previous.content + message.content
+            previous = Message("assistant", text, calls, reasoning=reasoning or None)
+        elif only_system:
+            previous = Message("system", joined_texts((previous.content, message.content)))
+        else:
+            yield previous
+            previous = message
+    if previous is not None:
+        yield previous
+
+
+class SentText:
+    """What of a choice's reasoning and content a stream has sent."""
+
+    def __init__(self) -> None:
+        self._sent = {"reasoning": "", "content": ""}
+
+    def new_text(self, message: Message) -> Iterator[tuple[str, str]]:
+        """Yield "reasoning" or "content" with its text that has not been sent yet."""
+        for kind, text in (("reasoning", message.reasoning or ""), ("content", message.content)):
+            if len(text) > len(self._sent[kind]):
+                yield kind, text[len(self._sent[kind]) :]
+                self._sent[kind] = text

@@ -1,0 +1,277 @@
+"""OpenAI's chat completions: `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+
+from TrainingFactory.agent_api.dialects.base import (
+    Dialect,
+    ResponseHead,
+    Seed,
+    SentText,
+    StopStrings,
+    StrictBody,
+    Temperature,
+    TopK,
+    TopP,
+    validate,
+)
+from TrainingFactory.agent_api.turns.requests import (
+    SAMPLING_FIELDS,
+    ParsedRequest,
+    load_body,
+    sampling_params,
+)
+from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
+from TrainingFactory.common.http.api import ApiError, StreamEvent
+from TrainingFactory.common.openai_format import message_to_dict
+from TrainingFactory.common.options import Count, Share, Text
+from TrainingFactory.types import Message, SamplingParams, ToolCall, ToolSpec
+
+# Parameters that the engine does not support may have their neutral value, because some clients always send them.
+Zero = Annotated[float, Field(ge=0, le=0)]
+DELTA_FIELDS = {"reasoning": "reasoning_content", "content": "content"}
+
+
+class _Row(StrictBody):
+    @classmethod
+    def _is_set(cls, name: str, value: Any) -> bool:
+        """Also drop unknown fields with empty values, because clients send many of them."""
+        return bool(value) or (value is not None and name in cls.model_fields)
+
+
+class _Part(_Row):
+    type: Literal["text"] = "text"
+    text: str
+    cache_control: Any = None  # ignored: it affects only speed
+
+    @model_validator(mode="after")
+    def _note_cache_control(self, info: ValidationInfo) -> _Part:
+        if self.cache_control is not None and isinstance(info.context, set):
+            info.context.add("cache_control")
+        return self
+
+
+def _parts(content: Any) -> Any:
+    return [{"text": content}] if isinstance(content, str) else content
+
+
+def _arguments(value: Any) -> Any:
+    return json.loads(value) if value and isinstance(value, str) else value or {}
+
+
+class _History(_Row):
+    provider_specific_fields: Any = None  # LiteLLM's copy of fields of an earlier answer; ignored
+
+
+class _Called(_History):
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = Field(default_factory=dict)
+
+
+class _Call(_History):
+    id: Text
+    type: Literal["function"] = "function"
+    function: _Called
+    index: int | None = None
+
+
+class _Message(_History):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[_Part] | None, BeforeValidator(_parts)] = None
+    name: str | None = None
+    tool_calls: list[_Call] = Field(default_factory=list)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Function(_Row):
+    name: Text
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: Any = None
+
+
+class _Tool(_Row):
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _StreamOptions(StrictBody):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class _Format(StrictBody):
+    type: Literal["text"] = "text"
+
+
+class ChatBody(StrictBody):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    model: str | None = None
+    tools: list[_Tool] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none"] = "auto"
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    seed: Seed | None = None
+    stop: Annotated[StopStrings, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = (
+        Field(default_factory=list)
+    )
+    logprobs: bool = False
+    stream: bool = False
+    stream_options: _StreamOptions = Field(default_factory=_StreamOptions)
+    parallel_tool_calls: Literal[True] = True
+    top_logprobs: Zero = 0
+    frequency_penalty: Zero = 0
+    presence_penalty: Zero = 0
+    logit_bias: dict[str, Any] = Field(default_factory=dict, max_length=0)
+    response_format: _Format = Field(default_factory=_Format)
+    # Accepted and ignored: these describe the client and do not change the answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class ChatDialect(Dialect):
+    name = "chat completions"
+
+    def parse(
+        self,
+        body: bytes,
+        defaults: SamplingParams,
+        context: int = 2**63,
+        model: str | None = None,
+        stream: bool | None = None,
+    ) -> ParsedRequest:
+        ignored: set[str] = set()
+        request = validate(ChatBody, load_body(body, "messages", context), ignored)
+        functions = [
+            row.function.model_dump(exclude={"strict"}, exclude_defaults=True) for row in request.tools
+        ]
+        tools = [ToolSpec(**function) for function in functions] if request.tool_choice == "auto" else []
+        settings = request.model_dump(include={*SAMPLING_FIELDS, "seed", "stream"}, exclude_unset=True)
+        limits = request.model_dump(include={"max_tokens", "max_completion_tokens"}, exclude_unset=True)
+        parsed = ParsedRequest(
+            _messages(request.messages), tools, sampling_params(defaults, settings), request, request.model,
+            request.n, stop=request.stop, logprobs=request.logprobs, stream=request.stream, settings=settings,
+            limits=limits, ignored=ignored,
+        )  # fmt: skip
+        if request.seed is not None:
+            parsed.seed = request.seed
+        return parsed
+
+    def response(
+        self, ask: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
+    ) -> dict[str, Any]:
+        rows = [
+            {
+                "index": index,
+                "message": _message_row(choice.message),
+                "finish_reason": choice.finish,
+                "logprobs": choice.logprobs,
+            }
+            for index, choice in enumerate(choices)
+        ]
+        return _head_fields(head, "chat.completion") | {"choices": rows, "usage": _usage(head, choices)}
+
+    def events(self, ask: ParsedRequest, head: ResponseHead) -> EventWriter:
+        return _ChatEvents(self, ask, head)
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        return error.body
+
+
+class _ChatEvents(EventWriter):
+    def __init__(self, dialect: ChatDialect, ask: ParsedRequest, head: ResponseHead) -> None:
+        self._dialect, self._head = dialect, head
+        self._with_usage = ask.body.stream_options.include_usage
+        self._fields = _head_fields(head, "chat.completion.chunk")
+        self._fields |= {"usage": None} if self._with_usage else {}
+        self._sent = [SentText() for _ in range(ask.n)]
+
+    def begin(self) -> Iterable[StreamEvent]:
+        return [self._delta(index, {"role": "assistant", "content": ""}) for index in range(len(self._sent))]
+
+    def partial(self, index: int, message: Message) -> Iterable[StreamEvent]:
+        return [
+            self._delta(index, {DELTA_FIELDS[kind]: text})
+            for kind, text in self._sent[index].new_text(message)
+        ]
+
+    def finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
+        yield from self.partial(index, choice.message)
+        for number, call in enumerate(_message_row(choice.message).get("tool_calls", [])):
+            yield self._delta(index, {"tool_calls": [{"index": number} | call]})
+        yield self._delta(index, {}, choice.finish, choice.logprobs)
+
+    def end(self, choices: Sequence[SampledChoice]) -> Iterator[StreamEvent]:
+        if self._with_usage:
+            yield json.dumps(self._fields | {"choices": [], "usage": _usage(self._head, choices)})
+        yield "[DONE]"
+
+    def error(self, error: ApiError) -> Iterable[StreamEvent]:
+        return [self._dialect.error_event(error), "[DONE]"]
+
+    def _delta(
+        self, index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None
+    ) -> StreamEvent:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return json.dumps(self._fields | {"choices": [choice]})
+
+
+def _head_fields(head: ResponseHead, kind: str) -> dict[str, Any]:
+    """Return the common fields of a response, or of every chunk of a stream."""
+    fields = {"id": f"chatcmpl-{head.id}", "object": kind, "created": head.created, "model": head.model}
+    fields |= {} if head.version is None else {"system_fingerprint": head.version}
+    return fields | head.own_fields
+
+
+def _messages(rows: list[_Message]) -> list[Message]:
+    messages: list[Message] = []
+    names: dict[str, str] = {}  # id of a tool call -> name of the tool
+    for number, row in enumerate(rows):
+        calls = [ToolCall(call.function.name, call.function.arguments, call.id) for call in row.tool_calls]
+        names |= {call.id: call.name for call in calls}
+        reasoning = row.reasoning if row.reasoning_content is None else row.reasoning_content
+        param = f"messages[{number}]"
+        if calls and row.role != "assistant":
+            raise ApiError(f"{param} has tool_calls, but its role is not assistant", f"{param}.tool_calls")
+        if row.content is None and not calls and reasoning is None:
+            raise ApiError(f"{param} has no content", f"{param}.content")
+        if row.role == "tool" and row.tool_call_id not in names:
+            raise ApiError(f"{param} has a tool_call_id that matches no tool call", f"{param}.tool_call_id")
+        role = "system" if row.role == "developer" else row.role
+        text = "".join(part.text for part in row.content or ())
+        name = names[row.tool_call_id or ""] if role == "tool" else row.name
+        messages.append(Message(role, text, calls, row.tool_call_id, name, reasoning))
+    return messages
+
+
+def _message_row(message: Message) -> dict[str, Any]:
+    row = message_to_dict(message) | {"refusal": None}
+    if not message.reasoning:
+        row.pop("reasoning_content", None)
+    if message.tool_calls and not message.content:
+        row["content"] = None
+    return row
+
+
+def _usage(head: ResponseHead, choices: Sequence[SampledChoice]) -> dict[str, int]:
+    sampled = sum(choice.tokens for choice in choices)
+    total = head.prompt_tokens + sampled
+    return {"prompt_tokens": head.prompt_tokens, "completion_tokens": sampled, "total_tokens": total}

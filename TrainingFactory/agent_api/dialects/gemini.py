@@ -1,0 +1,412 @@
+"""Gemini's generateContent: `POST /v1beta/models/NAME:generateContent`, `:streamGenerateContent` and `:countTokens`,
+also under `/v1`. Streams are server-sent events (`alt=sse`).
+
+Gemini's calls need no ids. Sampled calls are numbered in their conversation, so that a history without ids gives the
+same messages as one with the server's ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic.alias_generators import to_camel
+
+from TrainingFactory.agent_api.dialects.base import (
+    Dialect,
+    LenientBody,
+    ResponseHead,
+    Seed,
+    SentText,
+    StopStrings,
+    Temperature,
+    TopP,
+    joined_texts,
+    merge_messages,
+    unsupported,
+    validate,
+)
+from TrainingFactory.agent_api.turns.requests import ParsedRequest, load_body, sampling_params
+from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
+from TrainingFactory.common.http.api import ApiError, StreamEvent
+from TrainingFactory.common.options import Count, Text
+from TrainingFactory.types import Message, SamplingParams, ToolCall, ToolSpec
+
+ERROR_STATUS = {
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    408: "DEADLINE_EXCEEDED",
+    429: "RESOURCE_EXHAUSTED",
+    500: "INTERNAL",
+    503: "UNAVAILABLE",
+}
+FINISH_REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS"}
+RESULT_FIELDS = {"result", "output", "error"}  # a function response with one of these, a text, is that text
+# Fields of the generation config whose other values would need what this server does not have.
+NEUTRAL = {
+    "response_mime_type": ("text/plain", "Ask for the format in the contents"),
+    "response_schema": (None, "Ask for the format in the contents"),
+    "response_json_schema": (None, "Ask for the format in the contents"),
+    "response_modalities": (["TEXT"], "Use TEXT"),
+    "presence_penalty": (0, "Leave it out"),
+    "frequency_penalty": (0, "Leave it out"),
+    "logprobs": (0, "The engine computes only the sampled token's log-prob"),
+}
+
+
+# Clients send maxOutputTokens or max_output_tokens.
+SNAKE_CASE = {
+    to_camel(name): name
+    for name in (
+        "function_call", "function_response", "thought_signature", "inline_data", "file_data", "executable_code",
+        "code_execution_result", "parameters_json_schema", "response_json_schema", "function_declarations",
+        "allowed_function_names", "function_calling_config", "include_thoughts", "top_p", "top_k",
+        "max_output_tokens", "stop_sequences", "candidate_count", "response_logprobs", "thinking_config",
+        "response_mime_type", "response_schema", "response_modalities", "presence_penalty", "frequency_penalty",
+        "system_instruction", "tool_config", "generation_config", "cached_content", "safety_settings",
+    )
+}  # fmt: skip
+
+
+class _Body(LenientBody):
+    @classmethod
+    def _field_name(cls, name: str) -> str:
+        return SNAKE_CASE.get(name, name)
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class _FunctionCall(_Body):
+    id: Text | None = None
+    name: Text
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+class _FunctionResponse(_Body):
+    id: Text | None = None
+    name: Text
+    response: dict[str, Any] = Field(default_factory=dict)
+    parts: list[Any] = Field(default_factory=list)
+
+
+class _Part(_Body):
+    text: str | None = None
+    thought: bool = False
+    thought_signature: Any = None
+    function_call: _FunctionCall | None = None
+    function_response: _FunctionResponse | None = None
+    inline_data: Any = None
+    file_data: Any = None
+    executable_code: Any = None
+    code_execution_result: Any = None
+
+
+def _parts(parts: Any) -> Any:
+    return [{"text": parts}] if isinstance(parts, str) else [parts] if isinstance(parts, dict) else parts
+
+
+class _Content(_Body):
+    role: Literal["user", "model", "function", "system"] = "user"
+    parts: Annotated[list[_Part], BeforeValidator(_parts)] = Field(default_factory=list)
+
+
+def _content(content: Any) -> Any:
+    return {"parts": content} if isinstance(content, str) else content
+
+
+def _contents(contents: Any) -> Any:
+    return contents if isinstance(contents, list) else [_content(contents)]
+
+
+class _Declaration(_Body):
+    name: Text
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters_json_schema: dict[str, Any] = Field(default_factory=dict)
+    response: Any = None
+    response_json_schema: Any = None
+    behavior: Any = None
+
+
+class _Tool(_Body):
+    function_declarations: list[_Declaration] = Field(default_factory=list)
+
+
+class _FunctionCalling(_Body):
+    mode: str = "AUTO"
+    allowed_function_names: list[str] = Field(default_factory=list, max_length=0)
+
+
+class _ToolConfig(_Body):
+    function_calling_config: _FunctionCalling = Field(default_factory=_FunctionCalling)
+
+
+class _Thinking(_Body):
+    include_thoughts: bool = False
+
+
+class _Generation(_Body):
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(_whole)] | None = None
+    seed: Seed | None = None
+    max_output_tokens: Annotated[Count, BeforeValidator(_whole)] | None = None
+    stop_sequences: StopStrings = Field(default_factory=list)
+    candidate_count: Annotated[int, Field(ge=1)] = 1
+    response_logprobs: bool = False
+    thinking_config: _Thinking = Field(default_factory=_Thinking)
+    response_mime_type: Any = "text/plain"
+    response_schema: Any = None
+    response_json_schema: Any = None
+    response_modalities: Any = Field(default_factory=lambda: ["TEXT"])
+    presence_penalty: Any = 0
+    frequency_penalty: Any = 0
+    logprobs: Any = 0
+
+
+class GeminiBody(_Body):
+    """The body of `POST /v1beta/models/NAME:generateContent`."""
+
+    contents: Annotated[list[_Content], Field(min_length=1), BeforeValidator(_contents)]
+    model: str | None = None
+    system_instruction: Annotated[_Content | None, BeforeValidator(_content)] = None
+    tools: list[_Tool] = Field(default_factory=list)
+    tool_config: _ToolConfig = Field(default_factory=_ToolConfig)
+    generation_config: _Generation = Field(default_factory=_Generation)
+    cached_content: Any = None
+    safety_settings: Any = None  # accepted and ignored: there is no filter
+
+
+class GeminiDialect(Dialect):
+    name = "generateContent"
+
+    def parse(
+        self,
+        body: bytes,
+        defaults: SamplingParams,
+        context: int = 2**63,
+        model: str | None = None,
+        stream: bool | None = None,
+    ) -> ParsedRequest:
+        ignored: set[str] = set()
+        data = load_body(body, "contents", context)
+        if isinstance(data, dict) and "generateContentRequest" in data:  # of countTokens
+            data = data["generateContentRequest"]
+        request = validate(GeminiBody, data, ignored)
+        generation = request.generation_config
+        for field, (neutral, hint) in NEUTRAL.items():
+            if getattr(generation, field) != neutral:
+                raise unsupported(f"generation_config.{field}", getattr(generation, field), hint)
+        if request.cached_content is not None:
+            raise unsupported("cached_content", request.cached_content, "Send the whole contents")
+        names = {"temperature", "top_p", "top_k", "seed"}
+        settings = generation.model_dump(include=names, exclude_unset=True) | (
+            {"stream": True} if stream else {}
+        )
+        messages = list(merge_messages(_messages(request)))
+        num_calls = sum(len(message.tool_calls) for message in messages)
+        limit = generation.max_output_tokens
+        parsed = ParsedRequest(
+            messages, _tools(request), sampling_params(defaults, settings), request,
+            model.removeprefix("models/") if model else None, generation.candidate_count,
+            stop=generation.stop_sequences, logprobs=generation.response_logprobs, stream=bool(stream),
+            settings=settings, limits={} if limit is None else {"max_output_tokens": limit}, clamp=True,
+            call_id=lambda number: f"call_{num_calls + number}", ignored=ignored,
+        )  # fmt: skip
+        if generation.seed is not None:
+            parsed.seed = generation.seed
+        return parsed
+
+    def response(
+        self, ask: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
+    ) -> dict[str, Any]:
+        candidates = [
+            _candidate(index, _message_parts(ask, choice.message), choice)
+            for index, choice in enumerate(choices)
+        ]
+        return _chunk(head, candidates, sum(choice.tokens for choice in choices))
+
+    def events(self, ask: ParsedRequest, head: ResponseHead) -> EventWriter:
+        return _GeminiEvents(self, ask, head)
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        status = ERROR_STATUS.get(error.status, "INVALID_ARGUMENT")
+        info = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": error.code.upper()}
+        info |= {} if error.param is None else {"metadata": {"field": error.param}}
+        fields = {"code": error.status, "message": error.message, "status": status, "details": [info]}
+        return {"error": fields}
+
+    def token_count(self, tokens: int) -> dict[str, Any]:
+        return {"totalTokens": tokens}
+
+
+class _GeminiEvents(EventWriter):
+    def __init__(self, dialect: GeminiDialect, ask: ParsedRequest, head: ResponseHead) -> None:
+        self._dialect, self._ask, self._head = dialect, ask, head
+        self._sent = [SentText() for _ in range(ask.n)]
+        self._tokens = 0  # of finished choices
+
+    def partial(self, index: int, message: Message) -> Iterator[StreamEvent]:
+        if parts := self._new_parts(index, message):
+            yield self._event(_candidate(index, parts, None))
+
+    def finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
+        self._tokens += choice.tokens
+        parts = self._new_parts(index, choice.message) + _call_parts(choice.message)
+        yield self._event(_candidate(index, parts, choice))
+
+    def end(self, choices: Sequence[SampledChoice]) -> Iterable[StreamEvent]:
+        return ()
+
+    def error(self, error: ApiError) -> Iterable[StreamEvent]:
+        return [self._dialect.error_event(error)]
+
+    def _new_parts(self, index: int, message: Message) -> list[dict[str, Any]]:
+        new = self._sent[index].new_text(message)
+        return [part for kind, text in new for part in _text_parts(self._ask, kind, text)]
+
+    def _event(self, candidate: dict[str, Any]) -> StreamEvent:
+        return json.dumps(_chunk(self._head, [candidate], self._tokens))
+
+
+def _chunk(head: ResponseHead, candidates: list[dict[str, Any]], sampled: int) -> dict[str, Any]:
+    usage = {"promptTokenCount": head.prompt_tokens, "candidatesTokenCount": sampled}
+    usage["totalTokenCount"] = head.prompt_tokens + sampled
+    names = {"modelVersion": head.version or head.model, "responseId": head.id}
+    return {"candidates": candidates, "usageMetadata": usage} | names | head.own_fields
+
+
+def _candidate(index: int, parts: list[dict[str, Any]], choice: SampledChoice | None) -> dict[str, Any]:
+    candidate: dict[str, Any] = {
+        "content": {"role": "model", "parts": parts or [{"text": ""}]},
+        "index": index,
+    }
+    if choice is None:
+        return candidate
+    candidate["finishReason"] = FINISH_REASONS[choice.finish]
+    if choice.logprobs is not None and (rows := choice.logprobs["content"]):
+        chosen = [{"token": row["token"], "logProbability": row["logprob"]} for row in rows]
+        candidate["avgLogprobs"] = sum(row["logprob"] for row in rows) / len(rows)
+        candidate["logprobsResult"] = {"chosenCandidates": chosen, "topCandidates": []}
+    return candidate
+
+
+def _text_parts(ask: ParsedRequest, kind: str, text: str) -> list[dict[str, Any]]:
+    if kind == "content":
+        return [{"text": text}]
+    shown = ask.body.generation_config.thinking_config.include_thoughts
+    return [{"text": text, "thought": True}] if shown else []
+
+
+def _message_parts(ask: ParsedRequest, message: Message) -> list[dict[str, Any]]:
+    thoughts = _text_parts(ask, "reasoning", message.reasoning) if message.reasoning else []
+    text = _text_parts(ask, "content", message.content) if message.content else []
+    return thoughts + text + _call_parts(message)
+
+
+def _call_parts(message: Message) -> list[dict[str, Any]]:
+    return [
+        {"functionCall": {"id": call.id, "name": call.name, "args": call.arguments}}
+        for call in message.tool_calls
+    ]
+
+
+def _messages(request: GeminiBody) -> Iterator[Message]:
+    if request.system_instruction is not None:
+        yield Message("system", joined_texts(_texts(request.system_instruction, "system_instruction")))
+    num_calls, open_calls = 0, list[ToolCall]()  # calls without a result
+    for number, content in enumerate(request.contents):
+        param = f"contents[{number}]"
+        if content.role == "model":
+            message = _model_message(content, param, num_calls)
+            num_calls += len(message.tool_calls)
+            open_calls += message.tool_calls
+            yield message
+            continue
+        results = 0
+        for place, part in enumerate(content.parts):
+            if part.function_response is not None:
+                results += 1
+                yield _tool_message(part.function_response, open_calls, f"{param}.parts[{place}]")
+        texts = list(_texts(content, param))
+        if texts or not results:
+            yield Message("system" if content.role == "system" else "user", joined_texts(texts))
+
+
+def _model_message(content: _Content, param: str, num_calls: int) -> Message:
+    message, thoughts = Message("assistant"), list[str]()
+    for place, part in enumerate(content.parts):
+        if part.function_call is not None:
+            call = part.function_call
+            call_id = call.id or f"call_{num_calls + len(message.tool_calls)}"
+            message.tool_calls.append(ToolCall(call.name, call.args, call_id))
+        elif part.text is not None and part.thought:
+            thoughts.append(part.text)
+        elif part.text is not None:
+            message.content += part.text
+        else:
+            _check_supported(part, f"{param}.parts[{place}]")
+    message.reasoning = "".join(thoughts) or None
+    return message
+
+
+def _tool_message(response: _FunctionResponse, open_calls: list[ToolCall], param: str) -> Message:
+    """Return the result of the first open call with the response's id, or with its name if it has no id."""
+    if response.parts:
+        raise unsupported(f"{param}.function_response.parts", response.parts, "Send text only")
+    for call in open_calls:
+        if response.id == call.id or (response.id is None and response.name == call.name):
+            open_calls.remove(call)
+            break
+    else:
+        text = f"{param}.function_response matches no function call without a response"
+        raise ApiError(f"{text}: name {response.name!r:.60}, id {response.id!r:.60}", param)
+    [(name, value)] = response.response.items() if len(response.response) == 1 else [("", None)]
+    is_text = name in RESULT_FIELDS and isinstance(value, str)
+    text = str(value) if is_text else json.dumps(response.response, ensure_ascii=False)
+    return Message("tool", text, tool_call_id=call.id, name=call.name)
+
+
+def _texts(content: _Content, param: str) -> Iterator[str]:
+    for place, part in enumerate(content.parts):
+        if part.text is not None:
+            yield part.text
+        elif part.function_response is None:
+            _check_supported(part, f"{param}.parts[{place}]")
+
+
+def _check_supported(part: _Part, param: str) -> None:
+    """Raise ApiError, unless the part is only a thought's signature."""
+    kind = next((name for name in part.model_fields_set if name != "thought_signature"), None)
+    if kind is not None or part.thought_signature is None:
+        hint = "Send text, function_call and function_response parts"
+        raise unsupported(param, kind or "an empty part", hint)
+
+
+def _tools(request: GeminiBody) -> list[ToolSpec]:
+    """Return the functions that the client runs. Tools that run at the provider are noted as unknown fields."""
+    mode = request.tool_config.function_calling_config.mode.upper()
+    if mode not in ("AUTO", "NONE", "VALIDATED", "MODE_UNSPECIFIED"):
+        raise unsupported("tool_config.function_calling_config.mode", mode, "Use AUTO or NONE")
+    specs: list[ToolSpec] = []
+    for row in (row for tool in request.tools for row in tool.function_declarations):
+        spec = ToolSpec(row.name, row.description)
+        spec.parameters = row.parameters_json_schema or _json_schema(row.parameters) or spec.parameters
+        specs.append(spec)
+    return [] if mode == "NONE" else specs
+
+
+def _json_schema(schema: Any) -> Any:
+    """Convert Gemini's schema, whose types are upper-case, to a JSON schema."""
+    if isinstance(schema, list):
+        return [_json_schema(value) for value in schema]
+    if not isinstance(schema, dict):
+        return schema
+    converted = {name: _json_schema(value) for name, value in schema.items()}
+    if isinstance(kind := schema.get("type"), str):
+        converted["type"] = kind.lower()
+    return converted

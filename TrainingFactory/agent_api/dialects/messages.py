@@ -1,0 +1,358 @@
+"""Anthropic's messages: `POST /v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from TrainingFactory.agent_api.dialects.base import (
+    Dialect,
+    LenientBody,
+    ResponseHead,
+    SentText,
+    StopStrings,
+    Temperature,
+    TopK,
+    TopP,
+    joined_texts,
+    merge_messages,
+    unsupported,
+    validate,
+)
+from TrainingFactory.agent_api.turns.requests import ParsedRequest, load_body, random_call_id, sampling_params
+from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
+from TrainingFactory.common.http.api import ApiError, StreamEvent
+from TrainingFactory.common.options import Count, Text
+from TrainingFactory.types import Message, SamplingParams, ToolCall, ToolSpec
+
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+SIGNATURE = "unsigned"  # of thinking blocks; clients send it back unread
+
+
+def _blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class _Block(LenientBody):
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    data: Any = None
+    id: Text | None = None
+    name: Text | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: Text | None = None
+    is_error: bool = False  # not shown to the model: the content says what failed
+    content: Annotated[list[_Block] | None, BeforeValidator(_blocks)] = None
+    cache_control: Any = None
+
+
+class _Message(LenientBody):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[_Block], BeforeValidator(_blocks)]
+
+
+class _Tool(LenientBody):
+    type: str = "custom"
+    name: Text | None = None
+    description: str = ""
+    input_schema: dict[str, Any] | None = None
+    strict: Any = None
+    cache_control: Any = None
+
+
+class _ToolChoice(LenientBody):
+    type: str = "auto"
+    disable_parallel_tool_use: bool = False
+
+
+class _Thinking(LenientBody):
+    type: str
+    display: str | None = None
+    budget_tokens: int | None = None
+
+
+class _OutputConfig(LenientBody):
+    format: Any = None
+
+
+class MessagesBody(LenientBody):
+    """The body of `POST /v1/messages`."""
+
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    model: str | None = None
+    max_tokens: Count | None = None
+    system: Annotated[list[_Block], BeforeValidator(_blocks)] = Field(default_factory=list)
+    tools: list[_Tool] = Field(default_factory=list)
+    tool_choice: _ToolChoice = Field(default_factory=_ToolChoice)
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig = Field(default_factory=_OutputConfig)
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    stop_sequences: StopStrings = Field(default_factory=list)
+    stream: bool = False
+    cache_control: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+
+    @property
+    def shows_thinking(self) -> bool:
+        thinking = self.thinking
+        return thinking is not None and thinking.type != "disabled" and thinking.display != "omitted"
+
+
+class MessagesDialect(Dialect):
+    name = "messages"
+
+    def parse(
+        self,
+        body: bytes,
+        defaults: SamplingParams,
+        context: int = 2**63,
+        model: str | None = None,
+        stream: bool | None = None,
+    ) -> ParsedRequest:
+        ignored: set[str] = set()
+        request = validate(MessagesBody, load_body(body, "messages", context), ignored)
+        if request.max_tokens is None and stream is None:
+            raise ApiError("max_tokens is missing", "max_tokens", code="missing_required_parameter")
+        if request.output_config.format is not None:
+            raise unsupported(
+                "output_config.format", request.output_config.format, "Ask for the format in a message"
+            )
+        settings = request.model_dump(include={"temperature", "top_p", "top_k", "stream"}, exclude_unset=True)
+        system = joined_texts(_texts(request.system, "system"))
+        messages = list(merge_messages(_messages(system, request.messages)))
+        if messages[-1].role == "assistant":
+            text = (
+                "the last message has the role assistant, but this server cannot continue a prefilled answer"
+            )
+            raise ApiError(f"{text}. End with a user message", f"messages[{len(request.messages) - 1}].role")
+        return ParsedRequest(
+            messages, _tools(request, ignored), sampling_params(defaults, settings), request, request.model,
+            stop=request.stop_sequences, stream=request.stream, settings=settings, clamp=True, ignored=ignored,
+            limits={} if request.max_tokens is None else {"max_tokens": request.max_tokens},
+            call_id=lambda number: random_call_id(number).replace("call", "toolu"),
+        )  # fmt: skip
+
+    def response(
+        self, ask: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
+    ) -> dict[str, Any]:
+        [choice] = choices
+        message, blocks = choice.message, list[dict[str, Any]]()
+        if message.reasoning and ask.body.shows_thinking:
+            blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": SIGNATURE})
+        if message.content:
+            blocks.append({"type": "text", "text": message.content, "citations": None})
+        blocks += [_tool_use(call, call.arguments) for call in message.tool_calls]
+        return _head_fields(head) | {"content": blocks} | _end_fields(ask, head, choice)
+
+    def events(self, ask: ParsedRequest, head: ResponseHead) -> EventWriter:
+        return _MessagesEvents(self, ask, head)
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        # Clients shorten their history if the error begins with these words.
+        prefix = "prompt is too long: " if error.code == "context_length_exceeded" else ""
+        kind = ERROR_TYPES.get(error.status, "invalid_request_error")
+        detail = {"type": kind, "message": prefix + error.message, "param": error.param, "code": error.code}
+        return {"type": "error", "error": detail}
+
+    def error_event(self, error: ApiError) -> StreamEvent:
+        return _event(self.error(error))
+
+    def token_count(self, tokens: int) -> dict[str, Any]:
+        return {"input_tokens": tokens}
+
+
+class _MessagesEvents(EventWriter):
+    def __init__(self, dialect: MessagesDialect, ask: ParsedRequest, head: ResponseHead) -> None:
+        self._dialect, self._ask, self._head = dialect, ask, head
+        self._sent = SentText()
+        self._open: str | None = None  # kind of the open block
+        self._index = -1  # of the last block
+
+    def begin(self) -> Iterable[StreamEvent]:
+        usage = _usage(self._head, 0)
+        message = _head_fields(self._head) | {"content": [], "stop_reason": None, "stop_sequence": None}
+        return [_event({"type": "message_start", "message": message | {"usage": usage}})]
+
+    def partial(self, index: int, message: Message) -> Iterator[StreamEvent]:
+        for kind, text in self._sent.new_text(message):
+            if kind == "content":
+                yield from self._text("text", text)
+            elif self._ask.body.shows_thinking:
+                yield from self._text("thinking", text)
+
+    def finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
+        yield from self.partial(0, choice.message)
+        yield from self._close()
+        for call in choice.message.tool_calls:
+            yield self._start(_tool_use(call, {}))
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+            yield self._stop()
+
+    def end(self, choices: Sequence[SampledChoice]) -> Iterable[StreamEvent]:
+        fields = _end_fields(self._ask, self._head, choices[0])
+        usage = fields.pop("usage")
+        return [
+            _event({"type": "message_delta", "delta": fields, "usage": usage}),
+            _event({"type": "message_stop"}),
+        ]
+
+    def error(self, error: ApiError) -> Iterable[StreamEvent]:
+        return [self._dialect.error_event(error)]
+
+    def _text(self, kind: str, text: str) -> Iterator[StreamEvent]:
+        if self._open != kind:
+            yield from self._close()
+            self._open = kind
+            yield self._start({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
+        yield self._delta({"type": f"{kind}_delta", kind: text})
+
+    def _close(self) -> Iterator[StreamEvent]:
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
+        if self._open is not None:
+            yield self._stop()
+        self._open = None
+
+    def _start(self, block: dict[str, Any]) -> StreamEvent:
+        self._index += 1
+        return _event({"type": "content_block_start", "index": self._index, "content_block": block})
+
+    def _delta(self, delta: dict[str, Any]) -> StreamEvent:
+        return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _stop(self) -> StreamEvent:
+        return _event({"type": "content_block_stop", "index": self._index})
+
+
+def _event(fields: dict[str, Any]) -> StreamEvent:
+    return {"event": fields["type"], "data": json.dumps(fields)}
+
+
+def _messages(system: str, rows: Sequence[_Message]) -> Iterator[Message]:
+    names: dict[str, str] = {}  # id of a tool call -> name of the tool
+    if system:
+        yield Message("system", system)
+    for number, row in enumerate(rows):
+        param = f"messages[{number}]"
+        if row.role == "assistant":
+            message = _assistant(row.content, f"{param}.content")
+            names |= {call.id: call.name for call in message.tool_calls}
+            yield message
+            continue
+        results = [block for block in row.content if block.type == "tool_result"]
+        if results and row.role != "user":
+            raise ApiError(f"{param} has tool results, but its role is not user", f"{param}.role")
+        for place, block in enumerate(row.content):
+            if block.type == "tool_result":
+                yield _tool_result(block, names, f"{param}.content[{place}]")
+        texts = list(_texts(row.content, f"{param}.content", skipped="tool_result"))
+        if texts or not results:
+            yield Message(row.role, joined_texts(texts))
+
+
+def _assistant(blocks: Sequence[_Block], param: str) -> Message:
+    message, thoughts = Message("assistant"), list[str]()
+    for place, block in enumerate(blocks):
+        where = f"{param}[{place}]"
+        if block.type == "text":
+            message.content += _field(block, "text", where)
+        elif block.type == "thinking":
+            thoughts.append(_field(block, "thinking", where))
+        elif block.type == "tool_use":
+            name, call_id = _field(block, "name", where), _field(block, "id", where)
+            message.tool_calls.append(ToolCall(name, block.input or {}, call_id))
+        elif block.type != "redacted_thinking":  # has no text
+            raise _unknown_block(block, where)
+    message.reasoning = "".join(thoughts) or None
+    return message
+
+
+def _tool_result(block: _Block, names: dict[str, str], param: str) -> Message:
+    call_id = _field(block, "tool_use_id", param)
+    if call_id not in names:
+        raise ApiError(f"{param} has a tool_use_id that matches no tool_use block", f"{param}.tool_use_id")
+    text = joined_texts(_texts(block.content or (), f"{param}.content"))
+    return Message("tool", text, tool_call_id=call_id, name=names[call_id])
+
+
+def _texts(blocks: Iterable[_Block], param: str, skipped: str = "") -> Iterator[str]:
+    """Yield the texts of text blocks; raise ApiError for any other block."""
+    for place, block in enumerate(blocks):
+        if block.type == "text":
+            yield _field(block, "text", f"{param}[{place}]")
+        elif block.type != skipped:
+            raise _unknown_block(block, f"{param}[{place}]")
+
+
+def _field(block: _Block, name: str, param: str) -> str:
+    value = getattr(block, name)
+    if value is None:
+        text = f"{param}.{name} is missing in a block of type {block.type}"
+        raise ApiError(text, f"{param}.{name}", code="missing_required_parameter")
+    return value
+
+
+def _unknown_block(block: _Block, param: str) -> ApiError:
+    return unsupported(f"{param}.type", block.type, "Send text, thinking, tool_use and tool_result blocks")
+
+
+def _tools(request: MessagesBody, ignored: set[str]) -> list[ToolSpec]:
+    """Return the tools that the client runs. Tools that run at the provider are left out and noted."""
+    choice = request.tool_choice
+    if choice.type not in ("auto", "none"):
+        raise unsupported("tool_choice.type", choice.type, "Use auto or none")
+    if choice.disable_parallel_tool_use:
+        raise unsupported("tool_choice.disable_parallel_tool_use", True, "Leave it out")
+    specs: list[ToolSpec] = []
+    for number, tool in enumerate(request.tools):
+        if tool.type != "custom":
+            ignored.add(f"tool {tool.type}")
+            continue
+        for name in ("name", "input_schema"):
+            if getattr(tool, name) is None:
+                param = f"tools[{number}].{name}"
+                raise ApiError(f"{param} is missing", param, code="missing_required_parameter")
+        specs.append(ToolSpec(tool.name or "", tool.description, tool.input_schema or {}))
+    return specs if choice.type == "auto" else []
+
+
+def _tool_use(call: ToolCall, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+
+
+def _head_fields(head: ResponseHead) -> dict[str, Any]:
+    fields = {"id": f"msg_{head.id}", "type": "message", "role": "assistant", "model": head.model}
+    return fields | head.own_fields
+
+
+def _end_fields(ask: ParsedRequest, head: ResponseHead, choice: SampledChoice) -> dict[str, Any]:
+    reason = STOP_REASONS[choice.finish]
+    if choice.stop_string is not None and reason == "end_turn":
+        reason = "stop_sequence"
+    if choice.finish == "length" and choice.tokens < ask.limits["max_tokens"]:
+        reason = "model_context_window_exceeded"
+    usage = _usage(head, choice.tokens)
+    return {"stop_reason": reason, "stop_sequence": choice.stop_string, "usage": usage}
+
+
+def _usage(head: ResponseHead, sampled: int) -> dict[str, int]:
+    unused = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": head.prompt_tokens, "output_tokens": sampled} | unused

@@ -1,0 +1,422 @@
+"""OpenAI's responses: `POST /v1/responses` and `/v1/responses/input_tokens`. The server stores no conversations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from TrainingFactory.agent_api.dialects.base import (
+    Dialect,
+    LenientBody,
+    ResponseHead,
+    SentText,
+    Temperature,
+    TopP,
+    joined_texts,
+    merge_messages,
+    unsupported,
+    validate,
+)
+from TrainingFactory.agent_api.turns.requests import ParsedRequest, load_body, sampling_params
+from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
+from TrainingFactory.common.http.api import ApiError, StreamEvent
+from TrainingFactory.common.options import Count, Text
+from TrainingFactory.types import Message, SamplingParams, ToolCall, ToolSpec
+
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text")
+LOGPROBS = "message.output_text.logprobs"  # value of `include`
+# Fields whose other values would need what this server does not have.
+NEUTRAL = {
+    "previous_response_id": (None, "Send the whole conversation as input"),
+    "conversation": (None, "Send the whole conversation as input"),
+    "prompt": (None, "Send instructions and input"),
+    "background": (False, "Wait for the response, or use stream"),
+    "truncation": ("disabled", "Shorten the input"),
+    "top_logprobs": (0, "The engine computes only the sampled token's log-prob"),
+    "parallel_tool_calls": (True, "Leave it out"),
+}
+
+
+class _Part(LenientBody):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    annotations: Any = None
+    logprobs: Any = None
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+
+
+Parts = Annotated[list[_Part] | None, BeforeValidator(_parts)]
+
+
+class _Item(LenientBody):
+    type: str = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Parts = None
+    call_id: Text | None = None
+    name: Text | None = None
+    arguments: str | None = None
+    output: Parts = None
+    # Of the server's own items, which clients send back.
+    id: Any = None
+    status: Any = None
+    summary: Any = None
+    encrypted_content: Any = None
+    phase: Any = None
+
+
+class _Tool(LenientBody):
+    type: str = "function"
+    name: Text | None = None
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: Any = None
+
+
+class _Format(LenientBody):
+    type: str = "text"
+
+
+class _TextOptions(LenientBody):
+    format: _Format = Field(default_factory=_Format)
+
+
+def _items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class ResponsesBody(LenientBody):
+    """The body of `POST /v1/responses`."""
+
+    input: Annotated[list[_Item], Field(min_length=1), BeforeValidator(_items)]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: list[_Tool] = Field(default_factory=list)
+    tool_choice: Any = "auto"
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    text: _TextOptions = Field(default_factory=_TextOptions)
+    include: list[str] = Field(default_factory=list)
+    stream: bool = False
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    background: Any = False
+    truncation: Any = "disabled"
+    top_logprobs: Any = 0
+    parallel_tool_calls: Any = True
+    # Accepted and ignored: these do not change the answer.
+    store: Any = None
+    metadata: Any = None
+    user: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    prompt_cache_key: Any = None
+    stream_options: Any = None
+
+
+class ResponsesDialect(Dialect):
+    name = "responses"
+
+    def parse(
+        self,
+        body: bytes,
+        defaults: SamplingParams,
+        context: int = 2**63,
+        model: str | None = None,
+        stream: bool | None = None,
+    ) -> ParsedRequest:
+        ignored: set[str] = set()
+        request = validate(ResponsesBody, load_body(body, "input", context), ignored)
+        for field, (neutral, hint) in NEUTRAL.items():
+            if getattr(request, field) != neutral:
+                raise unsupported(field, getattr(request, field), hint)
+        if request.text.format.type != "text":
+            raise unsupported("text.format.type", request.text.format.type, "Ask for the format in a message")
+        settings = request.model_dump(include={"temperature", "top_p", "stream"}, exclude_unset=True)
+        messages = list(merge_messages(_messages(request.instructions, request.input)))
+        limit = request.max_output_tokens
+        return ParsedRequest(
+            messages, _tools(request, ignored), sampling_params(defaults, settings), request, request.model,
+            logprobs=LOGPROBS in request.include, stream=request.stream, settings=settings, ignored=ignored,
+            limits={} if limit is None else {"max_output_tokens": limit},
+        )  # fmt: skip
+
+    def response(
+        self, ask: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
+    ) -> dict[str, Any]:
+        [choice] = choices
+        items = [item | {"status": "completed"} for item in _output(head, choice)]
+        return _response(ask, head, items, choice)
+
+    def events(self, ask: ParsedRequest, head: ResponseHead) -> EventWriter:
+        return _ResponsesEvents(self, ask, head)
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        return error.body
+
+    def error_event(self, error: ApiError, number: int = 0) -> StreamEvent:
+        fields = {"code": error.code, "message": error.message, "param": error.param}
+        return _event({"type": "error", "sequence_number": number} | fields)
+
+    def token_count(self, tokens: int) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": tokens}
+
+
+class _ResponsesEvents(EventWriter):
+    def __init__(self, dialect: ResponsesDialect, ask: ParsedRequest, head: ResponseHead) -> None:
+        self._dialect, self._ask, self._head = dialect, ask, head
+        self._sent = SentText()
+        self._number = -1  # of the last event
+        self._index = -1  # of the last output item
+        self._open: str | None = None  # kind of the open item: reasoning or content
+        self._text = ""  # of the open item
+
+    def begin(self) -> Iterable[StreamEvent]:
+        response = _response(self._ask, self._head, [], None)
+        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+
+    def partial(self, index: int, message: Message) -> Iterator[StreamEvent]:
+        for kind, text in self._sent.new_text(message):
+            if self._open != kind:
+                yield from self._close(None)
+                yield from self._begin_text(kind)
+            self._text += text
+            name = "reasoning_text" if kind == "reasoning" else "output_text"
+            yield self._part_event(f"response.{name}.delta", delta=text, **_logprobs(kind, None))
+
+    def finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
+        yield from self.partial(0, choice.message)
+        if self._open != "content" and not choice.message.tool_calls:  # an empty message
+            yield from self._close(None)
+            yield from self._begin_text("content")
+        yield from self._close(choice)
+        for call in choice.message.tool_calls:
+            item = _call_item(call)
+            arguments = item["arguments"]
+            yield self._added(item | {"arguments": "", "status": "in_progress"})
+            place = {"item_id": item["id"], "output_index": self._index}
+            name = "response.function_call_arguments"
+            yield self._event(f"{name}.delta", delta=arguments, **place)
+            yield self._event(f"{name}.done", arguments=arguments, name=call.name, **place)
+            yield self._done(item | {"status": "completed"})
+
+    def end(self, choices: Sequence[SampledChoice]) -> Iterable[StreamEvent]:
+        response = self._dialect.response(self._ask, self._head, choices)
+        return [self._event(f"response.{response['status']}", response=response)]
+
+    def error(self, error: ApiError) -> Iterator[StreamEvent]:
+        self._number += 1
+        yield self._dialect.error_event(error, self._number)
+        response = _response(self._ask, self._head, [], None) | {"status": "failed"}
+        response["error"] = {"code": error.code, "message": error.message}
+        yield self._event("response.failed", response=response)
+
+    def _begin_text(self, kind: str) -> Iterator[StreamEvent]:
+        self._open, self._text = kind, ""
+        item = _text_item(self._head, kind, "") | {"content": [], "status": "in_progress"}
+        yield self._added(item)
+        yield self._part_event("response.content_part.added", part=_text_part(kind, ""))
+
+    def _close(self, choice: SampledChoice | None) -> Iterator[StreamEvent]:
+        """Return the events that end the open item; `choice` has the log-probs of its content."""
+        if self._open is None:
+            return
+        kind, text = self._open, self._text
+        name = "reasoning_text" if kind == "reasoning" else "output_text"
+        yield self._part_event(f"response.{name}.done", text=text, **_logprobs(kind, choice))
+        item = _text_item(self._head, kind, text, choice)
+        yield self._part_event("response.content_part.done", part=item["content"][0])
+        yield self._done(item | {"status": "completed"})
+        self._open = None
+
+    def _added(self, item: dict[str, Any]) -> StreamEvent:
+        self._index += 1
+        return self._event("response.output_item.added", item=item, output_index=self._index)
+
+    def _done(self, item: dict[str, Any]) -> StreamEvent:
+        return self._event("response.output_item.done", item=item, output_index=self._index)
+
+    def _part_event(self, kind: str, /, **fields: Any) -> StreamEvent:
+        item_id = _item_id(self._head, self._open or "")
+        return self._event(kind, item_id=item_id, output_index=self._index, content_index=0, **fields)
+
+    def _event(self, kind: str, /, **fields: Any) -> StreamEvent:
+        self._number += 1
+        return _event({"type": kind, "sequence_number": self._number} | fields)
+
+
+def _event(fields: dict[str, Any]) -> StreamEvent:
+    return {"event": fields["type"], "data": json.dumps(fields)}
+
+
+def _logprobs(kind: str, choice: SampledChoice | None) -> dict[str, Any]:
+    """Return the field `logprobs` of the parts and events of a message; others have none."""
+    if kind == "reasoning":
+        return {}
+    rows = [] if choice is None or choice.logprobs is None else choice.logprobs["content"]
+    return {"logprobs": rows}
+
+
+def _item_id(head: ResponseHead, kind: str) -> str:
+    return f"rs_{head.id}" if kind == "reasoning" else f"msg_{head.id}"
+
+
+def _text_part(kind: str, text: str, choice: SampledChoice | None = None) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": []} | _logprobs(kind, choice)
+
+
+def _text_item(
+    head: ResponseHead, kind: str, text: str, choice: SampledChoice | None = None
+) -> dict[str, Any]:
+    fields = {"type": "reasoning", "summary": []} if kind == "reasoning" else {"type": "message"}
+    fields |= {} if kind == "reasoning" else {"role": "assistant"}
+    return fields | {"id": _item_id(head, kind), "content": [_text_part(kind, text, choice)]}
+
+
+def _call_item(call: ToolCall) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    fields = {"type": "function_call", "id": call.id.replace("call", "fc"), "call_id": call.id}
+    return fields | {"name": call.name, "arguments": arguments}
+
+
+def _output(head: ResponseHead, choice: SampledChoice) -> Iterator[dict[str, Any]]:
+    message = choice.message
+    if message.reasoning:
+        yield _text_item(head, "reasoning", message.reasoning)
+    if message.content or not message.tool_calls:
+        yield _text_item(head, "content", message.content, choice)
+    yield from map(_call_item, message.tool_calls)
+
+
+def _response(
+    ask: ParsedRequest, head: ResponseHead, items: list[dict[str, Any]], choice: SampledChoice | None
+) -> dict[str, Any]:
+    """Return the response object; without a choice, that of a response in progress."""
+    request: ResponsesBody = ask.body
+    status = "in_progress" if choice is None else "incomplete" if choice.finish == "length" else "completed"
+    usage = None if choice is None else _usage(head.prompt_tokens, choice.tokens)
+    return {
+        "id": f"resp_{head.id}",
+        "object": "response",
+        "created_at": head.created,
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "model": head.model,
+        "output": items,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "temperature": ask.params.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": request.tool_choice,
+        "tools": [tool.model_dump() for tool in request.tools if tool.type == "function"],
+        "top_p": ask.params.top_p,
+        "truncation": "disabled",
+        "usage": usage,
+    } | head.own_fields
+
+
+def _usage(prompt: int, sampled: int) -> dict[str, Any]:
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + sampled,
+    }
+
+
+def _messages(instructions: str | None, items: Sequence[_Item]) -> Iterator[Message]:
+    names: dict[str, str] = {}  # id of a tool call -> name of the tool
+    if instructions:
+        yield Message("system", instructions)
+    for number, item in enumerate(items):
+        param = f"input[{number}]"
+        if item.type == "message":
+            yield _message(item, param)
+        elif item.type == "reasoning":
+            text = "".join(_texts(item.content or (), f"{param}.content"))
+            yield Message("assistant", reasoning=text or None)
+        elif item.type == "function_call":
+            call = ToolCall(
+                _field(item, "name", param), _arguments(item, param), _field(item, "call_id", param)
+            )
+            names[call.id] = call.name
+            yield Message("assistant", tool_calls=[call])
+        elif item.type == "function_call_output":
+            call_id = _field(item, "call_id", param)
+            if call_id not in names:
+                raise ApiError(f"{param} has a call_id that matches no function_call", f"{param}.call_id")
+            text = joined_texts(_texts(_field(item, "output", param), f"{param}.output"))
+            yield Message("tool", text, tool_call_id=call_id, name=names[call_id])
+        else:
+            hint = "Send items of type message, reasoning, function_call and function_call_output"
+            raise unsupported(f"{param}.type", item.type, hint)
+
+
+def _message(item: _Item, param: str) -> Message:
+    role = _field(item, "role", param)
+    texts = _texts(_field(item, "content", param), f"{param}.content")
+    if role == "assistant":
+        return Message("assistant", "".join(texts))
+    return Message("system" if role == "developer" else role, joined_texts(texts))
+
+
+def _texts(parts: Iterable[_Part], param: str) -> Iterator[str]:
+    for place, part in enumerate(parts):
+        if part.type not in TEXT_PARTS:
+            raise unsupported(f"{param}[{place}].type", part.type, "Send text only")
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None:
+            name = f"{param}[{place}].text"
+            raise ApiError(f"{name} is missing", name, code="missing_required_parameter")
+        yield text
+
+
+def _field(item: _Item, name: str, param: str) -> Any:
+    value = getattr(item, name)
+    if value is None:
+        text = f"{param}.{name} is missing in an item of type {item.type}"
+        raise ApiError(text, f"{param}.{name}", code="missing_required_parameter")
+    return value
+
+
+def _arguments(item: _Item, param: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(item.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"{param}.arguments is not valid JSON: {error}", f"{param}.arguments") from None
+    if not isinstance(arguments, dict):
+        raise ApiError(f"{param}.arguments must be a JSON object", f"{param}.arguments")
+    return arguments
+
+
+def _tools(request: ResponsesBody, ignored: set[str]) -> list[ToolSpec]:
+    """Return the functions that the client runs. Tools that run at the provider are left out and noted."""
+    if request.tool_choice not in ("auto", "none"):
+        raise unsupported("tool_choice", request.tool_choice, "Use auto or none")
+    specs: list[ToolSpec] = []
+    for number, tool in enumerate(request.tools):
+        if tool.type != "function":
+            ignored.add(f"tool {tool.type}")
+        elif tool.name is None:
+            param = f"tools[{number}].name"
+            raise ApiError(f"{param} is missing", param, code="missing_required_parameter")
+        else:
+            spec = ToolSpec(tool.name, tool.description)
+            spec.parameters = tool.parameters or spec.parameters
+            specs.append(spec)
+    return specs if request.tool_choice == "auto" else []

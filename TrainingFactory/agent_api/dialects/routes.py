@@ -1,0 +1,45 @@
+"""The addresses of the API dialects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from TrainingFactory.agent_api.dialects.base import Dialect
+from TrainingFactory.agent_api.dialects.chat import ChatDialect
+from TrainingFactory.agent_api.dialects.gemini import GeminiDialect
+from TrainingFactory.agent_api.dialects.messages import MessagesDialect
+from TrainingFactory.agent_api.dialects.responses import ResponsesDialect
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """An address that takes requests of a dialect. `stream` is None if the body says whether the answer is a stream.
+    With `counts`, the answer is the number of tokens of the prompt."""
+
+    path: str
+    dialect: Dialect
+    stream: bool | None = None
+    counts: bool = False
+
+
+CHAT = ChatDialect()
+MESSAGES = MessagesDialect()
+RESPONSES = ResponsesDialect()
+GEMINI = GeminiDialect()
+GEMINI_METHODS: dict[str, dict[str, bool]] = {
+    "generateContent": {"stream": False},
+    "streamGenerateContent": {"stream": True},
+    "countTokens": {"stream": False, "counts": True},
+}
+ROUTES = [
+    Route("/v1/chat/completions", CHAT),
+    Route("/v1/messages", MESSAGES),
+    Route("/v1/messages/count_tokens", MESSAGES, stream=False, counts=True),
+    Route("/v1/responses", RESPONSES),
+    Route("/v1/responses/input_tokens", RESPONSES, stream=False, counts=True),
+    *(
+        Route(f"/{version}/models/{{model:path}}:{method}", GEMINI, **options)
+        for version in ("v1", "v1beta")
+        for method, options in GEMINI_METHODS.items()
+    ),
+]

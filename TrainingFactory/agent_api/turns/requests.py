@@ -1,0 +1,80 @@
+"""A client's request for a sampled turn in the package's own types, whichever API dialect it was written in."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from TrainingFactory.common.http.api import ApiError
+from TrainingFactory.types import Message, SamplingParams, ToolSpec
+
+MIN_TEMPERATURE = 1e-3  # a lower one can make the logits overflow
+MIN_TOP_P = 1e-6
+MIN_MESSAGE_TOKENS = 2  # of a message: its content and its end token
+MAX_BYTES_PER_TOKEN = 16  # of a body per token of context; plain text has 3 to 5, an escaped emoji 12
+SMALL_BODY = 64 * 1024  # bytes; a body up to this size is always parsed
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
+
+
+def random_call_id(_: int) -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+@dataclass(slots=True)
+class ParsedRequest:
+    """A validated request. A parameter that would change the answer is either applied or rejected; `ignored` names the
+    other fields that this server does not use."""
+
+    messages: list[Message]
+    tools: list[ToolSpec]
+    params: SamplingParams  # without the seed and max_tokens, which differ between choices
+    body: Any = None  # the dialect's own form of the request, from which it writes the response
+    model: str | None = None
+    n: int = 1
+    seed: int = field(default_factory=lambda: secrets.randbits(63))
+    stop: list[str] = field(default_factory=list)
+    logprobs: bool = False
+    stream: bool = False
+    settings: dict[str, Any] = field(
+        default_factory=dict
+    )  # sampling fields, seed and stream, where the client set them
+    limits: dict[str, int] = field(default_factory=dict)  # field -> maximum sampled tokens
+    clamp: bool = False  # reduce a limit that exceeds the context, instead of rejecting the request
+    call_id: Callable[[int], str] = random_call_id  # index of a sampled tool call -> its id
+    ignored: set[str] = field(default_factory=set)
+    max_tokens: int = 0  # set when the length of the prompt is known
+    folded: str | None = None  # how the conversation was shortened to fit `environment.context.limit`
+
+
+def check_size(body: bytes, context: int) -> None:
+    """Raise ApiError if the body is too large for a context of `context` tokens, before the body is parsed."""
+    if len(body) > max(SMALL_BODY, context * MAX_BYTES_PER_TOKEN):
+        raise _too_long(f"the body has {len(body)} bytes", context)
+
+
+def load_body(body: bytes, messages_field: str, context: int) -> Any:
+    """Return the JSON of a body. Raise ApiError if it is invalid or has more messages than the context can hold."""
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not valid JSON: {error}", "body", code="invalid_json") from error
+    rows = data.get(messages_field) if isinstance(data, dict) else None
+    if isinstance(rows, list) and len(rows) > context // MIN_MESSAGE_TOKENS:
+        raise _too_long(f"there are {len(rows)} messages", context)
+    return data
+
+
+def sampling_params(defaults: SamplingParams, settings: dict[str, Any]) -> SamplingParams:
+    """Return the sampling parameters of a request; `defaults` are those that a client may omit."""
+    values = {name: settings[name] for name in SAMPLING_FIELDS if name in settings}
+    # Below the minimum, only the most likely token remains in any case.
+    values["top_p"] = max(values.get("top_p", defaults.top_p), MIN_TOP_P)
+    return replace(defaults, **values)
+
+
+def _too_long(size: str, context: int) -> ApiError:
+    text = f"{size}, too many for the model's context of {context} tokens. Shorten the messages"
+    return ApiError(text, "messages", code="context_length_exceeded")

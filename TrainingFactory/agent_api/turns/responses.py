@@ -1,0 +1,152 @@
+"""Sampling of the choices of a request, and the order of their events in a stream. The dialects write the JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from TrainingFactory.agent_api.turns.requests import ParsedRequest
+from TrainingFactory.agent_api.turns.response_text import TurnReader
+from TrainingFactory.common.http.api import ApiError, StreamEvent, as_api_error, encode_events
+from TrainingFactory.protocols import SamplingSession
+from TrainingFactory.types import Completion, Message, SamplingParams
+
+CHUNK_TOKENS = 8  # tokens sampled at a time if a turn is streamed or has stop strings
+
+
+@dataclass(slots=True)
+class SampledChoice:
+    """One finished choice of a request."""
+
+    message: Message
+    finish: str  # stop, tool_calls or length
+    tokens: int
+    logprobs: dict[str, Any] | None
+    stop_string: str | None = None  # the stop string that ended the turn
+
+
+OnPartial = Callable[[Message], None]  # called with the part of an unfinished turn that can be streamed
+# Samples the choice with this index.
+ChoiceSampler = Callable[[int, OnPartial | None], Coroutine[Any, Any, SampledChoice]]
+
+
+class EventWriter(ABC):
+    """Writes the events of one stream."""
+
+    def begin(self) -> Iterable[StreamEvent]:
+        """Return the events before the first token."""
+        return ()
+
+    @abstractmethod
+    def partial(self, index: int, message: Message) -> Iterable[StreamEvent]:
+        """Return the events for the text of choice `index` that is new since the last call."""
+
+    @abstractmethod
+    def finish(self, index: int, choice: SampledChoice) -> Iterable[StreamEvent]:
+        """Return the last events of choice `index`."""
+
+    @abstractmethod
+    def end(self, choices: Sequence[SampledChoice]) -> Iterable[StreamEvent]:
+        """Return the events after all choices."""
+
+    @abstractmethod
+    def error(self, error: ApiError) -> Iterable[StreamEvent]:
+        """Return the events that end a failed stream."""
+
+
+async def sample_choice(
+    session: SamplingSession,
+    chat: Any,
+    ask: ParsedRequest,
+    prompt: list[int],
+    params: SamplingParams,
+    on_partial: OnPartial | None,
+) -> tuple[SampledChoice, Completion]:
+    """Sample one turn. Return it as the client sees it, and its tokens, up to and including a stop string."""
+    reader = TurnReader(chat, prompt, ask.tools)
+    ids, logprobs, versions = list[int](), list[float](), list[int]()
+    piece = CHUNK_TOKENS if on_partial is not None or ask.stop else ask.max_tokens
+    while True:
+        size = min(piece, ask.max_tokens - len(ids))
+        chunk = await session.sample(prompt + ids, dataclasses.replace(params, max_tokens=size))
+        ids += chunk.token_ids
+        logprobs += chunk.logprobs
+        versions += chunk.token_versions
+        text = reader.text(ids)
+        stop_match = reader.find_stop(ids, text, ask.stop)
+        if stop_match or chunk.finish == "stop" or len(ids) >= ask.max_tokens:
+            break
+        if on_partial is not None:
+            on_partial(reader.so_far(text, ask.stop))
+    message = reader.message(ids, text if stop_match is None else text[: stop_match.start])
+    for number, call in enumerate(message.tool_calls):
+        call.id = ask.call_id(number)
+    is_finished = stop_match is not None or chunk.finish == "stop"
+    finish = "length" if not is_finished else "tool_calls" if message.tool_calls else "stop"
+    completion = Completion(ids, logprobs, chunk.finish, versions[0])
+    choice_logprobs = (
+        {"content": reader.logprobs(completion, stop_match), "refusal": None} if ask.logprobs else None
+    )
+    if stop_match is not None:
+        ids, logprobs, versions = (
+            ids[: stop_match.tokens],
+            logprobs[: stop_match.tokens],
+            versions[: stop_match.tokens],
+        )
+        completion = Completion(ids, logprobs, "length", versions[0])
+    completion.versions = versions if len(set(versions)) > 1 else None
+    stop_string = None if stop_match is None else stop_match.stop
+    return SampledChoice(message, finish, len(ids), choice_logprobs, stop_string), completion
+
+
+async def complete(n: int, choose: ChoiceSampler) -> list[SampledChoice]:
+    """Sample all choices concurrently."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(choose(number, None)) for number in range(n)]
+    return [task.result() for task in tasks]
+
+
+async def stream(
+    n: int, choose: ChoiceSampler, writer: EventWriter, context: AbstractContextManager[Any]
+) -> AsyncGenerator[bytes, None]:
+    """Sample `n` choices concurrently and yield their events, inside the context `context`. Events that are known at
+    the same time are sent together, because sending costs more than writing. Close the generator."""
+    items: asyncio.Queue[tuple[int, Message | SampledChoice] | Exception] = asyncio.Queue()
+
+    async def run_choice(number: int) -> None:
+        try:
+            choice = await choose(number, lambda message: items.put_nowait((number, message)))
+            items.put_nowait((number, choice))
+        except Exception as error:
+            items.put_nowait(error)
+
+    with context:
+        tasks = [asyncio.create_task(run_choice(number)) for number in range(n)]
+        choices: dict[int, SampledChoice] = {}
+        try:
+            if opening := encode_events(writer.begin()):
+                yield opening
+            while len(choices) < n:
+                item = await items.get()
+                if isinstance(item, Exception):
+                    events = writer.error(as_api_error(item))
+                elif isinstance(item[1], SampledChoice):
+                    choices[item[0]] = item[1]
+                    events = writer.finish(item[0], item[1])
+                else:
+                    events = writer.partial(item[0], item[1])
+                if len(choices) == n:
+                    events = [*events, *writer.end([choices[number] for number in range(n)])]
+                if chunk := encode_events(events):
+                    yield chunk
+                if isinstance(item, Exception):
+                    return
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
