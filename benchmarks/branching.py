@@ -11,6 +11,9 @@ A run's figure is the number of sampled tokens, and of tool calls, until the suc
 evaluations in a row, is 0.8. Tokens that leaves of a tree share count once. Runs that do not get there within
 `--tokens` count with that number, and are named as censored.
 
+The learning rate of each arm in each environment is the best of RATES, by the tokens of one run with TUNING_SEED, which
+is not among the seeds of the comparison.
+
 Every run is one line of the file `--out`; a run that is there is not made again. `--summary FILE ...` merges files,
 prints the table, and writes docs/results/branching.json and the table of docs/algorithms/branching.md.
 """
@@ -51,12 +54,15 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "docs" / "results" / "branching.json", ROOT / "docs" / "algorithms" / "branching.md"
 ARMS = ("plain", "trees", "states")
 TASKS, MEMBERS, ROOTS, LEAVES = 2, 8, 4, 10
-RATE, WARMUP = 7e-4, 4
+RATES, TUNING_SEED, WARMUP = (3e-4, 7e-4, 1.5e-3), 1000, 4
 MAX_TOKENS, MAX_TURNS, MAX_LENGTH, SLOTS = 8, 9, 256, 64
 HELDOUT, EVAL_EVERY, LEVEL = 64, 4, 0.8
 WARM_ROWS, WARM_STEPS, WARM_RATE = 400, 200, 6e-3
 TOKENS = 40_000
 DRAWS = 10_000  # of the bootstrap
+
+
+RunName = tuple[str, str, int, float]  # environment, arm, seed, learning rate
 
 
 @dataclass(slots=True)
@@ -66,6 +72,7 @@ class BranchingRun:
     world: str
     arm: str
     seed: int
+    rate: float  # learning rate
     success: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # sampled so far
     calls: list[int] = field(default_factory=list)  # of tools so far
@@ -74,7 +81,7 @@ class BranchingRun:
 
     @property
     def key(self) -> str:
-        return f"{self.world}/{self.arm}/{self.seed}"
+        return f"{self.world}/{self.arm}/{self.seed}/{self.rate:g}"
 
     @property
     def reached(self) -> int | None:
@@ -119,14 +126,14 @@ def warm_up(world: str, folder: Path, steps: int = WARM_STEPS) -> None:
     torch.save(model.state_dict(), folder / f"{world}.pt")
 
 
-def train(world: str, arm: str, seed: int, max_tokens: int, folder: Path) -> BranchingRun:
+def train(world: str, arm: str, seed: int, rate: float, max_tokens: int, folder: Path) -> BranchingRun:
     started = time.perf_counter()
     torch.set_num_threads(1)
     chat, environment = WordChat(vocabulary()), WORLDS[world]
     model = small_model(len(chat.words), chat.stop_ids[0])
     model.load_state_dict(torch.load(folder / f"{world}.pt", weights_only=True))
     engine = NativeEngine(model, slots=SLOTS, max_length=MAX_LENGTH)
-    learner = Learner(model, OptimizerOptions(learning_rate=RATE, warmup_steps=WARMUP))
+    learner = Learner(model, OptimizerOptions(learning_rate=rate, warmup_steps=WARMUP))
     grpo = GRPO(advantage="rloo", state_groups=1.0 if arm == "states" else 0.0)
     forks = Branching(at="tool_result", continuations=2, max_forks=2, every=2, max_episodes=LEAVES)
     rollouts, heldout = (
@@ -142,7 +149,7 @@ def train(world: str, arm: str, seed: int, max_tokens: int, folder: Path) -> Bra
     )
     tasks = iter(environment.tasks("train", seed, 10**6))
     exam = list(environment.tasks("heldout", 0, HELDOUT))
-    run = BranchingRun(world, arm, seed)
+    run = BranchingRun(world, arm, seed, rate)
     tokens = calls = 0
     while True:
         model.eval()
@@ -177,15 +184,15 @@ def read_runs(paths: Sequence[Path]) -> list[BranchingRun]:
     return list({run.key: run for run in runs}.values())
 
 
-def all_runs(names: Sequence[tuple[str, str, int]], jobs: int, max_tokens: int, out: Path) -> None:
+def all_runs(names: Sequence[RunName], jobs: int, max_tokens: int, out: Path) -> None:
     """Make the runs that the file does not have, each in a process with one thread, and append them."""
     done = {run.key for run in read_runs([out])}
-    missing = [name for name in names if "/".join(map(str, name)) not in done]
+    missing = [name for name in names if BranchingRun(*name).key not in done]
     context = multiprocessing.get_context("spawn")
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.with_suffix(".warm")
     with ProcessPoolExecutor(jobs, context) as pool, out.open("a", encoding="utf-8") as file:
-        list(pool.map(warm_up, sorted({world for world, _, _ in missing}), repeat(folder)))
+        list(pool.map(warm_up, sorted({name[0] for name in missing}), repeat(folder)))
         submitted = [pool.submit(train, *name, max_tokens, folder) for name in missing]
         for job in as_completed(submitted):
             run = job.result()
@@ -193,6 +200,13 @@ def all_runs(names: Sequence[tuple[str, str, int]], jobs: int, max_tokens: int, 
             file.flush()
             end = "not reached" if run.reached is None else f"reached with {run.cost('tokens')} tokens"
             print(f"{run.key}: {run.seconds:.0f} s, {run.steps} steps, {LEVEL} {end}", flush=True)
+
+
+def tuned_rates(runs: Sequence[BranchingRun]) -> dict[tuple[str, str], float]:
+    """Return the rate of each environment and arm: fewest tokens with TUNING_SEED, then the highest last success."""
+    tuning = [run for run in runs if run.seed == TUNING_SEED]
+    tuning.sort(key=lambda run: (run.reached is None, run.cost("tokens"), -run.success[-1]), reverse=True)
+    return {(run.world, run.arm): run.rate for run in tuning}
 
 
 def interval(values: np.ndarray, compared: np.ndarray | None = None) -> list[float]:
@@ -209,13 +223,15 @@ def interval(values: np.ndarray, compared: np.ndarray | None = None) -> list[flo
 def summary(runs: Sequence[BranchingRun]) -> dict[str, Any]:
     """For each environment and arm: median tokens and calls, and the ratios of the plain arm's, with intervals."""
     result: dict[str, Any] = {"level": LEVEL, "arms": {}}
+    rates = tuned_rates(runs)
+    runs = [run for run in runs if run.seed != TUNING_SEED and run.rate == rates[run.world, run.arm]]
     for world in WORLDS:
         by_arm = {arm: {r.seed: r for r in runs if (r.world, r.arm) == (world, arm)} for arm in ARMS}
         seeds = sorted(set.intersection(*(set(found) for found in by_arm.values())))
         if not seeds:
             continue
         for arm in ARMS:
-            row: dict[str, Any] = {"seeds": len(seeds)}
+            row: dict[str, Any] = {"seeds": len(seeds), "rate": rates[world, arm]}
             row["censored"] = [seed for seed in seeds if by_arm[arm][seed].reached is None]
             for measure in ("tokens", "calls"):
                 costs, plain = (np.array([by_arm[a][s].cost(measure) for s in seeds]) for a in (arm, "plain"))
@@ -229,11 +245,13 @@ def summary(runs: Sequence[BranchingRun]) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     lines = [
-        f"| environment | arm | tokens to {result['level']:.0%} | plain / arm | calls | plain / arm | not reached |",
-        "|---|---|---|---|---|---|---|",
+        f"| environment | arm | learning rate | tokens to {result['level']:.0%} | plain / arm | calls | plain / arm "
+        "| not reached |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in result["arms"].items():
         cells = [
+            f"{row['rate']:g}",
             f"{row['tokens'][0]:,.0f} ({row['tokens'][1]:,.0f} to {row['tokens'][2]:,.0f})",
             "{:.2f} ({:.2f} to {:.2f})".format(*row["tokens_ratio"]),
             f"{row['calls'][0]:,.0f} ({row['calls'][1]:,.0f} to {row['calls'][2]:,.0f})",
@@ -270,8 +288,13 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes to come
     if args.summary is None:
-        names = [(world, arm, seed) for seed in range(args.seeds) for world in WORLDS for arm in ARMS]
-        chosen = [name for name in names if "/".join(map(str, name)).startswith(tuple(args.only))]
+        arms = [(world, arm) for world in WORLDS for arm in ARMS]
+        arms = [pair for pair in arms if "/".join(pair).startswith(tuple(args.only))]
+        all_runs(
+            [(*pair, TUNING_SEED, rate) for rate in RATES for pair in arms], args.jobs, args.tokens, args.out
+        )
+        rates = tuned_rates(read_runs([args.out]))
+        chosen = [(*pair, seed, rates[pair]) for seed in range(args.seeds) for pair in arms]
         all_runs(chosen, args.jobs, args.tokens, args.out)
     result = summary(read_runs(args.summary or [args.out]))
     print(table(result))
