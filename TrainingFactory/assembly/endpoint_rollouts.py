@@ -64,6 +64,9 @@ class _ClosedSession:
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         raise _no_tokens()
 
+    def fork(self) -> _ClosedSession:
+        return self
+
     def close(self) -> None: ...
 
 
