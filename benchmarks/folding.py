@@ -1,9 +1,9 @@
 """Does it help to train the summary of a folded conversation? `python -m benchmarks.folding`
 
-The user asks for a name, a place or a thing. To each "look" of the model the environment replies with one word: a name,
-a place and a thing, in any order; an answer counts only after all three. The conversation then exceeds
-`environment.context.limit`, and the model writes a summary of one word (`fold: summary`). The answer comes after the
-fold, so it can only come from the summary.
+The user asks for a thing. To each "look" of the model the environment replies with one word: a name, a place and a
+thing, in any order; an answer counts only after all three. The conversation then exceeds `environment.context.limit`,
+and the model writes a summary of one word (`fold: summary`). The answer comes after the fold, so it can only come from
+the summary.
 
 The warm start is trained on scripted episodes that keep the right word with chance RIGHT, else another one, so the
 model can write and use summaries but chooses badly. GRPO trains it twice from there, with the same tasks and seeds: all
@@ -51,12 +51,13 @@ from TrainingFactory.types import Message, Sample, SamplingParams, Step, Task, T
 
 CHOICES = 4  # words of a kind; more would take longer to learn
 KINDS = {"name": NAMES[:CHOICES], "place": PLACES[:CHOICES], "thing": THINGS[:CHOICES]}
+ASKED = "thing"  # the kind that the user asks for
 LOOK = "look"
-RIGHT = 0.4  # chance that a demonstration keeps the word that the user asks for
+RIGHT = 1 / 3  # chance that a demonstration keeps the word that the user asks for
 DEMONSTRATIONS = 2000
 BATCH, WARM_RATE = 16, 0.006
-TASKS, MEMBERS = 4, 8  # of a step
-RATE, WARMUP = 1e-3, 2
+TASKS, MEMBERS = 8, 8  # of a step
+RATE, WARMUP = 5e-4, 4
 MAX_TOKENS, MAX_TURNS, MAX_LENGTH = 8, len(KINDS) + 2, 192
 WINDOW = 10
 Arm = Literal["trained", "masked"]
@@ -65,7 +66,7 @@ T95 = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 15: 2.131}  # Student's
 
 
 class Words(ToolEnvironment):
-    """The user asks for a kind of word; to each "look" the environment replies with the next word. It has no tools,
+    """The user asks for a thing; to each "look" the environment replies with the next word. It has no tools,
     because their list would be most of the tokens."""
 
     system_prompt = ""
@@ -81,11 +82,10 @@ class Words(ToolEnvironment):
             if num_tasks == count:
                 return
             words = {kind: rng.choice(choices) for kind, choices in KINDS.items()}
-            kind = rng.choice(list(words))
             order = rng.sample(list(words.values()), len(words))
-            if in_split(" ".join([kind, *order]), split):
+            if in_split(" ".join(order), split):
                 num_tasks += 1
-                yield Task(f"words-{seed}-{number}", f"{kind}?", words[kind], {"words": order})
+                yield Task(f"words-{seed}-{number}", f"{ASKED}?", words[ASKED], {"words": order})
 
     @property
     def words(self) -> list[str]:
