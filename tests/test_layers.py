@@ -67,7 +67,7 @@ HEART = [
     "learning/optim.py",
 ]  # fmt: skip
 HEART_LINES = 7_300
-TOTAL_LINES = 64_770  # of Python in the package
+TOTAL_LINES = 63_300  # of Python in the package
 STATIC_LINES = 8_750  # of web/static
 LARGEST_SHARE = 0.15  # of the package's lines in one folder
 
