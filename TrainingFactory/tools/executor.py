@@ -248,7 +248,7 @@ class AsyncToolExecutor:
             finally:
                 metrics.finished(call.name, start_time, result, self._key)
         assert result is not None
-        result.id = call.id  # safe to change: nobody else holds this copy
+        result.id = call.id  # safe to change: this copy has no other owner
         result.seconds = time.perf_counter() - start_time
         return result
 
