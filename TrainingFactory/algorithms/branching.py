@@ -54,9 +54,8 @@ class EpisodeTrees:
         origins = [leaf.member] * (len(leaf.turns) + 1)
         trajectory, end = leaf, len(leaf.turns)
         while trajectory.parent is not None:
-            end = min(
-                end, trajectory.fork_turn
-            )  # of a fork at the turn of its parent's fork: the grandparent's
+            # An episode can fork at the turn at which it was forked itself; earlier turns are the grandparent's.
+            end = min(end, trajectory.fork_turn)
             if trajectory.parent not in self._members:
                 raise ValueError(
                     f"Episode {trajectory.member} of group {trajectory.group} was forked from episode "
