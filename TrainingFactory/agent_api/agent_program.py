@@ -58,15 +58,13 @@ class ProgramOptions:
 
     cwd: str = "."  # working folder of the program
     env: list[Text] = Field(default_factory=list)  # environment variables to pass on
-    variables: dict[str, str] = Field(
-        default_factory=dict
-    )  # further environment variables, with `PLACEHOLDERS`
+    # Further environment variables, with `PLACEHOLDERS`.
+    variables: dict[str, str] = Field(default_factory=dict)
     processes: Count = MAX_PROCESSES  # maximum concurrent programs
     workspace: str | None = None  # folder that is copied for each episode; the program works in the copy
     verify: str | None = None  # command that scores the episode, run in the program's working folder
-    model: Text | None = (
-        None  # requests with another model name are answered and not trained; None: all are trained
-    )
+    # Requests with another model name are answered and not trained; None: all are trained.
+    model: Text | None = None
 
 
 class AgentProgram:
@@ -140,7 +138,9 @@ class ProgramEpisode(SelfScoredEpisode):
             folder = tempfile.TemporaryDirectory(prefix="tfactory-episode-", ignore_cleanup_errors=True)
             file = Path(stack.enter_context(folder), "task.json")
             row = trajectory_to_dict(Trajectory(self.task, group=""))["task"]
-            task = json.dumps(row, default=str).encode()
+            # A program that a verifier scores must not find the answer: the model could read it with its tools.
+            shown = row if program.verify_argv is None else {name: row[name] for name in ("id", "prompt")}
+            task = json.dumps(shown, default=str).encode()
             file.write_bytes(task)
             home = tempfile.TemporaryDirectory(prefix="tfactory-home-", ignore_cleanup_errors=True)
             work = program.cwd
@@ -153,6 +153,10 @@ class ProgramEpisode(SelfScoredEpisode):
             status, printed, errors = await process.run("the program")
             self._read(printed, calls)
             if program.verify_argv is not None and (status == 0 or calls.limited or calls.full):
+                file = file.with_name("verified_task.json")
+                task = json.dumps(row, default=str).encode()
+                file.write_bytes(task)
+                env = env | {"TFACTORY_TASK": str(file)}
                 await self._verify(ProgramProcess(_filled(program.verify_argv, names), work, env, task))
         if status:
             secrets = [self.key, *(env[name] for name in program.options.env if len(env[name]) > 3)]

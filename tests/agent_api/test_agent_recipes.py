@@ -59,6 +59,17 @@ def test_a_verifier_scores_the_work_folder(
     assert not (tmp_path / "template" / "out.txt").exists()  # each episode has a copy
 
 
+def test_only_the_verifier_gets_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "TASK", Task("t", "What is the code?", "Xyzzy", {"solution": "Xyzzy"}))
+    keep = (
+        WRITES + 'open("seen.txt", "w").write(open(os.environ["TFACTORY_TASK"]).read() + sys.stdin.read())\n'
+    )
+    assert played(tmp_path, "import os\n" + keep, verify="grep -q Xyzzy seen.txt")[0].reward == Reward(0.0)
+    assert played(tmp_path, "import os\n" + keep, verify="grep -q What seen.txt")[0].reward == Reward(1.0)
+    verify = """sh -c 'grep -q Xyzzy "$TFACTORY_TASK" && grep -q Xyzzy'"""
+    assert played(tmp_path, WRITES, verify=verify)[0].reward == Reward(1.0)
+
+
 def test_requests_for_another_model_are_answered_and_not_trained(tmp_path: Path) -> None:
     code = (
         'assert ask([say("title")], model="small")["choices"][0]["message"]["content"] == "Rome"\n'
