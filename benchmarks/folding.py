@@ -275,7 +275,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=8, choices=[n + 1 for n in T95])
-    parser.add_argument("--steps", type=int, default=60, help="of each run")
+    parser.add_argument("--steps", type=int, default=40, help="of each run")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--model", type=Path, help="folder of the warm start; made there if it is missing")
     args = parser.parse_args()
