@@ -40,6 +40,8 @@ class Scripted:
     begun: list[str] = field(default_factory=list)
     running: int = 0
     chance: random.Random | None = None
+    branching: None = None
+    dropped_forks: int = 0
 
     async def rollout_batch(
         self, tasks: Sequence[Task], sampler: Any, group_size: int, step: int, *, names: Sequence[str]

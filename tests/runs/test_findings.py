@@ -46,6 +46,7 @@ PROVOKED: dict[str, dict[str, float]] = {
     "logprob_gap": {"logprob_diff": 0.06},
     "gradient_jump": {"grad_norm": 1.1},
     "judge_failing": {"judge/failed_timeout": 4},
+    "most_filtered": {"filters/dropped": 0.9},
     "tool_success_falling": {"tool_success": 0.6},
     "tools_failing": {"tool_success": 0.05},
     "fold_loses_task": {"fold/task_lost": 3},
