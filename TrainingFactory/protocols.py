@@ -221,7 +221,8 @@ class Objective(Protocol):
         """Return the required inputs: reference (log-probs of the reference model), precomputed (those log-probs come
         with the rows), old (log-probs of the model before the step), values (of a critic, before each token), critic
         (a separate value model), scores (of a reward model, per token, instead of log-probs), mismatched (answers
-        paired with other prompts)."""
+        paired with other prompts), lengths (trained tokens of each episode in the step: the loss is a sum over tokens
+        and takes an episode whose rows are in several packs)."""
         ...
 
     def loss(self, batch: Any, /) -> Any: ...

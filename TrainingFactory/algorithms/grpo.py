@@ -99,7 +99,12 @@ class GRPO(BaseAlgorithm):
 
     @property
     def needs(self) -> frozenset[str]:
-        inputs = {"reference": self.kl > 0, "old": self.correction is not None}
+        by_sequence = self.correction is not None and self.correction.level == "sequence"
+        inputs = {
+            "reference": self.kl > 0,
+            "old": self.correction is not None,
+            "lengths": self.ratio == "token" and not by_sequence,
+        }
         return frozenset(name for name, is_needed in inputs.items() if is_needed)
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:

@@ -39,7 +39,11 @@ class RFT(BaseAlgorithm):
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset() if self.correction is None else frozenset({"old"})
+        inputs = {
+            "old": self.correction is not None,
+            "lengths": self.correction is None or self.correction.level == "token",
+        }
+        return frozenset(name for name, is_needed in inputs.items() if is_needed)
 
     def accepted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
         """Return a task's episodes to train on, best first."""

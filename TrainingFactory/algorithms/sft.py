@@ -18,6 +18,10 @@ from TrainingFactory.types import Sample, Trajectory
 class SFT(BaseAlgorithm):
     turns: AllOrLast = "all"  # assistant turns that are trained on
 
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"lengths"})
+
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         return [row for trajectory in group for row in to_samples(trajectory, turns=self.turns)]
 

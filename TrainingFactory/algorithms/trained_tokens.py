@@ -31,6 +31,8 @@ class TrainedTokens:
     scores: torch.Tensor | None = None  # [M] of the current reward model, at each token, with gradient
     baseline: float = 0.0  # step-wide value set by the algorithm's `prepare`
     weights: torch.Tensor | None = None  # [M] weights of the tokens in all sums; None: all 1
+    # [E] trained tokens of each episode, or the sum of their weights; None: all of them are in this pack
+    episode_lengths: torch.Tensor | None = None
 
     def weighted(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values times the weights of their tokens. [M] -> [M]"""
@@ -46,7 +48,9 @@ class TrainedTokens:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Return the number of trained tokens of each episode, or the sum of their weights. [E]"""
+        """Return the number of trained tokens of each episode in the step, or the sum of their weights. [E]"""
+        if self.episode_lengths is not None:
+            return self.episode_lengths.to(self.logprobs.dtype)
         return self.per_episode(torch.ones_like(self.logprobs))
 
 

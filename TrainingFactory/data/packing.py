@@ -1,6 +1,6 @@
 """Packing of training rows into prefix trees, so that a common prefix is computed once. No other module shifts targets:
-the output at the token before predicts a trained token. A pack has at most `token_budget` tokens, unless one episode or
-pair has more. A node holds consecutive tokens; a row is a path from the root.
+the output at the token before predicts a trained token. A pack has at most `token_budget` tokens, unless one row, or an
+episode or pair that must not be split, has more. A node holds consecutive tokens; a row is a path from the root.
 
         row 0  P P P a a      nodes   0: P P P            flat  P P P a a b b b
         row 1  P P P b b b            1: a a   (parent 0)
@@ -9,6 +9,7 @@ pair has more. A node holds consecutive tokens; a row is a path from the root.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
@@ -54,6 +55,7 @@ class Pack:
     versions: np.ndarray  # [M] weight version that sampled it
     row_tokens: int  # tokens of the rows without sharing
     weights: np.ndarray | None = None  # [M] of the tokens in the loss; None: all 1
+    lengths: np.ndarray | None = None  # [E] trained tokens of the episodes in all packs; None: all are in this pack
     # Added by `Learner.annotate` if the objective needs it, and derived from it by `Algorithm.prepare`. [M] each
     reference: np.ndarray | None = None  # log-probs of the reference model
     old: np.ndarray | None = None  # log-probs by the learner before the step
@@ -62,10 +64,12 @@ class Pack:
 
 
 def pack(
-    samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, min_shared: int = 0
-) -> list[Pack]:
+    samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, min_shared: int = 0,
+    splitting: bool = False,
+) -> list[Pack]:  # fmt: skip
     """Pack the rows. Without `sharing`, every row is its own tree, and the budget counts padded tokens. `min_shared`
-    is the approximate number of tokens under the root of a tree; 0: no limit."""
+    is the approximate number of tokens under the root of a tree; 0: no limit. `splitting` spreads the rows of an
+    episode over several packs if they exceed the budget."""
     for number, sample in enumerate(samples):
         if sample.loss_mask and sample.loss_mask[0]:
             raise ValueError(f"row {number} trains its first token, which no earlier token predicts")
@@ -73,7 +77,10 @@ def pack(
     packs: list[Pack] = []
     batch: list[list[int]] = []
     size = widest = rows = 0
-    for unit in _units(samples, ids, sharing):
+    units = _units(samples, ids, sharing)
+    if splitting:
+        units = [part for unit in units for part in _split(ids, unit, token_budget, sharing)]
+    for unit in units:
         longest = max(len(ids[number]) for number in unit)
         if sharing:
             tree_size = _tree_size(ids, unit)
@@ -82,11 +89,11 @@ def pack(
             tree_size = longest * len(unit)
             joint_size = max(widest, longest) * (rows + len(unit))
         if batch and joint_size > token_budget:
-            packs += _packs(samples, ids, batch, token_budget, sharing, min_shared)
+            packs += _packs(samples, ids, batch, token_budget, sharing, min_shared, splitting)
             batch, joint_size, widest, rows = [], tree_size, 0, 0
         batch.append(unit)
         size, widest, rows = joint_size, max(widest, longest), rows + len(unit)
-    return packs + _packs(samples, ids, batch, token_budget, sharing, min_shared) if batch else packs
+    return packs + _packs(samples, ids, batch, token_budget, sharing, min_shared, splitting) if batch else packs
 
 
 def _units(samples: Sequence[Sample], ids: list[np.ndarray], sharing: bool) -> list[list[int]]:
@@ -100,6 +107,12 @@ def _units(samples: Sequence[Sample], ids: list[np.ndarray], sharing: bool) -> l
     for number in sorted((n for n, sample in enumerate(samples) if any(sample.loss_mask)), key=key):
         units.setdefault(samples[number].pair, []).append(number)
     return list(units.values())
+
+
+def _split(ids: list[np.ndarray], unit: list[int], budget: int, sharing: bool) -> list[list[int]]:
+    """Return the unit, or each of its rows as a unit if together they exceed the budget."""
+    size = _tree_size(ids, unit) if sharing else len(unit) * max(len(ids[row]) for row in unit)
+    return [unit] if size <= budget else [[row] for row in unit]
 
 
 def _tree_size(ids: list[np.ndarray], rows: list[int]) -> int:
@@ -166,6 +179,7 @@ def _packs(
     budget: int,
     sharing: bool,
     min_shared: int,
+    splitting: bool,
 ) -> list[Pack]:
     """Build one pack, or several if the tree exceeds the budget: unlike `_tree_size`, it shares no short prefixes."""
     rows = [number for unit in units for number in unit]
@@ -175,10 +189,13 @@ def _packs(
     tree = _Tree(
         [ids[number] for number in rows], _parted([len(ids[row]) for row in rows], shared, min_shared)
     )
+    if splitting and len(units) == 1 and tree.size > budget:
+        units = [[row] for row in rows]
     half = len(units) // 2
     if half and tree.size > budget:
         parts = (
-            _packs(samples, ids, part, budget, sharing, min_shared) for part in (units[:half], units[half:])
+            _packs(samples, ids, part, budget, sharing, min_shared, splitting)
+            for part in (units[:half], units[half:])
         )
         return [*chain.from_iterable(parts)]
     return [_pack(samples, ids, rows, tree)]
@@ -256,11 +273,12 @@ class Batch:
     packs: list[Pack]
     rows: int  # training rows
     tokens: int  # trained tokens
-    episodes: int
+    episodes: int  # an episode in several packs counts once
     pairs: int
     baseline: float = 0.0  # set by `Algorithm.prepare`, for the whole step
     values_only: bool = False  # update only the critic, not the policy
     mismatched: list[Pack] = field(default_factory=list)  # answers paired with other prompts, never trained
+    split_episodes: int = 0  # episodes in several packs
 
     @property
     def token_weight(self) -> float:
@@ -275,15 +293,34 @@ class Batch:
 
 def make_batch(
     samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, mismatched: bool = False,
-    min_shared: int = 0,
+    min_shared: int = 0, splitting: bool = False,
 ) -> Batch:  # fmt: skip
-    """Pack the rows of a step. `sharing` and `min_shared` are those of `pack`."""
-    packs = pack(samples, token_budget, sharing, min_shared)
+    """Pack the rows of a step. `sharing`, `min_shared` and `splitting` are those of `pack`."""
+    packs = pack(samples, token_budget, sharing, min_shared, splitting)
+    num_split = _add_lengths(samples, packs) if splitting else 0
     return Batch(
         packs,
         sum(len(p.rows) for p in packs),
         sum(len(p.target) for p in packs),
-        sum(len(p.labels) for p in packs),
+        len({samples[row].episode for p in packs for row in p.rows}),
         sum(len(p.pairs) for p in packs),
         mismatched=pack(mismatched_rows(samples), token_budget, sharing, min_shared) if mismatched else [],
+        split_episodes=num_split,
     )
+
+
+def _add_lengths(samples: Sequence[Sample], packs: Sequence[Pack]) -> int:
+    """Give packs with a part of an episode the lengths of their episodes. Return the number of split episodes."""
+    episodes = [list(dict.fromkeys(samples[row].episode for row in item.rows)) for item in packs]
+    counts = Counter(chain.from_iterable(episodes))
+    if (num_split := sum(count > 1 for count in counts.values())) == 0:
+        return 0
+    lengths = dict.fromkeys(counts, 0.0)
+    for sample in samples:
+        if sample.episode in lengths:
+            weights = sample.loss_mask if sample.weights is None else np.asarray(sample.weights, np.float32)
+            lengths[sample.episode] += float(np.sum(weights, dtype=float))
+    for item, numbers in zip(packs, episodes, strict=True):
+        if any(counts[number] > 1 for number in numbers):
+            item.lengths = np.array([lengths[number] for number in numbers])
+    return num_split

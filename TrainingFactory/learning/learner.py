@@ -126,6 +126,8 @@ class Learner:
         metrics: dict[str, float] = {name: getattr(batch, count) for name, count in COUNTS.items()}
         metrics["row_tokens"] = sum(pack.row_tokens for pack in batch.packs)
         metrics["computed_tokens"] = sum(len(pack.token_ids) for pack in batch.packs)
+        if batch.split_episodes:
+            metrics["split_episodes"] = batch.split_episodes
         if batch.rows:
             self._set_training(True)
             self._weights.clear_grads()  # left over from a step that raised
@@ -232,13 +234,13 @@ class Learner:
         logprobs, entropy, scalars = self._outputs(pack, not needs_scores, places, batch.values_only)
         sampled_logprobs, advantages, rewards = self._on_device(pack.logprobs, pack.advantages, pack.rewards)
         episode, labels, pairs = self._on_device(pack.episode, pack.labels, pack.pairs)
-        extra = (pack.reference, pack.old, pack.values, pack.returns, pack.weights)
-        reference, old, old_values, returns, weights = (
+        extra = (pack.reference, pack.old, pack.values, pack.returns, pack.weights, pack.lengths)
+        reference, old, old_values, returns, weights, lengths = (
             None if array is None else self._on_device(array)[0] for array in extra
         )
         return TrainedTokens(
             logprobs, entropy, sampled_logprobs, advantages, rewards, episode, labels, pairs,
-            batch.token_weight, batch.episodes, batch.pairs, weights=weights,
+            batch.token_weight, batch.episodes, batch.pairs, weights=weights, episode_lengths=lengths,
             reference=reference, old=old, old_values=old_values, returns=returns, baseline=batch.baseline,
             values=scalars if needs_values else None, scores=scalars if needs_scores else None,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from TrainingFactory.learning.learner import Learner
 from TrainingFactory.protocols import Algorithm
 from TrainingFactory.types import Sample
 
-COUNTS = ("trained_tokens", "rows", "trained_episodes", "pairs", "row_tokens", "computed_tokens", "skipped")
+COUNTS = ("trained_tokens", "rows", "trained_episodes", "pairs", "row_tokens", "computed_tokens", "skipped", "split_episodes")
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,7 +40,13 @@ def train_step(
     algorithm.prepare(batches, step)
     measured = mismatch_metrics(batches, step) if "old" in algorithm.needs else {}
     updates = [learner.update(batch, algorithm.loss, algorithm.needs) for batch in batches * options.epochs]
-    return merge_metrics(updates) | measured
+    return merge_metrics(updates) | measured | _budget_excess(batches, options.token_budget)
+
+
+def _budget_excess(batches: Sequence[Batch], token_budget: int) -> dict[str, float]:
+    """Return the tokens of the largest pack over the budget, if they exceed it."""
+    largest = max((len(pack.token_ids) for batch in batches for pack in batch.packs), default=0)
+    return {"budget_excess": largest / token_budget} if largest > token_budget else {}
 
 
 def mismatch_metrics(batches: Sequence[Batch], step: int) -> dict[str, float]:
@@ -70,7 +76,7 @@ def evaluate_rows(
 
 def score_rows(learner: Learner, rows: Sequence[Sample], options: StepOptions) -> list[list[float]]:
     """Return each row's log-probs of its trained tokens by the current weights; 0 for other tokens."""
-    batch = _annotated(learner, frozenset({"old"}), rows, options.token_budget)
+    batch = _annotated(learner, frozenset({"old", "lengths"}), rows, options.token_budget)
     logprobs = [np.zeros(len(row.token_ids), np.float32) for row in rows]
     for pack in batch.packs:
         assert pack.old is not None
@@ -81,7 +87,9 @@ def score_rows(learner: Learner, rows: Sequence[Sample], options: StepOptions) -
 
 def _annotated(learner: Learner, needs: frozenset[str], rows: Sequence[Sample], token_budget: int) -> Batch:
     def packed(budget: int) -> Batch:
-        return make_batch(rows, budget, learner.sharing, "mismatched" in needs, learner.below)
+        return make_batch(
+            rows, budget, learner.sharing, "mismatched" in needs, learner.below, "lengths" in needs
+        )
 
     return learner.annotate(learner.processes.packed(packed, token_budget), needs)
 

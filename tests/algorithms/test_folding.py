@@ -25,6 +25,7 @@ import torch
 from tests.kits.engine import tiny
 from tests.kits.learner import words
 from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.forward import output_head, tree_mode, tree_states
 from TrainingFactory.types import Completion, Message, Reward, Sample, Task, Trajectory, Turn
@@ -275,3 +276,50 @@ def test_gradients_over_the_tree_are_those_of_single_rows_in_float64() -> None:
         np.testing.assert_allclose(
             together[name].numpy(), value.numpy(), atol=1e-12 * float(value.abs().max()) + 1e-15
         )
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
+def test_an_episode_that_exceeds_the_token_budget_is_split_with_the_same_gradient(normalization: Any) -> None:
+    """In float64, with weights as of forked episodes. Every pack keeps to the budget, and an episode counts once."""
+    grpo, model = GRPO(normalization=normalization), float64_model()
+    rows = [row for group in folded_groups(1) for row in grpo.samples(group)]
+    for number, row in enumerate(rows):
+        row.weights = [trained / (1 + number % 2) for trained in row.loss_mask]
+    head, budget = output_head(model), max(len(row.token_ids) for row in rows)
+
+    def gradient(batch: Any) -> torch.Tensor:
+        model.zero_grad()
+        for pack in batch.packs:
+            with tree_mode(model, True):
+                logits = head(tree_states(model, pack)[torch.from_numpy(pack.source)])
+            everything = torch.log_softmax(logits, -1)
+            logprobs = everything.gather(1, torch.from_numpy(pack.target)[:, None])[:, 0]
+            sampled, advantages, weights = (
+                torch.from_numpy(values).double() for values in (pack.logprobs, pack.advantages, pack.weights)
+            )
+            tokens = TrainedTokens(
+                logprobs, logprobs, sampled, advantages, sampled, torch.from_numpy(pack.episode),
+                torch.from_numpy(pack.labels), torch.from_numpy(pack.pairs), batch.token_weight, batch.episodes, 0,
+                weights=weights,
+                episode_lengths=None if pack.lengths is None else torch.from_numpy(pack.lengths),
+            )  # fmt: skip
+            grpo.loss(tokens)[0].backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    whole, parts = make_batch(rows), make_batch(rows, budget, splitting=True)
+    assert whole.split_episodes == 0 and parts.split_episodes == 6
+    assert (parts.episodes, parts.rows, parts.tokens) == (whole.episodes, whole.rows, whole.tokens)
+    assert max(len(pack.token_ids) for pack in parts.packs) <= budget
+    expected = gradient(whole)
+    scale = float(expected.abs().max())
+    np.testing.assert_allclose(gradient(parts).numpy(), expected.numpy(), atol=1e-12 * scale)
+
+
+def test_an_episode_is_split_only_if_it_must_and_may() -> None:
+    rows = [row for group in folded_groups(1) for row in GRPO().samples(group)]
+    assert make_batch(rows, splitting=True).split_episodes == 0
+    budget = max(len(row.token_ids) for row in rows)
+    whole = make_batch(rows, budget)
+    assert whole.split_episodes == 0 and max(len(pack.token_ids) for pack in whole.packs) > budget
+    parts = make_batch(rows, budget, sharing=False, splitting=True)
+    assert parts.split_episodes and max(len(pack.token_ids) for pack in parts.packs) <= budget

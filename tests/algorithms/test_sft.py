@@ -34,7 +34,7 @@ def test_every_episode_is_a_row_whatever_it_earned() -> None:
         assert (
             sum(row.loss_mask) == size and row.loss_mask[-size:] == whole.loss_mask[-size:] == [True] * size
         )
-    assert SFT().needs == frozenset()
+    assert SFT().needs == {"lengths"}
 
 
 @pytest.mark.parametrize("turns", ["all", "last"])
