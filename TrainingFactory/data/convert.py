@@ -35,6 +35,8 @@ Layout = Literal["trl", "swift"]
 
 DEFAULT_THRESHOLDS: dict[Form, float] = {"kto": 0.5, "prm": 0.0}
 
+FOLDED = "was folded"  # reason to drop an episode
+
 
 @dataclass(slots=True)
 class Filters:
@@ -62,8 +64,8 @@ class Filters:
 
 @dataclass(slots=True)
 class ConversionResult:
-    """Converted rows. `dropped` counts episodes or pairs by reason; `note` is a warning about one-sided labels or
-    about turns that forked episodes share."""
+    """Converted rows. `dropped` counts episodes or pairs by reason; `note` is a warning about one-sided labels,
+    turns that forked episodes share, or skipped folded episodes."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     read: int = 0
@@ -85,12 +87,13 @@ def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None
     """Convert the rows of a trajectories file to the form `to`. Reads one row at a time."""
     filters, result = filters or Filters(), ConversionResult()
     episodes: list[_Episode] = []
-    num_forked = 0
+    num_forked = num_folded = 0
     for row in rows:
         result.read += 1
         episode = _read(row, to, filters)
         if isinstance(episode, str):
             result.dropped[episode] += 1
+            num_folded += episode == FOLDED
         else:
             episodes.append(episode)
             num_forked += row.columns.get("parent") is not None
@@ -104,6 +107,12 @@ def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None
         result.note = one_sided_warning(rewards, threshold, "--threshold")
     if num_forked:
         text = f"{num_forked} episodes were forked from others: turns that they share are in the rows of all of them"
+        result.note = text if result.note is None else f"{result.note}; {text}"
+    if num_folded:
+        text = (
+            f"{num_folded} folded episodes were skipped, because their later prompts are known as tokens only: train on "
+            "the trajectories themselves"
+        )
         result.note = text if result.note is None else f"{result.note}; {text}"
     if filters.dedupe:
         converted = _deduplicated(converted, result.dropped)
@@ -123,7 +132,7 @@ def _read(row: DatasetRow, to: Form, filters: Filters) -> _Episode | str:
     if any(turn.signals.get("proxy/row", 1) > 1 for turn in episode.turns):  # from a user's own agent
         return "has several conversations"
     if episode.is_folded:  # its rows have prompts of tokens, not of messages
-        return "was folded"
+        return FOLDED
     turns = [turn for turn in episode.turns if turn.completion.finish == "stop"]
     if not turns or (len(turns) < len(episode.turns) and to not in ("sft", "prm")):
         return "was truncated"

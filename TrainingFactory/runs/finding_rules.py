@@ -233,6 +233,22 @@ def _summaries_grow(window: StepWindow) -> str | None:
         return f"{cut[-1]:.0%} of the summaries were cut at environment.context.summary_tokens"
 
 
+def _forks_dropped(window: StepWindow) -> str | None:
+    dropped = window.values("branching/dropped")
+    if dropped and min(dropped) > 0:
+        return f"{dropped[-1]:.0f} forks of the last step were dropped because their environment could not be forked"
+    if dropped and not _values(window.last, "branching/forks"):
+        return "training.branching is set, but no episode forked"
+
+
+def _budget_exceeded(window: StepWindow) -> str | None:
+    if ratios := window.values("budget_excess"):
+        return (
+            f"The largest forward pass had {ratios[-1]:.3g} times training.token_budget tokens: a row, or an episode "
+            "that this algorithm trains in one pass, is longer than the budget"
+        )
+
+
 def _values(rows: Sequence[StepMetrics], name: str) -> list[float]:
     return [row[name] for row in rows if name in row]
 
@@ -264,6 +280,11 @@ FINDING_RULES = (
         "successful calls."),
     FindingRule("tools_failing", _tools_failing, "Call the tools by hand (tfactory tools call NAME --config CONFIG), "
         "and compare with the calls of the model."),
+    FindingRule("forks_dropped", _forks_dropped, "Read the reason in the log. Give the environment an async fork() "
+        "method, raise training.branching.timeout, or change where episodes fork (training.branching.at)."),
+    FindingRule("budget_exceeded", _budget_exceeded, "If memory is short, lower model.max_length or "
+        "environment.context.limit, or set training.gradient_checkpointing=true. Otherwise raise "
+        "training.token_budget."),
     FindingRule("fold_loses_task", _task_lost, "Keep the user's message with the task in the list that "
         "environment.context.function returns."),
     FindingRule("folds_every_turn", _folds_every_turn, "Raise environment.context.limit, or lower keep_turns, "

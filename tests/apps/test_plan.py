@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,17 @@ import pytest
 from TrainingFactory.apps.plan.planning import RunPlanner
 from TrainingFactory.apps.plan.shapes import FIGURES, ModelShape, find_shape, learner_bytes, sampler_bytes
 from TrainingFactory.apps.plan.step_time import Costs, StepModel, expected_maximum
-from TrainingFactory.apps.plan.workload import Workload, draw_workload, parse_distribution, workload_from_run
+from TrainingFactory.apps.plan.workload import (
+    Workload,
+    draw_workload,
+    fork_factor,
+    parse_distribution,
+    workload_from_run,
+)
 from TrainingFactory.assembly.memory import estimate_model_memory
 from TrainingFactory.cli.app import app
 from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.config.algorithms import BranchingSection
 from TrainingFactory.models import load_model
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolResult, Trajectory, Turn
@@ -332,3 +340,28 @@ def test_models_that_cannot_be_planned_are_named(tmp_path: Path) -> None:
     assert find_shape(str(tmp_path), None)._replace(name="x") == ModelShape("x", 2, 8, 16, 2, 1, 4, 100, True)
     with pytest.raises(ValueError, match=r"training\.algorithm=sft"):
         RunPlanner(TrainingConfig(training={"algorithm": "sft"}), 2)
+
+
+@pytest.mark.parametrize(
+    ("branching", "factor"),
+    [
+        ({"max_forks": 2}, (1 + 2 + 4 + 4) / 4),
+        ({"max_forks": 2, "every": 2}, (1 + 1 + 2 + 2) / 4),
+        ({"at": "turns", "turns": [3], "continuations": 3}, (1 + 1 + 1 + 3) / 4),
+        ({"max_forks": 2, "max_episodes": 6}, (1 + 2 + 3 + 3) / 4),
+        ({"at": "turns", "turns": [9]}, 1.0),
+    ],
+)
+def test_forks_multiply_the_turns_of_a_group(branching: dict[str, Any], factor: float) -> None:
+    """Of 2 episodes with 4 turns each."""
+    assert fork_factor(BranchingSection(**branching), np.full(8, 4.0), 2) == pytest.approx(factor)
+
+
+def test_a_plan_counts_forks() -> None:
+    plain = RunPlanner(load_config(CONFIG), 64, size="4B")
+    forked = RunPlanner(load_config(CONFIG, ["training.branching.max_forks=1"]), 64, size="4B")
+    factor = forked.figures["fork_factor"].value
+    assert "fork_factor" not in plain.figures and factor == pytest.approx((1 + 2 + 2 + 2) / 4)
+    counts = [planner.model(8, 64, 0).count for planner in (plain, forked)]
+    assert counts[1] == pytest.approx(factor * counts[0])
+    assert forked.plan()["step_seconds"] > plain.plan()["step_seconds"]

@@ -65,6 +65,16 @@ def test_a_wrong_fold_function_fails_the_request_with_the_reason(wrong: Any) -> 
     assert answer.status_code == 500 and "environment.context.function" in answer.text
 
 
+def test_a_fold_function_that_raises_fails_the_request_with_the_reason() -> None:
+    def broken(messages: list[Message]) -> list[Message]:
+        raise KeyError("nothing")
+
+    with live(serving(Script(say), Folding("own", 200, function=broken))) as client:
+        answer = client.post(CHAT, json={"messages": conversation(4)})
+    assert answer.status_code == 500
+    assert "environment.context.function" in answer.text and "KeyError" in answer.text
+
+
 def test_a_long_first_message_cannot_be_folded() -> None:
     script = Script(say)
     messages = [{"role": "user", "content": LONG * 3}]

@@ -67,6 +67,14 @@ def test_shared_turns_of_forked_episodes_are_announced(tmp_path: Path) -> None:
     assert len(made.rows) == 2 and made.note is not None and "1 episodes were forked" in made.note
 
 
+def test_folded_episodes_are_skipped_counted_and_announced(tmp_path: Path) -> None:
+    plain, folded = played(1, REWARDS)
+    folded.turns[1].fold = "window"
+    made = convert(read_rows(saved(tmp_path, [plain, folded])), "sft")
+    assert len(made.rows) == 1 and made.dropped == {"was folded": 1}
+    assert made.note is not None and "1 folded episodes were skipped" in made.note
+
+
 def test_answers_in_a_prompt_stay_a_prompt(tmp_path: Path) -> None:
     (episode,) = played(1, [Reward(1.0)])
     episode.prompt += [Message("assistant", "Yes?"), Message("user", "Go on.")]

@@ -49,6 +49,8 @@ PROVOKED: dict[str, dict[str, float]] = {
     "most_filtered": {"filters/dropped": 0.9},
     "tool_success_falling": {"tool_success": 0.6},
     "tools_failing": {"tool_success": 0.05},
+    "forks_dropped": {"branching/dropped": 3},
+    "budget_exceeded": {"budget_excess": 1.5},
     "fold_loses_task": {"fold/task_lost": 3},
     "folds_every_turn": {"fold/every_turn": 0.9},
     "summaries_grow": {"fold/summary_tokens": 40.0},

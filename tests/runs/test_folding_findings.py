@@ -33,3 +33,22 @@ def test_summaries_that_are_cut() -> None:
 )
 def test_the_forecast_of_rows(context: Any, rows: int) -> None:
     assert forecast_rows(ContextSection(**context), 100, 100, 11) == rows
+
+
+@pytest.mark.parametrize(
+    ("metrics", "finding", "words"),
+    [
+        ({"branching/dropped": 3.0, "branching/forks": 5.0}, ["forks_dropped"], "3 forks"),
+        ({"branching/dropped": 0.0}, ["forks_dropped"], "no episode forked"),
+        ({"branching/dropped": 0.0, "branching/forks": 5.0}, [], ""),
+        ({"budget_excess": 1.8}, ["budget_exceeded"], "1.8 times training.token_budget"),
+    ],
+)
+def test_dropped_forks_and_passes_over_the_budget(
+    metrics: dict[str, float], finding: list[str], words: str
+) -> None:
+    tracker = FindingTracker()
+    step = {"seconds/step": 1.0} | metrics
+    changes = [change for number in range(3) for change in tracker.look(number, step, ())]
+    assert [change.name for change in changes] == finding
+    assert all(change.finding is not None and words in change.finding.sentence for change in changes)

@@ -14,7 +14,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.apps.plan.memory import with_changes
 from TrainingFactory.apps.plan.shapes import FIGURES, find_shape, learner_bytes, sampler_bytes
 from TrainingFactory.apps.plan.step_time import Costs, StepModel
-from TrainingFactory.apps.plan.workload import draw_workload, parse_distribution, workload_from_run
+from TrainingFactory.apps.plan.workload import draw_workload, fork_factor, parse_distribution, workload_from_run
 from TrainingFactory.assembly.learner import make_algorithm
 from TrainingFactory.assembly.memory import OPTIMIZER_BYTES
 from TrainingFactory.common.options import did_you_mean, nearest
@@ -105,6 +105,13 @@ class RunPlanner:
             self.episodes = workload_from_run(RunFolder.find(run, config.logging.output_dir), tool)
             for name in FIGURES["workload"].keys() - ({"tool_seconds"} if tool else set()):
                 self.figures[name] = PlanFigure("recorded", self.figures[name].unit, f"from run {run}")
+        # Episodes of a group as sampled and learned: a turn that forked episodes share counts once.
+        self.group_size: float = config.training.group_size
+        if (branching := config.training.branching) is not None:
+            factor = fork_factor(branching, self.episodes.turns, config.training.group_size)
+            self.group_size *= factor
+            source = f"estimated from training.branching with at={branching.at}"
+            self.figures["fork_factor"] = PlanFigure(factor, "turns of a group over those without forks", source)
         # With separate samplers the learner recomputes the log-probs with its own weights.
         algorithm = make_algorithm(config)
         self.needs, self.refill = algorithm.needs | frozenset(["old"] if gpus > 1 else []), algorithm.refill
@@ -124,7 +131,7 @@ class RunPlanner:
     def samplers(self, learners: int) -> int:
         return max(1, (self.gpus - learners) // self.width)
 
-    def costs(self, learners: int, group_size: int) -> Costs:
+    def costs(self, learners: int, group_size: float) -> Costs:
         """Return the seconds of each part of a step, without evaluations."""
         shape, width = self.shape, self.width
         flops, traffic = 1e12 * self["gpu_tflops"], 1e9 * self["gpu_bandwidth_gbs"] * self["bandwidth_share"]
@@ -171,7 +178,7 @@ class RunPlanner:
         of every weight twice, 32 bits of every gradient), whichever is longer."""
         training, shape, episodes = self.config.training, self.shape, self.episodes
         learned_from = 1 - (1 - episodes.taught) ** (self.refill + 1)
-        groups, size = training.batch_size * learned_from, training.group_size
+        groups, size = training.batch_size * learned_from, self.group_size
         tokens = groups * (episodes.length * size - episodes.prompt * (size - 1))  # the prompt counts once
         head = 2 * shape.hidden_size * shape.vocab_size * groups * size * float(np.mean(episodes.sampled))
         work = shape.forward(tokens, episodes.length / 2) + head
@@ -185,14 +192,14 @@ class RunPlanner:
         """Return the model of a step; the part `without` takes no time."""
         training, samplers = self.config.training, self.samplers(learners)
         free = dict.fromkeys(STEP_PARTS.get(without, ()), 0.0)
-        costs, episodes = self.costs(learners, training.group_size)._replace(**free), self.episodes
+        costs, episodes = self.costs(learners, self.group_size)._replace(**free), self.episodes
         if without in WAITING_PARTS:
             episodes = episodes._replace(**{WAITING_PARTS[without]: np.zeros_like(episodes.turns)})
         if training.eval_every and without != "evaluations":
             alone = self.costs(learners, 1)._replace(**dict.fromkeys(LEARNER_COSTS, 0.0) | free)
             seconds = StepModel(episodes, alone, self.config.data.heldout_count, 1, slots, samplers).seconds()
             costs = costs._replace(evaluation=seconds / training.eval_every)
-        size = training.batch_size, training.group_size
+        size = training.batch_size, self.group_size
         return StepModel(episodes, costs, *size, slots, samplers, max_staleness, self.refill)
 
     def step(self, learners: int, slots: int, max_staleness: int, without: str = "") -> float:

@@ -50,7 +50,7 @@ class StepModel:
     episodes: Workload
     costs: Costs
     groups: int
-    group_size: int
+    group_size: float  # with forks: episodes with the same number of turns
     slots: int
     samplers: int = 1
     max_staleness: int = 0

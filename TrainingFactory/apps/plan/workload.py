@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from TrainingFactory.config.algorithms import BranchingSection
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
 from TrainingFactory.types import Trajectory
@@ -125,6 +126,20 @@ def workload_from_groups(
         reward=np.full(len(episodes), reward),
         taught=sum(taught) / len(taught),
     )
+
+
+def fork_factor(branching: BranchingSection, turns: Array, group_size: int) -> float:
+    """Return the turns of a group with forks over those without. Turns of high entropy, and those that a function
+    chooses, are unknown: all turns count, as with `at: tool_result`. `max_tokens` is not considered."""
+    most = math.inf if branching.max_episodes is None else max(1.0, branching.max_episodes / group_size)
+    total = 0.0
+    for num_turns in turns.astype(int).tolist():
+        forks = 0
+        for turn in range(1, num_turns + 1):
+            total += min(branching.continuations**forks, most)
+            is_chosen = branching.at != "turns" or turn in branching.turns
+            forks += is_chosen and turn % branching.every == 0 and forks < branching.max_forks
+    return total / float(turns.astype(int).sum())
 
 
 def _sum_draws(law: Distribution, counts: Array, rng: np.random.Generator, most: float = math.inf) -> Array:

@@ -30,7 +30,10 @@ from TrainingFactory.agent_api.turns.responses import (
 from TrainingFactory.apps.serving.served import Notify, ServedModel, load_served_model
 from TrainingFactory.common.http.api import Api, ApiError, HandlerResult
 from TrainingFactory.common.seeds import turn_seed
+from TrainingFactory.common.texts import describe
+from TrainingFactory.common.user_code import location_of
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.rollout.folding import KEY as FOLD_KEY
 from TrainingFactory.rollout.folding import Context, FoldError, Folding, fold, with_summary, with_user_text
 from TrainingFactory.types import Message
 
@@ -152,6 +155,11 @@ class ChatServer:
                 folded_context = await fold(context, folding)
         except FoldError as error:
             raise ApiError(str(error), "messages", status=500) from error
+        except ApiError:
+            raise
+        except Exception as error:  # the fold function is user code
+            text = f"{FOLD_KEY}.function{location_of(error)} raised {describe(error)}"
+            raise ApiError(text, "messages", status=500) from error
         if folded_context is context:
             return prompt
         ask.folded = folding.fold

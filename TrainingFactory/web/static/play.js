@@ -12,6 +12,8 @@ const WRITTEN = {
   template: "The chat template cannot append this to an answer, so the whole conversation was tokenized again.",
 };
 const ANEW = "The environment was restarted; earlier tool calls were not repeated.";
+const unfolded = (limit) =>
+  `The conversation is longer than ${number(limit)} tokens, at which the model's run and tfactory serve fold it. This page does not fold.`;
 const ENDS = {
   truncated: "Truncated: the turn reached Max tokens, or the conversation the model's context length.",
   max_turns: "Ended: the maximum number of turns is reached.",
@@ -226,7 +228,7 @@ class PlayPage extends PlayFrame {
       this.used = `${number(told.tokens)} of ${number(this.opened.max_length)} tokens`;
       return {
         entries: entryOf(told),
-        notes: [WRITTEN[told.written], told.anew && ANEW, end].filter(Boolean),
+        notes: [WRITTEN[told.written], told.anew && ANEW, told.unfolded && unfolded(told.unfolded), end].filter(Boolean),
       };
     } catch (error) {
       if (error.name !== "AbortError") toast(error.message, "error");
