@@ -110,8 +110,8 @@ def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None
         result.note = text if result.note is None else f"{result.note}; {text}"
     if num_folded:
         text = (
-            f"{num_folded} folded episodes were skipped, because their later prompts are known as tokens only: train on "
-            "the trajectories themselves"
+            f"{num_folded} folded episodes were skipped, because their later prompts are known as tokens only: train "
+            "on the trajectories themselves"
         )
         result.note = text if result.note is None else f"{result.note}; {text}"
     if filters.dedupe:

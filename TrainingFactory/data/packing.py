@@ -55,7 +55,9 @@ class Pack:
     versions: np.ndarray  # [M] weight version that sampled it
     row_tokens: int  # tokens of the rows without sharing
     weights: np.ndarray | None = None  # [M] of the tokens in the loss; None: all 1
-    lengths: np.ndarray | None = None  # [E] trained tokens of the episodes in all packs; None: all are in this pack
+    lengths: np.ndarray | None = (
+        None  # [E] trained tokens of the episodes in all packs; None: all are in this pack
+    )
     # Added by `Learner.annotate` if the objective needs it, and derived from it by `Algorithm.prepare`. [M] each
     reference: np.ndarray | None = None  # log-probs of the reference model
     old: np.ndarray | None = None  # log-probs by the learner before the step
@@ -93,7 +95,9 @@ def pack(
             batch, joint_size, widest, rows = [], tree_size, 0, 0
         batch.append(unit)
         size, widest, rows = joint_size, max(widest, longest), rows + len(unit)
-    return packs + _packs(samples, ids, batch, token_budget, sharing, min_shared, splitting) if batch else packs
+    return (
+        packs + _packs(samples, ids, batch, token_budget, sharing, min_shared, splitting) if batch else packs
+    )
 
 
 def _units(samples: Sequence[Sample], ids: list[np.ndarray], sharing: bool) -> list[list[int]]:

@@ -15,7 +15,9 @@ from TrainingFactory.learning.learner import Learner
 from TrainingFactory.protocols import Algorithm
 from TrainingFactory.types import Sample
 
-COUNTS = ("trained_tokens", "rows", "trained_episodes", "pairs", "row_tokens", "computed_tokens", "skipped", "split_episodes")
+COUNTS = (
+    "trained_tokens", "rows", "trained_episodes", "pairs", "row_tokens", "computed_tokens", "skipped", "split_episodes"
+)  # fmt: skip
 
 
 @dataclass(slots=True, frozen=True)

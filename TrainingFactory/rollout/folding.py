@@ -10,11 +10,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.rewards.adapt import call_function
-from TrainingFactory.types import Completion, Message, ToolSpec, Turn
+from TrainingFactory.types import Completion, Message, Role, ToolSpec, Turn
 
 FoldKind = Literal["window", "drop_thoughts", "drop_results", "summary", "own"]
 FoldFunction = Callable[[list[Message]], "list[Message] | Awaitable[list[Message]]"]
@@ -209,10 +209,11 @@ async def _fold_with_function(context: Context, folding: Folding) -> Context:
     assert folding.function is not None
     before = context.messages
     after = await call_function(folding.function, copy.deepcopy(before))
-    _check_messages(after, f"{KEY}.function")
     if after == before:
         return context
+    _check_messages(after, f"{KEY}.function")
     head, turns = split_turns(after)
+    _check_turns([turn for turn in turns if not _has_turn(context, turn)], f"{KEY}.function")
     unmatched = list(context.turns)
     for number, turn in enumerate(turns):  # an unchanged answer keeps its sampled ids
         match = next((known for known in unmatched if known.message == turn.message), None)
@@ -227,14 +228,32 @@ def _check_messages(messages: object, function: str) -> None:
     """Raise FoldError unless a fold function returned a conversation from which the model can continue."""
     if not isinstance(messages, list) or not all(isinstance(item, Message) for item in messages):
         raise FoldError(f"{function} must return a list of Message, not {str(messages)[:60]}")
+    for message in messages:
+        if message.role not in get_args(Role):
+            raise FoldError(
+                f"{function} returned the role {message.role!r:.40}: use {', '.join(get_args(Role))}"
+            )
+        if not isinstance(message.content, str) or not isinstance(message.tool_calls, list):
+            raise FoldError(
+                f"{function} returned a {message.role} message whose content is no str, or tool_calls no list"
+            )
     if not any(message.role == "user" for message in messages):
         raise FoldError(f"{function} returned no user message: keep the message with the task")
     if messages[-1].role == "assistant":
         raise FoldError(f"{function} returned an assistant message at the end: the next turn is the model's")
-    head, turns = split_turns(messages)
+    head, _ = split_turns(messages)
     if not head or any(message.role == "tool" for message in head):
         text = "the first assistant message needs a user message before it, and a tool result its call"
         raise FoldError(f"{function} returned a conversation that starts in the middle: {text}")
+
+
+def _has_turn(context: Context, turn: ContextTurn) -> bool:
+    """Return whether the turn is unchanged. An environment may send tool messages that answer no call."""
+    return any((known.message, known.replies) == (turn.message, turn.replies) for known in context.turns)
+
+
+def _check_turns(turns: Sequence[ContextTurn], function: str) -> None:
+    """Raise FoldError if a fold function separated tool calls from their results."""
     for turn in turns:
         calls = {call.id for call in turn.message.tool_calls}
         results = {reply.tool_call_id for reply in turn.replies if reply.role == "tool"} - {None}

@@ -84,9 +84,12 @@ async def say(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
         playing.turns.add(node, turn.completion, turn.message, run.session)
         conversation += [turn.message, *turn.replies]
     playing.seen, playing.turns.answered_nodes[:-MAX_KEPT_TURNS] = conversation, []
-    num_tokens = len(prompt.turn.prompt_ids) + sum(len(turn.completion.token_ids) for turn in trajectory.turns)
+    num_tokens = len(prompt.turn.prompt_ids) + sum(
+        len(turn.completion.token_ids) for turn in trajectory.turns
+    )
     folding = playing.served.folding
-    # `unfolded`: the fold limit that the conversation exceeds. `written`: "extended" if the earlier tokens were reused, else why not. `anew`: the environment was restarted.
+    # `written`: "extended" if the earlier tokens were reused, else why not. `anew`: the environment was restarted.
+    # `unfolded`: the fold limit that the conversation exceeds.
     return {
         "messages": [message_to_dict(message) for message in conversation[len(messages) :]],
         "turns": [turn.model_dump(mode="json") for turn in episode_view(trajectory, 0).turns], "anew": anew,

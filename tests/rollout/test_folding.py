@@ -15,10 +15,12 @@ from tests.kits.tokenizers import from_wheel, qwen3
 from TrainingFactory.data.samples import to_samples, turn_spans
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.models import chat_format
+from TrainingFactory.rewards import ProcessReward
+from TrainingFactory.rewards.judge.prompts import SUMMARY_NAME, trajectory_text
 from TrainingFactory.rollout import play
 from TrainingFactory.rollout.folding import PLACEHOLDER, Context, Folding, context_ids, fold, with_summary
 from TrainingFactory.rollout.metrics import rollout_metrics
-from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, Trajectory, Turn
+from TrainingFactory.types import Completion, Message, Reward, Step, Task, ToolCall, Trajectory, Turn
 
 CHAT = FakeChat()
 LONG = "x" * 40
@@ -194,12 +196,55 @@ def test_an_own_function_keeps_the_sampled_ids_of_unchanged_turns(function: Call
         (lambda messages: messages[:1] + messages[-1:], "starts in the middle"),
         (lambda messages: messages[:2] + messages[-1:], "separated tool calls"),
         (lambda messages: 1 / 0, "ZeroDivisionError"),
+        (lambda messages: [], "no user message"),
+        (lambda messages: [*messages, Message("developer", "x")], "role 'developer'"),  # type: ignore[arg-type]
+        (lambda messages: [Message("user", None)], "content is no str"),  # type: ignore[arg-type]
+        (lambda messages: [Message("user", "a", tool_calls=None)], "is no list"),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_result_of_an_own_function_ends_the_episode_with_the_reason(result: Any, words: str) -> None:
     episode = folded("own", function=result)
     assert episode.status == "error" and words in str(episode.error)
     assert "environment.context" in str(episode.error)
+
+
+class ResultsWithoutCalls(Echo):
+    """Answers whatever the model says with a tool message, though it called no tool."""
+
+    async def step(self, message: Message) -> Step:
+        return Step([Message("tool", LONG, tool_call_id="none")], done=message.content == "ok")
+
+
+@pytest.mark.parametrize("kept", [1, 9])
+def test_an_own_function_may_keep_results_that_the_environment_sent_without_a_call(kept: int) -> None:
+    def last_turns(messages: list[Message]) -> list[Message]:
+        return messages[:1] + messages[1:][-2 * kept :]
+
+    [[episode]] = rollout(
+        ResultsWithoutCalls,
+        say=lambda session, turn, prompt: "hm" if turn < 5 else "ok",
+        folding=Folding("own", 200, function=last_turns),
+    )
+    assert episode.status == "done" and episode.is_folded == (kept == 1)
+
+
+def test_process_rewards_pay_rules_across_folds_and_nothing_for_summaries() -> None:
+    """A rule that pays once does not pay again after a fold."""
+    folding = Folding("summary", 300, template="SUM?")
+    reward = ProcessReward(1.0, {"correct_tool": 0.5}, outcome=lambda episode: 1.0)
+    [[episode]] = rollout(say=say_long, max_turns=10, folding=folding, reward=reward)
+    assert episode.reward is not None and any(turn.summary for turn in episode.turns)
+    assert len(episode.reward.steps) == len(episode.turns)
+    assert episode.reward.steps == [0.5] + [0.0] * (len(episode.turns) - 1)
+
+
+def test_a_judge_reads_all_rows_in_order_with_marked_summaries() -> None:
+    episode = folded("summary")
+    text = trajectory_text(episode)
+    assert text.count(SUMMARY_NAME) == sum(turn.summary for turn in episode.turns) > 0
+    places = [text.index(f"{LONG}{number}") for number, turn in enumerate(episode.turns) if turn.tool_results]
+    assert places == sorted(places) and len(places) > 3
+    assert "SUM?" not in text  # the request is not part of the episode
 
 
 def test_step_rewards_may_leave_out_summaries() -> None:

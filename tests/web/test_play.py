@@ -18,6 +18,7 @@ from tests.kits.warm import WARM
 from TrainingFactory.agent_api.turns.responses import CHUNK_TOKENS
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.rollout.folding import Folding
 from TrainingFactory.web import playing
 
 HOMES = "from tests.kits.warm import Homes as Base\n\n\nclass Homes(Base):\n    pass\n"
@@ -133,6 +134,15 @@ def test_an_edited_turn_is_written_anew_and_its_calls_are_made(talk: Conversatio
     assert told["messages"][0]["content"] == "unknown" and told["messages"][1]["role"] == "assistant"
     with pytest.raises(ValueError, match="calls no tool"):
         talk.say([*talk.messages, {"role": "assistant", "content": "Kyoto"}])
+
+
+def test_a_conversation_over_the_fold_limit_is_announced(talk: Conversation) -> None:
+    """The page does not fold."""
+    messages = [{"role": "user", "content": NAME}]
+    assert talk.say(messages)["unfolded"] is None
+    playing._open[talk.given["id"]].served.folding = Folding("window", 1)
+    assert talk.say(messages)["unfolded"] == 1
+    playing._open[talk.given["id"]].served.folding = None
 
 
 def test_seeds_and_limits_and_stopping(talk: Conversation) -> None:

@@ -14,7 +14,12 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.apps.plan.memory import with_changes
 from TrainingFactory.apps.plan.shapes import FIGURES, find_shape, learner_bytes, sampler_bytes
 from TrainingFactory.apps.plan.step_time import Costs, StepModel
-from TrainingFactory.apps.plan.workload import draw_workload, fork_factor, parse_distribution, workload_from_run
+from TrainingFactory.apps.plan.workload import (
+    draw_workload,
+    fork_factor,
+    parse_distribution,
+    workload_from_run,
+)
 from TrainingFactory.assembly.learner import make_algorithm
 from TrainingFactory.assembly.memory import OPTIMIZER_BYTES
 from TrainingFactory.common.options import did_you_mean, nearest
@@ -111,7 +116,9 @@ class RunPlanner:
             factor = fork_factor(branching, self.episodes.turns, config.training.group_size)
             self.group_size *= factor
             source = f"estimated from training.branching with at={branching.at}"
-            self.figures["fork_factor"] = PlanFigure(factor, "turns of a group over those without forks", source)
+            self.figures["fork_factor"] = PlanFigure(
+                factor, "turns of a group over those without forks", source
+            )
         # With separate samplers the learner recomputes the log-probs with its own weights.
         algorithm = make_algorithm(config)
         self.needs, self.refill = algorithm.needs | frozenset(["old"] if gpus > 1 else []), algorithm.refill
