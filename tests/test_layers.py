@@ -66,7 +66,7 @@ HEART = [
     "learning/learner.py", "learning/step.py", "learning/policy.py", "learning/forward.py", "learning/logprobs.py",
     "learning/optim.py",
 ]  # fmt: skip
-HEART_LINES = 7_300
+HEART_LINES = 7_350
 TOTAL_LINES = 63_300  # of Python in the package
 STATIC_LINES = 8_750  # of web/static
 LARGEST_SHARE = 0.15  # of the package's lines in one folder
