@@ -221,12 +221,12 @@ def test_a_key_opens_its_own_episode_and_nothing_else(tmp_path: Path) -> None:
 
 def test_requests_for_another_model_than_the_trained_one_are_not_recorded(tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "?"}]}
-    with proxied(Talker(lambda _: "Rome."), tmp_path / "out", trained_model="policy") as client:
-        with begin(client) as mine:
-            for model in ("policy", "small"):
-                assert mine.post(CHAT, json=body | {"model": model}).status_code == 200
-            assert client.get("/health").json()["side"] == 1
-            mine.post(REWARD, json={"reward": 1.0})
+    sampler = Talker(lambda _: "Rome.")
+    with proxied(sampler, tmp_path / "out", trained_model="policy") as client, begin(client) as mine:
+        for model in ("policy", "small"):
+            assert mine.post(CHAT, json=body | {"model": model}).status_code == 200
+        assert client.get("/health").json()["side"] == 1
+        mine.post(REWARD, json={"reward": 1.0})
     [episode] = ended(tmp_path / "out")
     assert len(episode.turns) == 1
 
