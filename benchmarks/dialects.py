@@ -2,9 +2,10 @@
 
 The server answers over HTTP on loopback with a scripted sampler, so that reading the request, the chat template,
 parsing the sampled tokens and writing the answer remain. The request has a system prompt, a tool, a call and its
-result; the answer has reasoning, text and a call. The dialects take turns, in rounds, so that a busy machine
-slows down all of them. `ms` is the median over rounds of the CPU milliseconds per request of the whole process, client
-included; `ratio` is the median of the round's value over that of chat completions.
+result; the answer has reasoning, text and a call. The dialects take turns, in many short rounds that each begin with
+another dialect, so that a busy machine slows down all of them. `ms` is the median over rounds of the CPU milliseconds
+per request of the whole process, client included; `ratio` is the median of the round's value over that of chat
+completions.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ def run(requests: int, rounds: int) -> list[dict[str, Any]]:
             for stream in (False, True):
                 times = {dialect: [] for dialect in BODIES}
                 for number in range(rounds + 1):  # the first warms up
-                    for dialect in BODIES:
+                    start = number % len(BODIES)
+                    for dialect in [*BODIES][start:] + [*BODIES][:start]:
                         milliseconds = measure(client, dialect, stream, requests)
                         times[dialect] += [milliseconds] if number else []
                 for dialect, values in times.items():
@@ -148,8 +150,8 @@ def run(requests: int, rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=100, help="requests of a dialect in a round")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--requests", type=int, default=10, help="requests of a dialect in a round")
+    parser.add_argument("--rounds", type=int, default=80)
     options = parser.parse_args()
     for row in run(options.requests, options.rounds):
         print(json.dumps(row))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import glob
 import json
 import logging
@@ -65,6 +66,8 @@ class ProgramOptions:
     verify: str | None = None  # command that scores the episode, run in the program's working folder
     # Requests with another model name are answered and not trained; None: all are trained.
     model: Text | None = None
+    # Columns of the task that a program gets besides `id` and `prompt` if it does not score its episode.
+    columns: list[Text] = Field(default_factory=list)
 
 
 class AgentProgram:
@@ -82,6 +85,23 @@ class AgentProgram:
         if self.workspace and not self.workspace.is_dir():
             raise ValueError(f"environment.options.workspace: there is no folder {self.workspace}")
         self.endpoint = AgentEndpoint(self.options.model)
+        self.scores_episodes = verify is None  # the program reports the reward, for which it needs the answer
+
+    def scored_by_others(self) -> AgentProgram:
+        """Return this program, with the same endpoint, for episodes whose reward it does not report."""
+        program = copy.copy(self)
+        program.scores_episodes = False
+        return program
+
+    def visible_columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return what the program sees of a task. The answer is for whoever scores the episode: in another's hands
+        the model could read it with its tools."""
+        if self.scores_episodes:
+            return row
+        columns = self.options.columns
+        visible = {name: row[name] for name in row if name in ("id", "prompt") or name in columns}
+        metadata = {name: value for name, value in row["metadata"].items() if name in columns}
+        return visible | ({"metadata": metadata} if metadata else {})
 
     def _argv(self, key: str, command: str) -> list[str]:
         """Split a command and check that its program exists."""
@@ -138,9 +158,7 @@ class ProgramEpisode(SelfScoredEpisode):
             folder = tempfile.TemporaryDirectory(prefix="tfactory-episode-", ignore_cleanup_errors=True)
             file = Path(stack.enter_context(folder), "task.json")
             row = trajectory_to_dict(Trajectory(self.task, group=""))["task"]
-            # A program that a verifier scores must not find the answer: the model could read it with its tools.
-            shown = row if program.verify_argv is None else {name: row[name] for name in ("id", "prompt")}
-            task = json.dumps(shown, default=str).encode()
+            task = json.dumps(program.visible_columns(row), default=str).encode()
             file.write_bytes(task)
             home = tempfile.TemporaryDirectory(prefix="tfactory-home-", ignore_cleanup_errors=True)
             work = program.cwd

@@ -145,6 +145,11 @@ def reward_model_folder(config: TrainingConfig) -> Path | None:
     return reward_model(config.reward.model, config).folder
 
 
+def uses_environment_reward(reward: RewardFunction | None) -> bool:
+    """Return whether the environment's own reward is the reward or a part of it."""
+    return reward is None or environment_reward in _inside(reward)
+
+
 def evaluation_reward(
     reward: RewardFunction | None, notify: Callable[[str], None] = lambda _: None
 ) -> RewardFunction | None:

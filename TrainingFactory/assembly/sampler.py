@@ -26,6 +26,7 @@ from TrainingFactory.assembly.fleet import (
 )
 from TrainingFactory.assembly.folding import DEFAULT_MAX_LENGTH, make_folding
 from TrainingFactory.assembly.learner import copy_model, make_policy, make_trainable
+from TrainingFactory.assembly.rewards import uses_environment_reward
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.common.endpoints.names import find_endpoint, is_endpoint
 from TrainingFactory.config import TrainingConfig
@@ -250,6 +251,8 @@ def make_rollouts(
         min_p=sampling.min_p,
     )
     kind: type[RolloutEngine] = ProgramRollouts if isinstance(environment, AgentProgram) else RolloutEngine
+    if isinstance(environment, AgentProgram) and not uses_environment_reward(reward):
+        environment = environment.scored_by_others()
     concurrency: int | None = max_concurrent_episodes(config)
     if isinstance(sampler, EndpointSampler):
         if kind is ProgramRollouts:

@@ -33,9 +33,11 @@ class Display:
     """Shows the progress of a run, a rollout, an evaluation or any counted work.
 
     `episodes` is the expected number of episodes, each of which advances a bar; None: training steps are shown instead,
-    in a bar named `task`."""
+    in a bar named `task`. `loads_model` is False for a model behind an endpoint."""
 
-    def __init__(self, episodes: int | None = None, console: Console | None = None) -> None:
+    def __init__(
+        self, episodes: int | None = None, console: Console | None = None, loads_model: bool = True
+    ) -> None:
         self.task = "steps"
         self._console = console or Console(stderr=True)
         self._bars = progress.Progress(
@@ -52,6 +54,7 @@ class Display:
         self._last_line = time.monotonic()
         self._phase = ""
         self._expected = episodes
+        self._loads_model = loads_model
         self._ended = 0
         self._rewards: list[float] = []
         self._metrics: dict[str, float] = {}
@@ -60,7 +63,7 @@ class Display:
 
     def __enter__(self) -> Display:
         if self._expected is not None:
-            self.phase("load")
+            self.phase("load" if self._loads_model else "sample")
         return self
 
     def __exit__(self, *error: object) -> None:

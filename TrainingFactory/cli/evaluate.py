@@ -70,7 +70,7 @@ def evaluate(
         return _suite(model, suite, options, as_json)
     request = ask(model, options, env, show.note, *storage_paths(options))
     evaluation = RecordedEvaluation(request, out, replay, show.note)
-    with Display(evaluation.total) as display:
+    with Display(evaluation.total, loads_model=evaluation.loads_model) as display:
         result = evaluation.run(display.episode)
     return _report(evaluation, result, as_json)
 
@@ -108,7 +108,7 @@ def _suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
 def run_evaluation(evaluation: RecordedEvaluation, name: str) -> int:
     """Run one of several evaluations and return the exit status: 0 if it was recorded."""
     show.note(f"{name}: {show.pluralize(len(evaluation.tasks), 'task')}")
-    with Display(evaluation.total) as display:
+    with Display(evaluation.total, loads_model=evaluation.loads_model) as display:
         result = evaluation.run(display.episode)
     if evaluation.record is not None:
         return 0

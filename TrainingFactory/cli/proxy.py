@@ -16,6 +16,7 @@ def proxy(
     config: str, /, *overrides: Overrides, host: str = "127.0.0.1",
     port: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=65535))] = 8000,
     out: Path = Path("episodes.jsonl"), api_key_env: str | None = None,
+    trained_model: str | None = None,
 ) -> int:  # fmt: skip
     """Serve a config's model through an OpenAI-compatible endpoint that records every token your agent samples.
 
@@ -34,6 +35,8 @@ def proxy(
         port: Port; 0 picks a free one.
         out: JSONL file to which every finished episode is appended.
         api_key_env: Environment variable that holds the API key required to start episodes.
+        trained_model: Record only requests for this model name, such as policy. Requests for another name are answered
+            and counted (`side` in /health). By default, requests for any name are recorded.
     """
     from TrainingFactory.assembly.named_files import read_config
 
@@ -48,7 +51,9 @@ def proxy(
     if options.environment.command is not None:
         show.note("note: environment.command is ignored; only train, eval and rollout start it")
     with listen.bind(host, port) as bound:
-        serving = serve_proxy(options, bound, out, token, local, lambda text: print(text, flush=True))
+        serving = serve_proxy(
+            options, bound, out, token, local, lambda text: print(text, flush=True), trained_model
+        )
         served = asyncio.run(serving)
     show.note(f"stopped: {show.pluralize(served.num_ended, 'episode')}, {served.num_scored} of them scored")
     return 0

@@ -220,7 +220,7 @@ def _play(name: str, evaluation: RecordedEvaluation) -> None:
     from TrainingFactory.cli.display import Display
 
     show.note(f"{name}: {evaluation.request.entry}, up to {show.pluralize(len(evaluation.tasks), 'task')}")
-    with Display(evaluation.total) as display:
+    with Display(evaluation.total, loads_model=evaluation.loads_model) as display:
         if evaluation.run(display.episode).interrupted:
             raise KeyboardInterrupt
 

@@ -49,7 +49,7 @@ def rollout(
         show.note(f"note: {text}")
     group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
     rollouts = Rollouts(config, out, group, replay=replay, notify=show.note)
-    with Display(rollouts.total) as display:
+    with Display(rollouts.total, loads_model=rollouts.loads_model) as display:
         report = rollouts.run(display.episode)
     count = len(report.trajectories)
     for number, trajectory in enumerate(report.trajectories[:show_episodes], start=1):

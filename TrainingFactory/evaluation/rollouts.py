@@ -22,6 +22,7 @@ from TrainingFactory.assembly.fleet import await_engines, join_cluster
 from TrainingFactory.assembly.rewards import check_group_size, check_reward, judge_metrics, make_reward
 from TrainingFactory.assembly.run_tools import RunTools, recording_beside
 from TrainingFactory.assembly.sampler import make_rollouts, make_sampler
+from TrainingFactory.common.endpoints.names import is_endpoint
 from TrainingFactory.common.event_loop import run as run_anywhere
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
@@ -152,6 +153,11 @@ class Rollouts:
             if self.enough(self._ended):
                 break
         return start_time
+
+    @property
+    def loads_model(self) -> bool:
+        """Whether the model is loaded here, not behind an endpoint."""
+        return not is_endpoint(self.config.model.name)
 
     def open_sampler(self) -> tuple[ChatFormat, Sampler]:
         return make_sampler(self.config, self.total, self._notify)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shlex
@@ -9,13 +10,16 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
 from tests.kits.cli import Run
-from tests.kits.proxy import PROGRAM, Talker, play_program
+from tests.kits.proxy import PROGRAM, Talker, line, play_program
 from TrainingFactory.agent_api.agent_program import AgentProgram
 from TrainingFactory.agent_api.agents import AGENTS
+from TrainingFactory.assembly.rewards import make_reward
+from TrainingFactory.assembly.sampler import make_rollouts
 from TrainingFactory.config import load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.types import Message, Reward, Task, ToolCall, Trajectory
@@ -68,6 +72,48 @@ def test_only_the_verifier_gets_the_answer(tmp_path: Path, monkeypatch: pytest.M
     assert played(tmp_path, "import os\n" + keep, verify="grep -q What seen.txt")[0].reward == Reward(1.0)
     verify = """sh -c 'grep -q Xyzzy "$TFACTORY_TASK" && grep -q Xyzzy'"""
     assert played(tmp_path, WRITES, verify=verify)[0].reward == Reward(1.0)
+
+
+REPEATS_TASK = 'ask([say("a")])\nopen("seen.txt", "w").write(sys.stdin.read())\n' + line(reward=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "columns"),
+    [
+        ([], {"id", "prompt", "answer", "metadata"}),
+        (["reward.type=rule_based", "reward.options.rule=exact"], {"id", "prompt"}),
+        (["reward.parts.a.type=rule_based", "reward.parts.a.options.rule=exact"], {"id", "prompt"}),
+        (["reward.parts.a.type=environment"], {"id", "prompt", "answer", "metadata"}),
+        (
+            ["reward.type=rule_based", "reward.options.rule=exact", "environment.options.columns=[level]"],
+            {"id", "prompt", "metadata"},
+        ),
+    ],
+)
+def test_a_program_gets_the_answer_only_if_it_scores_itself(
+    tmp_path: Path, options: list[str], columns: set[str]
+) -> None:
+    (tmp_path / "agent.py").write_text(PROGRAM + REPEATS_TASK, encoding="utf-8")
+    command = shlex.join([sys.executable, "-S", "agent.py"])
+    config = load_config(None, [f"environment.command={command}", *options])
+    program = AgentProgram(command, {"cwd": str(tmp_path)} | config.environment.options)
+    talker = Talker(lambda _: "Rome")
+
+    async def play() -> Trajectory:
+        await program.endpoint.open()
+        try:
+            rollouts = make_rollouts(config, program, talker.chat, reward=make_reward(config))
+            task = Task("t", "Where?", "Rome", {"level": 3, "solution": "Rome"})
+            [[episode]] = await rollouts.rollout_batch([task], talker)
+            return episode
+        finally:
+            await program.endpoint.close()
+
+    assert asyncio.run(play()).reward == Reward(1.0, parts=ANY)
+    seen = json.loads((tmp_path / "seen.txt").read_text())
+    assert seen.keys() == columns
+    assert seen.get("metadata", {}).get("level") == (3 if "metadata" in columns else None)
+    assert ("solution" in seen.get("metadata", {})) == ("answer" in columns)
 
 
 def test_requests_for_another_model_are_answered_and_not_trained(tmp_path: Path) -> None:

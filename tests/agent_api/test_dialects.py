@@ -16,7 +16,7 @@ import pytest
 
 from tests.kits.dialects import PATHS, Reply, SDKTalk, Talk, needs_sdks
 from tests.kits.proxy import Talker, begin, ended, proxied
-from tests.kits.serve import Script, live, script
+from tests.kits.serve import Script, live, script, tiny_chat
 from tests.kits.waiting import HANG, wait_until
 from tests.kits.warm import WARM, Homes
 from TrainingFactory.agent_api.agent_endpoint import AgentEndpoint, EpisodeRequests, new_key
@@ -424,3 +424,32 @@ def test_a_function_of_gemini_may_have_upper_case_types() -> None:
         body = {"contents": [{"role": "user", "parts": [{"text": "?"}]}], "tools": tools}
         assert client.post(PATHS["gemini"], json=body).status_code == 200
     assert '{"type": "string", "enum": ["Rome"]}' in sampler.chat.decode(sampler.prompts[0])
+
+
+def test_equal_ids_and_interleaved_episodes_keep_their_own_tokens(tmp_path: Path) -> None:
+    """Two episodes whose clients use the same call id twice in one turn, and take turns."""
+
+    def say(prompt: str) -> str:
+        return "B" if "bravo" in prompt else "A"
+
+    calls = [
+        {"id": "same", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+        for _ in range(2)
+    ]
+    with proxied(Talker(say), tmp_path / "out") as client, begin(client) as first, begin(client) as second:
+        for step in range(2):
+            for mine, word in ((first, "alpha"), (second, "bravo")):
+                messages = [
+                    {"role": "user", "content": word},
+                    {"role": "assistant", "tool_calls": calls},
+                    *({"role": "tool", "tool_call_id": "same", "content": f"{word}{n}"} for n in range(2)),
+                    {"role": "user", "content": f"step {step}"},
+                ]
+                answer = mine.post(PATHS["chat"], json={"messages": messages})
+                assert answer.json()["choices"][0]["message"]["content"] == say(word), answer.text
+        for mine in (first, second):
+            mine.post("/v1/reward", json={"reward": 1.0})
+    episodes = ended(tmp_path / "out")
+    for episode, word, other in zip(episodes, ("alpha", "bravo"), ("bravo", "alpha"), strict=True):
+        text = "".join(tiny_chat().decode(turn.prompt_ids) for turn in episode.turns)
+        assert word in text and other not in text and len(episode.turns) == 2

@@ -219,6 +219,18 @@ def test_a_key_opens_its_own_episode_and_nothing_else(tmp_path: Path) -> None:
     assert "before a reward" in (second.error or "") and not second.turns
 
 
+def test_requests_for_another_model_than_the_trained_one_are_not_recorded(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "?"}]}
+    sampler = Talker(lambda _: "Rome.")
+    with proxied(sampler, tmp_path / "out", trained_model="policy") as client, begin(client) as mine:
+        for model in ("policy", "small"):
+            assert mine.post(CHAT, json=body | {"model": model}).status_code == 200
+        assert client.get("/health").json()["side"] == 1
+        mine.post(REWARD, json={"reward": 1.0})
+    [episode] = ended(tmp_path / "out")
+    assert len(episode.turns) == 1
+
+
 def test_a_client_that_hangs_up_is_counted_and_its_turn_is_thrown_away(tmp_path: Path) -> None:
     sampler, body = Talker(lambda _: "Rome."), {"messages": [{"role": "user", "content": "wait"}]}
     with proxied(sampler, tmp_path / "out") as client, begin(client) as mine:

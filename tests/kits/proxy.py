@@ -59,10 +59,13 @@ class _Session(ScriptSession):
 
 
 @contextmanager
-def proxied(sampler: Any, out: Path, token: str | None = None, **options: Any) -> Iterator[httpx.Client]:
+def proxied(
+    sampler: Any, out: Path, token: str | None = None, trained_model: str | None = None, **options: Any
+) -> Iterator[httpx.Client]:
     """A client of a proxy, which runs on a port of its own for as long."""
     rollouts = RolloutEngine(ToolEnvironment, sampler.chat, SamplingParams(max_tokens=100), **options)
-    proxy, bound, started = Proxy(rollouts, sampler, out), listen.bind("127.0.0.1", 0), threading.Event()
+    proxy = Proxy(rollouts, sampler, out, trained_model)
+    bound, started = listen.bind("127.0.0.1", 0), threading.Event()
     runner = listen.make_server(proxy.app(token))
 
     async def serve() -> None:

@@ -54,12 +54,16 @@ class RemoteEpisode(SelfScoredEpisode):
 
 
 class Proxy:
-    """Plays episodes until it is closed, and appends each finished episode to `out`."""
+    """Plays episodes until it is closed, and appends each finished episode to `out`. Requests for another model than
+    `trained_model` are answered and not recorded; None: all are recorded."""
 
-    def __init__(self, rollouts: RolloutEngine, sampler: Sampler, out: Path) -> None:
+    def __init__(
+        self, rollouts: RolloutEngine, sampler: Sampler, out: Path, trained_model: str | None = None
+    ) -> None:
         if rollouts.group_reward is not None:
             raise ValueError("this reward compares the episodes of a group; the proxy needs another reward")
-        self.endpoint, self._rules, self._seed = AgentEndpoint(), rollouts.rules, rollouts.seed
+        self.endpoint = AgentEndpoint(trained_model)
+        self._rules, self._seed = rollouts.rules, rollouts.seed
         self._sampler, self._out = sampler, out
         self._playing: set[asyncio.Task[None]] = set()
         self.num_started = self.num_ended = self.num_scored = 0
@@ -120,6 +124,7 @@ async def serve_proxy(
     token: str | None,
     local: bool,
     notify: Callable[[str], None],
+    trained_model: str | None = None,
 ) -> Proxy:
     """Serve until Ctrl-C; return the proxy with its counts of episodes."""
     config = with_resolved_model(resolve_ids(config, notify))
@@ -130,7 +135,8 @@ async def serve_proxy(
         await await_engines(sampler)
         reward = build_rewards.make_reward(config)
         await build_rewards.open_reward(reward, stack, notify)
-        proxy = Proxy(make_rollouts(config, ToolEnvironment, chat, reward=reward), sampler, out)
+        rollouts = make_rollouts(config, ToolEnvironment, chat, reward=reward)
+        proxy = Proxy(rollouts, sampler, out, trained_model)
         stack.push_async_callback(proxy.close)
         address = f"{listen.address_of(bound)}/v1"
         notify(

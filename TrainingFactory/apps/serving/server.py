@@ -134,10 +134,8 @@ class ChatServer:
         limits = {"messages": tokens_left} | ask.limits
         param = max(limits, key=lambda name: limits[name])
         if tokens_left < 1 or (limits[param] > tokens_left and not ask.clamp):
-            text = (
-                f"the messages take {prompt_tokens} of the {context} tokens of the model's context; shorten them, or "
-                f"set {param} to at most {max(tokens_left, 0)}"
-            )
+            text = f"the messages take {prompt_tokens} of the {context} tokens of the model's context; shorten them"
+            text += f", or set {param} to at most {tokens_left}" if tokens_left > 0 else ""
             raise ApiError(text, "messages" if tokens_left < 1 else param, code="context_length_exceeded")
         ask.max_tokens = min(limits.values())
 
