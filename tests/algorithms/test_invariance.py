@@ -27,7 +27,7 @@ PER_TOKEN = ("logprobs", "advantages", "rewards", "policy_version")
 every_algorithm = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ALGORITHMS]
 )
-# The others differ from one of these token by token only, or before rows are laid out. They are laid out in two ways,
+# The others differ from one of these token by token only, or before rows are laid out. They are laid out in one way,
 # and by `make test-slow` in all.
 SHAPES = ("sft", "grpo", "grpo-sequence", "grpo-constant", "reinforce++", "gspo", "grpo-importance", "ppo-head", "dpo",
           "ppo-importance", "ppo-separate", "orpo", "kto", "rft", "reward-model", "process-reward-model")  # fmt: skip
@@ -80,18 +80,18 @@ def padded(rows: tuple[Sample, ...]) -> list[Sample]:
     return [row for pair in zip(padding, longer, strict=True) for row in pair] + padding[:3]
 
 
-APART = "every episode or pair for itself"
+MIXED = "some together, in any order, with padding"
 LAYOUTS: dict[str, tuple[Any, int, bool]] = {  # rows, size of a micro-batch, whether prefixes are shared
-    APART: (list, 1, True),
+    "every episode or pair for itself": (list, 1, True),
     "no shared prefixes": (list, 2000, False),
-    "some together, in any order, with padding": (padded, 120, True),
+    MIXED: (padded, 120, True),
 }
 
 
 def laid_out() -> Iterator[Any]:
     for name in ALGORITHMS:
         for layout in LAYOUTS:
-            late = [pytest.mark.slow] if layout == APART and name not in SHAPES else []
+            late = [pytest.mark.slow] if layout != MIXED and name not in SHAPES else []
             yield pytest.param(
                 name, layout, id=f"{layout}-{name}", marks=[pytest.mark.xdist_group(name), *late]
             )

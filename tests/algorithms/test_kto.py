@@ -137,6 +137,7 @@ def test_one_example_has_no_baseline() -> None:
     assert figures["rows"] == 1 and figures["kl"] == 0
 
 
+@pytest.mark.slow  # DPO learns from the same episodes in test_dpo.py; the loss is checked above
 def test_it_learns_from_recorded_episodes(warm: Path, recorded: Path, tmp_path: Path) -> None:
     """From episodes that are called good or bad, one by one, the model learns to look up instead of guessing."""
     gain, start, end = lift_by_episodes(warm, recorded, tmp_path, algorithm="kto", max_steps=6, batch_size=24)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -37,7 +37,8 @@ CHILD = "common/workers/child.py"
 
 
 def learners() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if CHILD in " ".join(each.cmdline())]
+    children = [each for each in psutil.Process().children() if CHILD in " ".join(each.cmdline())]
+    return children + [psutil.Process(pid) for pid in Forked.pids if psutil.pid_exists(pid)]
 
 
 class Pair:
@@ -127,11 +128,15 @@ def assert_goes_on(run: RunFolder, whole: Path) -> None:
 class Forked:
     """What `Worker` is to `assembly/learner_processes.py`, forked from a process that has torch already."""
 
+    pids: ClassVar[list[int]] = []
+
     def __init__(self, target: str, **_: Any) -> None:
         assert target == ranks.SERVE
 
     async def ask(self, place: list[Any], _: None) -> None:
         self._process = fork(ranks.serve_started, place)
+        assert self._process.pid is not None
+        self.pids.append(self._process.pid)
         await asyncio.to_thread(self._process.join)
 
     async def close(self) -> None:
@@ -143,9 +148,9 @@ class Forked:
 def test_a_learner_is_killed_and_the_run_goes_on(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that is killed is started as always; who goes on with what it did is not what this is about."""
-    lost(run := RunFolder(tmp_path / "broken"), interrupts=False)
+    """With learners that are forked; `make test-slow` kills one that is started as always, after Ctrl-C."""
     monkeypatch.setattr(ranks, "Worker", Forked)
+    lost(run := RunFolder(tmp_path / "broken"), interrupts=False)
     assert_goes_on(run, whole)
 
 

@@ -51,6 +51,7 @@ def figures(run: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow  # without Ray: test_fleet.py; a worker on Ray that is killed: test_ray_workers.py
 def test_a_run_that_loses_a_sampler_is_the_undisturbed_one(ray_head: str, tmp_path: Path) -> None:
     def run(name: str, watcher: Quiet, **compute: Any) -> Path:
         config = small(tmp_path, training={"max_steps": 3}, sampling={"max_tokens": 8}, compute=compute)

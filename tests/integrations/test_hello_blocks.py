@@ -48,12 +48,19 @@ SAYS = {
 TRAINED = {4: {"sft": 3}, 6: {"sft": 3}, 7: {"sft": 3}, 8: {"grpo": 3}, 9: {"sft": 3, "grpo": 3}, 10: {"test_sft": 1},
            11: {"sft_lora": 3}, 12: {"custom": 3}}  # fmt: skip
 
+# Block 9 trains by SFT, then by GRPO, with the tool: those of these blocks differ from it in options alone.
+LATER = (7, 8, 10, 11)
+CASES = [
+    pytest.param(block, marks=pytest.mark.slow if block.number in LATER else (), id=str(block))
+    for block in BLOCKS
+]
+
 fresh = pytest.fixture(autouse=True)(without_hello)
 
 
 @STARTED
 @pytest.mark.skipif(not BLOCKS, reason="the document is not beside the checkout")
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("block", CASES)
 def test_the_block_runs(block: Block, started: Path, tfactory: Run, monkeypatch: pytest.MonkeyPatch):
     means(started)
     monkeypatch.setenv("TFACTORY_GSM8K", "")  # put back what the command sets

@@ -74,7 +74,7 @@ def run(version: str, folder: Path, arguments: dict[str, Any]) -> dict[str, Any]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("version", ["0.2.9", "1.0.0"])
+@pytest.mark.parametrize("version", [pytest.param("0.2.9", marks=pytest.mark.slow), "1.0.0"])
 def test_its_registry_and_agent_call_our_tool(version: str, tmp_path: Path):
     found = run(version, tmp_path, {"action": "load_dataset", "max_samples": 3})
     assert (found["version"], found["theirs"], found["tool"]) == (version, True, True)

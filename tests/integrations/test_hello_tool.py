@@ -179,7 +179,10 @@ def test_a_registered_reward_is_found_by_its_own_name(tool: RLTrainingTool, star
 
 
 @STARTED
-@pytest.mark.parametrize("algorithm", ["ppo", "rft", "dpo", "kto", "reward_model"])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["dpo", "reward_model", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "rft", "kto"))],
+)
 def test_the_algorithms_that_the_text_only_names_train(tool: RLTrainingTool, started: Path, algorithm: str):
     pairs = [{"prompt": f"{n}?", "chosen": f"Final Answer: {n}", "rejected": "no"} for n in range(2)]
     labels = [{"prompt": f"{n}?", "completion": f"Final Answer: {n}", "label": bool(n)} for n in range(2)]

@@ -172,6 +172,7 @@ def test_a_run_goes_on_exactly(tmp_path: Path, name: str) -> None:
     assert_same_run(tmp_path / "whole", tmp_path / "broken")
 
 
+@pytest.mark.slow  # GRPO learns it in training/test_grpo_runs.py; gradients and figures of PPO are checked above
 def test_it_learns_a_tool_task(warm: Path, tmp_path: Path) -> None:
     """By the first steps of the recipe of configs/tiny_ppo.yaml; after all 16 success is 0.74."""
     before, after, report = lift(

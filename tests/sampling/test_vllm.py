@@ -1,4 +1,7 @@
-"""The real vLLM, on a CPU: one engine for all quick tests. Each loads its own weights."""
+"""The real vLLM, on a CPU: one engine for all tests but the last. Each loads its own weights.
+
+Its start takes most of a minute of processor time, so `make test-slow` runs them. `make test` checks our side of the
+engine with a stand-in for vLLM in tests/cluster/test_local.py."""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from TrainingFactory.learning.publishing import Publisher
 from TrainingFactory.models import load_model
 from TrainingFactory.types import Completion, EngineSpec, SamplingParams, Weights
 
-pytestmark = SCALE
+pytestmark = [SCALE, pytest.mark.slow]
 LONG = 250  # tokens of a turn that is under way while something else happens
 CLOSE = 1e-4
 PROMPT = [random.Random(0).randrange(600) for _ in range(48)]
@@ -286,7 +289,6 @@ def test_adapters(vllm_place: Shared, policy: Policy, tmp_path: Path) -> None:
     pure.publisher.close()
 
 
-@pytest.mark.slow
 def test_checkpoints_load_and_engines_die(scale: None, tmp_path: Path) -> None:
     """A checkpoint is a model for vLLM as it is; a core that is killed is a place that is lost, and all of it goes."""
     loaded = load_model("builtin:tiny", dtype="float32", seed=4)
