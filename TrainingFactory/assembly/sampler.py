@@ -250,7 +250,7 @@ def make_rollouts(
         min_p=sampling.min_p,
     )
     kind: type[RolloutEngine] = ProgramRollouts if isinstance(environment, AgentProgram) else RolloutEngine
-    concurrency: int | None = max_concurrent_episodes(config)
+    concurrency: int | None = max_concurrent_episodes(config, environment)
     if isinstance(sampler, EndpointSampler):
         if kind is ProgramRollouts:
             raise ValueError("environment.command needs a model with tokens, not an endpoint. Name a model")
