@@ -40,6 +40,10 @@ class SimulatedDevice:
     """The state of a device, its screen, and the programs of its shell. Rows of a screen change places at every HOME."""
 
     def __init__(self, seed: int = 0) -> None:
+        self.links: set[Link] = set()
+        self.factory_reset(seed)
+
+    def factory_reset(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.settings = {("global", "wifi_on"): "0", ("global", "airplane_mode_on"): "0"}
         self.database = sqlite3.connect(":memory:", check_same_thread=False)
@@ -51,7 +55,6 @@ class SimulatedDevice:
         self.booted = True
         self.hangs = False
         self.hook: Callable[[str], None] = lambda line: None  # called before every line of the shell
-        self.links: set[Link] = set()
         self.accepts = True
         self.home()
 
@@ -272,6 +275,8 @@ class Phones:
             )
             server = asyncio.run_coroutine_threadsafe(serving, self.loop).result(10)
             self.serials.append(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+        self.adb("start-server")
 
     def stop(self) -> None:
         self.adb("kill-server")

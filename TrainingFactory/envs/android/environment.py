@@ -83,7 +83,7 @@ class AndroidEnvironment(ToolEnvironment):
         super().__init__(task, tools, timeout=8 * self.options.call_timeout)
         self._state = TaskState(task.id, task.metadata)
         self._leased: Device | None = None
-        self._screen: Screen | None = None
+        self.screen: Screen | None = None
         self._answer: str | None = None
 
     @classmethod
@@ -205,14 +205,14 @@ class AndroidEnvironment(ToolEnvironment):
 
     @property
     def _bounds(self) -> tuple[int, int, int, int]:
-        assert self._screen is not None  # since `reset`
-        return self._screen.bounds
+        assert self.screen is not None  # since `reset`
+        return self.screen.bounds
 
     def _find(self, number: int) -> Element | None:
-        return None if self._screen is None else self._screen.element(number)
+        return None if self.screen is None else self.screen.element(number)
 
     def _no_element(self, number: int) -> ToolResult:
-        last = 0 if self._screen is None else len(self._screen.elements)
+        last = 0 if self.screen is None else len(self.screen.elements)
         return _failed(f"There is no element {number}. The elements are 1 to {last}.")
 
     async def _press(self, number: int, gesture: str) -> ToolResult:
@@ -244,8 +244,8 @@ class AndroidEnvironment(ToolEnvironment):
         for attempt in range(DUMPS):
             dump = await self._device.call("exec-out", "uiautomator", "dump", "/dev/tty")
             try:
-                self._screen = parse_screen(dump.output)
-                return self._screen
+                self.screen = parse_screen(dump.output)
+                return self.screen
             except ScreenError:
                 if attempt == DUMPS - 1:
                     raise

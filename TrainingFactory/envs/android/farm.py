@@ -20,6 +20,8 @@ from TrainingFactory.envs.android.state import Package
 
 log = logging.getLogger(__name__)
 POLL = 0.02  # seconds between two looks for a free device; a call of adb takes about as long
+HEALTH_CHECKS = 3
+RETRY_DELAY = 0.5  # seconds after the second check; none after the first
 BOOT_TIMEOUT = 120.0  # seconds, after a snapshot was loaded
 
 
@@ -152,9 +154,13 @@ class DeviceFarm:
         return self.options.server_port, serial
 
     async def _check_health(self, device: Device) -> None:
-        if ":" in device.serial:  # does nothing if it is connected
-            await self.adb.call("connect", device.serial)
-        if (state := await device.state()) != "device":
+        for attempt in range(HEALTH_CHECKS):  # adb's server may just be starting
+            if ":" in device.serial:  # does nothing if it is connected
+                await self.adb.call("connect", device.serial)
+            if (state := await device.state()) == "device":
+                break
+            await asyncio.sleep(attempt * RETRY_DELAY)
+        else:
             raise DeviceUnavailable(f"Android device {device.serial} is unavailable: {state}")
         booted = await device.shell("getprop", "sys.boot_completed")
         if booted.output.strip() != "1":
