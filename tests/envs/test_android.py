@@ -215,7 +215,7 @@ async def test_answer_ends_the_episode(farm: Phones) -> None:
 
 
 async def test_every_word_reaches_the_device_unchanged(farm: Phones) -> None:
-    for value in ("a b", "it's", "$HOME `x` \\ \"q\"", "*?[a]", "-n", "a;b|c&d"):
+    for value in ("a b", "it's", '$HOME `x` \\ "q"', "*?[a]", "-n", "a;b|c&d"):
         await device_of(farm).shell("settings", "put", "global", "k", value)
         assert farm[0].settings["global", "k"] == value
     with pytest.raises(ValueError, match="NUL"):
@@ -250,10 +250,16 @@ def test_invalid_options_are_rejected_in_one_line(options: dict[str, Any], text:
     ("metadata", "text"),
     [
         ({}, "no `checks`"),
-        ({"checks": [{"type": "shell", "command": "id"}]}, "task t, checks entry 1: type must be one of setting"),
+        (
+            {"checks": [{"type": "shell", "command": "id"}]},
+            "task t, checks entry 1: type must be one of setting",
+        ),
         ({"checks": [WIFI | {"key": "a; reboot"}]}, "key"),
         ({"checks": [{"type": "content", "uri": "content://c", "where": {"a=1 --": "x"}}]}, "where"),
-        ({"checks": [WIFI], "setup": [{"type": "wifi", "on": "no"}]}, "setup entry 1: on must be true or false"),
+        (
+            {"checks": [WIFI], "setup": [{"type": "wifi", "on": "no"}]},
+            "setup entry 1: on must be true or false",
+        ),
     ],
 )
 def test_invalid_tasks_are_rejected(metadata: dict[str, Any], text: str) -> None:
@@ -280,7 +286,11 @@ def test_tasks_come_from_yaml_and_jsonl(tmp_path: Path) -> None:
 def test_builtin_tasks_have_every_kind_and_other_contacts_in_the_splits() -> None:
     kind = as_environment_factory(find_environment("android"), {"devices": ["a"]})
     splits = {split: list(kind.tasks(split, 0, 80)) for split in ("train", "heldout")}
-    assert {given.prompt for given in splits["train"]} >= {"Turn Wi-Fi on.", "Turn on airplane mode.", "Open Contacts."}
+    assert {given.prompt for given in splits["train"]} >= {
+        "Turn Wi-Fi on.",
+        "Turn on airplane mode.",
+        "Open Contacts.",
+    }
     contacts = [{str(t.prompt) for t in tasks if "contact " in str(t.prompt)} for tasks in splits.values()]
     assert all(contacts) and not contacts[0] & contacts[1]
     assert len({given.id for tasks in splits.values() for given in tasks}) == 160

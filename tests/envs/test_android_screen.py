@@ -23,7 +23,9 @@ def node(text: str = "", children: str = "", bounds: str = "[0,0][10,20]", **att
 
 
 def test_elements_are_numbered_with_kind_text_and_states() -> None:
-    shown = parse_screen(screen(node("Wi-Fi", checkable="true", checked="true"), node("Off", enabled="false")))
+    shown = parse_screen(
+        screen(node("Wi-Fi", checkable="true", checked="true"), node("Off", enabled="false"))
+    )
     assert str(shown) == 'app a.b\n1 Button "Wi-Fi" on\n2 Button "Off" disabled'
     second = shown.element(2)
     assert second is not None and second.center == (5, 10)

@@ -1,5 +1,5 @@
 """Simulated Android devices: they speak adbd's protocol over loopback TCP, so that a real adb client and server connect
-to them. Each has a launcher, settings and contacts. `python -m tests.kits.android 3` serves three until it is stopped."""
+to them. Each has a launcher, settings and contacts. `python -m tests.kits.android 3` serves three."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ import pytest
 
 ADB = Path(__file__).parents[2] / ".servers" / "adb" / "adb"
 WIDTH, HEIGHT, ROW = 360, 640, 60
-PACKAGES = {"home": "com.android.launcher3", "settings": "com.android.settings", "contacts": "com.android.contacts"}
+PACKAGES = {
+    "home": "com.android.launcher3",
+    "settings": "com.android.settings",
+    "contacts": "com.android.contacts",
+}
 MAX_DATA = 65536
 
 
@@ -37,7 +41,7 @@ class Widget:
 
 
 class SimulatedDevice:
-    """The state of a device, its screen, and the programs of its shell. Rows of a screen change places at every HOME."""
+    """The state of a device, its screen, and the programs of its shell. Rows of a screen change places at HOME."""
 
     def __init__(self, seed: int = 0) -> None:
         self.links: set[Link] = set()
@@ -76,7 +80,10 @@ class SimulatedDevice:
             rows.append(Widget("clock", "TextView", "Clock"))
         elif self.screen == "settings":
             names = {"wifi_on": "Wi-Fi", "airplane_mode_on": "Airplane mode"}
-            rows = [Widget(key, "Switch", text, self.settings["global", key] == "1") for key, text in names.items()]
+            rows = [
+                Widget(key, "Switch", text, self.settings["global", key] == "1")
+                for key, text in names.items()
+            ]
             rows.append(Widget("storage", "TextView", "Storage"))
         else:
             rows = [Widget(name, "EditText", text or name.title()) for name, text in self.fields.items()]
@@ -87,7 +94,11 @@ class SimulatedDevice:
         package = PACKAGES[self.screen]
         nodes = []
         for place, widget in enumerate(self.widgets):
-            flags = {"clickable": bool(widget.name), "checkable": widget.on is not None, "checked": bool(widget.on)}
+            flags = {
+                "clickable": bool(widget.name),
+                "checkable": widget.on is not None,
+                "checked": bool(widget.on),
+            }
             flags["focused"] = bool(widget.name) and self.focus == widget.name
             shown = " ".join(f'{name}="{str(value).lower()}"' for name, value in flags.items())
             bounds = f"[0,{place * ROW}][{WIDTH},{(place + 1) * ROW}]"
@@ -95,7 +106,9 @@ class SimulatedDevice:
                 f'<node text={quoteattr(widget.text)} class="android.widget.{widget.kind}" package="{package}" {shown} '
                 f'enabled="true" bounds="{bounds}"/>'
             )
-        frame = f'<node class="android.widget.FrameLayout" package="{package}" bounds="[0,0][{WIDTH},{HEIGHT}]">'
+        frame = (
+            f'<node class="android.widget.FrameLayout" package="{package}" bounds="[0,0][{WIDTH},{HEIGHT}]">'
+        )
         header = "<?xml version='1.0' encoding='UTF-8' standalone='yes' ?>"
         return f'{header}<hierarchy rotation="0">{frame}{"".join(nodes)}</node></hierarchy>'
 
@@ -113,13 +126,15 @@ class SimulatedDevice:
         elif name in self.fields:
             self.focus = name
 
-    def run(self, line: str) -> tuple[str, int]:
+    def run(self, line: str) -> tuple[str, int]:  # noqa: C901  # one case per program
         """Run a line of the shell; return its output and status."""
         self.lines.append(line)
         self.hook(line)
         match shlex.split(line):
             case ["uiautomator", "dump", "/dev/tty"]:
-                return (self.dump() if self.xml is None else self.xml) + "UI hierchary dumped to: /dev/tty\n", 0
+                return (
+                    self.dump() if self.xml is None else self.xml
+                ) + "UI hierchary dumped to: /dev/tty\n", 0
             case ["input", "tap", x, y]:
                 self.tap(int(x), int(y))
             case ["input", "text", text] if self.focus is not None:

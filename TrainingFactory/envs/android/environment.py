@@ -1,4 +1,4 @@
-"""The environment `android`: a model operates a device through its screen's elements, and device state is the reward."""
+"""The environment `android`: a model operates a device through its screen's elements; device state is the reward."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class AndroidOptions(FarmOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.observation == "screenshot":
-            raise ValueError("observation: screenshot needs models with images, which are not supported yet; remove it")
+            raise ValueError(
+                "observation: screenshot needs models with images, which are not supported yet; remove it"
+            )
 
 
 class AndroidEnvironment(ToolEnvironment):
@@ -151,14 +153,18 @@ class AndroidEnvironment(ToolEnvironment):
         left, top, right, bottom = target.bounds if target is not None else self._bounds
         x, y = (left + right) // 2, (top + bottom) // 2
         across, along = (right - left) // 4, (bottom - top) // 4
-        dx, dy = {"up": (0, -along), "down": (0, along), "left": (-across, 0), "right": (across, 0)}[direction]
+        dx, dy = {"up": (0, -along), "down": (0, along), "left": (-across, 0), "right": (across, 0)}[
+            direction
+        ]
         return await self._input("swipe", *map(str, (x - dx, y - dy, x + dx, y + dy, 300)))
 
     @tool
     async def type_text(self, text: str, element: ElementNumber | None = None) -> ToolResult:
         """Type text into an element, or where the cursor is."""
         if not text or len(text) > MAX_TYPED or not (text.isascii() and text.isprintable()):
-            return _failed(f"type_text takes 1 to {MAX_TYPED} printable ASCII characters. For a new line: key enter.")
+            return _failed(
+                f"type_text takes 1 to {MAX_TYPED} printable ASCII characters. For a new line: key enter."
+            )
         if element is not None:
             if (target := self._find(element)) is None:
                 return self._no_element(element)
@@ -178,7 +184,9 @@ class AndroidEnvironment(ToolEnvironment):
         """Open an app by its name or package."""
         package = self.options.apps.get(app.strip().lower(), app.strip())
         if PACKAGE.fullmatch(package) is None:
-            return _failed(f"There is no app of this name. Names: {', '.join(self.options.apps)}; or give a package.")
+            return _failed(
+                f"There is no app of this name. Names: {', '.join(self.options.apps)}; or give a package."
+            )
         launcher = ("-c", "android.intent.category.LAUNCHER", "1")
         started = await self._device.shell("monkey", "-p", package, *launcher)
         if started.status != 0 or "No activities found" in started.output:
@@ -270,7 +278,11 @@ class AndroidDevices(ForeignEnvironment):
 
     def as_environment(self) -> type[ToolEnvironment]:
         left_out: dict[str, Any] = dict.fromkeys(set(TOOLS) - set(self.options.tools))
-        members = {"options": self.options, "farm": DeviceFarm(self.options), "max_episodes": len(self.options.devices)}
+        members = {
+            "options": self.options,
+            "farm": DeviceFarm(self.options),
+            "max_episodes": len(self.options.devices),
+        }
         return type("android", (AndroidEnvironment,), members | left_out)
 
 

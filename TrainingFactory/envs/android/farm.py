@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass as validated
@@ -63,7 +63,7 @@ class DeviceFarm:
     """Leases devices, first come first served. All farms of a process share their leases, because two environments may
     name the same device; so locks and times are those of threads, not of an event loop."""
 
-    _leased: set[tuple[int | None, str]] = set()
+    _leased: ClassVar[set[tuple[int | None, str]]] = set()
     _lock = threading.Lock()
 
     def __init__(self, options: FarmOptions) -> None:
@@ -154,10 +154,12 @@ class DeviceFarm:
         return self.options.server_port, serial
 
     async def _check_health(self, device: Device) -> None:
+        state = "unknown"
         for attempt in range(HEALTH_CHECKS):  # adb's server may just be starting
             if ":" in device.serial:  # does nothing if it is connected
                 await self.adb.call("connect", device.serial)
-            if (state := await device.state()) == "device":
+            state = await device.state()
+            if state == "device":
                 break
             await asyncio.sleep(attempt * RETRY_DELAY)
         else:
@@ -172,7 +174,9 @@ class DeviceFarm:
             loaded = await device.call(*command, timeout=BOOT_TIMEOUT)
             if loaded.status != 0 or "OK" not in loaded.output.split():
                 reason = (loaded.errors or loaded.output).strip()[:200]
-                raise DeviceUnavailable(f"{device.serial} cannot load snapshot {self.options.snapshot}: {reason}")
+                raise DeviceUnavailable(
+                    f"{device.serial} cannot load snapshot {self.options.snapshot}: {reason}"
+                )
             await device.call("wait-for-device", timeout=BOOT_TIMEOUT)
         for package in self.options.packages:
             cleared = await device.shell("pm", "clear", package)

@@ -3,8 +3,8 @@
     {"prompt": "Turn Wi-Fi on", "setup": [{"type": "wifi", "on": false}],
      "checks": [{"type": "setting", "namespace": "global", "key": "wifi_on", "equals": ["1", "2"]}]}
 
-Entries come from the task file alone. None of them is a shell command, and every value is quoted, so neither a model nor
-an app on the screen can add one.
+Entries come from the task file alone. None of them is a shell command, and every value is quoted, so neither a model
+nor an app on the screen can add one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ Uri = Annotated[str, StringConstraints(pattern=r"^content://\S+$")]
 Column = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*$")]
 FilePath = Annotated[str, StringConstraints(pattern=r"^/\S.*$")]
 Texts = Annotated[str | list[str], Field(min_length=1)]
-RESUMED = re.compile(r"(?:topResumedActivity|mResumedActivity)[=:] ?ActivityRecord\{\S+ \S+ ([\w.]+)/([\w.$]+)")
+RESUMED = re.compile(
+    r"(?:topResumedActivity|mResumedActivity)[=:] ?ActivityRecord\{\S+ \S+ ([\w.]+)/([\w.$]+)"
+)
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -53,7 +55,16 @@ class ContentCheck:
     exists: bool = True
 
     async def holds(self, device: Device, answer: str | None) -> bool:
-        words = ("content", "query", "--uri", self.uri, "--projection", "_id", "--where", _condition(self.where))
+        words = (
+            "content",
+            "query",
+            "--uri",
+            self.uri,
+            "--projection",
+            "_id",
+            "--where",
+            _condition(self.where),
+        )
         result = await device.shell(*words)
         if result.status != 0 or not result.output.startswith(("Row: 0 ", "No result found")):
             raise DeviceUnavailable(f"{device.serial} cannot query {self.uri}: {result.output[:200].strip()}")
@@ -185,7 +196,9 @@ class TaskState:
         self.setup = _entries(task_id, metadata, "setup", self.SETUP)
         self.checks = _entries(task_id, metadata, "checks", self.CHECKS)
         if not self.checks:
-            raise ValueError(f"task {task_id} has no `checks`; add at least one, of type {', '.join(self.CHECKS)}")
+            raise ValueError(
+                f"task {task_id} has no `checks`; add at least one, of type {', '.join(self.CHECKS)}"
+            )
 
     async def prepare(self, device: Device) -> None:
         """Run the setup. Raise DeviceUnavailable if a command fails: the task would start in a wrong state."""
@@ -193,7 +206,9 @@ class TaskState:
             result = await device.shell(*words)
             if result.status != 0:
                 text = (result.errors or result.output).strip()[:200]
-                raise DeviceUnavailable(f"{device.serial}: setup command {' '.join(words[:3])} failed: {text}")
+                raise DeviceUnavailable(
+                    f"{device.serial}: setup command {' '.join(words[:3])} failed: {text}"
+                )
 
     async def outcomes(self, device: Device, answer: str | None) -> dict[str, float]:
         """Return 1 or 0 for every check, by its number and type."""
@@ -207,7 +222,9 @@ class TaskState:
 def _entries(task_id: str, metadata: Mapping[str, Any], key: str, kinds: Mapping[str, Any]) -> list[Any]:
     entries = metadata.get(key) or []
     if not isinstance(entries, list):
-        raise ValueError(f"task {task_id}: `{key}` must be a list of entries such as {{type: {next(iter(kinds))}}}")
+        raise ValueError(
+            f"task {task_id}: `{key}` must be a list of entries such as {{type: {next(iter(kinds))}}}"
+        )
     parsed = []
     for number, entry in enumerate(entries, 1):
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from itertools import count as endlessly
-from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,9 +53,10 @@ BUILTIN: dict[TaskKind, Callable[[random.Random], tuple[str, dict[str, Any]]]] =
 
 
 def builtin_tasks(kinds: list[TaskKind], split: str, seed: int) -> Iterator[Task]:
-    """Yield tasks of these kinds in turn, endlessly. Contacts of the splits differ; the other kinds are one task each."""
+    """Yield tasks of these kinds in turn, endlessly. Contacts of the splits differ; the others are one task each."""
     rng = random.Random(f"android {split} {seed}")
-    for number, kind in zip(endlessly(), cycle(kinds)):
+    for number in endlessly():
+        kind = kinds[number % len(kinds)]
         prompt, metadata = BUILTIN[kind](rng)
         while kind == "add_contact" and not in_split(prompt, split):
             prompt, metadata = BUILTIN[kind](rng)
