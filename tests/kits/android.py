@@ -150,8 +150,9 @@ class SimulatedDevice:
                 self.screen = screens[package]
             case ["getprop", "sys.boot_completed"]:
                 return f"{int(self.booted)}\n", 0
-            case ["getprop", "ro.build.version.release"]:
-                return "14\n", 0
+            case ["getprop", name]:
+                values = {"ro.build.version.release": "14", "ro.product.model": "Simulated"}
+                return values.get(name, "") + "\n", 0
             case ["wm", "size"]:
                 return f"Physical size: {WIDTH}x{HEIGHT}\n", 0
             case ["pm", "clear", package]:
