@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.kits.android import Phones, phones
-from TrainingFactory.assembly.environment import as_environment_factory, find_environment
+from TrainingFactory.assembly.environment import as_environment_factory, find_environment, make_environment
+from TrainingFactory.config import load_config
 from TrainingFactory.envs.android.adb import Adb, Device, DeviceUnavailable, quote
 from TrainingFactory.envs.android.environment import TOOLS, AndroidEnvironment
 from TrainingFactory.envs.android.state import TaskState
@@ -162,7 +163,7 @@ async def test_more_episodes_than_devices_take_turns(farm: Phones) -> None:
     kind = environment(farm)
     assert kind.max_episodes == 2
     calls = (("tap", {"element": "Settings"}), ("tap", {"element": "Wi-Fi"}))
-    off = [{"type": "wifi", "on": False}]
+    off = [{"type": "wifi", "enabled": False}]
     played = await asyncio.gather(*(episode(kind, task(setup=off), *calls) for _ in range(5)))
     assert [each.reward and each.reward.outcome for each in played] == [1] * 5
     assert kind.run_metrics()["android/leases"] == 5
@@ -257,8 +258,8 @@ def test_invalid_options_are_rejected_in_one_line(options: dict[str, Any], text:
         ({"checks": [WIFI | {"key": "a; reboot"}]}, "key"),
         ({"checks": [{"type": "content", "uri": "content://c", "where": {"a=1 --": "x"}}]}, "where"),
         (
-            {"checks": [WIFI], "setup": [{"type": "wifi", "on": "no"}]},
-            "setup entry 1: on must be true or false",
+            {"checks": [WIFI], "setup": [{"type": "wifi", "enabled": "no"}]},
+            "setup entry 1: enabled must be true or false",
         ),
     ],
 )
@@ -281,6 +282,12 @@ def test_tasks_come_from_yaml_and_jsonl(tmp_path: Path) -> None:
     (tmp_path / "tasks.yaml").write_text("- [")
     with pytest.raises(ValueError, match=r"tasks\.yaml"):
         list(kind.tasks("train", 0, 5))
+
+
+def test_the_tasks_of_the_example_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    kind: Any = make_environment(load_config("examples/android/config.yaml"))
+    assert {given.id for given in kind.tasks("train", 0, 9)} >= {"wifi", "contact"}
 
 
 def test_builtin_tasks_have_every_kind_and_other_contacts_in_the_splits() -> None:

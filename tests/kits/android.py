@@ -296,6 +296,7 @@ class Phones:
 
     def stop(self) -> None:
         self.adb("kill-server")
+        self.call(lambda: [task.cancel() for task in asyncio.all_tasks(self.loop)] and None)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10)
 

@@ -1,6 +1,6 @@
 """Device state of a task, as typed entries: `setup` brings it about before an episode, `checks` score it afterwards.
 
-    {"prompt": "Turn Wi-Fi on", "setup": [{"type": "wifi", "on": false}],
+    {"prompt": "Turn Wi-Fi on", "setup": [{"type": "wifi", "enabled": false}],
      "checks": [{"type": "setting", "namespace": "global", "key": "wifi_on", "equals": ["1", "2"]}]}
 
 Entries come from the task file alone. None of them is a shell command, and every value is quoted, so neither a model
@@ -117,18 +117,18 @@ class AnswerCheck:
 
 @dataclass(config=STRICT, frozen=True)
 class WifiSetup:
-    on: bool
+    enabled: bool
 
     def commands(self) -> list[tuple[str, ...]]:
-        return [("svc", "wifi", "enable" if self.on else "disable")]
+        return [("svc", "wifi", "enable" if self.enabled else "disable")]
 
 
 @dataclass(config=STRICT, frozen=True)
 class AirplaneSetup:
-    on: bool
+    enabled: bool
 
     def commands(self) -> list[tuple[str, ...]]:
-        return [("cmd", "connectivity", "airplane-mode", "enable" if self.on else "disable")]
+        return [("cmd", "connectivity", "airplane-mode", "enable" if self.enabled else "disable")]
 
 
 @dataclass(config=STRICT, frozen=True)

@@ -23,12 +23,15 @@ PHONES = "content://com.android.contacts/data/phones"
 def _wifi(rng: random.Random) -> tuple[str, dict[str, Any]]:
     # 2 is Wi-Fi that stays on in airplane mode.
     check = {"type": "setting", "namespace": "global", "key": "wifi_on", "equals": ["1", "2"]}
-    return "Turn Wi-Fi on.", {"setup": [{"type": "wifi", "on": False}], "checks": [check]}
+    return "Turn Wi-Fi on.", {"setup": [{"type": "wifi", "enabled": False}], "checks": [check]}
 
 
 def _airplane_mode(rng: random.Random) -> tuple[str, dict[str, Any]]:
     check = {"type": "setting", "namespace": "global", "key": "airplane_mode_on", "equals": "1"}
-    return "Turn on airplane mode.", {"setup": [{"type": "airplane_mode", "on": False}], "checks": [check]}
+    return "Turn on airplane mode.", {
+        "setup": [{"type": "airplane_mode", "enabled": False}],
+        "checks": [check],
+    }
 
 
 def _open_contacts(rng: random.Random) -> tuple[str, dict[str, Any]]:
