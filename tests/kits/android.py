@@ -294,9 +294,13 @@ class Phones:
 
         self.adb("start-server")
 
+    def _cancel_links(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+
     def stop(self) -> None:
         self.adb("kill-server")
-        self.call(lambda: [task.cancel() for task in asyncio.all_tasks(self.loop)] and None)
+        self.call(self._cancel_links)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10)
 
