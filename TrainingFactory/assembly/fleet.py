@@ -45,10 +45,12 @@ def max_open_episodes(config: TrainingConfig) -> int:
     return min(slots, config.environment.options.get("processes", MAX_PROCESSES))
 
 
-def max_concurrent_episodes(config: TrainingConfig) -> int:
-    """Return how many episodes a run plays at the same time: what the engines hold, limited by environment.num_workers.
-    On a Ray cluster num_workers is the number of tool processes instead."""
+def max_concurrent_episodes(config: TrainingConfig, environment: Any = None) -> int:
+    """Return how many episodes a run plays at the same time: what the engines hold, limited by environment.num_workers
+    and by the `max_episodes` of the environment. On a Ray cluster num_workers is the number of tool processes
+    instead."""
     slots, workers = max_open_episodes(config), config.environment.num_workers
+    slots = min(slots, getattr(environment, "max_episodes", slots))
     return slots if workers is None or config.compute.backend == "ray" else min(slots, workers)
 
 

@@ -38,6 +38,7 @@ class RunTools:
         self._recorder = Recorder(self._recording)
         self._sources: list[ToolSource] = []
         self._program: AgentProgram | None = None
+        self._environment_metrics: Callable[[], dict[str, float]] = dict
         self._specs: list[ToolSpec] = []
         self._borrowed = cache is not None
         self._cache = None if self._recording else cache or make_tool_cache(config)
@@ -68,6 +69,7 @@ class RunTools:
             await environment.endpoint.open()
             self._program = environment
             return with_tools(environment, self._user_tools)
+        self._environment_metrics = getattr(environment, "run_metrics", dict)
         if self._recording is not None:
             tools: Sequence[ToolOrSource] = recorded_tools(self._recording)
         else:
@@ -95,10 +97,10 @@ class RunTools:
         self.runtime.metrics.drop(unwanted)
 
     def metrics(self, is_included: Callable[[EpisodeKey], bool] = lambda _: True) -> dict[str, float]:
-        """Return the metrics of tool calls in the `is_included` episodes, and of requests by agent programs; empty if
-        there were none."""
+        """Return the metrics of tool calls in the `is_included` episodes, of requests by agent programs, and those of
+        an environment with a class method `run_metrics`; empty if there were none."""
         programs = {} if self._program is None else self._program.endpoint.metrics()
-        return self.runtime.snapshot(is_included) | programs
+        return self.runtime.snapshot(is_included) | programs | self._environment_metrics()
 
     def totals(self) -> dict[str, float]:
         """Return those of all calls up to the last `metrics`."""

@@ -15,6 +15,7 @@ _CATALOG: dict[str, dict[str, str]] = {
         "search": "TrainingFactory.envs:SearchEnvironment",
         "calculator": "TrainingFactory.envs:CalculatorEnvironment",
         "text2sql": "TrainingFactory.envs.builtin.text2sql:Text2SqlEnvironment",
+        "android": "TrainingFactory.envs.android.environment:AndroidDevices",
         "reasoning_gym/": "TrainingFactory.integrations.reasoning_gym:environment",
         "bfcl/": "TrainingFactory.integrations.bfcl:environment",
         "conversation": "TrainingFactory.envs:ToolEnvironment",  # the task's prompt and the model's answer

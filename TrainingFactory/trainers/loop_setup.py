@@ -221,7 +221,7 @@ async def _make_rollout_setup(
     if tasks := training.data.tasks or training.data.heldout:
         await check_tools(environment, tasks[0], chat, reward)
 
-    limit = max_concurrent_episodes(config)
+    limit = max_concurrent_episodes(config, environment)
     if config.environment.num_workers is not None and config.compute.backend != "ray":
         notify(f"environment: at most {limit} episodes at a time")
     return RolloutSetup(
@@ -257,7 +257,7 @@ def _make_source(
             "timeout": config.environment.episode_timeout,
             "runtime": training.tools.runtime,
         }
-        max_episodes = max_concurrent_episodes(config)
+        max_episodes = max_concurrent_episodes(config, setup.environment)
         return ExpertSource(tasks, order, setup.environment, setup.chat, algorithm, limits, max_episodes)
     rollouts = _make_rollouts(training, setup, setup.reward, make_branching(config))
     arguments = (tasks, order, rollouts, setup.sampler, algorithm, setup.reward, ledger)

@@ -1,0 +1,1 @@
+"""Android devices as environments, over adb. See docs/ANDROID.md."""

@@ -1,0 +1,139 @@
+"""Calls of the `adb` program: argument lists, a time limit per call, and a check whether the device is still there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from TrainingFactory.common.texts import escape_control
+from TrainingFactory.types import ToolFailure
+
+MAX_OUTPUT = 8 << 20  # bytes of one call; a call with more output is killed
+LOST_CONNECTION = 255  # adb's exit status if the connection breaks before the device command ends
+INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "SYSTEMROOT", "USERPROFILE")  # variables that adb may see
+
+
+class DeviceUnavailable(ToolFailure):
+    """A device does not answer. The episode ends as `tool_failure` and is not trained on."""
+
+
+class AdbResult(NamedTuple):
+    status: int
+    output: str
+    errors: str
+
+
+@dataclass(slots=True, frozen=True)
+class Adb:
+    """The adb program, and the port of its server. `timeout` is in seconds per call."""
+
+    program: str = "adb"
+    server_port: int | None = None  # None: adb's own default, 5037
+    timeout: float = 20.0
+
+    async def call(self, *arguments: str, timeout: float | None = None) -> AdbResult:
+        """Run adb with these arguments, without a shell. Raise DeviceUnavailable after `timeout` seconds."""
+        port = () if self.server_port is None else ("-P", str(self.server_port))
+        seconds = timeout or self.timeout
+        try:
+            process = await asyncio.create_subprocess_exec(
+                self.program,
+                *port,
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=_environment(),
+            )
+        except OSError as error:
+            raise DeviceUnavailable(
+                f"cannot start {self.program!r}: {error.strerror}. Install Android's platform tools (Debian: apt "
+                "install adb), or set environment.options.adb to the program"
+            ) from error
+        try:
+            async with asyncio.timeout(seconds):
+                output, errors = await asyncio.gather(_read(process.stdout), _read(process.stderr))
+                status = await process.wait()
+        except TimeoutError:
+            raise DeviceUnavailable(f"adb {_shown(arguments)} took longer than {seconds:g} s") from None
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        return AdbResult(status, output, errors)
+
+
+@dataclass(slots=True)
+class Device:
+    """One device. `failure` is the reason why a call of the present episode found it unavailable."""
+
+    adb: Adb
+    serial: str
+    failure: str | None = field(default=None)
+
+    async def call(self, *arguments: str, timeout: float | None = None) -> AdbResult:
+        """Run an adb command on this device. Raise DeviceUnavailable if the device is missing, offline or silent."""
+        try:
+            result = await self.adb.call("-s", self.serial, *arguments, timeout=timeout)
+            if result.status != 0 and arguments != ("get-state",):
+                await self._check_connection(result)
+        except DeviceUnavailable as error:
+            self.failure = str(error)
+            raise
+        return result
+
+    async def shell(self, *words: str, timeout: float | None = None) -> AdbResult:
+        """Run a program on the device. Every word reaches it unchanged: adb joins the words into one line for the
+        device's shell, so each is quoted."""
+        return await self.call("shell", "-T", *map(quote, words), timeout=timeout)
+
+    async def state(self) -> str:
+        """Return adb's state of the device: `device` if it is connected."""
+        result = await self.call("get-state")
+        return result.output.strip() if result.status == 0 else _last_line(result.errors)
+
+    async def _check_connection(self, result: AdbResult) -> None:
+        """Raise if a failed call failed because of the device, not because of the command."""
+        state = await self.state()
+        if state != "device" or result.status == LOST_CONNECTION:
+            reason = _last_line(result.errors) or state
+            raise DeviceUnavailable(f"Android device {self.serial} is unavailable: {reason}")
+
+
+def quote(word: str) -> str:
+    """Quote a word for the device's shell. Raise ValueError for NUL, which no argument can contain."""
+    if "\0" in word:
+        raise ValueError("a text for a device cannot contain the character NUL")
+    return shlex.quote(word)
+
+
+async def _read(stream: asyncio.StreamReader | None) -> str:
+    assert stream is not None
+    data = bytearray()
+    while chunk := await stream.read(65536):
+        data += chunk
+        if len(data) > MAX_OUTPUT:
+            raise DeviceUnavailable(f"a call of adb returned more than {MAX_OUTPUT >> 20} MiB")
+    return data.decode("utf-8", errors="replace")
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables for adb, without secrets of the run."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.upper() in INHERITED or name.startswith(("ADB_", "ANDROID_", "LC_"))
+    }
+
+
+def _last_line(text: str) -> str:
+    return escape_control((text.strip().splitlines() or [""])[-1][:200])
+
+
+def _shown(arguments: tuple[str, ...]) -> str:
+    return escape_control(" ".join(arguments)[:80])

@@ -1,0 +1,290 @@
+"""The environment `android`: a model operates a device through its screen's elements; device state is the reward."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as validated
+
+from TrainingFactory.common.options import STRICT, NotNegative, Text, make_from
+from TrainingFactory.envs.android.adb import Device, DeviceUnavailable
+from TrainingFactory.envs.android.farm import DeviceFarm, FarmOptions
+from TrainingFactory.envs.android.screen import Element, Screen, ScreenError, parse_screen
+from TrainingFactory.envs.android.state import Package, TaskState
+from TrainingFactory.envs.android.tasks import BUILTIN, TaskKind, builtin_tasks, file_tasks
+from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
+from TrainingFactory.protocols import Episode, Tool, ToolSource
+from TrainingFactory.tools import tool
+from TrainingFactory.types import Message, Reward, Step, Task, ToolResult
+
+ToolName = Literal["elements", "tap", "long_press", "swipe", "type_text", "key", "open_app", "wait", "answer"]
+TOOLS: tuple[ToolName, ...] = get_args(ToolName)
+APPS = {"settings": "com.android.settings", "contacts": "com.android.contacts"}
+PACKAGE = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")
+KEYS = {
+    "back": "KEYCODE_BACK",
+    "home": "KEYCODE_HOME",
+    "recents": "KEYCODE_APP_SWITCH",
+    "enter": "KEYCODE_ENTER",
+    "delete": "KEYCODE_DEL",
+    "tab": "KEYCODE_TAB",
+}
+MAX_TYPED = 500  # characters of one call
+LONG_PRESS = "800"  # milliseconds
+DUMPS = 3  # attempts to read a screen that moves
+ElementNumber = Annotated[int, Field(ge=1, description="number of the element")]
+
+
+@validated(config=STRICT, frozen=True)
+class AndroidOptions(FarmOptions):
+    """`environment.options` of the environment `android`."""
+
+    observation: Literal["elements", "screenshot"] = "elements"
+    """What the model sees after an action: the screen's elements as text."""
+    settle: NotNegative = 0.5
+    """Seconds between an action and the reading of the screen."""
+    tools: Annotated[list[ToolName], Field(min_length=1)] = Field(default_factory=lambda: list(TOOLS))
+    """Tools that the model gets. Fewer tools make a shorter prompt."""
+    apps: dict[str, Package] = Field(default_factory=lambda: dict(APPS))
+    """Names for open_app, with their packages."""
+    builtin: Annotated[list[TaskKind], Field(min_length=1)] = Field(default_factory=lambda: list(BUILTIN))
+    """Kinds of built-in tasks."""
+    tasks: Text | None = None
+    """YAML or JSONL file with tasks, instead of built-in ones."""
+    heldout: Text | None = None
+    """YAML or JSONL file with held-out tasks; required with `tasks` if the run evaluates."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.observation == "screenshot":
+            raise ValueError(
+                "observation: screenshot needs models with images, which are not supported yet; remove it"
+            )
+
+
+class AndroidEnvironment(ToolEnvironment):
+    """One episode on one device, from the lease in `reset` to the release in `close`."""
+
+    system_prompt = (
+        "You operate an Android phone. Its screen is shown as numbered elements. Act by calling tools; element numbers "
+        "refer to the screen that was shown last. Call answer when the task is done."
+    )
+    options: ClassVar[AndroidOptions]
+    farm: ClassVar[DeviceFarm]
+    max_episodes: ClassVar[int]  # a device plays one episode at a time
+    fork = None  # a device cannot be copied
+
+    def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = ()) -> None:
+        # A tool makes several calls of adb, each with its own limit.
+        super().__init__(task, tools, timeout=8 * self.options.call_timeout)
+        self._state = TaskState(task.id, task.metadata)
+        self._leased: Device | None = None
+        self.screen: Screen | None = None
+        self._answer: str | None = None
+
+    @classmethod
+    def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
+        options = cls.options
+        if options.tasks is None:
+            return islice(builtin_tasks(list(options.builtin), split, seed), count)
+        path = options.tasks if split == "train" else options.heldout
+        if path is None:
+            raise ValueError("set environment.options.heldout or data.heldout to a file of held-out tasks")
+        return file_tasks(path, count)
+
+    @classmethod
+    def run_metrics(cls) -> dict[str, float]:
+        """Return metrics of all episodes, for the log of a training step."""
+        return cls.farm.metrics()
+
+    async def reset(self) -> list[Message]:
+        self._leased = await self.farm.lease()
+        await self._state.prepare(self._leased)
+        try:
+            screen = await self._observe()
+        except ScreenError as error:
+            raise DeviceUnavailable(f"{self._leased.serial}: {error}") from error
+        *earlier, last = await super().reset()
+        return [*earlier, dataclasses.replace(last, content=f"{last.content}\n\n{screen}")]
+
+    async def step(self, message: Message) -> Step:
+        step = await super().step(message)
+        return dataclasses.replace(step, done=True) if self._answer is not None else step
+
+    async def reward(self, episode: Episode) -> Reward:
+        """Return 1 if all checks of the task hold on the device, else 0."""
+        outcomes = await self._state.outcomes(self._device, self._answer)
+        return Reward(float(all(outcomes.values())), parts=outcomes)
+
+    async def close(self) -> None:
+        device, self._leased = self._leased, None
+        if device is not None:
+            self.farm.release(device)
+
+    @tool
+    async def elements(self) -> ToolResult:
+        """Read the screen again."""
+        return await self._show()
+
+    @tool
+    async def tap(self, element: ElementNumber) -> ToolResult:
+        """Tap an element."""
+        return await self._press(element, "tap")
+
+    @tool
+    async def long_press(self, element: ElementNumber) -> ToolResult:
+        """Press an element for a second."""
+        return await self._press(element, "long_press")
+
+    @tool
+    async def swipe(
+        self, direction: Literal["up", "down", "left", "right"], element: ElementNumber | None = None
+    ) -> ToolResult:
+        """Swipe over the screen or an element. up shows what is further down."""
+        target = None if element is None else self._find(element)
+        if element is not None and target is None:
+            return self._no_element(element)
+        left, top, right, bottom = target.bounds if target is not None else self._bounds
+        x, y = (left + right) // 2, (top + bottom) // 2
+        across, along = (right - left) // 4, (bottom - top) // 4
+        dx, dy = {"up": (0, -along), "down": (0, along), "left": (-across, 0), "right": (across, 0)}[
+            direction
+        ]
+        return await self._input("swipe", *map(str, (x - dx, y - dy, x + dx, y + dy, 300)))
+
+    @tool
+    async def type_text(self, text: str, element: ElementNumber | None = None) -> ToolResult:
+        """Type text into an element, or where the cursor is."""
+        if not text or len(text) > MAX_TYPED or not (text.isascii() and text.isprintable()):
+            return _failed(
+                f"type_text takes 1 to {MAX_TYPED} printable ASCII characters. For a new line: key enter."
+            )
+        if element is not None:
+            if (target := self._find(element)) is None:
+                return self._no_element(element)
+            await self._device.shell("input", "tap", *map(str, target.center))
+        # Android reads %s as a space, so a literal %s is typed in two parts.
+        for part in re.split(r"(?<=%)(?=s)", text):
+            await self._device.shell("input", "text", part.replace(" ", "%s"))
+        return await self._show_later()
+
+    @tool
+    async def key(self, name: Literal["back", "home", "recents", "enter", "delete", "tab"]) -> ToolResult:
+        """Press a key."""
+        return await self._input("keyevent", KEYS[name])
+
+    @tool
+    async def open_app(self, app: str) -> ToolResult:
+        """Open an app by its name or package."""
+        package = self.options.apps.get(app.strip().lower(), app.strip())
+        if PACKAGE.fullmatch(package) is None:
+            return _failed(
+                f"There is no app of this name. Names: {', '.join(self.options.apps)}; or give a package."
+            )
+        launcher = ("-c", "android.intent.category.LAUNCHER", "1")
+        started = await self._device.shell("monkey", "-p", package, *launcher)
+        if started.status != 0 or "No activities found" in started.output:
+            return _failed(f"{package} is not installed.")
+        return await self._show_later()
+
+    @tool
+    async def wait(self, seconds: Annotated[float, Field(ge=0, le=10)] = 1.0) -> ToolResult:
+        """Wait, then read the screen."""
+        await asyncio.sleep(seconds)
+        return await self._show()
+
+    @tool
+    async def answer(self, text: str = "") -> str:
+        """End the task, with the answer if it asks for one."""
+        self._answer = text
+        return "The task has ended."
+
+    @property
+    def _device(self) -> Device:
+        if self._leased is None:
+            raise DeviceUnavailable("the episode has no device: it was not reset, or it is closed")
+        return self._leased
+
+    @property
+    def _bounds(self) -> tuple[int, int, int, int]:
+        assert self.screen is not None  # since `reset`
+        return self.screen.bounds
+
+    def _find(self, number: int) -> Element | None:
+        return None if self.screen is None else self.screen.element(number)
+
+    def _no_element(self, number: int) -> ToolResult:
+        last = 0 if self.screen is None else len(self.screen.elements)
+        return _failed(f"There is no element {number}. The elements are 1 to {last}.")
+
+    async def _press(self, number: int, gesture: str) -> ToolResult:
+        if (target := self._find(number)) is None:
+            return self._no_element(number)
+        point = [str(value) for value in target.center]
+        if gesture == "tap":
+            return await self._input("tap", *point)
+        return await self._input("swipe", *point, *point, LONG_PRESS)
+
+    async def _input(self, *words: str) -> ToolResult:
+        done = await self._device.shell("input", *words)
+        if done.status != 0:
+            return _failed(f"The device rejected the action: {(done.errors or done.output).strip()[:200]}")
+        return await self._show_later()
+
+    async def _show_later(self) -> ToolResult:
+        await asyncio.sleep(self.options.settle)
+        return await self._show()
+
+    async def _show(self) -> ToolResult:
+        try:
+            return ToolResult(str(await self._observe()))
+        except ScreenError as error:
+            return _failed(f"The screen cannot be read: {error}")
+
+    async def _observe(self) -> Screen:
+        """Read the screen. Android refuses while it moves, so a failed attempt is repeated."""
+        for attempt in range(DUMPS):
+            dump = await self._device.call("exec-out", "uiautomator", "dump", "/dev/tty")
+            try:
+                self.screen = parse_screen(dump.output)
+                return self.screen
+            except ScreenError:
+                if attempt == DUMPS - 1:
+                    raise
+                await asyncio.sleep(self.options.settle)
+        raise AssertionError("unreachable")
+
+
+class AndroidDevices(ForeignEnvironment):
+    """The devices of a config's `environment.options`."""
+
+    def __init__(self, options: AndroidOptions) -> None:
+        self.options = options
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        if not options.get("devices"):
+            raise ValueError(
+                "environment android needs its devices: set environment.options.devices to serials of `adb devices`, "
+                "such as [emulator-5554]"
+            )
+        return cls(make_from(AndroidOptions, options, "environment android"))
+
+    def as_environment(self) -> type[ToolEnvironment]:
+        left_out: dict[str, Any] = dict.fromkeys(set(TOOLS) - set(self.options.tools))
+        members = {
+            "options": self.options,
+            "farm": DeviceFarm(self.options),
+            "max_episodes": len(self.options.devices),
+        }
+        return type("android", (AndroidEnvironment,), members | left_out)
+
+
+def _failed(text: str) -> ToolResult:
+    return ToolResult(text, ok=False, error="exception")

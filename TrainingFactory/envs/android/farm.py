@@ -1,0 +1,186 @@
+"""The devices of a run: an episode leases one, gets it in its initial state, and releases it. A device that fails is
+quarantined: no episode gets it until a later health check succeeds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as validated
+
+from TrainingFactory.common.options import STRICT, NotNegative, Positive, Text
+from TrainingFactory.envs.android.adb import Adb, Device, DeviceUnavailable
+from TrainingFactory.envs.android.state import Package
+
+log = logging.getLogger(__name__)
+POLL = 0.02  # seconds between two looks for a free device; a call of adb takes about as long
+HEALTH_CHECKS = 3
+RETRY_DELAY = 0.5  # seconds after the second check; none after the first
+BOOT_TIMEOUT = 120.0  # seconds, after a snapshot was loaded
+
+
+@validated(config=STRICT, frozen=True)
+class FarmOptions:
+    """How devices are reached and reset."""
+
+    devices: Annotated[list[Text], Field(min_length=1)]
+    """Serials as in `adb devices`. HOST:PORT is connected with `adb connect`."""
+    adb: Text = "adb"
+    """The adb program."""
+    server_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port of adb's server. null: 5037."""
+    reset: Literal["none", "packages", "snapshot"] = "none"
+    """What precedes an episode: nothing but the task's setup, `pm clear` of `packages`, or an emulator's snapshot."""
+    packages: list[Package] = Field(default_factory=list)
+    snapshot: Text = "clean"
+    call_timeout: Positive = 20.0
+    """Seconds per adb call."""
+    lease_timeout: Positive = 600.0
+    """Seconds that an episode waits for a device."""
+    quarantine: NotNegative = 300.0
+    """Seconds until the health of a quarantined device is checked again."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.devices)) < len(self.devices):
+            raise ValueError("environment.options.devices names a device twice; remove one")
+        if (self.reset == "packages") != bool(self.packages):
+            raise ValueError("set reset: packages together with packages: [NAMES], or leave both out")
+
+
+@dataclass(slots=True)
+class Quarantine:
+    reason: str
+    ends_at: float  # time.monotonic()
+
+
+class DeviceFarm:
+    """Leases devices, first come first served. All farms of a process share their leases, because two environments may
+    name the same device; so locks and times are those of threads, not of an event loop."""
+
+    _leased: ClassVar[set[tuple[int | None, str]]] = set()
+    _lock = threading.Lock()
+
+    def __init__(self, options: FarmOptions) -> None:
+        self.options = options
+        self.adb = Adb(options.adb, options.server_port, options.call_timeout)
+        self.quarantined: dict[str, Quarantine] = {}
+        self.counts: Counter[str] = Counter()
+        self._waiting: deque[object] = deque()
+
+    async def lease(self) -> Device:
+        """Return a healthy device in its initial state. Raise DeviceUnavailable if there is none."""
+        while True:
+            device = Device(self.adb, await self._free_serial())
+            try:
+                await self._check_health(device)
+                await self._reset(device)
+            except DeviceUnavailable as error:
+                device.failure = str(error)
+                self.release(device)
+                continue  # with the next device, until all are quarantined
+            except BaseException:
+                self.release(device)
+                raise
+            if self.quarantined.pop(device.serial, None):
+                log.warning("Android device %s is healthy again", device.serial)
+            self.counts["leases"] += 1
+            return device
+
+    def release(self, device: Device) -> None:
+        """Release a device; quarantine it if a call found it unavailable."""
+        if device.failure is not None:
+            ends_at = time.monotonic() + self.options.quarantine
+            self.quarantined[device.serial] = Quarantine(device.failure, ends_at)
+            self.counts["failures"] += 1
+            log.warning(
+                "Android device %s is quarantined for %g s (%d of %d devices are): %s",
+                device.serial, self.options.quarantine, len(self.quarantined), len(self.options.devices),
+                device.failure,
+            )  # fmt: skip
+        with self._lock:
+            self._leased.discard(self._key(device.serial))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of leases and device failures so far, and of devices that are quarantined now."""
+        return {
+            "android/leases": self.counts["leases"],
+            "android/failures": self.counts["failures"],
+            "android/quarantined": len(self.quarantined),
+        }
+
+    async def _free_serial(self) -> str:
+        """Wait for a free device and mark it as leased."""
+        ticket, started = object(), time.monotonic()
+        self._waiting.append(ticket)
+        try:
+            while True:
+                if self._waiting[0] is ticket and (serial := self._take()) is not None:
+                    return serial
+                if time.monotonic() - started > self.options.lease_timeout:
+                    raise DeviceUnavailable(
+                        f"no Android device was free for {self.options.lease_timeout:g} s "
+                        "(environment.options.lease_timeout). Name more devices, or set environment.num_workers to "
+                        "their number. A reward that compares the episodes of a group needs one device per episode"
+                    )
+                await asyncio.sleep(POLL)
+        finally:
+            self._waiting.remove(ticket)
+
+    def _take(self) -> str | None:
+        """Mark a usable device as leased and return it; None if all usable ones are leased."""
+        now = time.monotonic()
+        usable = [
+            serial
+            for serial in self.options.devices
+            if serial not in self.quarantined or self.quarantined[serial].ends_at <= now
+        ]
+        with self._lock:
+            for serial in usable:
+                if self._key(serial) not in self._leased:
+                    self._leased.add(self._key(serial))
+                    return serial
+        if not usable:
+            reasons = "; ".join(entry.reason for entry in self.quarantined.values())
+            raise DeviceUnavailable(f"every Android device is quarantined: {reasons}")
+        return None
+
+    def _key(self, serial: str) -> tuple[int | None, str]:
+        return self.options.server_port, serial
+
+    async def _check_health(self, device: Device) -> None:
+        state = "unknown"
+        for attempt in range(HEALTH_CHECKS):  # adb's server may just be starting
+            if ":" in device.serial:  # does nothing if it is connected
+                await self.adb.call("connect", device.serial)
+            state = await device.state()
+            if state == "device":
+                break
+            await asyncio.sleep(attempt * RETRY_DELAY)
+        else:
+            raise DeviceUnavailable(f"Android device {device.serial} is unavailable: {state}")
+        booted = await device.shell("getprop", "sys.boot_completed")
+        if booted.output.strip() != "1":
+            raise DeviceUnavailable(f"Android device {device.serial} has not finished booting")
+
+    async def _reset(self, device: Device) -> None:
+        if self.options.reset == "snapshot":
+            command = ("emu", "avd", "snapshot", "load", self.options.snapshot)
+            loaded = await device.call(*command, timeout=BOOT_TIMEOUT)
+            if loaded.status != 0 or "OK" not in loaded.output.split():
+                reason = (loaded.errors or loaded.output).strip()[:200]
+                raise DeviceUnavailable(
+                    f"{device.serial} cannot load snapshot {self.options.snapshot}: {reason}"
+                )
+            await device.call("wait-for-device", timeout=BOOT_TIMEOUT)
+        for package in self.options.packages:
+            cleared = await device.shell("pm", "clear", package)
+            if cleared.output.strip() != "Success":
+                reason = (cleared.errors or cleared.output).strip()[:200]
+                raise DeviceUnavailable(f"{device.serial} cannot clear {package}: {reason}")
+        await device.shell("input", "keyevent", "KEYCODE_HOME")

@@ -1,0 +1,247 @@
+"""Device state of a task, as typed entries: `setup` brings it about before an episode, `checks` score it afterwards.
+
+    {"prompt": "Turn Wi-Fi on", "setup": [{"type": "wifi", "enabled": false}],
+     "checks": [{"type": "setting", "namespace": "global", "key": "wifi_on", "equals": ["1", "2"]}]}
+
+Entries come from the task file alone. None of them is a shell command, and every value is quoted, so neither a model
+nor an app on the screen can add one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, StringConstraints
+from pydantic.dataclasses import dataclass
+
+from TrainingFactory.common.options import STRICT, OptionError, make_named
+from TrainingFactory.envs.android.adb import Device, DeviceUnavailable
+
+MAX_FILE = 65536  # bytes of a file that a check reads
+Namespace = Literal["global", "secure", "system"]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]+$")]
+Package = Annotated[str, StringConstraints(pattern=r"^[A-Za-z]\w*(\.[A-Za-z]\w*)+$")]
+Uri = Annotated[str, StringConstraints(pattern=r"^content://\S+$")]
+Column = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*$")]
+FilePath = Annotated[str, StringConstraints(pattern=r"^/\S.*$")]
+Texts = Annotated[str | list[str], Field(min_length=1)]
+RESUMED = re.compile(
+    r"(?:topResumedActivity|mResumedActivity)[=:] ?ActivityRecord\{\S+ \S+ ([\w.]+)/([\w.$]+)"
+)
+
+
+@dataclass(config=STRICT, frozen=True)
+class SettingCheck:
+    """A value of `settings get`."""
+
+    namespace: Namespace
+    key: Name
+    equals: Texts
+
+    async def holds(self, device: Device, answer: str | None) -> bool:
+        result = await device.shell("settings", "get", self.namespace, self.key)
+        return result.status == 0 and result.output.strip() in _list(self.equals)
+
+
+@dataclass(config=STRICT, frozen=True)
+class ContentCheck:
+    """Whether a content provider has a row with these values. The device compares them, so the text of a row cannot
+    imitate another row."""
+
+    uri: Uri
+    where: Annotated[dict[Column, Texts], Field(min_length=1)]
+    exists: bool = True
+
+    async def holds(self, device: Device, answer: str | None) -> bool:
+        words = (
+            "content",
+            "query",
+            "--uri",
+            self.uri,
+            "--projection",
+            "_id",
+            "--where",
+            _condition(self.where),
+        )
+        result = await device.shell(*words)
+        if result.status != 0 or not result.output.startswith(("Row: 0 ", "No result found")):
+            raise DeviceUnavailable(f"{device.serial} cannot query {self.uri}: {result.output[:200].strip()}")
+        return result.output.startswith("Row: 0 ") == self.exists
+
+
+@dataclass(config=STRICT, frozen=True)
+class FileCheck:
+    """Whether a file exists, and what it contains."""
+
+    path: FilePath
+    exists: bool = True
+    equals: str | None = None
+    contains: str | None = None
+
+    async def holds(self, device: Device, answer: str | None) -> bool:
+        result = await device.shell("head", "-c", str(MAX_FILE), self.path)
+        if result.status != 0 or not self.exists:
+            return (result.status == 0) == self.exists
+        if self.equals is not None and result.output.strip() != self.equals.strip():
+            return False
+        return self.contains is None or self.contains in result.output
+
+
+@dataclass(config=STRICT, frozen=True)
+class ForegroundCheck:
+    """The app that is open."""
+
+    package: Package | list[Package]
+    activity: Name | None = None
+
+    async def holds(self, device: Device, answer: str | None) -> bool:
+        result = await device.shell("dumpsys", "activity", "activities")
+        match = RESUMED.search(result.output)
+        if match is None or match[1] not in _list(self.package):
+            return False
+        return self.activity is None or match[2].endswith(self.activity)
+
+
+@dataclass(config=STRICT, frozen=True)
+class AnswerCheck:
+    """The text that the model passed to the tool `answer`, ignoring case."""
+
+    equals: Texts
+
+    async def holds(self, device: Device, answer: str | None) -> bool:
+        accepted = {text.strip().casefold() for text in _list(self.equals)}
+        return answer is not None and answer.strip().casefold() in accepted
+
+
+@dataclass(config=STRICT, frozen=True)
+class WifiSetup:
+    enabled: bool
+
+    def commands(self) -> list[tuple[str, ...]]:
+        return [("svc", "wifi", "enable" if self.enabled else "disable")]
+
+
+@dataclass(config=STRICT, frozen=True)
+class AirplaneSetup:
+    enabled: bool
+
+    def commands(self) -> list[tuple[str, ...]]:
+        return [("cmd", "connectivity", "airplane-mode", "enable" if self.enabled else "disable")]
+
+
+@dataclass(config=STRICT, frozen=True)
+class SettingSetup:
+    namespace: Namespace
+    key: Name
+    value: str
+
+    def commands(self) -> list[tuple[str, ...]]:
+        return [("settings", "put", self.namespace, self.key, self.value)]
+
+
+@dataclass(config=STRICT, frozen=True)
+class ContentSetup:
+    """Delete the rows with these values."""
+
+    uri: Uri
+    where: Annotated[dict[Column, Texts], Field(min_length=1)]
+
+    def commands(self) -> list[tuple[str, ...]]:
+        return [("content", "delete", "--uri", self.uri, "--where", _condition(self.where))]
+
+
+@dataclass(config=STRICT, frozen=True)
+class FileSetup:
+    """Delete a file."""
+
+    path: FilePath
+
+    def commands(self) -> list[tuple[str, ...]]:
+        return [("rm", "-f", self.path)]
+
+
+@dataclass(config=STRICT, frozen=True)
+class StopSetup:
+    """Stop an app."""
+
+    package: Package
+
+    def commands(self) -> list[tuple[str, ...]]:
+        return [("am", "force-stop", self.package)]
+
+
+class TaskState:
+    """The setup and the checks of one task."""
+
+    CHECKS: ClassVar[dict[str, Any]] = {
+        "setting": SettingCheck,
+        "content": ContentCheck,
+        "file": FileCheck,
+        "foreground": ForegroundCheck,
+        "answer": AnswerCheck,
+    }
+    SETUP: ClassVar[dict[str, Any]] = {
+        "wifi": WifiSetup,
+        "airplane_mode": AirplaneSetup,
+        "setting": SettingSetup,
+        "delete_content": ContentSetup,
+        "delete_file": FileSetup,
+        "stop_app": StopSetup,
+    }
+
+    def __init__(self, task_id: str, metadata: Mapping[str, Any]) -> None:
+        """Read the entries of a task. Raise ValueError with the task, the entry and the problem."""
+        self.setup = _entries(task_id, metadata, "setup", self.SETUP)
+        self.checks = _entries(task_id, metadata, "checks", self.CHECKS)
+        if not self.checks:
+            raise ValueError(
+                f"task {task_id} has no `checks`; add at least one, of type {', '.join(self.CHECKS)}"
+            )
+
+    async def prepare(self, device: Device) -> None:
+        """Run the setup. Raise DeviceUnavailable if a command fails: the task would start in a wrong state."""
+        for words in (words for entry in self.setup for words in entry.commands()):
+            result = await device.shell(*words)
+            if result.status != 0:
+                text = (result.errors or result.output).strip()[:200]
+                raise DeviceUnavailable(
+                    f"{device.serial}: setup command {' '.join(words[:3])} failed: {text}"
+                )
+
+    async def outcomes(self, device: Device, answer: str | None) -> dict[str, float]:
+        """Return 1 or 0 for every check, by its number and type."""
+        names = {kind: name for name, kind in self.CHECKS.items()}
+        return {
+            f"{number}_{names[type(check)]}": float(await check.holds(device, answer))
+            for number, check in enumerate(self.checks, 1)
+        }
+
+
+def _entries(task_id: str, metadata: Mapping[str, Any], key: str, kinds: Mapping[str, Any]) -> list[Any]:
+    entries = metadata.get(key) or []
+    if not isinstance(entries, list):
+        raise ValueError(
+            f"task {task_id}: `{key}` must be a list of entries such as {{type: {next(iter(kinds))}}}"
+        )
+    parsed = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            parsed.append(make_named(kinds, entry, "type", key))
+        except OptionError as error:
+            raise ValueError(f"task {task_id}, {key} entry {number}: {error}") from error
+    return parsed
+
+
+def _condition(where: Mapping[str, str | list[str]]) -> str:
+    """Return an SQL condition; values are SQL strings, so their quotes are doubled."""
+    terms = []
+    for column, values in where.items():
+        quoted = ", ".join("'" + value.replace("'", "''") + "'" for value in _list(values))
+        terms.append(f"{column} IN ({quoted})")
+    return " AND ".join(terms)
+
+
+def _list(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value

@@ -1,0 +1,82 @@
+"""Tasks for any phone or emulator with Google's or AOSP's settings and contacts, and tasks from a file."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import count as endlessly
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from TrainingFactory.data.tasks import load_tasks
+from TrainingFactory.envs.android.state import TaskState
+from TrainingFactory.envs.builtin.splits import in_split
+from TrainingFactory.models.words import NAMES
+from TrainingFactory.types import Task
+
+CONTACTS = ["com.android.contacts", "com.google.android.contacts"]
+PHONES = "content://com.android.contacts/data/phones"
+
+
+def _wifi(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    # 2 is Wi-Fi that stays on in airplane mode.
+    check = {"type": "setting", "namespace": "global", "key": "wifi_on", "equals": ["1", "2"]}
+    return "Turn Wi-Fi on.", {"setup": [{"type": "wifi", "enabled": False}], "checks": [check]}
+
+
+def _airplane_mode(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    check = {"type": "setting", "namespace": "global", "key": "airplane_mode_on", "equals": "1"}
+    return "Turn on airplane mode.", {
+        "setup": [{"type": "airplane_mode", "enabled": False}],
+        "checks": [check],
+    }
+
+
+def _open_contacts(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    return "Open Contacts.", {"checks": [{"type": "foreground", "package": CONTACTS}]}
+
+
+def _add_contact(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    name = rng.choice(NAMES)
+    number = f"555{rng.randint(100, 9999):04d}"
+    where = {"display_name": name, "data1": [number, f"{number[:3]}-{number[3:]}"]}  # apps insert the hyphen
+    check = {"type": "content", "uri": PHONES, "where": where}
+    return f"Add the contact {name} with the phone number {number}.", {"checks": [check]}
+
+
+TaskKind = Literal["wifi", "airplane_mode", "open_contacts", "add_contact"]
+BUILTIN: dict[TaskKind, Callable[[random.Random], tuple[str, dict[str, Any]]]] = {
+    "wifi": _wifi,
+    "airplane_mode": _airplane_mode,
+    "open_contacts": _open_contacts,
+    "add_contact": _add_contact,
+}
+
+
+def builtin_tasks(kinds: list[TaskKind], split: str, seed: int) -> Iterator[Task]:
+    """Yield tasks of these kinds in turn, endlessly. Contacts of the splits differ; the others are one task each."""
+    rng = random.Random(f"android {split} {seed}")
+    for number in endlessly():
+        kind = kinds[number % len(kinds)]
+        prompt, metadata = BUILTIN[kind](rng)
+        while kind == "add_contact" and not in_split(prompt, split):
+            prompt, metadata = BUILTIN[kind](rng)
+        yield Task(f"android-{kind}-{split}-{seed}-{number}", prompt, None, metadata)
+
+
+def file_tasks(path: str, count: int) -> list[Task]:
+    """Return the tasks of a YAML list or a JSONL file. Raise ValueError for invalid setup or checks."""
+    source: Any = path
+    if path.endswith((".yaml", ".yml")):
+        try:
+            source = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ValueError(f"cannot read the tasks {path}: {error}") from error
+        if not isinstance(source, list) or not all(isinstance(row, dict) for row in source):
+            raise ValueError(f"{path} must be a list of tasks, each with `prompt` and `checks`")
+    tasks = load_tasks(source, count=count)
+    for task in tasks:
+        TaskState(task.id, task.metadata)
+    return tasks
