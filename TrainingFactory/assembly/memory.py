@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Set
 from typing import Any, NamedTuple
 
@@ -137,3 +138,10 @@ def free_bytes(device: torch.device) -> int:
         return psutil.virtual_memory().available
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own cache
     return torch.cuda.mem_get_info(device)[0] + cached
+
+
+def release_models() -> None:
+    """Free models that are only referenced in cycles, and torch's cached GPU memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

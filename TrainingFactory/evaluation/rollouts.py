@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -89,7 +90,9 @@ class Rollouts:
         self._interrupts = Interrupts(lambda _: None)
         self._ended: list[Trajectory] = []
         self._reward: RewardFunction | None = None
-        self._sampler: Sampler | None = None
+        self._endpoint: EndpointSampler | None = (
+            None  # not a local sampler, which would keep its model in memory
+        )
 
     def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         """Sample all episodes. After Ctrl-C, the episodes that have ended are saved and reported."""
@@ -114,10 +117,11 @@ class Rollouts:
         finally:
             seconds = time.perf_counter() - start_time
             await in_thread(self._finish)
+            _release_gpu()
         metrics = rollout_metrics(self._ended) | self.tools.metrics() | judge_metrics(self._reward)
         metrics |= endpoint_metrics(self._ended)
-        if isinstance(self._sampler, EndpointSampler):
-            metrics |= self._sampler.metrics
+        if self._endpoint is not None:
+            metrics |= self._endpoint.metrics
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
         return RolloutReport(self._ended, metrics, interrupted)
 
@@ -133,7 +137,8 @@ class Rollouts:
         await join_cluster(config, stack)
         environment = await self.tools.equip(self.environment)
         chat, sampler = await in_thread(self.open_sampler)
-        self._sampler = sampler
+        if isinstance(sampler, EndpointSampler):
+            self._endpoint = sampler
         stack.push_async_callback(sampler.close)
         await await_engines(sampler)
         self._reward = make_reward(config)
@@ -193,6 +198,15 @@ class Rollouts:
             save_trajectories(self._partial_file, self._ended)
             os.replace(self._partial_file, self._target)
         self.discard()
+
+
+def _release_gpu() -> None:
+    """Free the GPU memory of the sampler, so that evaluations can follow each other in one process."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        from TrainingFactory.assembly.memory import release_models
+
+        release_models()
 
 
 def create_part_file(path: Path) -> Path:

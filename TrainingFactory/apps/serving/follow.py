@@ -3,7 +3,6 @@ current one and switch to it. If loading fails, the current version keeps servin
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import threading
@@ -13,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from transformers import AutoConfig
 
@@ -21,7 +19,7 @@ from TrainingFactory.apps.plan.memory import format_bytes
 from TrainingFactory.apps.serving.served import ServedModel, load_served_model, serving_config
 from TrainingFactory.apps.serving.server import ChatServer
 from TrainingFactory.assembly.fleet import samples_elsewhere
-from TrainingFactory.assembly.memory import cache_bytes, free_bytes
+from TrainingFactory.assembly.memory import cache_bytes, free_bytes, release_models
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.loading import pick_device, pick_dtype
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
@@ -97,7 +95,7 @@ class Follower:
                 self.report_problem(f"{failure}{error}; {self.server.model.version} keeps serving")
             count, was_freed = len(self.server.finishing()), self._freed
             if (has_freed := count < self._loaded) or was_freed:
-                _free()
+                release_models()
             self._loaded, self._freed = count, has_freed
 
     def look(self) -> None:
@@ -162,10 +160,3 @@ def _values(folder: Path) -> int:
         with safe_open(path, "pt") as file:
             total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     return total
-
-
-def _free() -> None:
-    """Release unreferenced models and torch's cached GPU memory."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
