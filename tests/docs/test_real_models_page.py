@@ -41,15 +41,32 @@ def test_figures_are_those_of_the_results() -> None:
             assert f"+{each['difference']:.3f} (+{each['difference_low']:.3f}" in row
 
 
-def test_curve_of_the_coder_model_is_that_of_the_results() -> None:
-    results = json.loads((ROOT / "docs/results/coder-gsm8k-seed-0.json").read_text(encoding="utf-8"))
-    evaluations = results["runs"]["grpo"]["evaluations"]
-    assert [evaluation["step"] for evaluation in evaluations] == [0, 10, 20, 30, 40]
-    for evaluation in evaluations:
-        row = next(line for line in PAGE.text.splitlines() if line.startswith(f"| {evaluation['step']} | "))
-        low, high = evaluation["eval/success_low"], evaluation["eval/success_high"]
-        assert f"{evaluation['eval/success']:.3f}" in row and f"({low:.3f} to {high:.3f})" in row
-        assert str(evaluation["eval/episodes/called"]) in row.split("|")[3]
+def interval(side: dict[str, Any], prefix: str = "") -> str:
+    values = (side[f"{prefix}success{suffix}"] for suffix in ("", "_low", "_high"))
+    return "{:.3f} ({:.3f} to {:.3f})".format(*values)
+
+
+def test_figures_of_the_coder_model_are_those_of_the_results() -> None:
+    def row(*cells: str) -> None:
+        assert f"| {' | '.join(cells)} |" in PAGE.text
+
+    names = [f"coder-gsm8k-seed-{seed}" for seed in range(3)] + ["coder-text2sql"]
+    results = [json.loads((ROOT / f"docs/results/{name}.json").read_text(encoding="utf-8")) for name in names]
+    for found in results:
+        side, seed = (
+            ("base", [str(found["asked"]["seed"])]) if found["asked"]["task"] == "gsm8k" else ("sft", [])
+        )
+        for split, temperatures in found["evaluations"].items():
+            for temperature, each in temperatures.items():
+                difference = "{:+.3f} ({:+.3f} to {:+.3f})".format(
+                    *(each[f"difference{suffix}"] for suffix in ("", "_low", "_high"))
+                )
+                row(
+                    f"{split}, {temperature}", *seed, interval(each[side]), interval(each["grpo"]), difference
+                )
+    curves = [found["runs"]["grpo"]["evaluations"] for found in results[:3]]
+    for each in zip(*curves, strict=True):
+        row(str(each[0]["step"]), *(interval(evaluation, "eval/") for evaluation in each))
 
 
 def test_measured_sizes_are_those_of_the_results() -> None:
