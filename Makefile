@@ -66,7 +66,7 @@ demo: $(STAMP)
 # Servers and packages of others, for the tests. What cannot be installed (no npm, no network) is reported here, and the
 # tests that need it skip; the next `make test` tries again.
 servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(SERVERS)/gyms.installed \
-	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(SERVERS)/chromium.installed $(SERVERS)/docs.installed $(SERVERS)/sdks.installed $(SERVERS)/adb.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
+	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(SERVERS)/chromium.installed $(SERVERS)/docs.installed $(SERVERS)/sdks.installed $(SERVERS)/adb.installed $(SERVERS)/envs.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
 
 $(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
 	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
@@ -84,6 +84,13 @@ $(SERVERS)/gyms.installed: tests/servers/gyms.txt | $(STAMP)
 	@rm -rf $(SERVERS)/gyms
 	@if $(call quietly,$(call install,$(RUN)) --no-deps --target $(SERVERS)/gyms -r $<); then touch $@; \
 	else echo "pip failed: tests with reasoning-gym and BFCL will skip"; fi
+
+# Environments of other packages, each in a virtual environment of its own.
+ENVS := gymnasium
+$(SERVERS)/envs.installed: $(ENVS:%=TrainingFactory/envs/adapters/%.py) | $(STAMP)
+	@rm -rf $(SERVERS)/envs
+	@if $(call quietly,for name in $(ENVS); do TFACTORY_ENVS=$(SERVERS)/envs $(RUN) -m TrainingFactory.cli envs add $$name || exit 1; done); \
+	then touch $@; else echo "pip failed: tests with Gymnasium will skip"; fi
 
 # Both lines of HelloAgents, without what our own environment has or their tools for training need.
 $(SERVERS)/hello-%.installed: tests/servers/hello.txt | $(STAMP)

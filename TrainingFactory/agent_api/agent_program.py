@@ -26,6 +26,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from TrainingFactory.agent_api.agent_endpoint import AgentEndpoint, EpisodeRequests, ReportedReward, new_key
 from TrainingFactory.common.options import STRICT, Count, Text, make_from
 from TrainingFactory.common.texts import MAX_ERROR_CHARS, escape_control, redact
+from TrainingFactory.common.workers.groups import inherited_variables
 from TrainingFactory.data.trajectories import trajectory_to_dict
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Episode, Sampler
@@ -35,8 +36,6 @@ from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Task, Trajectory
 
-# Environment variables that every program inherits, besides those in `env`: enough to start, and no secrets.
-INHERITED = "HOME LANG LC_ALL LD_LIBRARY_PATH LOGNAME PATH SHELL TERM TMPDIR TZ USER".split()
 SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}  # real-time signals have no names
 MAX_PROCESSES = 16  # default of environment.options.processes
 # In a command and in the values of options.variables: prompt of the task, working folder, a folder for the program's
@@ -193,8 +192,7 @@ class ProgramEpisode(SelfScoredEpisode):
 
     def _variables(self, names: dict[str, str]) -> dict[str, str]:
         """Return the program's environment: inherited variables, addresses and keys of all dialects, options."""
-        inherited = {name: os.environ.get(name) for name in (*INHERITED, *self._program.options.env)}
-        env = {name: value for name, value in inherited.items() if value is not None}
+        env = inherited_variables(self._program.options.env)
         env |= dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), names["{base_url}"])
         env |= dict.fromkeys(("ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL"), names["{root_url}"])
         env |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"), self.key)

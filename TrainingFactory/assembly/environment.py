@@ -64,7 +64,7 @@ def make_program(config: TrainingConfig, command: str) -> AgentProgram:
 
 def find_environment(name: str, notify: Notify = lambda _: None) -> Any:
     """Return an environment by name: a Python file, a scenario of an EnvironmentFactory, or an entry of the catalog."""
-    if is_file_name(name):
+    if is_file_name(name) and not is_foreign(name):
         return environment_from_file(name)
     if (scenario := ENVIRONMENTS.ask(name)) is not None:
         notify(f"environment.environment_id {name} is a scenario of {ENVIRONMENTS.package}")
@@ -76,8 +76,16 @@ def find_environment(name: str, notify: Notify = lambda _: None) -> Any:
     return environment
 
 
+def is_foreign(name: str) -> bool:
+    """Return whether the name has the prefix of environments in other processes, such as `process:node game.mjs`."""
+    prefix, colon, _ = name.partition(":")
+    return bool(colon) and f"{prefix}:" in catalog.names("environment")
+
+
 def check_name(name: str) -> None:
     """Raise the error of `find_environment` for an unknown name, without importing a known one."""
+    if is_foreign(name):
+        return
     known_names, file = catalog.names("environment").keys(), Path(split_name(name)[0]).expanduser()
     if not (file.is_file() if is_file_name(name) else known_names & {name, f"{name.partition('/')[0]}/"}):
         find_environment(name)
@@ -125,8 +133,8 @@ def as_environment_factory(environment: Any, options: Mapping[str, Any] | None =
             raise as_value_error(error) from error
     elif options:
         raise ValueError(
-            f"environment.options ({', '.join(options)}) are only for android and for environments written for "
-            "RL-Factory; leave them out"
+            f"environment.options ({', '.join(options)}) are only for android, for environments in other processes, "
+            "such as gymnasium:NAME, and for those written for RL-Factory. Remove them"
         )
     if isinstance(environment, ForeignEnvironment):
         return environment.as_environment()

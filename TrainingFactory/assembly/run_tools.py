@@ -12,6 +12,7 @@ from TrainingFactory.agent_api.agent_program import AgentProgram
 from TrainingFactory.assembly.tools import ToolOrSource, make_tool_cache, make_tools
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.envs.process.pool import ProcessPool
 from TrainingFactory.protocols import ToolSource
 from TrainingFactory.runs.folder import RunFolder, is_run, list_runs
 from TrainingFactory.tools import AsyncToolExecutor
@@ -39,6 +40,7 @@ class RunTools:
         self._sources: list[ToolSource] = []
         self._program: AgentProgram | None = None
         self._environment_metrics: Callable[[], dict[str, float]] = dict
+        self._pool: ProcessPool | None = None
         self._specs: list[ToolSpec] = []
         self._borrowed = cache is not None
         self._cache = None if self._recording else cache or make_tool_cache(config)
@@ -70,6 +72,7 @@ class RunTools:
             self._program = environment
             return with_tools(environment, self._user_tools)
         self._environment_metrics = getattr(environment, "run_metrics", dict)
+        self._pool = getattr(environment, "pool", None)
         if self._recording is not None:
             tools: Sequence[ToolOrSource] = recorded_tools(self._recording)
         else:
@@ -113,6 +116,8 @@ class RunTools:
             await asyncio.gather(*(source.close() for source in sources))
             if self._program is not None:
                 await self._program.endpoint.close()
+            if self._pool is not None:
+                await self._pool.close()
         finally:
             self._recorder.close()
             if self._cache is not None:

@@ -19,6 +19,7 @@ from TrainingFactory.cli.compare import compare
 from TrainingFactory.cli.data import data
 from TrainingFactory.cli.demo import demo
 from TrainingFactory.cli.doctor import doctor
+from TrainingFactory.cli.envs import envs
 from TrainingFactory.cli.evaluate import evaluate
 from TrainingFactory.cli.export import export
 from TrainingFactory.cli.factories import factories
@@ -26,7 +27,7 @@ from TrainingFactory.cli.hello import hello
 from TrainingFactory.cli.import_ import import_
 from TrainingFactory.cli.judge import judge
 from TrainingFactory.cli.manage_runs import COMMANDS as MANAGE_RUNS
-from TrainingFactory.cli.new import config, env, envs, example, models, notebook
+from TrainingFactory.cli.new import config, env, example, models, notebook
 from TrainingFactory.cli.plan import plan
 from TrainingFactory.cli.proxy import proxy
 from TrainingFactory.cli.recipe import recipe

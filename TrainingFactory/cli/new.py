@@ -1,4 +1,4 @@
-"""`tfactory new`, `tfactory envs` and `tfactory models`: starter files and lists of known names."""
+"""`tfactory new` and `tfactory models`: starter files and names of models."""
 
 from __future__ import annotations
 
@@ -92,21 +92,6 @@ def _copy_or_list(kind: str, name: str | None, out: Path | None = None) -> None:
         note(f"wrote {path}")
     command = starter.command if out is None else f"tfactory train {out}"
     note(f"edit it, then run: {command}" if starter.is_template else f"try it: {command}")
-
-
-def envs() -> None:
-    """List the environments that configs and commands can name.
-
-    ```
-    tfactory envs
-    tfactory rollout search
-    ```
-    """
-    from TrainingFactory.common import catalog
-
-    names = catalog.names("environment")
-    notes = {"reasoning_gym/": "NAME: a dataset of reasoning-gym", "bfcl/": "CATEGORY: multi_turn_base, ..."}
-    table([(name, f"alias of {alias}" if alias else notes.get(name, "")) for name, alias in names.items()])
 
 
 def models(family: str | None = None, /, *, compat: bool = False) -> None:

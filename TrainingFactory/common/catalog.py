@@ -9,7 +9,8 @@ from typing import Any
 from TrainingFactory.common.options import UnknownNameError, did_you_mean, nearest
 
 # kind -> name -> "module:attribute", or the name of which it is an alias. A name that ends in / is a prefix: its
-# function is called with the rest of the name.
+# function is called with the rest of the name. One that ends in : is the prefix of an environment in another process:
+# its function is called with the whole name.
 _CATALOG: dict[str, dict[str, str]] = {
     "environment": {
         "search": "TrainingFactory.envs:SearchEnvironment",
@@ -18,6 +19,8 @@ _CATALOG: dict[str, dict[str, str]] = {
         "android": "TrainingFactory.envs.android.environment:AndroidDevices",
         "reasoning_gym/": "TrainingFactory.integrations.reasoning_gym:environment",
         "bfcl/": "TrainingFactory.integrations.bfcl:environment",
+        "gymnasium:": "TrainingFactory.envs.process.environment:environment",
+        "process:": "TrainingFactory.envs.process.environment:environment",
         "conversation": "TrainingFactory.envs:ToolEnvironment",  # the task's prompt and the model's answer
         "env_search": "search",
         "env_search_v1": "search",
@@ -44,6 +47,8 @@ def names(kind: str) -> dict[str, str | None]:
 def find(kind: str, name: str) -> Any:
     """Return the object with this name. Raise ValueError with the closest match if it is unknown."""
     targets = _targets(kind)
+    if (foreign := f"{name.partition(':')[0]}:") in targets:
+        return _load(kind, name, targets[foreign])(name)
     prefix, slash, rest = name.partition("/")
     if slash and f"{prefix}/" in targets:
         return _load(kind, name, targets[f"{prefix}/"])(rest)

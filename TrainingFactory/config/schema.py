@@ -137,16 +137,18 @@ class ContextSection(Section):
 
 class EnvironmentSection(Section):
     environment_id: PathText | None = None
-    """Environment: a registered name, or a Python file that defines one (weather.py, weather.py:Weather). null, with
-    data.tasks: a plain conversation, with the configured tools if any."""
+    """Environment: a registered name, a Python file that defines one (weather.py, weather.py:Weather), or one that runs
+    in another process (gymnasium:NAME, process:COMMAND). null, with data.tasks: a plain conversation, with the
+    configured tools if any."""
     command: str | None = None
     """Your own agent instead of an environment: a program started once per episode that calls the model at
     OPENAI_BASE_URL, such as "python my_agent.py"."""
     system_prompt: str | None = None
     """System prompt. null: the environment's own."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """For a command: {cwd: FOLDER, env: [NAMES of the variables it may see], processes: 16}. For an environment written
-    for RL-Factory: its config, such as {use_process_reward: true}."""
+    """For a command: {cwd: FOLDER, env: [NAMES of the variables it may see], processes: 16}. For an environment in
+    another process: {args: {is_slippery: false}, isolation: episode}. For an environment written for RL-Factory: its
+    config, such as {use_process_reward: true}."""
     async_execution: bool = True
     """Run the tools of one episode while other episodes are sampled."""
     num_workers: Count | None = None

@@ -291,8 +291,8 @@ class EpisodeRun:
         with _user_code("the environment's tools and reset"):
             if isinstance(environment, ToolEnvironment):
                 self.attach(environment.executor, environment)
-            self.trajectory.tools = [tool.spec for tool in environment.tools]
             self.trajectory.prompt = _check_messages("reset", await environment.reset())
+            self.trajectory.tools = [tool.spec for tool in environment.tools]  # `reset` may set them
         with _user_code("the chat template", ValueError):
             prompt, tools, render = self.trajectory.prompt, self.trajectory.tools, self.rules.chat.render
             return await in_thread(render, prompt, tools) if _large(prompt) else render(prompt, tools)

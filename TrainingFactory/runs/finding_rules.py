@@ -212,6 +212,13 @@ def _tools_failing(window: StepWindow) -> str | None:
         return f"Only {values[-1]:.0%} of the tool calls succeeded"
 
 
+def _environment_crashes(window: StepWindow) -> str | None:
+    if (values := window.values("environment/crashes")) and min(values) > 0:
+        return (
+            f"{values[-1]:.0f} processes of the environment crashed in the last step; their episodes are lost"
+        )
+
+
 def _task_lost(window: StepWindow) -> str | None:
     if (values := window.values("fold/task_lost")) and min(values) > 0:
         return f"{values[-1]:.0f} folds of the last step removed the user's task from the conversation"
@@ -285,6 +292,9 @@ FINDING_RULES = (
     FindingRule("budget_exceeded", _budget_exceeded, "If memory is short, lower model.max_length or "
         "environment.context.limit, or set training.gradient_checkpointing=true. Otherwise raise "
         "training.token_budget."),
+    FindingRule("environment_crashes", _environment_crashes, "Read the error of a failed episode (tfactory runs "
+        "episodes RUN), which ends with the stderr of the process. If memory is short, lower "
+        "environment.options.episodes_per_process or environment.num_workers."),
     FindingRule("fold_loses_task", _task_lost, "Keep the user's message with the task in the list that "
         "environment.context.function returns."),
     FindingRule("folds_every_turn", _folds_every_turn, "Raise environment.context.limit, or lower keep_turns, "

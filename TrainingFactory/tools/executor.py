@@ -252,6 +252,14 @@ class AsyncToolExecutor:
         result.seconds = time.perf_counter() - start_time
         return result
 
+    def rejection(self, call: ToolCall) -> ToolResult | None:
+        """Return the answer to a call that cannot be executed: malformed, of an unknown tool, or with invalid
+        arguments; None for a valid call."""
+        entry = self._entries.get(call.name)
+        if call.error is not None or entry is None:
+            return self._rejected(call)
+        return self._invalid_arguments(entry.tool.spec, call.arguments)
+
     def _rejected(self, call: ToolCall) -> ToolResult:
         if call.error is not None:
             return ToolResult(call.error, ok=False, error="malformed", id=call.id)

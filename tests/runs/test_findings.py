@@ -33,6 +33,7 @@ HEALTHY = {
     "rows": 16, "reward": 0.5, "reward_std": 0.5, "accuracy": 0.5, "entropy": 0.3, "length": 40.0, "grad_norm": 0.2,
     "reward_right": 1.5, "reward_wrong": 0.7,
     "logprob_diff": 1e-6, "tool_success": 0.9, "judge/requests": 16, "judge/cached": 0, "judge/failed_timeout": 1,
+    "environment/crashes": 0,
     "fold/task_lost": 0, "fold/every_turn": 0.1, "fold/summary_tokens": 20.0, "fold/summaries_cut": 0.1,
 }  # fmt: skip
 # finding -> what a step that shows it has
@@ -51,6 +52,7 @@ PROVOKED: dict[str, dict[str, float]] = {
     "tools_failing": {"tool_success": 0.05},
     "forks_dropped": {"branching/dropped": 3},
     "budget_exceeded": {"budget_excess": 1.5},
+    "environment_crashes": {"environment/crashes": 1},
     "fold_loses_task": {"fold/task_lost": 3},
     "folds_every_turn": {"fold/every_turn": 0.9},
     "summaries_grow": {"fold/summary_tokens": 40.0},

@@ -20,13 +20,13 @@ from mcp.shared.message import SessionMessage
 from mcp.types import ErrorData, JSONRPCError, jsonrpc_message_adapter
 from pydantic import ValidationError
 
+from TrainingFactory.common.workers.groups import BYTES_KEPT, descendants, signal_group, stderr_text
 from TrainingFactory.tools.mcp.server_config import ServerConfig
 
 MAX_MESSAGE_BYTES = 8 * 2**20  # enough for a large image; parsing more JSON would block the event loop
 TOO_LONG = f"the answer has more than {MAX_MESSAGE_BYTES} bytes"
 FASTMCP_SHIM = str(Path(__file__).parent / "fastmcp_shim")
 GRACE_SECONDS = 2.0  # after closing stdin, and after SIGTERM
-BYTES_KEPT, LINES_SHOWN, LINE_CHARS = 8000, 5, 500  # of a server's stderr
 # Servers write the id of an answer first or last, so only the two ends of a long line are searched.
 _END_BYTES = 200
 _ID = re.compile(
@@ -111,35 +111,24 @@ async def _write(process: Process, to_server: Any, from_server: Any, may_end: an
 
 async def _end(process: Process, outgoing: Any, may_end: anyio.Event) -> None:
     """Close stdin, then send SIGTERM, then SIGKILL. Also kill descendants outside the process group (browsers)."""
-    descendants = await asyncio.to_thread(_descendants, process.pid)
+    children = await asyncio.to_thread(descendants, process.pid)
     may_end.set()
     outgoing.close()  # `_write` closes stdin after the last message
     for signal_number in (None, signal.SIGTERM, signal.SIGKILL):
         if signal_number is not None:
-            _signal(process.pid, signal_number)
+            signal_group(process.pid, signal_number)
         with anyio.move_on_after(GRACE_SECONDS):
             while process.returncode is None:  # `wait` would also wait for every process that holds the pipes
                 await anyio.sleep(0.01)
             break
-    _signal(process.pid, signal.SIGKILL)
-    for descendant in descendants:
+    signal_group(process.pid, signal.SIGKILL)
+    for descendant in children:
         with contextlib.suppress(psutil.Error):
             descendant.kill()  # psutil raises if the process has ended and its pid was reused
     # No public method closes our ends of the pipes while another process holds the other ends.
     transport = getattr(getattr(process, "_process", None), "_transport", None)
     if transport is not None:
         transport.close()
-
-
-def _descendants(pid: int) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).children(recursive=True)
-    return []
-
-
-def _signal(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
 
 
 class LineSplitter:
@@ -188,9 +177,7 @@ class ServerOutput:
         details = ""
         if self._invalid_lines:
             details = f"; {self._invalid_lines} lines on stdout are not MCP messages, e.g. {self._example!r}"
-        lines = [line.rstrip()[:LINE_CHARS] for line in self._stderr.decode(errors="replace").split("\n")]
-        last_lines = [line for line in lines if line][-LINES_SHOWN:]
-        return details + ("; its stderr:\n  " + "\n  ".join(last_lines) if last_lines else "")
+        return details + stderr_text(self._stderr)
 
     @contextlib.contextmanager
     def stderr(self) -> Iterator[TextIO]:

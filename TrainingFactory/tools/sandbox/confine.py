@@ -117,15 +117,17 @@ def drop_capabilities() -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def landlock(folder: str, readable: list[str]) -> int:
-    """Allow access only to the folder, and to read Python and the system libraries. Return the ABI version."""
+def landlock(folder: str, readable: list[str], programs: bool = False) -> int:
+    """Allow access only to the folder, and to read Python and the system libraries. With `programs`, also allow to run
+    programs and to use the network. Return the ABI version."""
     if sys.platform != "linux":
         raise Unavailable(f"{sys.platform} has no Landlock")
     abi = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if abi < 1:
         raise Unavailable("Landlock is missing or disabled in this kernel; it needs Linux 5.13 or later")
     handled = (1 << RIGHTS_BY_ABI.get(abi, 16)) - 1
-    rules = struct.pack("=QQQ", handled, 3, 3)  # files; TCP (ABI 4); abstract sockets and signals (ABI 6)
+    # files; TCP (ABI 4); abstract sockets and signals (ABI 6)
+    rules = struct.pack("=QQQ", handled, 0 if programs else 3, 3)
     size = 8 if abi < 4 else 16 if abi < 6 else 24
     ruleset = _check(libc.syscall(CREATE_RULESET, rules, ctypes.c_size_t(size), 0))
 
@@ -133,17 +135,18 @@ def landlock(folder: str, readable: list[str]) -> int:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             if not os.path.isdir(path):
-                rights &= WRITE_FILE | READ_FILE
+                rights &= EXECUTE | WRITE_FILE | READ_FILE
             rule = struct.pack("=Qi", rights & handled, descriptor)
             _check(libc.syscall(ADD_RULE, ruleset, 1, rule, 0))
             os.close(descriptor)
 
-    allow(folder, handled & ~(EXECUTE | SPECIAL_FILES))
+    execute = EXECUTE if programs else 0
+    allow(folder, handled if programs else handled & ~(EXECUTE | SPECIAL_FILES))
     allow("/dev/null", READ_FILE | WRITE_FILE)
     for path in ("/dev/zero", "/dev/urandom", "/etc/ld.so.cache", "/usr/share/zoneinfo", *_python_files()):
         allow(path, READ_FILE | READ_DIR)
     for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", *readable):
-        allow(path, READ_FILE | READ_DIR)
+        allow(path, READ_FILE | READ_DIR | execute)
     for path in sys.path:
         allow(path, READ_DIR)  # the import system lists these folders
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

@@ -1,0 +1,35 @@
+"""Process groups of foreign programs: environment variables without secrets, signals, and the end of their stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import psutil
+
+# Environment variables that foreign programs inherit: enough to start, and no secrets.
+INHERITED = "HOME LANG LC_ALL LD_LIBRARY_PATH LOGNAME PATH SHELL TERM TMPDIR TZ USER".split()
+BYTES_KEPT, LINES_SHOWN, LINE_CHARS = 8000, 5, 500  # of stderr
+
+
+def inherited_variables(names: list[str]) -> dict[str, str]:
+    """Return the variables in `INHERITED` and `names` that are set."""
+    return {name: os.environ[name] for name in (*INHERITED, *names) if name in os.environ}
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
+def signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def stderr_text(stderr: bytes) -> str:
+    """Return the last lines of stderr for an error message; empty if there are none."""
+    lines = [line.rstrip()[:LINE_CHARS] for line in stderr.decode(errors="replace").split("\n")]
+    last_lines = [line for line in lines if line][-LINES_SHOWN:]
+    return "; its stderr:\n  " + "\n  ".join(last_lines) if last_lines else ""

@@ -1,0 +1,207 @@
+"""Environments of Gymnasium: `gymnasium:FrozenLake-v1`. The model reads the observation as text and answers with an
+action, as text or as a call of the tool `act`."""
+
+import importlib
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+REQUIREMENTS = ["gymnasium==1.4.0"]
+# Names of the actions 0, 1, ... of the toy-text environments, by the beginning of the id.
+ACTION_NAMES = {
+    "FrozenLake": ["left", "down", "right", "up"],
+    "CliffWalking": ["up", "right", "down", "left"],
+    "Taxi": ["south", "north", "east", "west", "pickup", "dropoff"],
+    "Blackjack": ["stick", "hit"],
+}
+INSTRUCTIONS = {
+    "FrozenLake": "Walk from S to G over the frozen lake. F is ice, H is a hole. Brackets mark where you stand.",
+}
+HIGHLIGHTED = re.compile(r"(?:\x1b\[[0-9;]*m)+(.)(?:\x1b\[0m)+")  # a coloured cell of a rendered board
+MAX_VALUES = 256  # of an observation; larger ones are images
+MAX_TASKS = 2**31 - 1  # seeds of numpy
+
+
+class Adapter:
+    """One environment id. `args` are the arguments of `gymnasium.make`, and `actions`: "text" or "tools"."""
+
+    def __init__(self, name: str, args: dict[str, Any]) -> None:
+        self.gym: Any = importlib.import_module("gymnasium")
+        self.name = name
+        self.arguments = dict(args)
+        self.actions = self.arguments.pop("actions", "text")
+        if self.actions not in ("text", "tools"):
+            raise ValueError(f"environment.options.args.actions is {self.actions!r}; use text or tools")
+        self.mode: dict[str, str] = {}
+        environment = self.make()
+        if "ansi" in environment.metadata.get("render_modes", []):
+            environment.close()
+            self.mode = {"render_mode": "ansi"}
+            environment = self.make()
+        base = name.rpartition("/")[2]
+        self.action = ActionFormat(environment.action_space, _named(ACTION_NAMES, base, []))
+        size = math.prod(getattr(environment.observation_space, "shape", None) or ())
+        if size > MAX_VALUES and not self.mode:
+            raise ValueError(f"{name}: an observation has {size} values; images are not supported")
+        reply = "Call act with" if self.actions == "tools" else "Answer with"
+        instructions = _named(INSTRUCTIONS, base, f"You act in the environment {name}.")
+        self.system_prompt = f"{instructions} {reply} {self.action.description}."
+        environment.close()
+
+    def make(self) -> Any:
+        try:
+            return self.gym.make(self.name, **self.mode, **self.arguments)
+        except (self.gym.error.Error, TypeError, ImportError) as error:
+            raise ValueError(f"gymnasium:{self.name}: {error}") from error
+
+    def describe(self) -> dict[str, Any]:
+        return {"actions": self.actions, "tools": [self.tool] if self.actions == "tools" else []}
+
+    @property
+    def tool(self) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": {"action": self.action.schema}, "required": ["action"]}
+        return {"name": "act", "description": "Take an action.", "parameters": parameters}
+
+    def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
+        """Yield tasks with a seed each; those of different splits differ."""
+        first = (2 * seed + (split == "heldout")) * 2**20
+        for number in range(count):
+            value = (first + number) % MAX_TASKS
+            yield {"id": f"{self.name}-{value}", "prompt": self.system_prompt, "metadata": {"seed": value}}
+
+    def reset(self, task: dict[str, Any], seed: int) -> "Episode":
+        return Episode(self, task.get("metadata", {}).get("seed", seed))
+
+
+class Episode:
+    def __init__(self, adapter: Adapter, seed: int) -> None:
+        self._adapter = adapter
+        self._environment = adapter.make()
+        observation, _ = self._environment.reset(seed=seed)
+        self.messages = [
+            {"role": "system", "content": adapter.system_prompt},
+            {"role": "user", "content": self._text(observation)},
+        ]
+        self._invalid_actions = 0
+
+    def step(self, message: dict[str, Any]) -> dict[str, Any]:
+        calls = message["tool_calls"]
+        if self._adapter.actions == "tools" and not calls:
+            return self._reply("user", f"Call act with {self._adapter.action.description}.", 0.0, invalid=1)
+        if not calls:
+            return self._act(message["content"], "user", {})
+        rewards, replies, last = 0.0, [], {}
+        for call in calls:
+            keys = {"tool_call_id": call["id"], "name": call["name"]}
+            last = self._act(call["arguments"]["action"], "tool", keys)
+            rewards += last["reward"]
+            replies += last["messages"]
+            if last["done"]:
+                break
+        return {**last, "messages": replies, "reward": rewards}
+
+    def _act(self, text: Any, role: str, keys: dict[str, str]) -> dict[str, Any]:
+        try:
+            action = self._adapter.action.parse(text)
+        except ValueError as error:
+            return self._reply(role, str(error), 0.0, keys=keys, invalid=1)
+        observation, reward, terminated, truncated, _ = self._environment.step(action)
+        stop_reason = "terminated" if terminated else "truncated" if truncated else None
+        return self._reply(role, self._text(observation), float(reward), stop_reason, keys)
+
+    def _reply(
+        self,
+        role: str,
+        content: str,
+        reward: float,
+        stop_reason: Any = None,
+        keys: Any = None,
+        invalid: int = 0,
+    ) -> dict[str, Any]:
+        self._invalid_actions += invalid
+        return {
+            "messages": [{"role": role, "content": content, **(keys or {})}],
+            "reward": reward,
+            "done": stop_reason is not None,
+            "stop_reason": stop_reason,
+            "metrics": {"invalid_actions": self._invalid_actions},
+        }
+
+    def _text(self, observation: Any) -> str:
+        if self._adapter.mode:
+            lines = HIGHLIGHTED.sub(r"[\1]", self._environment.render()).strip("\n").split("\n")
+            return "\n".join(line for line in lines if not line.startswith("  ("))  # without the last action
+        if isinstance(observation, str):
+            return observation
+        return json.dumps(observation, default=_to_plain)
+
+    def score(self) -> dict[str, Any]:
+        """Return nothing beyond the rewards of the steps; an episode without a step earns 0."""
+        return {"reward": 0.0}
+
+    def close(self) -> None:
+        self._environment.close()
+
+
+class ActionFormat:
+    """Text form of an action space."""
+
+    def __init__(self, space: Any, names: list[str]) -> None:
+        self._space = space
+        self._kind = type(space).__name__
+        self._start = int(getattr(space, "start", 0)) if self._kind == "Discrete" else 0
+        if self._kind == "Discrete":
+            self._names = names or [str(self._start + number) for number in range(int(space.n))]
+            self.description = "one of " + ", ".join(self._names[:50])
+            self.schema: dict[str, Any] = {"type": "string", "enum": self._names}
+        elif self._kind in ("Box", "MultiDiscrete", "MultiBinary"):
+            low, high = (_to_plain(getattr(space, name, None)) for name in ("low", "high"))
+            limits = f" from {low} to {high}" if self._kind == "Box" else ""
+            self.description = f"a JSON list of shape {list(space.shape)}{limits}"
+            self.schema = {"type": "array"}
+        elif self._kind == "Text":
+            self.description = f"a text of {space.min_length} to {space.max_length} characters"
+            self.schema = {"type": "string"}
+        else:
+            raise ValueError(f"the action space {space} is not supported; use Discrete, Box or Text")
+
+    def parse(self, text: Any) -> Any:
+        """Return the action; raise ValueError with a text for the model if there is none."""
+        if self._kind == "Discrete":
+            words = re.findall(r"-?\w+", str(text).lower())
+            numbers = {name.lower(): number for number, name in enumerate(self._names)}
+            chosen = [numbers[word] for word in words if word in numbers]
+            if chosen:
+                return self._start + chosen[-1]
+        elif self._kind == "Text":
+            if self._space.contains(text.strip()):
+                return text.strip()
+        elif (values := _list_in(text)) is not None:
+            array = importlib.import_module("numpy").array(values, dtype=self._space.dtype)
+            if self._space.contains(array):
+                return array
+        raise ValueError(f"{str(text).strip()[:80]!r} is no action. Answer with {self.description}.")
+
+
+def _list_in(text: Any) -> Any:
+    """Return the list in a text; None if there is none."""
+    if isinstance(text, list):
+        return text
+    try:
+        return json.loads(text[text.index("[") : text.rindex("]") + 1])
+    except ValueError:
+        return None
+
+
+def _named(table: dict[str, Any], name: str, default: Any) -> Any:
+    return next((value for prefix, value in table.items() if name.startswith(prefix)), default)
+
+
+def _to_plain(value: Any) -> Any:
+    """Return numpy's values as lists of rounded numbers."""
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(plain, list):
+        return [_to_plain(item) for item in plain]
+    return float(f"{plain:.4g}") if isinstance(plain, float) else plain

@@ -1,0 +1,185 @@
+"""Environment server: answers the requests of docs/ENVIRONMENTS.md with one adapter. Started as
+`python -I server.py ADAPTER.py` by the interpreter of the adapter's virtual environment. Standard library only.
+
+An adapter file defines `REQUIREMENTS`, a list of packages that `tfactory envs add` installs, and a class `Adapter`:
+
+    class Adapter:
+        def __init__(self, name, args): ...          # gymnasium:NAME, and environment.options.args
+        def describe(self): ...                      # {"actions": "text"}, or {"actions": "tools", "tools": [...]}
+        def tasks(self, split, seed, count): ...     # iterable of {"id", "prompt", "answer", "metadata"}
+        def reset(self, task, seed): ...             # a new episode
+
+    class Episode:
+        messages = [{"role": "user", "content": "..."}]  # the conversation before the model's first turn
+        tools = [...]                                # optional; default: those of `describe`
+        def step(self, message): ...                 # {"messages", "done", "reward", "stop_reason", "metrics"}
+        def score(self): ...                         # optional: {"reward", "parts"}
+        def close(self): ...                         # optional
+
+Each method is a plain function or an async function. Plain functions of an episode run in a thread of this episode.
+Printed text goes to stderr. Raise `ValueError` for a wrong name or argument: its text is shown without the traceback.
+"""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import re
+import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+PROTOCOL = 1
+MAX_MESSAGE_BYTES = 8 * 2**20
+CLOSE_SECONDS = 1.5  # for the open episodes to close after the end of stdin
+
+
+class Server:
+    """Answers requests. Those of one episode run one after the other, those of different episodes concurrently."""
+
+    def __init__(self, adapter_file: str, answers: int) -> None:
+        self._adapter_file, self._answers = adapter_file, answers
+        self._adapter: Any = None
+        self._episodes: dict[str, Any] = {}
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def serve(self, requests: asyncio.StreamReader) -> None:
+        """Answer requests until stdin ends, then close the open episodes."""
+        while line := await requests.readline():
+            if line.strip():
+                task = asyncio.ensure_future(self._answer(json.loads(line)))
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+        closing = [self.close({"episode": episode}) for episode in list(self._episodes)]
+        await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), CLOSE_SECONDS)
+
+    async def _answer(self, request: Any) -> None:
+        number, method = request.get("id"), request.get("method")
+        answer: dict[str, Any] = {"id": number}
+        try:
+            if method not in ("version", "tasks", "reset", "step", "score", "close"):
+                raise ValueError(f"unknown method {method!r}")
+            lock = self._locks.setdefault(str(request.get("episode", "")), asyncio.Lock())
+            async with lock:
+                answer["result"] = await getattr(self, method)(request)
+            line = json.dumps(answer, default=to_plain).encode() + b"\n"
+            if len(line) > MAX_MESSAGE_BYTES:
+                raise ValueError(f"the answer has {len(line)} bytes, more than {MAX_MESSAGE_BYTES}")
+        except (Exception, SystemExit) as error:
+            if not isinstance(error, ValueError):
+                with contextlib.suppress(OSError):
+                    traceback.print_exc()
+            text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            line = json.dumps({"id": number, "error": {"message": text[:2000]}}).encode() + b"\n"
+        while line:
+            line = line[os.write(self._answers, line) :]
+
+    async def version(self, request: Any) -> Any:
+        if request.get("protocol") != PROTOCOL:
+            raise ValueError(f"this server speaks protocol {PROTOCOL}, not {request.get('protocol')}")
+        return await self._call("", self._load, request.get("name", ""), request.get("args", {}))
+
+    def _load(self, name: str, args: Any) -> Any:
+        module = load_module(self._adapter_file)
+        self._adapter = module.Adapter(name, args)
+        versions = package_versions(module.REQUIREMENTS)
+        return {"protocol": PROTOCOL, "name": name, "versions": versions, **self._adapter.describe()}
+
+    async def tasks(self, request: Any) -> Any:
+        arguments = (request["split"], request["seed"], request["count"])
+        return {"tasks": await self._call("", lambda: list(self._adapter.tasks(*arguments)))}
+
+    async def reset(self, request: Any) -> Any:
+        name = str(request["episode"])
+        episode = await self._call(name, self._adapter.reset, request["task"], request["seed"])
+        self._episodes[name] = episode
+        answer = {"messages": episode.messages}
+        return answer | ({"tools": episode.tools} if hasattr(episode, "tools") else {})
+
+    async def step(self, request: Any) -> Any:
+        return await self._call(request["episode"], self._open(request).step, request["message"])
+
+    async def score(self, request: Any) -> Any:
+        score = getattr(self._open(request), "score", None)
+        return {} if score is None else await self._call(request["episode"], score)
+
+    async def close(self, request: Any) -> Any:
+        name = str(request["episode"])
+        episode = self._episodes.pop(name, None)
+        try:
+            if (close := getattr(episode, "close", None)) is not None:
+                await self._call(name, close)
+        finally:
+            self._locks.pop(name, None)
+            if (thread := self._threads.pop(name, None)) is not None:
+                thread.shutdown(wait=False)
+        return {}
+
+    def _open(self, request: Any) -> Any:
+        if request["episode"] not in self._episodes:
+            raise ValueError(f"there is no episode {request['episode']!r}; reset it first")
+        return self._episodes[request["episode"]]
+
+    async def _call(self, episode: str, function: Any, *arguments: Any) -> Any:
+        """Call a function in the thread of the episode, or await it if it is async."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments)
+        if episode not in self._threads:
+            self._threads[episode] = ThreadPoolExecutor(1, f"episode {episode}")
+        return await asyncio.get_running_loop().run_in_executor(self._threads[episode], function, *arguments)
+
+
+def to_plain(value: Any) -> Any:
+    """Return a number or list for numpy's values, and a text for other objects."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def package_versions(requirements: list[str]) -> dict[str, str]:
+    """Return the installed version of every package in a list of requirements."""
+    names = [re.split(r"[\[<>=!~ ;]", requirement, maxsplit=1)[0] for requirement in requirements]
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+def load_module(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location("tfactory_adapter", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tfactory_adapter"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def take_pipes() -> tuple[int, int]:
+    """Move the pipes to other descriptors: prints go to stderr, and subprocesses have an empty stdin."""
+    requests, answers = os.dup(0), os.dup(1)  # not inherited by subprocesses
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    return requests, answers
+
+
+async def main(adapter_file: str) -> None:
+    requests, answers = take_pipes()
+    stream = asyncio.StreamReader(limit=MAX_MESSAGE_BYTES + 1)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(requests, "rb")
+    )
+    await Server(adapter_file, answers).serve(stream)
+
+
+if __name__ == "__main__":
+    status = 0
+    try:
+        asyncio.run(main(sys.argv[1]))
+    except (asyncio.TimeoutError, BrokenPipeError, KeyboardInterrupt):  # noqa: UP041  # two classes in Python 3.10
+        pass
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stderr.flush()
+    os._exit(status)  # threads of stuck episodes would keep the process alive

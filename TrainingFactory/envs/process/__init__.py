@@ -1,0 +1,1 @@
+"""Environments in other processes, which speak the protocol of docs/ENVIRONMENTS.md."""

@@ -1,0 +1,108 @@
+"""The processes of an environment, shared by the episodes of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from typing import Any
+
+from TrainingFactory.envs.process.process import EnvironmentProcess, ProcessLost, Program
+
+
+class ProcessPool:
+    """Starts a process when all others have `episodes_per_process` episodes. A lost process is counted and replaced
+    when the next episode starts. Use `close` on the event loop of the episodes; a later episode starts processes
+    again."""
+
+    def __init__(self, program: Program, episodes_per_process: int) -> None:
+        self.program, self.episodes_per_process = program, episodes_per_process
+        self.processes: list[EnvironmentProcess] = []
+        # Since the last `metrics`: stop reasons of episodes, crashed processes, and episodes that were open in them.
+        self._counts: Counter[str] = Counter()
+        self._names = itertools.count(1)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open_episode(self) -> PooledEpisode:
+        """Reserve a place in a process with room, or in a new one."""
+        if self._loop is not (loop := asyncio.get_running_loop()):
+            for process in self.processes:
+                process.abandon()
+            self._loop, self.processes = loop, []
+        self._remove_lost()
+        for process in self.processes:
+            if process.is_responsive and len(process.episodes) < self.episodes_per_process:
+                break
+        else:
+            process = EnvironmentProcess(self.program)
+            self.processes.append(process)
+        episode = PooledEpisode(self, process, f"e{next(self._names)}")
+        process.episodes.add(episode.name)
+        return episode
+
+    def _remove_lost(self) -> None:
+        for process in [process for process in self.processes if process.error is not None]:
+            self.processes.remove(process)
+            self._counts["crashes"] += 1
+            self._counts["lost_episodes"] += len(process.episodes)
+
+    async def release(self, episode: PooledEpisode) -> None:
+        """Free the place of an episode. A process without episodes that does not answer, or that belongs to one episode
+        only, ends."""
+        process = episode.process
+        if process.error is not None:
+            self._remove_lost()
+        process.episodes.discard(episode.name)
+        process.notify("close", episode=episode.name)
+        is_unused = not process.episodes and (self.episodes_per_process == 1 or not process.is_responsive)
+        if is_unused and process in self.processes:
+            self.processes.remove(process)
+            await process.close()
+
+    def count_stop(self, reason: str) -> None:
+        self._counts[f"stop/{reason}"] += 1
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of processes, and the crashes, lost episodes and stop reasons since the last call."""
+        self._remove_lost()
+        counts = Counter({"processes": len(self.processes), "crashes": 0, "lost_episodes": 0})
+        counts.update(self._counts)
+        self._counts.clear()
+        return {f"environment/{name}": float(count) for name, count in counts.items()}
+
+    async def close(self) -> None:
+        """End all processes. A second call does nothing."""
+        self._remove_lost()
+        processes, self.processes = self.processes, []
+        await asyncio.gather(*(process.close() for process in processes))
+
+
+class PooledEpisode:
+    """The place of one episode in a process."""
+
+    def __init__(self, pool: ProcessPool, process: EnvironmentProcess, name: str) -> None:
+        self._pool, self.process, self.name = pool, process, name
+
+    @property
+    def description(self) -> dict[str, Any]:
+        return self.process.description
+
+    async def request(self, method: str, **fields: Any) -> dict[str, Any]:
+        await self.process.ready()
+        return await self.process.request(method, episode=self.name, **fields)
+
+    async def close(self) -> None:
+        await self._pool.release(self)
+
+
+async def request_once(program: Program, method: str, seconds: float, **fields: Any) -> dict[str, Any]:
+    """Start a process, send one request, and end the process."""
+    process = EnvironmentProcess(program)
+    try:
+        await process.ready()
+        async with asyncio.timeout(seconds):
+            return await process.request(method, **fields)
+    except TimeoutError:
+        raise ProcessLost(f"environment {program.name}: {method} took longer than {seconds:g} s") from None
+    finally:
+        await process.close()

@@ -1,0 +1,278 @@
+"""One process of an environment: requests and answers as lines of JSON over its stdin and stdout."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.common.workers import groups
+from TrainingFactory.tools import sandbox
+
+PROTOCOL = 1
+MAX_MESSAGE_BYTES = 8 * 2**20
+GRACE_SECONDS = 2.0  # after closing stdin
+LAUNCH = Path(sandbox.__file__).with_name("launch.py")
+_ID = re.compile(rb'\s*\{\s*"id":\s*(\d+)')
+_ID_BYTES = 200  # of a line that is too long
+
+
+class ProcessLost(Exception):
+    """The process has ended or cannot be started."""
+
+
+class RequestFailed(Exception):
+    """The environment answered with an error."""
+
+
+@dataclass(slots=True, frozen=True)
+class Program:
+    """How to start the processes of an environment."""
+
+    command: Sequence[str]
+    name: str  # the part of the environment_id after the colon
+    args: Mapping[str, Any] = field(default_factory=dict)
+    env: Sequence[str] = ()  # names of environment variables to inherit
+    readable: Sequence[str] = ()
+    confined: bool = True
+    start_seconds: float = 120.0
+
+
+class EnvironmentProcess:
+    """A running program. `episodes` are the names of its open episodes."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.episodes: set[str] = set()
+        self.description: dict[str, Any] = {}  # answer to `version`
+        self.error: str | None = None  # why the process is lost
+        self._ids = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._abandoned: set[int] = set()  # requests whose caller no longer waits
+        self._line = bytearray()
+        self._line_size = 0
+        self._stderr = b""
+        self._invalid_lines = 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._folder = tempfile.mkdtemp(prefix="tfactory-environment-")
+        self._lifeline = -1
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ending: asyncio.Task[None] | None = None
+        self.started = asyncio.ensure_future(self._start())
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_responsive(self) -> bool:
+        """Return whether the process lives and has answered every request whose caller gave up."""
+        return self.error is None and not self._abandoned
+
+    async def ready(self) -> None:
+        """Wait until the process has answered `version`."""
+        await asyncio.shield(self.started)
+
+    async def request(self, method: str, **fields: Any) -> dict[str, Any]:
+        """Return the result of a request. Raise RequestFailed or ProcessLost."""
+        if self.error is not None:
+            raise ProcessLost(self.error)
+        number = next(self._ids)
+        line = json.dumps({"id": number, "method": method, **fields}, default=str).encode() + b"\n"
+        if len(line) > MAX_MESSAGE_BYTES:
+            raise RequestFailed(f"{method}: the request has {len(line)} bytes, more than {MAX_MESSAGE_BYTES}")
+        assert self._process is not None and self._process.stdin is not None
+        answer = self._pending[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._process.stdin.write(line)
+            with contextlib.suppress(ConnectionError):  # the reader reports the end of the process
+                await self._process.stdin.drain()
+            result = await answer
+        except asyncio.CancelledError:
+            if self._pending.pop(number, None) is not None:
+                self._abandoned.add(number)
+            raise
+        if not isinstance(result, dict):
+            raise RequestFailed(f"{method}: the result must be an object, not {str(result)[:80]}")
+        return result
+
+    def notify(self, method: str, **fields: Any) -> None:
+        """Send a request without waiting for its answer."""
+        if self.error is None and self._process is not None and self._process.stdin is not None:
+            line = json.dumps({"id": next(self._ids), "method": method, **fields}).encode() + b"\n"
+            self._process.stdin.write(line)
+
+    async def _start(self) -> None:
+        try:
+            async with asyncio.timeout(self.program.start_seconds):
+                await self._launch()
+                fields = {"protocol": PROTOCOL, "name": self.program.name, "args": self.program.args}
+                self.description = await self.request("version", **fields)
+        except TimeoutError:
+            text = f"it did not answer `version` within {self.program.start_seconds:g} s"
+            await self._fail(text)
+            raise ProcessLost(self.error) from None
+        except OSError as error:
+            await self._fail(f"it cannot be started: {error.strerror}")
+            raise ProcessLost(self.error) from error
+        except RequestFailed as error:
+            await self._fail(str(error))
+            raise
+        if self.description.get("protocol") != PROTOCOL:
+            spoken = self.description.get("protocol")
+            await self._fail(f"it speaks protocol {spoken!r}; TrainingFactory speaks protocol {PROTOCOL}")
+            raise RequestFailed(self.error)
+
+    async def _launch(self) -> None:
+        from TrainingFactory.common.workers.child import kill_at_hangup  # not available on Windows
+
+        program, command = self.program, list(self.program.command)
+        if program.confined:
+            settings = {"folder": self._folder, "readable": list(program.readable)}
+            command = [sys.executable, "-I", "-S", str(LAUNCH), json.dumps(settings), *command]
+        env = groups.inherited_variables(list(program.env)) | dict.fromkeys(("HOME", "TMPDIR"), self._folder)
+        pipe, self._lifeline = os.pipe()  # the kernel kills the process group when our end closes
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=self._folder,
+                env=env,
+                pass_fds=[pipe],
+                start_new_session=True,
+            )
+            kill_at_hangup(pipe, self._process.pid)
+        finally:
+            os.close(pipe)
+        self._tasks = [asyncio.ensure_future(self._read_stdout()), asyncio.ensure_future(self._read_stderr())]
+
+    async def _read_stdout(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        while data := await self._process.stdout.read(65536):
+            *line_ends, start = data.split(b"\n")
+            for line_end in line_ends:
+                self._add(line_end)
+                self._finish_line()
+            self._add(start)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_SECONDS):
+                await _exited(self._process)
+                await self._tasks[1]  # the end of stderr explains the exit
+        await self._fail(_exit_text(self._process.returncode))
+
+    async def _read_stderr(self) -> None:
+        assert self._process is not None and self._process.stderr is not None
+        while data := await self._process.stderr.read(65536):
+            self._stderr = (self._stderr + data)[-groups.BYTES_KEPT :]
+
+    def _add(self, part: bytes) -> None:
+        self._line += part
+        self._line_size += len(part)
+        if self._line_size > MAX_MESSAGE_BYTES:
+            del self._line[_ID_BYTES:]
+
+    def _finish_line(self) -> None:
+        line, size = bytes(self._line), self._line_size
+        self._line.clear()
+        self._line_size = 0
+        if size > MAX_MESSAGE_BYTES:
+            match = _ID.match(line)
+            answer: Any = match and {
+                "id": int(match[1]),
+                "error": {"message": "the answer has more than 8 MiB"},
+            }
+        else:
+            try:
+                answer = json.loads(line)
+            except (ValueError, RecursionError):
+                answer = None
+        if not isinstance(answer, dict) or not isinstance(answer.get("id"), int):
+            self._invalid_lines += bool(line.strip())
+            return
+        self._abandoned.discard(answer["id"])
+        future = self._pending.pop(answer["id"], None)
+        if future is None or future.done():
+            return
+        if (error := answer.get("error")) is not None:
+            future.set_exception(
+                RequestFailed(str(error.get("message") if isinstance(error, dict) else error))
+            )
+        else:
+            future.set_result(answer.get("result"))
+
+    async def _fail(self, reason: str) -> None:
+        """Record why the process is lost, fail its requests, and end it."""
+        if self.error is None:
+            noise = f"; {self._invalid_lines} lines on stdout are not answers" if self._invalid_lines else ""
+            self.error = f"environment {self.program.name}: {reason}{noise}{groups.stderr_text(self._stderr)}"
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(ProcessLost(self.error))
+        self._ending = self._ending or asyncio.ensure_future(self._end())
+
+    async def close(self) -> None:
+        """End the process. Further calls wait for its end."""
+        self.error = self.error or f"environment {self.program.name}: the process was closed"
+        self._ending = self._ending or asyncio.ensure_future(self._end())
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
+        """Close stdin, then kill the process group and descendants outside of it."""
+        process = self._process
+        if process is not None:
+            children = await asyncio.to_thread(groups.descendants, process.pid)
+            assert process.stdin is not None
+            process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_SECONDS):
+                    await _exited(process)
+            groups.signal_group(process.pid, signal.SIGKILL)
+            for child in children:
+                with contextlib.suppress(groups.psutil.Error):
+                    child.kill()
+            await _exited(process)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Kill the process without waiting for it, because its event loop has ended."""
+        self.error = self.error or "the process was closed"
+        if self._process is not None:
+            groups.signal_group(self._process.pid, signal.SIGKILL)
+            transport = getattr(self._process, "_transport", None)
+            if (
+                transport is not None
+            ):  # no public method closes the pipes while another process holds their ends
+                with contextlib.suppress(RuntimeError):
+                    transport.close()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def _exited(process: asyncio.subprocess.Process) -> None:
+    while process.returncode is None:  # `wait` would also wait for every process that holds the pipes
+        await asyncio.sleep(0.01)
+
+
+def _exit_text(status: int | None) -> str:
+    if status is None:
+        return "it closed its stdout"
+    if status < 0:
+        return f"its process was ended by {signal.Signals(-status).name}"
+    return f"its process exited with status {status}"

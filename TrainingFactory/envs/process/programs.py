@@ -1,0 +1,151 @@
+"""Programs of environments in other processes: the user's own, and adapters in virtual environments of their own."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.common.options import did_you_mean, nearest
+from TrainingFactory.common.user_code import is_file_name, split_name
+from TrainingFactory.envs import adapters
+from TrainingFactory.envs.process.process import Program
+
+ADAPTERS = Path(adapters.__file__).parent
+SERVER = ADAPTERS / "server.py"
+FOLDER = "TFACTORY_ENVS"  # environment variable: folder of the virtual environments
+LOCK = "requirements.lock"
+
+
+def adapter_names() -> list[str]:
+    return sorted(path.stem for path in ADAPTERS.glob("*.py") if path.stem not in ("__init__", "server"))
+
+
+def environments_folder() -> Path:
+    """Return the folder with one virtual environment per adapter."""
+    if named := os.environ.get(FOLDER):
+        return Path(named).expanduser()
+    data = os.environ.get("XDG_DATA_HOME")
+    return (Path(data) if data else Path.home() / ".local" / "share") / "tfactory" / "envs"
+
+
+def find_program(
+    environment_id: str, *, python: str | None = None, readable: Sequence[str] = (), **options: Any
+) -> Program:
+    """Return the program of an `environment_id`; raise ValueError if it is not installed."""
+    kind, _, name = environment_id.partition(":")
+    for path in readable:
+        if not Path(path).expanduser().exists():
+            raise ValueError(f"environment.options.readable: there is no file or folder {path}")
+    more = [str(Path(path).expanduser().resolve()) for path in readable]
+    if kind == "process":
+        command, own = _own_command(name)
+        return Program(command, name, readable=[*own, *more], **options)
+    if not name:
+        raise ValueError(f"environment_id {environment_id!r} names no environment. Write {kind}:NAME")
+    interpreter = Path(python).expanduser().absolute() if python else installed_python(kind)
+    if not interpreter.is_file():
+        raise ValueError(f"environment.options.python: there is no file {interpreter}")
+    command = [str(interpreter), "-I", str(SERVER), str(ADAPTERS / f"{kind}.py")]
+    folders = [interpreter.parent.parent, interpreter.resolve().parent.parent, ADAPTERS]
+    files: list[str] = []
+    if is_file_name(name):  # trl:FILE.py:Factory
+        file, member = split_name(name)
+        files = [str(Path(file).expanduser().resolve())]
+        name = ":".join(filter(None, [*files, member]))
+    return Program(command, name, readable=[*map(str, folders), *files, *more], **options)
+
+
+def _own_command(command: str) -> tuple[list[str], list[str]]:
+    """Return the arguments of a command, with files as absolute paths, and what it must be able to read."""
+    try:
+        argv = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"environment_id process:{command}: {error}") from error
+    program = shutil.which(argv[0]) if argv else None
+    if program is None:
+        name = argv[0] if argv else ""
+        raise ValueError(
+            f"environment_id process:{command}: cannot find the program {name!r}, neither on the PATH nor in "
+            f"{Path.cwd()}. Install it or correct the command"
+        )
+    files = [os.path.abspath(argument) for argument in argv[1:] if os.path.isfile(argument)]
+    arguments = [os.path.abspath(argument) if os.path.isfile(argument) else argument for argument in argv[1:]]
+    path = Path(program).absolute()
+    readable = [str(path), str(path.resolve()), *files]
+    for prefix in {path.parent.parent, path.resolve().parent.parent}:
+        # Installations such as ~/.nvm/versions/node/v24; never a folder above the user's own files.
+        above_own_files = any(folder.is_relative_to(prefix) for folder in (Path.home(), Path.cwd()))
+        if not above_own_files and ("/" not in argv[0] or path.parent.name == "bin"):
+            readable.append(str(prefix))
+    return [str(path), *arguments], readable
+
+
+def installed_python(kind: str) -> Path:
+    """Return the interpreter of an adapter's virtual environment; raise ValueError with the command to install it."""
+    python = environments_folder() / kind / "bin" / "python"
+    if not (python.parent.parent / LOCK).is_file():
+        raise ValueError(f"environment {kind}:NAME is not installed. Run: tfactory envs add {kind}")
+    return python
+
+
+def requirements_of(kind: str) -> list[str]:
+    """Return the `REQUIREMENTS` of an adapter without importing it."""
+    if kind not in adapter_names():
+        known = ", ".join(adapter_names())
+        raise ValueError(
+            f"unknown environment {kind!r}{did_you_mean(nearest(kind, adapter_names()))} (known: {known})"
+        )
+    for node in ast.parse((ADAPTERS / f"{kind}.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "REQUIREMENTS":
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"adapter {kind} has no REQUIREMENTS")
+
+
+def install(kind: str, report: Callable[[str], None] = lambda _: None) -> Path:
+    """Create the virtual environment of an adapter, install its packages, and write a lock file with the hash of every
+    file. With a lock file, install exactly those files. Return the lock file."""
+    requirements = requirements_of(kind)
+    folder = environments_folder() / kind
+    lock = folder / LOCK
+    python = folder / "bin" / "python"
+    report(f"creating {folder}")
+    _run([sys.executable, "-m", "venv", str(folder)])
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    if lock.is_file():
+        report(f"installing the {len(lock.read_text().splitlines())} packages of {lock}")
+        _run([*pip, "--require-hashes", "-r", str(lock)])
+        return lock
+    report(f"installing {', '.join(requirements) or 'no packages'}")
+    if requirements:
+        log = folder / "install.json"
+        _run([*pip, "--force-reinstall", "--report", str(log), *requirements])
+        packages = json.loads(log.read_text(encoding="utf-8"))["install"]
+        lines = sorted(map(_locked_line, packages))
+        log.unlink()
+    else:
+        lines = []
+    lock.write_text("".join(lines), encoding="utf-8")
+    report(f"installed {len(lines)} packages; versions and hashes are in {lock}")
+    return lock
+
+
+def _locked_line(package: dict[str, Any]) -> str:
+    metadata, archive = package["metadata"], package["download_info"].get("archive_info", {})
+    digest = archive.get("hashes", {}).get("sha256")
+    pinned = f"{metadata['name']}=={metadata['version']}"
+    return f"{pinned} --hash=sha256:{digest}\n" if digest else f"{pinned}\n"
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().split("\n")
+        raise ValueError(f"`{' '.join(command)}` failed:\n  " + "\n  ".join(lines[-5:]))
