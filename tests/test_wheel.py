@@ -37,7 +37,8 @@ for kind in FOLDERS:
     for starter in starters(kind):
         if not all(pathlib.Path(file).exists() for file in starter.files):  # else copied with another one
             copy_starter(starter)
-for path in [*pathlib.Path("configs").rglob("*.yaml"), *pathlib.Path("examples").rglob("*.yaml")]:
+configs = [path for folder in ("configs", "examples") for path in pathlib.Path(folder).rglob("*.yaml")]
+for path in (path for path in configs if path.name != "tasks.yaml"):
     files = [tool.config for tool in load_config(path).tools if tool.config]
     assert all(pathlib.Path(file).is_file() or (path.parent / file).is_file() for file in files), path
 page = docs_page("FACTORIES.md")

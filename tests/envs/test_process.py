@@ -20,7 +20,7 @@ import pytest
 from tests.kits.rollout import FakeChat
 from tests.kits.run import Quiet, small
 from TrainingFactory.assembly.environment import as_environment_factory, find_environment
-from TrainingFactory.envs.process import programs
+from TrainingFactory.envs.process import process, programs
 from TrainingFactory.rollout.scripted import play
 from TrainingFactory.tools.recording import EpisodeKey, Recorder, save_specs
 from TrainingFactory.tools.runtime import ToolRuntime
@@ -263,6 +263,24 @@ def test_files_of_the_run_are_not_readable(tmp_path: Path) -> None:
         await made.pool.close()
 
     asyncio.run(main())
+
+
+def test_missing_confinement_is_announced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    launch = tmp_path / "launch.py"  # what launch.py does on a kernel without Landlock
+    launch.write_text(
+        "import os, sys\n"
+        "print('unrestricted: Landlock is missing', file=sys.stderr, flush=True)\n"
+        "os.execvp(sys.argv[2], sys.argv[2:])\n"
+    )
+    monkeypatch.setattr(process, "LAUNCH", launch)
+    environment = factory(isolation="episode")
+    for _ in range(2):
+        played(environment, "win")
+    assert [record.getMessage() for record in caplog.records].count(
+        f"environment {PROGRAM.partition(':')[2]} can read all of your files: Landlock is missing"
+    ) == 1
 
 
 def test_prints_do_not_break_the_pipe() -> None:

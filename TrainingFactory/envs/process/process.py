@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
@@ -25,6 +27,8 @@ PROTOCOL = 1
 MAX_MESSAGE_BYTES = 8 * 2**20
 GRACE_SECONDS = 2.0  # after closing stdin
 LAUNCH = Path(sandbox.__file__).with_name("launch.py")
+UNRESTRICTED = b"unrestricted:"  # written by launch.py
+log = logging.getLogger(__name__)
 _ID = re.compile(rb'\s*\{\s*"id":\s*(\d+)')
 _ID_BYTES = 200  # of a line that is too long
 
@@ -177,6 +181,8 @@ class EnvironmentProcess:
     async def _read_stderr(self) -> None:
         assert self._process is not None and self._process.stderr is not None
         while data := await self._process.stderr.read(65536):
+            if not self._stderr and data.startswith(UNRESTRICTED):
+                _warn_unrestricted(self.program.name, data.split(b"\n")[0][len(UNRESTRICTED) :].decode())
             self._stderr = (self._stderr + data)[-groups.BYTES_KEPT :]
 
     def _add(self, part: bytes) -> None:
@@ -263,6 +269,11 @@ class EnvironmentProcess:
             os.close(self._lifeline)
             self._lifeline = -1
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@functools.cache  # once per environment, not per process
+def _warn_unrestricted(name: str, reason: str) -> None:
+    log.warning("environment %s can read all of your files:%s", name, reason)
 
 
 async def _exited(process: asyncio.subprocess.Process) -> None:

@@ -1,10 +1,9 @@
 """Script that restricts the files of this process by Landlock and then becomes another program:
 `python -I launch.py SETTINGS COMMAND ...`. SETTINGS is JSON with `folder` (writable) and `readable`. Without Landlock,
-the program starts unrestricted."""
+the program starts unrestricted, and the first line on stderr says so."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -27,17 +26,17 @@ SYSTEM = [
     "/dev/random",
     "/dev/zero",
 ]
+UNRESTRICTED = "unrestricted:"
 PROC = "self cpuinfo filesystems loadavg meminfo stat sys uptime version".split()
 
 
 def main() -> None:
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]
-    with contextlib.suppress(Unavailable, OSError):
-        landlock(
-            settings["folder"],
-            [*SYSTEM, *(f"/proc/{name}" for name in PROC), *settings["readable"]],
-            programs=True,
-        )
+    readable = [*SYSTEM, *(f"/proc/{name}" for name in PROC), *settings["readable"]]
+    try:
+        landlock(settings["folder"], readable, programs=True)
+    except (Unavailable, OSError) as error:
+        print(f"{UNRESTRICTED} {error}", file=sys.stderr, flush=True)
     try:
         os.execvp(command[0], command)
     except OSError as error:
