@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Role = Literal["system", "user", "assistant", "tool"]
 Finish = Literal["stop", "length"]
@@ -39,9 +39,27 @@ class ToolResult:
     error: str | None = None  # for the logs: schema, timeout, exception, unknown, malformed, unavailable
     cached: bool = False
     seconds: float = 0.0
-    # Images, audio and resources in MCP's format; `content` has a placeholder for them.
+    # Audio, resources and rejected images in MCP's format; `content` has a placeholder for them.
     attachments: list[dict[str, Any]] = field(default_factory=list)
     id: str = ""  # id of the tool call
+    images: list[PlacedImage] = field(default_factory=list, repr=False)  # in `content`
+
+
+@dataclass(slots=True, frozen=True)
+class Image:
+    """A picture in a message. `common.images` makes it from the bytes of a file; equal digests are equal pictures."""
+
+    digest: str  # SHA-256 of size and pixels
+    width: int
+    height: int
+    data: bytes = field(repr=False, compare=False)  # a PNG file with 8-bit RGB pixels, without metadata
+
+
+class PlacedImage(NamedTuple):
+    """An image of a message, shown before the character at `place` of the message's content."""
+
+    place: int
+    image: Image
 
 
 @dataclass(slots=True)
@@ -52,6 +70,7 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None  # of the tool, on tool messages
     reasoning: str | None = None
+    images: list[PlacedImage] = field(default_factory=list, repr=False)  # ordered by place
 
 
 @dataclass(slots=True)
