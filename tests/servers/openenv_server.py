@@ -1,5 +1,5 @@
-"""Servers of the real OpenEnv for tests: `python openenv_server.py guess|one|tools PORT_FILE`. Run by the interpreter of
-the folder openenv of the servers."""
+"""Servers of the real OpenEnv for tests: `python openenv_server.py guess|one|tools` prints its port. Run by the
+interpreter of the folder openenv of the servers."""
 
 import random
 import socket
@@ -12,7 +12,7 @@ from openenv.core.env_server.mcp_environment import MCPEnvironment
 from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 from openenv.core.env_server.types import Action, Observation, State
 
-HIGHEST = 9
+HIGHEST = 15
 
 
 class Guess(Action):
@@ -24,7 +24,7 @@ class Hint(Observation):
 
 
 class GuessEnvironment(Environment):
-    """The model guesses a number from 1 to 9."""
+    """The model guesses a number from 1 to 15."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

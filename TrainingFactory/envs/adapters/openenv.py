@@ -123,8 +123,14 @@ class Session:
             observation = self.ask("step", {"type": "list_tools"})["observation"]
         except ValueError:
             return []
-        names = {"input_schema": "parameters"}
-        return [{names.get(k, k): v for k, v in tool.items()} for tool in observation.get("tools", [])]
+        return [
+            {
+                "name": tool["name"],
+                "description": tool.get("description", ""),
+                "parameters": tool["input_schema"],
+            }
+            for tool in observation.get("tools", [])
+        ]
 
     def close(self) -> None:
         with contextlib.suppress(self._closed):
@@ -136,7 +142,12 @@ class Episode:
     def __init__(self, adapter: Adapter, task: dict[str, Any], seed: int) -> None:
         self._adapter = adapter
         self._session = self._open()
-        arguments = {"seed": seed, "episode_id": task["id"], **adapter.reset_arguments, **task.get("metadata", {})}
+        arguments = {
+            "seed": seed,
+            "episode_id": task["id"],
+            **adapter.reset_arguments,
+            **task.get("metadata", {}),
+        }
         answer = self._session.ask("reset", arguments)
         prompt = task.get("prompt") or []
         text = adapter.text_of(answer["observation"])
@@ -154,7 +165,7 @@ class Episode:
             except NoSessionLeft as error:
                 if time.monotonic() > deadline:
                     raise ValueError(
-                        f"the server at {self._adapter.url} allows {error.max_sessions} sessions, which are all in use. "
+                        f"the server at {self._adapter.url} allows {error.max_sessions} sessions, all in use. "
                         f"Raise its max_concurrent_envs, or set sampling.slots={error.max_sessions}"
                     ) from error
                 time.sleep(0.05)

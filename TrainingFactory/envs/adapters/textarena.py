@@ -1,5 +1,5 @@
-"""Games of TextArena: `textarena:GuessTheNumber-v0`. The model is one player and answers with text; in games for several
-players, the others take random legal actions."""
+"""Games of TextArena: `textarena:GuessTheNumber-v0`. The model is one player and answers with text; in games for
+several players, the others take random legal actions."""
 
 import contextlib
 import importlib
@@ -18,8 +18,8 @@ RANDOMNESS = threading.Lock()  # the games draw from the module `random`
 
 
 class Adapter:
-    """One game. `args` are the arguments of `textarena.make`, and `players`, `player` (number of the model's player) and
-    `opponent`: a list of actions from which the others draw, unless the game lists the legal ones."""
+    """One game. `args` are the arguments of `textarena.make`, and `players`, `player` (number of the model's player)
+    and `opponent`: a list of actions from which the others draw, unless the game lists the legal ones."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         self.textarena: Any = importlib.import_module("textarena")
@@ -39,7 +39,9 @@ class Adapter:
         counts = [1, 2, 3, 4, 5, 6] if players is None else [int(players)]
         self.num_players = next((count for count in counts if self._starts(count, last=counts[-1])), 0)
         if not self.player < self.num_players:
-            raise ValueError(f"environment.options.args.player is {self.player} of {self.num_players} players")
+            raise ValueError(
+                f"environment.options.args.player is {self.player} of {self.num_players} players"
+            )
 
     def make(self) -> Any:
         try:

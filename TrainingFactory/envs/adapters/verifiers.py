@@ -1,5 +1,5 @@
-"""Environments of verifiers v1: `verifiers:NAME`, or `verifiers:FILE.py`. The agent of an episode is a chat loop with the
-tools of the task; its requests to a model become the turns of the protocol. Rewards are those of the trace."""
+"""Environments of verifiers v1: `verifiers:NAME`, or `verifiers:FILE.py`. The agent of an episode is a chat loop with
+the tools of the task; its requests to a model become the turns of the protocol. Rewards are those of the trace."""
 
 import asyncio
 import importlib
@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import logging
+import os
 import random
 import sys
 import time
@@ -41,7 +42,9 @@ class Adapter:
             raise ValueError(f"verifiers:{name}: {error}. Installed packages: {sys.prefix}") from error
         roles = list(agents.agent_config_fields(config))
         if roles != ["agent"]:
-            raise ValueError(f"verifiers:{name} has the agents {', '.join(roles)}; only one agent can be trained")
+            raise ValueError(
+                f"verifiers:{name} has the agents {', '.join(roles)}; only one agent can be trained"
+            )
         self.tasks_by_index: dict[int, Any] = {}
         self.model = Model()
         self._started: asyncio.Task[None] | None = None
@@ -57,7 +60,9 @@ class Adapter:
         """Yield tasks of the split in an order that depends on the seed; the splits have none in common."""
         tasks = self.load_tasks()
         random.Random(SHUFFLE).shuffle(tasks)
-        chosen = [task for number, task in enumerate(tasks) if (number % HELDOUT == 0) == (split == "heldout")]
+        chosen = [
+            task for number, task in enumerate(tasks) if (number % HELDOUT == 0) == (split == "heldout")
+        ]
         random.Random(seed).shuffle(chosen)
         for task in chosen[:count]:
             data = task.data.model_dump(mode="json", exclude_unset=True)
@@ -75,7 +80,9 @@ class Adapter:
         await asyncio.shield(self._started)
         index = task.get("metadata", {}).get("index")
         if index not in self.tasks_by_index:
-            raise ValueError(f"task {task['id']} is no task of {self.name}: its metadata has no `index` of one")
+            raise ValueError(
+                f"task {task['id']} is no task of {self.name}: its metadata has no `index` of one"
+            )
         episode = Episode(self, self.tasks_by_index[index])
         await episode.start()
         return episode
@@ -171,11 +178,13 @@ class Episode:
     async def step(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._turn is not None
         functions = [
-            {"name": call["name"], "arguments": json.dumps(call["arguments"])} for call in message["tool_calls"]
+            {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+            for call in message["tool_calls"]
         ]
         ids = [call["id"] for call in message["tool_calls"]]
         calls = [
-            {"id": i, "type": "function", "function": f} for i, f in zip(ids, functions)  # noqa: B905
+            {"id": i, "type": "function", "function": f}
+            for i, f in zip(ids, functions)  # noqa: B905
         ]
         turn = {"role": "assistant", "content": message["content"]} | ({"tool_calls": calls} if calls else {})
         self._turn.set_result(turn)
@@ -223,7 +232,15 @@ class ChatLoop(vf.Harness[vf.HarnessConfig]):
     NEEDS_CONTAINER = False
 
     async def launch(
-        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, **_: Any
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: Any,
+        data: Any,
+        **_: Any,
     ) -> Any:
         httpx: Any = importlib.import_module("httpx")
         tools_of_mcp: Any = importlib.import_module("verifiers.v1.harnesses.utils.mcp")
@@ -275,8 +292,9 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _import_file(path: str) -> str:
-    """Import a file as a module that verifiers finds by its name."""
+    """Import a file as a module that verifiers and its tool servers find by its name."""
     name = Path(path).stem
+    os.environ["PYTHONPATH"] = str(Path(path).parent)  # of the tool servers; this process ignores it
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
