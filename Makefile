@@ -11,7 +11,7 @@ SERVERS := .servers
 HELLO := 0.2.9 1.0.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers agents demo check quick test test-slow lint format stubs compat dialects notebooks docs bench clean
+.PHONY: help setup servers agents demo check quick test test-slow lint format stubs compat dialects environments notebooks docs bench clean
 
 help:
 	@echo "make demo    watch an agent learn to use tools (a few minutes)"
@@ -26,6 +26,7 @@ help:
 	@echo "make docs    build the documentation site into build/docs and check its links"
 	@echo "make bench   measure sampling and tools"
 	@echo "make dialects  check the API dialects with the official SDKs and generate their page"
+	@echo "make environments  check the environments of other packages and generate the table of their page"
 	@echo "make agents  only install the agents of others that slow tests use, into $(SERVERS)"
 	@echo "make servers only install the servers and packages of others that tests use, into $(SERVERS)"
 	@echo "make setup   only install, into $(VENV)"
@@ -66,7 +67,7 @@ demo: $(STAMP)
 # Servers and packages of others, for the tests. What cannot be installed (no npm, no network) is reported here, and the
 # tests that need it skip; the next `make test` tries again.
 servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(SERVERS)/gyms.installed \
-	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(SERVERS)/chromium.installed $(SERVERS)/docs.installed $(SERVERS)/sdks.installed $(SERVERS)/adb.installed $(SERVERS)/envs.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
+	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(SERVERS)/chromium.installed $(SERVERS)/docs.installed $(SERVERS)/sdks.installed $(SERVERS)/adb.installed $(SERVERS)/envs.installed $(SERVERS)/openenv.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
 
 $(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
 	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
@@ -86,11 +87,17 @@ $(SERVERS)/gyms.installed: tests/servers/gyms.txt | $(STAMP)
 	else echo "pip failed: tests with reasoning-gym and BFCL will skip"; fi
 
 # Environments of other packages, each in a virtual environment of its own.
-ENVS := gymnasium
+ENVS := gymnasium openenv textarena trl verifiers
 $(SERVERS)/envs.installed: $(ENVS:%=TrainingFactory/envs/adapters/%.py) | $(STAMP)
 	@rm -rf $(SERVERS)/envs
 	@if $(call quietly,for name in $(ENVS); do TFACTORY_ENVS=$(SERVERS)/envs $(RUN) -m TrainingFactory.cli envs add $$name || exit 1; done); \
-	then touch $@; else echo "pip failed: tests with Gymnasium will skip"; fi
+	then touch $@; else echo "pip failed: tests with environments of other packages will skip"; fi
+
+# A server of OpenEnv, in an environment of its own.
+$(SERVERS)/openenv.installed: tests/servers/openenv.txt | $(STAMP)
+	@rm -rf $(SERVERS)/openenv
+	@if $(call quietly,$(RUN) -m venv $(SERVERS)/openenv && $(call install,$(SERVERS)/openenv/bin/python) -r $<); \
+	then touch $@; else echo "pip failed: tests with a server of OpenEnv will skip"; fi
 
 # Both lines of HelloAgents, without what our own environment has or their tools for training need.
 $(SERVERS)/hello-%.installed: tests/servers/hello.txt | $(STAMP)
@@ -190,6 +197,9 @@ compat: $(STAMP)
 
 dialects: $(STAMP) $(SERVERS)/sdks.installed
 	@$(RUN) -m tests.kits.dialect_page
+
+environments: $(STAMP) $(SERVERS)/envs.installed $(SERVERS)/openenv.installed
+	@OMP_NUM_THREADS=1 $(RUN) -m tests.kits.environments_table
 
 notebooks: $(STAMP)
 	@$(RUN) -m tests.kits.notebooks
