@@ -45,6 +45,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics |= {"reward": fmean(totals), "reward_std": pstdev(totals)}
     if any(trajectory.parent is not None for trajectory in trajectories):
         metrics |= _branching_metrics(trajectories, turns)
+    for role in sorted({episode.role for episode in trajectories if episode.role is not None}):
+        of_role = [episode.reward for episode in trajectories if episode.role == role]
+        scored = [reward.outcome + sum(reward.steps) for reward in of_role if reward is not None]
+        metrics[f"role/{role}/unscored"] = len(of_role) - len(scored)
+        if scored:
+            metrics[f"role/{role}/reward"] = fmean(scored)
     for part in sorted({part for reward in rewards for part in reward.parts}):
         metrics[f"reward/{part}"] = fmean(reward.parts[part] for reward in rewards if part in reward.parts)
     return metrics

@@ -389,8 +389,8 @@ def test_a_policy_learns_to_ask_the_user(tmp_path: Path) -> None:
         grpo = TrainingConfig(
             model={"name": str(tmp_path / "model")},
             training={
-                "learning_rate": 6e-4, "warmup_steps": 2, "batch_size": 8, "group_size": 8, "max_steps": 12,
-                "eval_every": 12,
+                "learning_rate": 6e-4, "warmup_steps": 2, "batch_size": 8, "group_size": 8, "max_steps": 20,
+                "eval_every": 20,
             },
             environment={"max_turns": 3, "user": config_of(user.url, max_turns=2).environment.user},
             sampling={"max_tokens": 12},
