@@ -85,6 +85,10 @@ class TemplateChatFormat:
         self.warning = self._check_example()
         self._template.watched = False
 
+    @property
+    def sees_images(self) -> bool:
+        return False
+
     # writing
 
     def render(
