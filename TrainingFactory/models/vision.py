@@ -330,6 +330,11 @@ def tower_parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, weight) for name, weight in model.named_parameters() if id(weight) not in text_weights]
 
 
+def tower_modules(model: Any) -> list[str]:
+    """Return the names of the modules that hold these weights."""
+    return sorted({name.rpartition(".")[0] for name, _ in tower_parameters(model)})
+
+
 def language_model(model: Any) -> Any:
     """Return the language model inside a vision-language model."""
     owner: Any = model.model
