@@ -156,7 +156,9 @@ def _reject_uncalled_methods(environment: Any) -> None:
         )
 
 
-def environment_from_file(name: str) -> type[ToolEnvironment] | type[ForeignEnvironment] | type[SelfPlayEnvironment]:
+def environment_from_file(
+    name: str,
+) -> type[ToolEnvironment] | type[ForeignEnvironment] | type[SelfPlayEnvironment]:
     """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""
     path, attribute, values = load_objects("environment", name)
     kinds = (ToolEnvironment, ForeignEnvironment, SelfPlayEnvironment)
