@@ -133,7 +133,7 @@ def as_environment_factory(environment: Any, options: Mapping[str, Any] | None =
             raise as_value_error(error) from error
     elif options:
         raise ValueError(
-            f"environment.options ({', '.join(options)}) are only for android, for environments in other processes, "
+            f"environment.options ({', '.join(options)}) are only for android, screen and charts, for environments in other processes, "
             "such as gymnasium:NAME, and for those written for RL-Factory. Remove them"
         )
     if isinstance(environment, ForeignEnvironment):

@@ -69,7 +69,7 @@ class ToolEnvironment:
             return Step(done=True)
         results = await self.executor.batch_execute(calls)
         replies = [
-            Message("tool", result.content, tool_call_id=call.id, name=call.name)
+            Message("tool", result.content, tool_call_id=call.id, name=call.name, images=result.images)
             for call, result in zip(calls, results, strict=True)
         ]
         return Step(replies, tool_results=results)
