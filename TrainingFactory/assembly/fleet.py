@@ -16,7 +16,7 @@ from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.config.schema import ComputeSection
-from TrainingFactory.models.names import BUILTIN, resolve_model_name
+from TrainingFactory.models.names import BUILTINS, resolve_model_name
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.types import EngineSpec
 
@@ -133,7 +133,7 @@ def _readable(config: TrainingConfig) -> str | None:
         return None
     if folder.is_dir():
         return str(folder.resolve()) if any(folder.glob("model*.safetensors")) else None
-    return None if name == BUILTIN or folder.exists() or name.startswith("package:") else name
+    return None if name in BUILTINS or folder.exists() or name.startswith("package:") else name
 
 
 def _fleet(

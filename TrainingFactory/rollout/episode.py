@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os.path
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from TrainingFactory.tools.timeouts import (
 from TrainingFactory.types import (
     Completion,
     Message,
+    PlacedImage,
     SamplersLost,
     SamplingParams,
     Status,
@@ -339,11 +341,13 @@ class EpisodeRun:
             return previous_ids + reply_ids
 
     def cut(self, replies: Sequence[Message]) -> list[Message]:
-        """Truncate the contents of replies to `max_reply_tokens`, before they are rendered."""
+        """Truncate the texts of replies to `max_reply_tokens`, before they are rendered. Images are never cut."""
         truncate, limit = self.rules.chat.truncate, self.rules.max_reply_tokens
         contents = [truncate(valid_text(reply.content), limit) for reply in replies]
-        pairs = zip(replies, contents, strict=True)
-        return [dataclasses.replace(reply, content=content) for reply, content in pairs]
+        return [
+            dataclasses.replace(reply, content=content, images=_move_images(reply, content))
+            for reply, content in zip(replies, contents, strict=True)
+        ]
 
     async def _score(self) -> None:
         trajectory = self.trajectory
@@ -393,6 +397,19 @@ class EpisodeRun:
         self._ended = True
         self.trajectory.status = status
         self.trajectory.error = error
+
+
+def _move_images(reply: Message, content: str) -> list[PlacedImage]:
+    """Return the images of a reply in its truncated content: those of the part that was cut are where it was."""
+    if not reply.images or content == reply.content:
+        return reply.images
+    beginning = len(os.path.commonprefix([reply.content, content]))
+    ending = len(os.path.commonprefix([reply.content[beginning:][::-1], content[beginning:][::-1]]))
+    removed = len(reply.content) - len(content)
+    return [
+        PlacedImage(min(place, beginning) if place < len(reply.content) - ending else place - removed, image)
+        for place, image in reply.images
+    ]
 
 
 def _state_name(environment: Environment) -> str | None:
