@@ -355,12 +355,18 @@ class AndroidDevices(ForeignEnvironment):
 
     def as_environment(self) -> type[ToolEnvironment]:
         left_out: dict[str, Any] = dict.fromkeys(set(TOOLS) - set(self.options.tools))
+        by_points = self.options.observation == "screenshot"
+        if set(self.options.tools) <= {"elements" if by_points else "screenshot"}:
+            observation = self.options.observation
+            raise ValueError(
+                f"environment.options.tools={self.options.tools} leaves no tool with observation={observation}; add others"
+            )
         members = {
             "options": self.options,
             "farm": DeviceFarm(self.options),
             "max_episodes": len(self.options.devices),
         }
-        base = ScreenshotEnvironment if self.options.observation == "screenshot" else AndroidEnvironment
+        base = ScreenshotEnvironment if by_points else AndroidEnvironment
         return type("android", (base,), members | left_out)
 
 
