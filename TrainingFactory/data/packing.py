@@ -105,9 +105,7 @@ def pack(
     )
 
 
-def _units(
-    samples: Sequence[Sample], ids: list[np.ndarray], keys: Keys, sharing: bool
-) -> list[list[int]]:
+def _units(samples: Sequence[Sample], ids: list[np.ndarray], keys: Keys, sharing: bool) -> list[list[int]]:
     """Return the indices of the rows that must stay in one pack, in packing order."""
 
     # Without sharing, sort by length first, because adjacent rows of similar length need little padding.

@@ -80,7 +80,9 @@ class Learner:
             self.processes.shard(module, head if has_scores else None)
             self.processes.run(module, partial(check_head, causal_model(module)))
         run = self.processes.run
-        self.sharing = all(run(module, partial(_can_share, causal_model(module), vision)) for module in models)
+        self.sharing = all(
+            run(module, partial(_can_share, causal_model(module), vision)) for module in models
+        )
         self._weights = MixedPrecision(self._named_parameters())
         named_masters = list(zip(self._weights.names, self._weights.masters, strict=True))
         self._critic_weights = [weight for name, weight in named_masters if name.startswith(CRITIC_PREFIXES)]

@@ -98,6 +98,10 @@ class TemplateChatFormat:
         self.note = None if vision is None else self._check_images()
         self._template.watched = False
 
+    @property
+    def sees_images(self) -> bool:
+        return self.vision is not None
+
     # writing
 
     def render(

@@ -10,7 +10,7 @@ from typing import get_args
 
 from TrainingFactory.data.samples import turn_spans
 from TrainingFactory.rollout.folding import TASK_LOST
-from TrainingFactory.types import Status, Trajectory, Turn
+from TrainingFactory.types import Message, Status, Trajectory, Turn
 
 Z95 = 1.959964  # standard deviations of a two-sided 95 % interval of the normal distribution
 
@@ -38,6 +38,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics |= {"turns": num_turns, "length": fmean(lengths), "length_max": max(lengths)}
     if any(episode.is_folded for episode in trajectories):
         metrics |= fold_metrics(trajectories)
+    if images := sum(
+        len(message.images) for episode in trajectories for message in episode_messages(episode)
+    ):
+        metrics["images"] = images
+    if hidden := sum(turn.signals.get("images/as_text", 0.0) for turn in turns):
+        metrics["images/as_text"] = hidden
     if rewards:
         totals = [reward.outcome + sum(reward.steps) for reward in rewards]
         metrics |= {"reward": fmean(totals), "reward_std": pstdev(totals)}
@@ -46,6 +52,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for part in sorted({part for reward in rewards for part in reward.parts}):
         metrics[f"reward/{part}"] = fmean(reward.parts[part] for reward in rewards if part in reward.parts)
     return metrics
+
+
+def episode_messages(episode: Trajectory) -> list[Message]:
+    """Return the messages that the model read."""
+    return [*episode.prompt, *(reply for turn in episode.own_turns for reply in turn.replies)]
 
 
 def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -69,7 +69,11 @@ class Runner:
     """Owns the view of the model and the cache. Runs in inference mode, in the caller's thread."""
 
     def __init__(
-        self, model: PreTrainedModel, table: SlotTable, cache_bytes: int | None = None, vision: Vision | None = None
+        self,
+        model: PreTrainedModel,
+        table: SlotTable,
+        cache_bytes: int | None = None,
+        vision: Vision | None = None,
     ) -> None:
         check_model(model)
         self.model, self.table, self.vision = model, table, vision
