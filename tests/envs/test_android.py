@@ -243,7 +243,9 @@ async def test_a_screenshot_shows_where_to_tap(farm: Phones) -> None:
             yield Message("assistant", tool_calls=[ToolCall("tap", center_of(seen[-1], COLORS[name]))])
         yield Message("assistant", tool_calls=[ToolCall("answer", {})])
 
-    played = await play(instance, FakeChat(), script())
+    chat = FakeChat()
+    chat.sees_images = True
+    played = await play(instance, chat, script())
     assert played.reward is not None and played.reward.outcome == 1, played.error
     prompt = played.prompt[-1]
     assert prompt.content == wifi.prompt and [image for _, image in prompt.images] == seen[:1]
@@ -316,7 +318,7 @@ async def test_a_missing_adb_is_reported_in_one_line() -> None:
     ("options", "text"),
     [
         ({}, "environment.options.devices"),
-        ({"devices": ["a"], "observation": "video"}, "screenshot or both"),
+        ({"devices": ["a"], "observation": "video"}, "elements, screenshot, both"),
         ({"devices": ["a", "a"]}, "twice"),
         ({"devices": ["a"], "reset": "packages"}, "packages"),
         ({"devices": ["a"], "packages": ["a b; reboot"], "reset": "packages"}, "packages"),
@@ -385,4 +387,4 @@ def test_builtin_tasks_have_every_kind_and_other_contacts_in_the_splits() -> Non
     contacts = [{str(t.prompt) for t in tasks if "contact " in str(t.prompt)} for tasks in splits.values()]
     assert all(contacts) and not contacts[0] & contacts[1]
     assert len({given.id for tasks in splits.values() for given in tasks}) == 160
-    assert {tool.spec.name for tool in kind(splits["train"][0]).tools} == set(TOOLS)
+    assert {tool.spec.name for tool in kind(splits["train"][0]).tools} == set(TOOLS) - {"screenshot"}

@@ -121,7 +121,7 @@ class SimulatedDevice:
         return f'{header}<hierarchy rotation="0">{frame}{"".join(nodes)}</node></hierarchy>'
 
     def picture(self) -> bytes:
-        """The screen as a PNG file. Every row has the color of its widget; a switch that is on is white at the right."""
+        """A PNG of the screen. Rows have the colors of their widgets; a switch that is on is white at the right."""
         picture = Image.new("RGB", (WIDTH, HEIGHT), "black")
         for place, widget in enumerate(self.widgets):
             picture.paste(COLORS[widget.name], (0, place * ROW, WIDTH, (place + 1) * ROW))

@@ -357,9 +357,9 @@ class AndroidDevices(ForeignEnvironment):
         left_out: dict[str, Any] = dict.fromkeys(set(TOOLS) - set(self.options.tools))
         by_points = self.options.observation == "screenshot"
         if set(self.options.tools) <= {"elements" if by_points else "screenshot"}:
-            observation = self.options.observation
             raise ValueError(
-                f"environment.options.tools={self.options.tools} leaves no tool with observation={observation}; add others"
+                f"environment.options.tools={self.options.tools} leaves no tool with observation="
+                f"{self.options.observation}; add others"
             )
         members = {
             "options": self.options,

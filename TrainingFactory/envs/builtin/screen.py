@@ -1,5 +1,5 @@
-"""The environment `screen`: a drawn screen of buttons and switches at random places. The model sees them in a picture and
-acts by tapping. Nothing in the text says where they are.
+"""The environment `screen`: a drawn screen of buttons and switches at random places. The model sees a picture and acts
+by tapping. Nothing in the text says where to tap.
 
     Tap red.  [picture of 8 coloured buttons]     tap(cell=6) -> the screen closes; reward 1 if button 6 is red
 """
