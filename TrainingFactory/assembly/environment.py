@@ -134,8 +134,8 @@ def as_environment_factory(environment: Any, options: Mapping[str, Any] | None =
             raise as_value_error(error) from error
     elif options:
         raise ValueError(
-            f"environment.options ({', '.join(options)}) are only for android, containers, for environments in other "
-            "processes, such as gymnasium:NAME, and for those written for RL-Factory. Remove them"
+            f"environment.options ({', '.join(options)}) are only for android, screen, charts and containers, for "
+            "environments in other processes, such as gymnasium:NAME, and for those written for RL-Factory. Remove them"
         )
     if isinstance(environment, ForeignEnvironment):
         return environment.as_environment()

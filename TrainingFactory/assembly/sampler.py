@@ -65,8 +65,11 @@ def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel
             trust_remote_code=model.trust_remote_code,
             quantization=model.quantization,
             chat_template=model.chat_template,
+            vision=bool(model.vision),
+            image_tokens=model.image_tokens,
         )
-    for note in loaded_model.notes:
+    vision_notes = loaded_model.vision.notes if loaded_model.vision is not None else []
+    for note in (*loaded_model.notes, *vision_notes):
         notify(f"note: {note}")
     if model.tools_format is not None:
         from TrainingFactory.models.tools_format import add_tools_format
@@ -124,8 +127,11 @@ def make_chat(
 
     model = config.model
     chat = chat_format(
-        loaded_model.tokenizer, model.family, thinking=model.thinking, stop_ids=loaded_model.stop_ids, day=day
-    )
+        loaded_model.tokenizer, model.family, thinking=model.thinking, stop_ids=loaded_model.stop_ids, day=day,
+        vision=loaded_model.vision,
+    )  # fmt: skip
+    if chat.note:
+        notify(chat.note)
     if chat.warning:
         notify(f"warning: {chat.warning}")
     return chat
@@ -159,6 +165,7 @@ def make_engine(
         max_length=length,
         deterministic=config.sampling.deterministic,
         cache_bytes=cache_bytes,
+        vision=loaded_model.vision,
     )
 
 

@@ -48,6 +48,13 @@ class ModelSection(Section):
     """Enable or disable reasoning, if the chat template has a switch for it. null: the template's default."""
     quantization: Literal["none", "4bit", "8bit"] = "none"
     """Quantization of the base weights under a LoRA adapter. none: keep dtype. 4bit and 8bit need bitsandbytes."""
+    vision: bool | None = None
+    """Load a vision-language model with its vision part. false: its text part alone. null: with it if the tasks or the
+    environment show images."""
+    image_tokens: Annotated[int, Field(ge=16)] = 1024
+    """Maximum tokens of an image; larger images are scaled down."""
+    train_tower: bool = False
+    """Train the vision part too. false: only the language model, or its LoRA adapter, is trained."""
     trust_remote_code: bool = False
     """Run Python code shipped with the model. Enable only for models you trust."""
 
@@ -312,6 +319,9 @@ class DataSection(Section):
     """Shuffle the tasks or rows every epoch. false: keep their order."""
     skip_bad_rows: bool = False
     """Skip and count invalid rows instead of raising an error. Rows over model.max_length are always skipped."""
+    image_urls: bool = False
+    """Download images that tasks and rows name by http(s) address, each of at most 10 MB. false: such a row is an
+    error. Addresses of a dataset can lead into your own network."""
     heldout: PathText | None = None
     """Evaluation tasks, from the same kinds of source as data.tasks; with data.dataset: rows in its format. null: the
     environment's heldout split."""
