@@ -75,6 +75,7 @@ class Rollouts:
         with factories.listing_searched_places("datasets"):
             self.tasks = list(objects.tasks or ()) or make_tasks(config, self.environment)
         build_rewards.check_tasks(reward_section, self.tasks)
+        self.tools.check_tasks(self.tasks)
         check_tasks(self.tasks)  # now, not after the episodes
         # A partition of the tasks. Rounds run one after the other until `enough` returns True.
         self.rounds: Sequence[Sequence[Task]] = [self.tasks]

@@ -69,6 +69,7 @@ class Training(PreparedRun):
             check_steps(self.config, self.total)
             train_tasks = self.data.tasks if KINDS[self.config.training.algorithm].samples else ()
             check_tasks(reward, [*train_tasks, *self.data.heldout], self.data.environment)
+            self.tools.check_tasks([*train_tasks, *self.data.heldout])
             if run is None:
                 run_info = describe_start(
                     self.written_config, objects or UserObjects(), self.tools, self.data

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.kits.judge import Judge, judging
 from tests.kits.rollout import PARAMS, FakeChat, FakeSampler, call_text
 from tests.kits.run import Quiet, brief, rows, train
 from tests.kits.warm import WARM
+from TrainingFactory.assembly.environment import as_environment_factory, find_environment
 from TrainingFactory.assembly.export import export
 from TrainingFactory.assembly.users import make_user
 from TrainingFactory.config import TrainingConfig
@@ -27,11 +29,12 @@ from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.rollout import RolloutEngine, rollout_metrics
 from TrainingFactory.evaluation.rollouts import Rollouts
+from TrainingFactory.rollout.scripted import play
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.training.dataset import UserObjects
-from TrainingFactory.types import Message, Task, Trajectory
+from TrainingFactory.types import Message, Reward, Task, ToolCall, Trajectory
 
 STOP = "###STOP###"
 
@@ -336,6 +339,77 @@ def test_an_evaluation_plays_with_the_user(tmp_path: Path) -> None:
         config = config.model_copy(update={"data": data, "environment": place})
         report = Rollouts(config, tmp_path / "out.jsonl", group_size=8).run()
         assert len(user.asked) == report.metrics["user/turns"] * 8 == report.metrics["user/requests"] > 0
+
+
+FOREIGN = Path(__file__).parents[1] / "kits" / "foreign_environment.py"
+
+
+@pytest.mark.parametrize("actions", ["tools", "text"])
+def test_an_environment_in_another_process_can_have_a_user(actions: str) -> None:
+    """Calls go to the process, texts to the user. The process has one place for a step reward per turn."""
+    look = {"name": "state", "parameters": {"type": "object"}}
+    args = {"describe": {"tools": [look]} if actions == "tools" else {}, "score": {"reward": 0.75}}
+    name = f"process:{sys.executable} {FOREIGN}"
+    foreign = as_environment_factory(find_environment(name), {"args": args, "confined": False})
+    with judging(obliging) as user:
+        simulated = make_user(config_of(user.url, goal="You want order 40 ."))
+        assert simulated is not None
+        environment = with_simulated_user(foreign, simulated)(Task("t0", "Do."))
+        call = Message("assistant", "", [ToolCall("state", {"order": 40}, "c1")])
+        script = [Message("assistant", "What is its number?"), call, Message("assistant", "It is shipped.")]
+
+        async def run() -> Trajectory:
+            episode = await play(environment, FakeChat(), script)
+            await foreign.pool.close()
+            return episode
+
+        episode = asyncio.run(run())
+    if actions == "text":
+        assert "this one reads the agent's texts" in (episode.error or "")
+        return
+    assert episode.status == "done" and len(user.asked) == 2
+    assert [[message.content for message in turn.replies] for turn in episode.turns] == [
+        ["It is order 40."],
+        ['{"order": 40}'],
+        ["Thanks!"],
+    ]
+    assert episode.reward == Reward(0.75, [])
+    assert len(environment._rewards) == len(episode.turns)  # type: ignore[attr-defined]
+
+
+def test_all_tasks_are_checked_before_the_run(tmp_path: Path) -> None:
+    tasks = [Task("a", "?", metadata={"goal": "x"}), Task("b", "?")]
+    config = training_config(tmp_path, "http://127.0.0.1:9/v1")
+    with pytest.raises(ValueError, match="task b has no column `goal`"):
+        train(config, "run", environment=Scored, tasks=tasks)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_model_of_the_run_can_play_the_user(tmp_path: Path) -> None:
+    """The built-in model writes nonsense, and the same nonsense for the same seeds."""
+    user = {"model": "builtin:tiny", "max_turns": 2, "options": {"options": {"max_tokens": 8, "temperature": 1.0}}}
+    conversations = []
+    for name in ("one", "two"):
+        config = brief(
+            tmp_path / name,
+            model={"name": str(WARM)},
+            environment={"max_turns": 3, "user": user},
+            sampling={"max_tokens": 16},
+            data={"count": 6},
+            training={"max_steps": 1, "batch_size": 2, "group_size": 2},
+        )
+        assert train(config, "run", environment=Scored).state == "finished"
+        [row] = rows(tmp_path / name / "run" / "metrics.jsonl")
+        assert row["user/turns"] > 0 and row["user/requests"] == row["user/turns"] * row["episodes"]
+        conversations.append(
+            [
+                [reply["content"] for turn in episode["turns"] for reply in turn["replies"]]
+                for episode in rows(tmp_path / name / "run" / "trajectories.jsonl")
+            ]
+        )
+    assert conversations[0] == conversations[1]
+    assert len({text for conversation in conversations[0] for text in conversation}) > 1
 
 
 COLOURS = ("red", "blue", "green", "white", "black", "brown")
