@@ -179,8 +179,8 @@ class EnvironmentSection(Section):
     """System prompt. null: the environment's own."""
     options: dict[str, Any] = Field(default_factory=dict)
     """For a command: {cwd: FOLDER, env: [NAMES of the variables it may see], processes: 16}. For an environment in
-    another process: {args: {is_slippery: false}, isolation: episode}. For an environment written for RL-Factory: its
-    config, such as {use_process_reward: true}."""
+    another process: {args: {is_slippery: false}, isolation: episode}. For containers: {tasks: FOLDER}. For an
+    environment written for RL-Factory: its config, such as {use_process_reward: true}."""
     async_execution: bool = True
     """Run the tools of one episode while other episodes are sampled."""
     num_workers: Count | None = None

@@ -385,6 +385,22 @@ def test_all_tasks_are_checked_before_the_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_an_endpoint_can_be_the_agent_too(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Hi", "goal": "order 40 .", "answer": "It is shipped."}\n')
+    with judging(obliging) as user, judging("It is shipped.") as agent_model:
+        teacher = {"model": "agent", "base_url": agent_model.url, "api_key_env": None}
+        (tmp_path / "agent.yaml").write_text(json.dumps(teacher))
+        config = TrainingConfig(
+            model={"name": str(tmp_path / "agent.yaml")},
+            environment={"user": config_of(user.url).environment.user},
+            data={"tasks": str(tmp_path / "tasks.jsonl")},
+            logging={"output_dir": str(tmp_path)},
+        )
+        report = Rollouts(config, tmp_path / "out.jsonl").run()
+    assert (report.metrics["reward"], report.metrics["user/turns"]) == (1.0, 1.0)
+    assert report.trajectories[0].turns[-1].replies == [Message("user", "Thanks!")]
+
+
 @pytest.mark.slow
 def test_a_model_of_the_run_can_play_the_user(tmp_path: Path) -> None:
     """The built-in model writes nonsense, and the same nonsense for the same seeds."""
