@@ -78,7 +78,7 @@ def test_a_model_that_reads_text_rejects_them_in_the_form_of_the_dialect(name: s
 def test_invalid_images_name_their_place(name: str) -> None:
     text = json.dumps(BODIES[name])
     for data, says in (
-        (data_of(A)[:-8], "damaged|not a valid image|base64"),
+        (data_of(A)[:-40], "damaged"),
         ("PHN2Zz4=", "not a valid image"),
     ):
         with pytest.raises(ApiError, match=says) as info:
