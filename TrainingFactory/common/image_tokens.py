@@ -134,7 +134,7 @@ def from_disk(ids: Sequence[int], images: Sequence[tuple[Image, int]]) -> list[i
     return result
 
 
-def process_independent(rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+def process_independent(rows: Sequence[list[int]]) -> list[list[int]]:
     """Return the rows with images numbered by the order of their digests, so that sorting them gives the same order in
     every process. A resumed run needs that to sum in the same order."""
     if not any(has_images(row) for row in rows):

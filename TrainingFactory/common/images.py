@@ -44,7 +44,11 @@ def read_image(data: bytes, limits: ImageLimits = LIMITS) -> Image:
             return image_from_pillow(ImageOps.exif_transpose(opened))
     except Pillow.UnidentifiedImageError:
         raise ValueError("the data is not an image in PNG, JPEG or WebP format") from None
-    except (OSError, SyntaxError, Pillow.DecompressionBombError) as error:  # Pillow's errors for damaged files
+    except (
+        OSError,
+        SyntaxError,
+        Pillow.DecompressionBombError,
+    ) as error:  # Pillow's errors for damaged files
         raise ValueError(f"the image is damaged: {error}") from None
 
 

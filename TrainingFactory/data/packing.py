@@ -24,7 +24,7 @@ from TrainingFactory.types import Sample
 MIN_SAVING = 24  # tokens that a node must save; below that, another level costs more than it saves
 MAX_LEVELS = 6
 COPY_SHARE = 16  # a common prefix may be repeated in another tree if that adds at most 1 token in COPY_SHARE
-Keys = list[Sequence[int]]  # sort the rows in the same order in every process
+Keys = list[list[int]]  # sort the rows in the same order in every process
 
 
 @dataclass(slots=True)
@@ -105,9 +105,7 @@ def pack(
     )
 
 
-def _units(
-    samples: Sequence[Sample], ids: list[np.ndarray], keys: Keys, sharing: bool
-) -> list[list[int]]:
+def _units(samples: Sequence[Sample], ids: list[np.ndarray], keys: Keys, sharing: bool) -> list[list[int]]:
     """Return the indices of the rows that must stay in one pack, in packing order."""
 
     # Without sharing, sort by length first, because adjacent rows of similar length need little padding.

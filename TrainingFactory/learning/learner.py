@@ -47,7 +47,8 @@ class Learner:
 
     `temperature` is the sampler's, so that training sees the distribution that was sampled from. `reference` is a
     frozen model; None: the base under the adapter. With several `processes`, the given models are sharded in place.
-    `vision` is that of a model that sees images. `sharing` (compute common prefixes once) and `below` (split larger trees; 0: never) are for `make_batch`."""
+    `vision` is that of a model that sees images. `sharing` (compute common prefixes once) and `below` (split larger
+    trees; 0: never) are for `make_batch`."""
 
     def __init__(
         self,
@@ -80,7 +81,9 @@ class Learner:
             self.processes.shard(module, head if has_scores else None)
             self.processes.run(module, partial(check_head, causal_model(module)))
         run = self.processes.run
-        self.sharing = all(run(module, partial(_can_share, causal_model(module), vision)) for module in models)
+        self.sharing = all(
+            run(module, partial(_can_share, causal_model(module), vision)) for module in models
+        )
         self._weights = MixedPrecision(self._named_parameters())
         named_masters = list(zip(self._weights.names, self._weights.masters, strict=True))
         self._critic_weights = [weight for name, weight in named_masters if name.startswith(CRITIC_PREFIXES)]

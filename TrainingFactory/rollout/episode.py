@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os.path
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -399,12 +398,18 @@ class EpisodeRun:
         self.trajectory.error = error
 
 
+def _common_length(text: str, other: str) -> int:
+    """Return the length of the texts' common beginning."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(text), len(other)))
+
+
 def _move_images(reply: Message, content: str) -> list[PlacedImage]:
     """Return the images of a reply in its truncated content: those of the part that was cut are where it was."""
     if not reply.images or content == reply.content:
         return reply.images
-    beginning = len(os.path.commonprefix([reply.content, content]))
-    ending = len(os.path.commonprefix([reply.content[beginning:][::-1], content[beginning:][::-1]]))
+    beginning = _common_length(reply.content, content)
+    ending = _common_length(reply.content[beginning:][::-1], content[beginning:][::-1])
     removed = len(reply.content) - len(content)
     return [
         PlacedImage(min(place, beginning) if place < len(reply.content) - ending else place - removed, image)

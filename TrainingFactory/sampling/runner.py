@@ -69,7 +69,11 @@ class Runner:
     """Owns the view of the model and the cache. Runs in inference mode, in the caller's thread."""
 
     def __init__(
-        self, model: PreTrainedModel, table: SlotTable, cache_bytes: int | None = None, vision: Vision | None = None
+        self,
+        model: PreTrainedModel,
+        table: SlotTable,
+        cache_bytes: int | None = None,
+        vision: Vision | None = None,
     ) -> None:
         check_model(model)
         self.model, self.table, self.vision = model, table, vision
@@ -223,7 +227,7 @@ class Runner:
         if not plan.fixed:
             rows, fed = _covered(merged.dense, batch.fed[merged.dense])
         chunks, counts = _covered(merged.slots, merged.counts)
-        rope = EMPTY if self.table.rope_of is None else self.table.rope_at(batch.slots, batch.positions)
+        rope = EMPTY if self.table.rope_of is None else self._rope(batch)
         arrays = _step_inputs(batch, self._cache_positions(batch), twin_rows, fed, counts, rope)
         images: dict[str, Any] = {}
         if self.vision is not None:
@@ -258,6 +262,15 @@ class Runner:
             self._latest[batch.rows[batch.live]] = picked[0, batch.live].long()
         return picked
 
+    def _rope(self, batch: FlatBatch) -> np.ndarray:
+        """Return the rotary positions [N, 3] of the tokens; padding has any."""
+        table = self.table
+        slots, places = (
+            np.minimum(batch.slots, table.slots - 1),
+            np.minimum(batch.positions, table.max_length - 1),
+        )
+        return table.rope[slots, :, places]
+
     def _twins(self, plan: StepPlan, batch: FlatBatch) -> TwinRows | None:
         rows = np.concatenate((plan.dense, plan.slots))
         if plan.fixed or len(rows) < 2:  # with fixed shapes, a row less saves nothing
@@ -269,8 +282,8 @@ class Runner:
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext, keep: torch.Tensor | int,
         images: dict[str, Any] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the logits [M, V] of the tokens `keep`, or of all tokens if it is 0. `positions` [N] or [3, N]; `images`
-        are the arguments of the forward for the images among the tokens."""
+        """Return the logits [M, V] of the tokens `keep`, or of all tokens if it is 0. `positions` [N] or [3, N];
+        `images` are the arguments of the forward for the images among the tokens."""
         result = self.view(
             input_ids=ids[None], position_ids=positions.unsqueeze(-2), use_cache=False, tfactory_step=step,
             logits_to_keep=keep, **(images or {}),
