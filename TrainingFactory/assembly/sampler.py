@@ -32,10 +32,12 @@ from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.common.endpoints.names import find_endpoint, is_endpoint
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
+from TrainingFactory.envs.self_play import is_self_play
 from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.resolve.factories import listing_searched_places
 from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.rollout.branching import Branching
+from TrainingFactory.rollout.self_play import SelfPlayRollouts
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
 
@@ -267,6 +269,10 @@ def make_rollouts(
         if kind is ProgramRollouts:
             raise ValueError("environment.command needs a model with tokens, not an endpoint. Name a model")
         kind, concurrency = EndpointRollouts, sampler.settings.concurrency
+    if is_self_play(environment):
+        if kind is EndpointRollouts:
+            raise ValueError(f"self-play ({environment.__name__}) needs a model with tokens, not an endpoint")
+        kind = SelfPlayRollouts
     return kind(
         environment,
         chat,

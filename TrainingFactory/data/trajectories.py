@@ -100,6 +100,7 @@ def trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
         "tools": [spec_to_dict(spec) for spec in trajectory.tools],
         "prompt": [message_to_dict(message) for message in trajectory.prompt],
         **({} if trajectory.parent is None else {name: getattr(trajectory, name) for name in _FORK}),
+        **({} if trajectory.role is None else {"role": trajectory.role}),
         "turns": turns,
     }
 
@@ -125,6 +126,7 @@ def trajectory_from_dict(row: dict[str, Any]) -> Trajectory:
         seconds=row["seconds"],
         parent=row.get("parent"),
         fork_turn=row.get("fork_turn") or 0,
+        role=row.get("role"),
     )
 
 
