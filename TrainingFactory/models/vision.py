@@ -208,6 +208,14 @@ class Vision:
             place += len(index)
         return positions, start
 
+    def image_ends(self, ids: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Return the last place that each token sees in a model that sees whole images."""
+        ends = places.copy()
+        for number in np.flatnonzero(ids >= VIRTUAL).tolist():
+            tokens = find_image(int(ids[number]))
+            ends[number] += tokens.first + tokens.count - 1 - ids[number]
+        return ends
+
     # features
 
     def model_inputs(
