@@ -17,6 +17,7 @@ _CATALOG: dict[str, dict[str, str]] = {
         "calculator": "TrainingFactory.envs:CalculatorEnvironment",
         "text2sql": "TrainingFactory.envs.builtin.text2sql:Text2SqlEnvironment",
         "android": "TrainingFactory.envs.android.environment:AndroidDevices",
+        "containers": "TrainingFactory.envs.containers.environment:ContainerTasks",
         "reasoning_gym/": "TrainingFactory.integrations.reasoning_gym:environment",
         "bfcl/": "TrainingFactory.integrations.bfcl:environment",
         "gymnasium:": "TrainingFactory.envs.process.environment:environment",
