@@ -19,6 +19,7 @@ _CATALOG: dict[str, dict[str, str]] = {
         "screen": "TrainingFactory.envs.builtin.screen:Screens",
         "charts": "TrainingFactory.envs.builtin.charts:Charts",
         "android": "TrainingFactory.envs.android.environment:AndroidDevices",
+        "containers": "TrainingFactory.envs.containers.environment:ContainerTasks",
         "reasoning_gym/": "TrainingFactory.integrations.reasoning_gym:environment",
         "bfcl/": "TrainingFactory.integrations.bfcl:environment",
         "gymnasium:": "TrainingFactory.envs.process.environment:environment",

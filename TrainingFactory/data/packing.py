@@ -24,7 +24,7 @@ from TrainingFactory.types import Sample
 MIN_SAVING = 24  # tokens that a node must save; below that, another level costs more than it saves
 MAX_LEVELS = 6
 COPY_SHARE = 16  # a common prefix may be repeated in another tree if that adds at most 1 token in COPY_SHARE
-Keys = list[Sequence[int]]  # sort the rows in the same order in every process
+Keys = list[list[int]]  # sort the rows in the same order in every process
 
 
 @dataclass(slots=True)

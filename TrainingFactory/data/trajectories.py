@@ -121,6 +121,7 @@ def trajectory_to_dict(trajectory: Trajectory, store: ImageStore | None = None) 
         "tools": [spec_to_dict(spec) for spec in trajectory.tools],
         "prompt": [_message_to_dict(message, store) for message in trajectory.prompt],
         **({} if trajectory.parent is None else {name: getattr(trajectory, name) for name in _FORK}),
+        **({} if trajectory.role is None else {"role": trajectory.role}),
         "turns": turns,
     }
 
@@ -147,6 +148,7 @@ def trajectory_from_dict(row: dict[str, Any], store: ImageStore | None = None) -
         seconds=row["seconds"],
         parent=row.get("parent"),
         fork_turn=row.get("fork_turn") or 0,
+        role=row.get("role"),
     )
 
 

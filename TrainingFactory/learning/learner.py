@@ -47,7 +47,8 @@ class Learner:
 
     `temperature` is the sampler's, so that training sees the distribution that was sampled from. `reference` is a
     frozen model; None: the base under the adapter. With several `processes`, the given models are sharded in place.
-    `vision` is that of a model that sees images. `sharing` (compute common prefixes once) and `below` (split larger trees; 0: never) are for `make_batch`."""
+    `vision` is that of a model that sees images. `sharing` (compute common prefixes once) and `below` (split larger
+    trees; 0: never) are for `make_batch`."""
 
     def __init__(
         self,

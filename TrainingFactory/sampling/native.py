@@ -97,6 +97,9 @@ class NativeEngine:
         if deterministic and routes_tokens(causal):
             reason = "the batches of its experts depend on timing, so it has no deterministic mode"
             raise unsupported_model(causal.config.model_type, reason)
+        if deterministic and vision is not None and vision.sees_whole_images:
+            reason = "its image tokens see later ones, so it has no deterministic mode with images"
+            raise unsupported_model(causal.config.model_type, reason)
         on_cuda = causal.device.type == "cuda"
         rope_of = vision.rope if vision is not None and vision.has_rope else None
         self._table = SlotTable(slots, max_length, deterministic=deterministic, rope_of=rope_of)
@@ -111,6 +114,7 @@ class NativeEngine:
         budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
         self._planner = StepPlanner(self._table, budget, self._drafts, guesses, few_shapes=on_cuda)
         self._planner.tiled = self._runner.tiled
+        self._planner.whole_images = vision is not None and vision.sees_whole_images
         self._flight: InFlightStep | None = None  # the launched step whose tokens have not been fetched
         self._ahead = 0  # steps launched ahead since one waited; negative: drafts are worth waiting for
         self.policy_version = 0

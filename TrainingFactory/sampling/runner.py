@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
@@ -54,6 +55,7 @@ class StepInputs(NamedTuple, Generic[Data]):
     chunk_pad: Data  # [P * T] the same of the chunks
     chunk_unpad: Data  # [n]
     rope: Data  # [3 * U] rotary positions; empty if they are `positions`
+    ends: Data  # [U] last visible position, for models that see whole images; else empty
 
 
 class SampledTokens(NamedTuple):
@@ -227,10 +229,12 @@ class Runner:
         if not plan.fixed:
             rows, fed = _covered(merged.dense, batch.fed[merged.dense])
         chunks, counts = _covered(merged.slots, merged.counts)
-        rope = EMPTY if self.table.rope_of is None else self.table.rope_at(batch.slots, batch.positions)
+        rope = EMPTY if self.table.rope_of is None else self._rope(batch)
         arrays = _step_inputs(batch, self._cache_positions(batch), twin_rows, fed, counts, rope)
         images: dict[str, Any] = {}
         if self.vision is not None:
+            if self.vision.sees_whole_images:
+                arrays = arrays._replace(ends=self.vision.image_ends(arrays.tokens, arrays.positions))
             ids, images = self.vision.model_inputs(self.model, arrays.tokens[None])
             arrays = arrays._replace(tokens=ids[0])
         tensors = to_device([*arrays, *draws.present], self.device)
@@ -239,15 +243,15 @@ class Runner:
         step.tokens = int(fed.sum())
         step.source = inputs.source if twin_rows is not None else None
         if plan.rows:
-            positions = inputs.positions[: step.tokens]
+            part = slice(0, step.tokens)
             step.dense = self._attention_part(
-                rows, positions, inputs.dense_pad, inputs.dense_unpad, widths[0]
+                rows, inputs, part, (inputs.dense_pad, inputs.dense_unpad), widths[0]
             )
             step.dense.trunk, step.dense.trunk_slot = trunk, int(merged.dense[0])
         if len(merged.slots):
-            positions = inputs.positions[step.tokens :]
+            part = slice(step.tokens, None)
             step.chunks = self._attention_part(
-                chunks, positions, inputs.chunk_pad, inputs.chunk_unpad, widths[1]
+                chunks, inputs, part, (inputs.chunk_pad, inputs.chunk_unpad), widths[1]
             )
             step.chunks.trunk, step.chunks.trunk_slot = self.trunk(merged.slots), int(merged.slots[0])
         ids = inputs.tokens if not self.table.flying.any() else self._known_tokens(inputs.tokens)
@@ -262,6 +266,15 @@ class Runner:
             self._latest[batch.rows[batch.live]] = picked[0, batch.live].long()
         return picked
 
+    def _rope(self, batch: FlatBatch) -> np.ndarray:
+        """Return the rotary positions [N, 3] of the tokens; padding has any."""
+        table = self.table
+        slots, places = (
+            np.minimum(batch.slots, table.slots - 1),
+            np.minimum(batch.positions, table.max_length - 1),
+        )
+        return table.rope[slots, :, places]
+
     def _twins(self, plan: StepPlan, batch: FlatBatch) -> TwinRows | None:
         rows = np.concatenate((plan.dense, plan.slots))
         if plan.fixed or len(rows) < 2:  # with fixed shapes, a row less saves nothing
@@ -273,8 +286,8 @@ class Runner:
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext, keep: torch.Tensor | int,
         images: dict[str, Any] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the logits [M, V] of the tokens `keep`, or of all tokens if it is 0. `positions` [N] or [3, N]; `images`
-        are the arguments of the forward for the images among the tokens."""
+        """Return the logits [M, V] of the tokens `keep`, or of all tokens if it is 0. `positions` [N] or [3, N];
+        `images` are the arguments of the forward for the images among the tokens."""
         result = self.view(
             input_ids=ids[None], position_ids=positions.unsqueeze(-2), use_cache=False, tfactory_step=step,
             logits_to_keep=keep, **(images or {}),
@@ -398,19 +411,25 @@ class Runner:
         )
 
     def _attention_part(
-        self, slots: slice | np.ndarray, positions: torch.Tensor, pad: torch.Tensor, unpad: torch.Tensor, width: int
+        self, slots: slice | np.ndarray, inputs: StepInputs[torch.Tensor], part: slice,
+        padding: tuple[torch.Tensor, torch.Tensor], width: int,
     ) -> AttentionPart:  # fmt: skip
         rows = slots.stop - slots.start if isinstance(slots, slice) else len(slots)
-        padded = len(pad) > 0
-        positions = (positions[pad] if padded else positions).unflatten(0, (rows, -1))
-        slot_index = slots if isinstance(slots, slice) else torch.from_numpy(slots).to(self.device)
-        padding = (pad, unpad) if padded else (None, None)
-        return AttentionPart(slot_index, positions, width, self._mask, *padding)
+        pad, unpad = padding if len(padding[0]) else (None, None)
 
-    def _mask(self, positions: torch.Tensor, width: int, window: int | None) -> torch.Tensor:
-        """Return the causal mask of positions [rows, T], additive, as [rows, 1, T, width]."""
+        def by_row(tokens: torch.Tensor) -> torch.Tensor:
+            return (tokens[part] if pad is None else tokens[part][pad]).unflatten(0, (rows, -1))
+
+        slot_index = slots if isinstance(slots, slice) else torch.from_numpy(slots).to(self.device)
+        mask = partial(self._mask, ends=by_row(inputs.ends)) if len(inputs.ends) else self._mask
+        return AttentionPart(slot_index, by_row(inputs.positions), width, mask, pad, unpad)
+
+    def _mask(
+        self, positions: torch.Tensor, width: int, window: int | None, ends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the mask of positions [rows, T], additive, as [rows, 1, T, width]: causal, or up to `ends`."""
         span, positions = self._span[:width], positions[:, None, :, None]
-        is_masked = span > positions
+        is_masked = span > (positions if ends is None else ends[:, None, :, None])
         if window is not None:
             is_masked = is_masked | (span <= positions - window)
         return torch.where(is_masked, self._hidden, self._seen)
@@ -438,7 +457,7 @@ def _step_inputs(
     `rope` [N, 3] the rotary positions, if they are not the places."""
     if twin_rows is not None and len(rope):
         rope = rope[twin_rows.is_leader]
-    rest = *_padding(fed), *_padding(counts), rope.T.ravel()
+    rest = *_padding(fed), *_padding(counts), rope.T.ravel(), EMPTY
     if twin_rows is None:
         return StepInputs(batch.tokens, batch.positions, cache_positions, batch.keep, EMPTY, EMPTY, *rest)
     keep, logit_rows = np.unique(twin_rows.source[batch.keep], return_inverse=True)

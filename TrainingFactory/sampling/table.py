@@ -91,8 +91,9 @@ class SlotTable:
         per_slot = -(-max_length // PAGE)
         self.pages = CachePages(slots, max_length, [None], [slots * per_slot], fixed=True)
         self.ids = np.zeros((slots, max_length), np.int32)
-        # Rotary positions, also of the tokens that will follow.
-        self.rope = np.zeros((slots, 3, max_length if self.rope_of else 0), np.int32)
+        self.rope = np.zeros(
+            (slots, 3, max_length if self.rope_of else 0), np.int32
+        )  # also of the tokens to come
         self.logprobs = np.zeros((slots, max_length), np.float32)
         self.stored = np.zeros(slots, np.int64)  # tokens whose keys and values are in the cache
         self.lengths = np.zeros(slots, np.int64)  # tokens of the sequence; stored < known while running
@@ -373,10 +374,6 @@ class SlotTable:
         """Return the `count` tokens before each of these positions [len(slots), count]; 0 before a sequence's start."""
         places = ends[:, None] - np.arange(count, 0, -1)
         return np.where(places >= 0, self.ids[slots[:, None], places], 0)
-
-    def rope_at(self, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return the rotary positions [N, 3] at these places of the slots' sequences; padding has any."""
-        return self.rope[np.minimum(slots, self.slots - 1), :, np.minimum(places, self.max_length - 1)]
 
     def marks(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Return the hash of each token at its position, with random but constant factors."""

@@ -363,6 +363,7 @@ class AndroidDevices(ForeignEnvironment):
             )
         members = {
             "options": self.options,
+            "shows_images": self.options.observation != "elements",
             "farm": DeviceFarm(self.options),
             "max_episodes": len(self.options.devices),
         }

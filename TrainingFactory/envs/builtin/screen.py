@@ -90,6 +90,7 @@ class ScreenEnvironment(ToolEnvironment):
 
     system_prompt = "Look, then tap."
     options: ClassVar[ScreenOptions] = ScreenOptions()
+    shows_images = True
 
     def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = ()) -> None:
         super().__init__(task, tools)
