@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
+from TrainingFactory.common.image_tokens import VIRTUAL, from_disk, to_disk
 from TrainingFactory.common.images import ImageStore, images_from_rows, images_to_rows
 from TrainingFactory.common.openai_format import (
     message_from_dict,
@@ -21,7 +22,7 @@ from TrainingFactory.common.openai_format import (
     spec_to_dict,
 )
 from TrainingFactory.data.disk import naming_file_on_error
-from TrainingFactory.types import Completion, Message, Reward, Task, ToolResult, Trajectory, Turn
+from TrainingFactory.types import Completion, Image, Message, Reward, Task, ToolResult, Trajectory, Turn
 
 if TYPE_CHECKING:
     import numpy as np
@@ -128,9 +129,11 @@ def trajectory_to_dict(trajectory: Trajectory, store: ImageStore | None = None) 
 
 def trajectory_from_dict(row: dict[str, Any], store: ImageStore | None = None) -> Trajectory:
     """Return the trajectory of `trajectory_to_dict`. `store` has its images, unless their data is in the JSON."""
+    messages = [_message_from_dict(message, store) for message in row["prompt"]]
+    images = _images_of(messages)
     turns, previous_ids = [], []
     for item in row["turns"]:
-        turn = _turn_from_dict(item, previous_ids, store)
+        turn = _turn_from_dict(item, previous_ids, store, images)
         turns.append(turn)
         previous_ids = turn.prompt_ids + turn.completion.token_ids
     task, prompt = row["task"], row["task"]["prompt"]
@@ -139,7 +142,7 @@ def trajectory_from_dict(row: dict[str, Any], store: ImageStore | None = None) -
         task=Task(task["id"], prompt, task.get("answer"), task["metadata"]),
         group=row["group"],
         member=row["member"],
-        prompt=[_message_from_dict(message, store) for message in row["prompt"]],
+        prompt=messages,
         tools=[spec_from_dict(spec) for spec in row["tools"]],
         turns=turns,
         status=row["status"],
@@ -185,7 +188,9 @@ class CompactTrajectory:
 
     def __repr__(self) -> str:
         """Return a text that depends on every token id: the fingerprint of a run's data hashes it."""
-        turns = [(*turn[:1], *(ids.tobytes() for ids in turn[1:3]), turn[4]) for turn in self.turns]
+        turns = [
+            (*turn[:1], *(_portable(ids).tobytes() for ids in turn[1:3]), turn[4]) for turn in self.turns
+        ]
         return f"Kept({self.head!r}, {turns!r})"
 
     @classmethod
@@ -220,6 +225,13 @@ class CompactTrajectory:
         return max((len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns), default=0)
 
 
+def _portable(ids: np.ndarray) -> np.ndarray:
+    """Return ids with image tokens as they are on disk: their numbers in memory differ between processes."""
+    import numpy as np
+
+    return np.asarray(to_disk(ids.tolist())[0], np.int32) if ids.size and ids.max() >= VIRTUAL else ids
+
+
 def _new_ids(turn: Turn, previous_ids: list[int]) -> tuple[bool, list[int]]:
     """Return whether the turn's prompt continues the tokens of the turn before, and the prompt's new tokens."""
     is_continuation = bool(previous_ids) and turn.prompt_ids[: len(previous_ids)] == previous_ids
@@ -231,21 +243,28 @@ def _turn_to_dict(turn: Turn, previous_ids: list[int], store: ImageStore | None)
     completion = {name: getattr(turn.completion, name) for name in _COMPLETION}
     if completion["versions"] is None:  # `policy_version` applies to all tokens
         del completion["versions"]
+    disk_ids, shown = to_disk(new_ids)
     return {
         "message": message_to_dict(turn.message),
         "replies": [_message_to_dict(reply, store) for reply in turn.replies],
         "tool_results": [_result_to_dict(result, store) for result in turn.tool_results],
         "signals": turn.signals,
         "continues": is_continuation,
-        "new_ids": new_ids,
+        "new_ids": disk_ids,
+        **({"image_tokens": [[image.digest, image.tokens] for image in shown]} if shown else {}),
         "completion": completion,
         **{name: value for name, default in _RARE.items() if (value := getattr(turn, name)) != default},
     }
 
 
-def _turn_from_dict(row: dict[str, Any], previous_ids: list[int], store: ImageStore | None) -> Turn:
-    return Turn(
-        prompt_ids=previous_ids + row["new_ids"] if row["continues"] else row["new_ids"],
+def _turn_from_dict(
+    row: dict[str, Any], previous_ids: list[int], store: ImageStore | None, images: dict[str, Image]
+) -> Turn:
+    """`images` are those of the messages before the turn, by digest; those of its replies are added."""
+    shown = [(images[digest], tokens) for digest, tokens in row.get("image_tokens", ())]
+    new_ids = from_disk(row["new_ids"], shown)
+    turn = Turn(
+        prompt_ids=previous_ids + new_ids if row["continues"] else new_ids,
         completion=Completion(**row["completion"]),
         message=message_from_dict(row["message"]),
         replies=[_message_from_dict(reply, store) for reply in row["replies"]],
@@ -253,3 +272,9 @@ def _turn_from_dict(row: dict[str, Any], previous_ids: list[int], store: ImageSt
         signals=row["signals"],
         **{name: row[name] for name in _RARE if name in row},
     )
+    images.update(_images_of(turn.replies))
+    return turn
+
+
+def _images_of(messages: Iterable[Message]) -> dict[str, Image]:
+    return {image.digest: image for message in messages for _, image in message.images}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,13 @@ import pytest
 from PIL import Image as Pillow
 
 from tests.kits.pictures import BLUE, GREEN, RED, SVG, bomb, jpeg, picture
+from TrainingFactory.common.image_tokens import number_image
 from TrainingFactory.common.images import read_image, split_text
 from TrainingFactory.data.datasets import DatasetRow
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.data.trajectories import (
+    CompactTrajectory,
     load_trajectories,
     save_trajectories,
     trajectory_from_dict,
@@ -265,6 +269,31 @@ def test_trajectories_hold_digests(tmp_path: Path) -> None:
         _ = read.prompt[0].images[0].image.data
 
 
+def test_image_tokens_are_stored_independently_of_the_process(tmp_path: Path) -> None:
+    episode, path = seen_episode(), tmp_path / "t.jsonl"
+    number_image(C, 7)  # so that the numbers of the others are not the first ones
+    first, second = number_image(A, 3).ids, number_image(B, 2).ids
+    episode.turns[0].prompt_ids = [1, *first, 2, *first]
+    episode.turns[1].prompt_ids = [*episode.turns[0].prompt_ids, 3, *second, 9]
+    save_trajectories(path, [episode])
+    rows = json.loads(path.read_text())["turns"]
+    assert rows[0]["new_ids"] == [1, -1, -1, -1, 2, -1, -1, -1] and rows[0]["image_tokens"] == [[A.digest, 3]]
+    assert rows[1]["new_ids"] == [-1, -1, 9] and rows[1]["image_tokens"] == [[B.digest, 2]]
+    assert next(load_trajectories(path)) == episode
+    assert trajectory_from_dict(json.loads(json.dumps(trajectory_to_dict(episode)))) == episode
+    compact = CompactTrajectory.from_trajectory(episode)
+    assert compact.trajectory() == episode
+    code = f"""
+from pathlib import Path
+from TrainingFactory.data.trajectories import CompactTrajectory, load_trajectories
+[episode] = load_trajectories(Path({str(path)!r}))
+print(episode.turns[0].prompt_ids[1] != {first[0]})
+print(repr(CompactTrajectory.from_trajectory(episode)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"True\n{compact!r}\n"
+
+
 def test_trajectories_without_a_folder_hold_the_data() -> None:
     episode = seen_episode()
     row = json.loads(json.dumps(trajectory_to_dict(episode)))
@@ -273,7 +302,6 @@ def test_trajectories_without_a_folder_hold_the_data() -> None:
 
 
 def test_fingerprints_depend_on_images() -> None:
-    from TrainingFactory.data.trajectories import CompactTrajectory
     from TrainingFactory.rollout.episode import _scope
 
     one, other = seen_episode(), seen_episode()
