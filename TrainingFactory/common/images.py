@@ -42,7 +42,6 @@ def read_image(data: bytes, limits: ImageLimits = LIMITS) -> Image:
         with Pillow.open(io.BytesIO(data), formats=FORMATS) as opened:
             return image_from_pillow(opened, limits)
     except Pillow.UnidentifiedImageError:
-<<<<<<< HEAD
         raise ValueError("the data is not a valid image in PNG, JPEG or WebP format") from None
     except Pillow.DecompressionBombError:
         raise ValueError(
@@ -52,15 +51,6 @@ def read_image(data: bytes, limits: ImageLimits = LIMITS) -> Image:
         raise
     except Exception as error:  # the decoders raise errors of many types for damaged files
         raise ValueError(f"the image is damaged: {describe(error)}") from None
-=======
-        raise ValueError("the data is not an image in PNG, JPEG or WebP format") from None
-    except (
-        OSError,
-        SyntaxError,
-        Pillow.DecompressionBombError,
-    ) as error:  # Pillow's errors for damaged files
-        raise ValueError(f"the image is damaged: {error}") from None
->>>>>>> vcore
 
 
 def image_from_pillow(picture: Any, limits: ImageLimits = LIMITS) -> Image:

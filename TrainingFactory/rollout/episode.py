@@ -407,7 +407,6 @@ class EpisodeRun:
         self.trajectory.error = error
 
 
-<<<<<<< HEAD
 @functools.cache
 def announce_placeholders() -> None:
     """Log once that the model does not see images."""
@@ -415,25 +414,6 @@ def announce_placeholders() -> None:
         "tools return images, but the model reads only text: it gets placeholders such as [image 640x480]. "
         "Metric: %s", IMAGES_AS_TEXT,
     )  # fmt: skip
-=======
-def _common_length(text: str, other: str) -> int:
-    """Return the length of the texts' common beginning."""
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(text), len(other)))
-
-
-def _move_images(reply: Message, content: str) -> list[PlacedImage]:
-    """Return the images of a reply in its truncated content: those of the part that was cut are where it was."""
-    if not reply.images or content == reply.content:
-        return reply.images
-    beginning = _common_length(reply.content, content)
-    ending = _common_length(reply.content[beginning:][::-1], content[beginning:][::-1])
-    removed = len(reply.content) - len(content)
-    return [
-        PlacedImage(min(place, beginning) if place < len(reply.content) - ending else place - removed, image)
-        for place, image in reply.images
-    ]
->>>>>>> vcore
 
 
 def _state_name(environment: Environment) -> str | None:
