@@ -72,8 +72,7 @@ except ImportError:  # Windows: without a lock, two processes can write the same
 DIGEST = re.compile(rb'"digest": ?"([0-9a-f]{64})"')  # of an image
 METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl", "kept.jsonl"
 FINDINGS, EVALUATIONS = "findings.jsonl", "evaluations.jsonl"
-APPEND_ONLY = (DIGEST = re.compile(rb'"digest": ?"([0-9a-f]{64})"')  # of an image
-METRICS, CONSUMED, TRAJECTORIES, KEPT, FINDINGS, EVALUATIONS, CALLS_FILE)
+APPEND_ONLY = (METRICS, CONSUMED, TRAJECTORIES, KEPT, FINDINGS, EVALUATIONS, CALLS_FILE)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 CONFIG, ENVIRONMENT, STATUS = "config.yaml", "environment.json", "status.json"
 CHAT_TEMPLATE = "chat_template.jinja"  # copy of the file that `model.chat_template` names
