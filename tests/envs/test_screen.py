@@ -73,7 +73,7 @@ def test_pictures_are_the_same_pixels_on_every_machine() -> None:
         canvas.text("".join(LETTERS)[row * 19 : (row + 1) * 19], (80, 24 + 20 * row), 2)
     digests.append(canvas.image().digest)
     digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
-    assert digest == "PINNED"
+    assert digest == "c8526fdb030060b37df17c449d53a4b3faf0c16595b60ec9eae936e73bd0bd4d"
 
 
 @pytest.mark.parametrize("how", ["cell", "point"])
@@ -227,7 +227,7 @@ def read_chart(task: Task, image: Image) -> str:
     cells = [[Counter(map(tuple, picture[y : y + 16, x : x + 16].reshape(-1, 3).tolist())) for x in range(0, 96, 16)]
              for y in range(0, 64, 16)]  # fmt: skip
     colors = [[next(names[color] for color in cell if color in names) for cell in row] for row in cells]
-    if "row" in question:
+    if question.startswith("Which color"):
         row, column = (int(word.strip("?,")) for word in question.split() if word.strip("?,").isdigit())
         return colors[row - 1][column - 1]
     return str(sum(row.count(question.split()[-1].strip("?")) for row in colors))

@@ -367,7 +367,7 @@ class AndroidDevices(ForeignEnvironment):
             "farm": DeviceFarm(self.options),
             "max_episodes": len(self.options.devices),
         }
-        base = ScreenshotEnvironment if by_points else AndroidEnvironment
+        base: Any = ScreenshotEnvironment if by_points else AndroidEnvironment
         return type("android", (base,), members | left_out)
 
 

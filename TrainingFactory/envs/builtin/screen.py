@@ -204,7 +204,7 @@ class Screens(ForeignEnvironment):
         return cls(checked)
 
     def as_environment(self) -> type[ScreenEnvironment]:
-        base = ScreenEnvironment if self.options.tap == "cell" else PointScreenEnvironment
+        base: Any = ScreenEnvironment if self.options.tap == "cell" else PointScreenEnvironment
         return type("screen", (base,), {"options": self.options})
 
 
