@@ -21,7 +21,7 @@ import yaml
 from TrainingFactory.apps.demo.demo import Demo
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.integrations.swift.exporting import SCRIPT, export_config
-from TrainingFactory.runs.tracking import Watcher
+from TrainingFactory.runs.tracking import PlainLines
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = ["--model_type", "qwen3", "--template", "qwen3_nothinking", "--agent_template", "hermes"]
@@ -29,19 +29,10 @@ LOCAL = ["--torch_dtype", "float32", "--report_to", "none", "--save_strategy", "
 BATCH, MEMBERS = 8, 8
 
 
-class Quiet(Watcher):
-    """Shows nothing."""
-
-    def phase(self, *arguments: Any) -> None: ...
-    def step(self, *arguments: Any) -> None: ...
-    def episode(self, *arguments: Any) -> None: ...
-    def say(self, *arguments: Any) -> None: ...
-
-
 def warm_start(folder: Path) -> Path:
     """Return the model of the demo's first run."""
     demo = Demo("search", 0, folder / "demo")
-    demo.warm_start(Quiet())
+    demo.warm_start(PlainLines())
     return demo.warm / "model"
 
 

