@@ -23,7 +23,7 @@ from TrainingFactory.integrations.swift.scheduler import check_config, neutral_r
 ROOT = Path(__file__).resolve().parents[2]
 SERVERS = ROOT / ".servers"
 RUN = """
-model: {name: MODEL, dtype: bfloat16}
+model: {name: acme/small, revision: v2, dtype: bfloat16}
 environment: {environment_id: search, max_turns: 4}
 training: {batch_size: 6, group_size: 4, learning_rate: 2.0e-5, warmup_steps: 3, max_steps: 9, schedule: cosine,
   seed: 7, weight_decay: 0.01, gradient_checkpointing: true, token_budget: 4096}
@@ -53,7 +53,8 @@ def test_export_writes_rows_arguments_and_script(exported: Path, tfactory: Run) 
     arguments = yaml.safe_load((exported / "args.yaml").read_text())
     assert "# training.token_budget has no counterpart" in (exported / "args.yaml").read_text()
     expected = {
-        "rlhf_type": "grpo", "model": "MODEL", "torch_dtype": "bfloat16", "num_generations": 4,
+        "rlhf_type": "grpo", "model": "acme/small", "model_revision": "v2", "torch_dtype": "bfloat16",
+        "num_generations": 4,
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 6, "learning_rate": 2e-5, "warmup_steps": 3,
         "max_steps": 9, "lr_scheduler_type": "cosine", "seed": 7, "weight_decay": 0.01, "beta": 0.02,
         "gradient_checkpointing": True, "tuner_type": "lora", "lora_rank": 4, "lora_alpha": 8,
@@ -90,7 +91,11 @@ def test_an_exported_config_is_imported_again(exported: Path, tfactory: Run) -> 
         for section in ("training", "grpo", "lora", "sampling"):
             for key in getattr(original, section).model_fields_set - {"token_budget"}:
                 assert getattr(getattr(back, section), key) == getattr(getattr(original, section), key), key
-        assert back.model.name == "MODEL" and back.data.tasks == str(exported / "rows.jsonl")
+        assert (
+            back.model.name == "acme/small"
+            and back.model.revision == "v2"
+            and back.data.tasks == str(exported / "rows.jsonl")
+        )
     assert "# --multi_turn_scheduler training_factory: by hand" in Path("back.yaml").read_text()
 
 
@@ -248,6 +253,7 @@ def test_mistakes_in_exports(tmp_path: Path, tfactory: Run, monkeypatch: pytest.
     written(tmp_path / "run.yaml", "environment: search\ndata: {count: 2}\n")
     status, _, err = tfactory("swift", "export", "run.yaml", "training.algorithm=sft", "-o", "o")
     assert status == 2 and "Only grpo" in err
+    assert "ms-swift cannot load builtin:tiny" in tfactory("swift", "export", "run.yaml", "-o", "o")[2]
     with pytest.raises(ValueError, match=r"environment\.context does not work in ms-swift"):
         check_config(TrainingConfig(**{"environment": {"context": {"fold": "window", "limit": 100}}}))
     assert "no args.json" in tfactory("import", "swift", tmp_path)[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,9 @@ from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.integrations.swift import CONFIG_VARIABLE, NAME, TASK_COLUMN
 from TrainingFactory.integrations.swift.keys import FOR_LORA, SAME_MEANING, VALUES
 from TrainingFactory.integrations.swift.scheduler import check_config
+from TrainingFactory.models.names import BUILTIN, resolve_model_name
 from TrainingFactory.resolve import factories
+from TrainingFactory.resolve.model_names import with_resolved_model
 from TrainingFactory.training.dataset import make_tasks
 from TrainingFactory.types import Task
 
@@ -101,7 +102,7 @@ def swift_arguments(config: TrainingConfig, folder: Path) -> tuple[dict[str, Any
         arguments = {name: value for name, value in arguments.items() if name not in FOR_LORA}
     elif modules is not None:
         arguments["target_modules"] = modules
-    arguments["model"] = _absolute(config.model.name)
+    arguments |= _model(config)
     arguments["output_dir"] = str(folder.resolve() / "output")
     arguments |= {
         "dataset": str(folder.resolve() / ROWS),
@@ -110,6 +111,7 @@ def swift_arguments(config: TrainingConfig, folder: Path) -> tuple[dict[str, Any
         "remove_unused_columns": False,
         "logging_steps": 1,
     }
+    values.pop("model.adapter", None)
     remaining = [key for key in values if not key.startswith(READ_BY_PLUGIN)]
     return arguments, sorted(remaining)
 
@@ -120,11 +122,24 @@ def script_text() -> str:
 # Train with ms-swift in the environment of {CONFIG}. Arguments are passed on: sh {SCRIPT} --max_steps 8
 # TrainingFactory must be installed in ms-swift's environment: pip install --no-deps training-factory
 set -e
-cd "$(dirname "$0")"
-export {CONFIG_VARIABLE}="${{{CONFIG_VARIABLE}:-{shlex.quote(CONFIG)}}}"
+HERE="$(cd "$(dirname "$0")" && pwd)"
+export {CONFIG_VARIABLE}="${{{CONFIG_VARIABLE}:-$HERE/{CONFIG}}}"
 PLUGIN="$(python -m TrainingFactory.integrations.swift)"
-exec swift rlhf {ARGUMENTS} --external_plugins "$PLUGIN" "$@"
+exec swift rlhf "$HERE/{ARGUMENTS}" --external_plugins "$PLUGIN" "$@"
 """
+
+
+def _model(config: TrainingConfig) -> dict[str, Any]:
+    """Return the arguments that load the config's model: a folder, a hub id, or an adapter of one."""
+    section = with_resolved_model(config).model
+    name = resolve_model_name(section.name)
+    if name == BUILTIN or name.startswith("package:") or name.endswith(".gguf"):
+        raise ValueError(
+            f"model.name: ms-swift cannot load {section.name}. Name a folder or a hub id; `tfactory export` writes the "
+            "folder of a trained model."
+        )
+    arguments = {"model": _absolute(name)}
+    return arguments if section.adapter is None else arguments | {"adapters": _absolute(section.adapter)}
 
 
 async def _rows(tools: RunTools, environment: Any, tasks: list[Task]) -> list[dict[str, Any]]:

@@ -276,7 +276,11 @@ def _arguments(path: Path, words: list[str]) -> dict[str, Any]:
     """Parse `--name value ...`. A first word FILE.yaml or FILE.json is read, as ms-swift does."""
     arguments: dict[str, Any] = {}
     if words and words[0].endswith((".yaml", ".yml", ".json")):
-        arguments = _read_mapping(path.parent / words.pop(0))
+        file = Path(words.pop(0))
+        beside = path.parent / (
+            file if (path.parent / file).is_file() else file.name
+        )  # such as "$HERE/args.yaml"
+        arguments = _read_mapping(beside)
     name = ""
     for word in words:
         if word in ("|", "&", "&&", "||", ";", ">", ">>", "2>&1", "<"):

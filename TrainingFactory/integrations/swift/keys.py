@@ -4,7 +4,8 @@ from __future__ import annotations
 
 # Their argument -> our key, with the same values.
 SAME_MEANING = {
-    "model": "model.name", "enable_thinking": "model.thinking", "learning_rate": "training.learning_rate",
+    "model": "model.name", "model_revision": "model.revision",
+    "enable_thinking": "model.thinking", "learning_rate": "training.learning_rate",
     "warmup_steps": "training.warmup_steps", "weight_decay": "training.weight_decay",
     "max_grad_norm": "training.max_grad_norm", "max_steps": "training.max_steps",
     "num_train_epochs": "training.num_epochs", "gradient_checkpointing": "training.gradient_checkpointing",
