@@ -37,6 +37,7 @@ _CATALOG: dict[str, dict[str, str]] = {
         "python": "TrainingFactory.tools.custom_tools:PythonTool",
         "sql": "TrainingFactory.tools.custom_tools:SqlTool",
         "search": "TrainingFactory.tools.custom_tools:SearchTool",
+        "retrieval": "TrainingFactory.retrieval:RetrievalTool",
         "model": "TrainingFactory.tools.custom_tools:ModelTool",
         "agent": "TrainingFactory.tools.custom_tools:AgentTool",
         "wordnet": "TrainingFactory.apps.recipes.wordnet:WordNet",
