@@ -32,7 +32,7 @@ def make_trainable(config: TrainingConfig, loaded_model: LoadedModel) -> None:
     elif lora.enabled:
         loaded_model.model = add_lora(
             loaded_model.model, lora.r, lora.alpha, lora.dropout, lora.target_modules,
-            dora=lora.dora, rslora=lora.rslora, seed=config.training.seed,
+            dora=lora.dora, rslora=lora.rslora, experts=lora.experts, seed=config.training.seed,
         )  # fmt: skip
 
 
@@ -105,6 +105,7 @@ def make_learner(
         temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
         gradient_checkpointing=options.gradient_checkpointing,
         processes=make_processes(config) if sharded else None,
+        router_aux_loss=options.router_aux_loss,
     )
 
 

@@ -7,8 +7,13 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
+from TrainingFactory.learning.routers import expert_modules
 from TrainingFactory.models.loading import set_adapter_dtype
+
+# Model types whose fused Mamba kernels read this layer's weight without calling the layer; PEFT rejects it there.
+MAMBA_TYPES, MAMBA_OUTPUT = {"falcon_h1", "nemotron_h"}, "out_proj"
 
 
 def add_lora(
@@ -20,17 +25,76 @@ def add_lora(
     *,
     dora: bool = False,
     rslora: bool = False,
+    experts: bool | None = None,
     seed: int = 0,
 ) -> PeftModel:
     """Freeze the model and add an adapter, initialised to change nothing. `target_modules` is "all-linear" (every
-    linear layer but the head), or suffixes of layer names."""
+    linear layer but the head), or suffixes of layer names. `experts`: adapt the fused weights of experts too; None:
+    only where PEFT maps "all-linear" to them."""
+    all_linear = target_modules == "all-linear"
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    names = linear_layers(model) if all_linear else []
+    fused = [name for name in names if _becomes_experts(name, model)]
+    if all_linear and (experts is False or len(names) < len(_linear_names(model))):
+        targets = [name for name in names if experts is not False or name not in fused]
+    parameters = expert_weights(model) if experts and not fused else []
+    if experts and not (parameters or fused):
+        raise ValueError("lora.experts is true, but the model has no experts that an adapter can change. Remove it")
+    if (dropout or dora) and (parameters or (fused and experts is not False) or _maps_to_experts(model, targets)):
+        option = f"lora.dropout={dropout:g}" if dropout else "lora.dora=true"
+        raise ValueError(f"{option} does not work with adapters of experts. Remove it, or set lora.experts=false")
     config = LoraConfig(
         r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type=TaskType.CAUSAL_LM,
-        use_dora=dora, use_rslora=rslora,
+        use_dora=dora, use_rslora=rslora, target_parameters=parameters or None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         adapted = get_peft_model(model, config)
     assert isinstance(adapted, PeftModel)
     return set_adapter_dtype(adapted, model.dtype)
+
+
+def linear_layers(model: Any) -> list[str]:
+    """Return the names of the linear layers that can have an adapter: all but the output layer, routers that return
+    more than their product, and the output layers of Mamba kernels."""
+    is_mamba = model.config.model_type in MAMBA_TYPES
+    return [
+        name
+        for name in _linear_names(model)
+        if not hasattr(model.get_submodule(name), "top_k")
+        and not (is_mamba and name.endswith(f".{MAMBA_OUTPUT}"))
+    ]
+
+
+def _linear_names(model: Any) -> list[str]:
+    head = model.get_output_embeddings()
+    modules = model.named_modules()
+    return [name for name, module in modules if isinstance(module, torch.nn.Linear) and module is not head]
+
+
+def expert_weights(model: Any) -> list[str]:
+    """Return the names of the weights that hold a matrix for each expert."""
+    return [
+        f"{name}.{key}"
+        for name, module in expert_modules(model).items()
+        for key, weight in module.named_parameters(recurse=False)
+        if weight.dim() == 3
+    ]
+
+
+def _becomes_experts(name: str, model: Any) -> bool:
+    return _maps_to_experts(model, [name.rpartition(".")[2]])
+
+
+def _maps_to_experts(model: Any, targets: str | Sequence[str]) -> bool:
+    """Return whether PEFT replaces one of these layers by the experts: it does for the families whose experts were
+    linear layers of that name in earlier versions of transformers."""
+    if isinstance(targets, str):
+        return False
+    for leaf in {name.rpartition(".")[2] for name in targets}:
+        partners = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}  # fused with each other
+        config = LoraConfig(target_modules=[leaf, partners.get(leaf, leaf)])
+        convert_peft_config_for_transformers(config, model, None)
+        if config.target_parameters:
+            return True
+    return False
