@@ -31,16 +31,18 @@ def add_lora(
     """Freeze the model and add an adapter, initialised to change nothing. `target_modules` is "all-linear" (every
     linear layer but the head), or suffixes of layer names. `experts`: adapt the fused weights of experts too; None:
     only where PEFT maps "all-linear" to them."""
-    all_linear = target_modules == "all-linear"
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
-    names = linear_layers(model) if all_linear else []
-    fused = [name for name in names if _becomes_experts(name, model)]
-    if all_linear and (experts is False or len(names) < len(_linear_names(model))):
-        targets = [name for name in names if experts is not False or name not in fused]
-    parameters = expert_weights(model) if experts and not fused else []
-    if experts and not (parameters or fused):
+    if targets == "all-linear":
+        names = linear_layers(model)
+        if experts is False:
+            targets = [name for name in names if not _becomes_experts(name, model)]
+        elif len(names) < len(_linear_names(model)):
+            targets = names
+    maps_to_experts = _maps_to_experts(model, targets)
+    parameters = expert_weights(model) if experts and not maps_to_experts else []
+    if experts and not (parameters or maps_to_experts):
         raise ValueError("lora.experts is true, but the model has no experts that an adapter can change. Remove it")
-    if (dropout or dora) and (parameters or (fused and experts is not False) or _maps_to_experts(model, targets)):
+    if (dropout or dora) and (parameters or maps_to_experts):
         option = f"lora.dropout={dropout:g}" if dropout else "lora.dora=true"
         raise ValueError(f"{option} does not work with adapters of experts. Remove it, or set lora.experts=false")
     config = LoraConfig(
@@ -83,18 +85,14 @@ def expert_weights(model: Any) -> list[str]:
 
 
 def _becomes_experts(name: str, model: Any) -> bool:
-    return _maps_to_experts(model, [name.rpartition(".")[2]])
+    leaf = name.rpartition(".")[2]
+    partner = {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get(leaf, leaf)  # PEFT maps them together only
+    return _maps_to_experts(model, [leaf, partner])
 
 
-def _maps_to_experts(model: Any, targets: str | Sequence[str]) -> bool:
+def _maps_to_experts(model: Any, targets: str | list[str]) -> bool:
     """Return whether PEFT replaces one of these layers by the experts: it does for the families whose experts were
     linear layers of that name in earlier versions of transformers."""
-    if isinstance(targets, str):
-        return False
-    for leaf in {name.rpartition(".")[2] for name in targets}:
-        partners = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}  # fused with each other
-        config = LoraConfig(target_modules=[leaf, partners.get(leaf, leaf)])
-        convert_peft_config_for_transformers(config, model, None)
-        if config.target_parameters:
-            return True
-    return False
+    config = LoraConfig(target_modules=targets)
+    convert_peft_config_for_transformers(config, model, None)
+    return bool(config.target_parameters)

@@ -45,8 +45,8 @@ class Routers:
 
     def __init__(self, model: PreTrainedModel, aux_loss: float | None) -> None:
         self._experts = expert_modules(model)
-        family_loss = _family_loss(model)
-        if aux_loss and family_loss is None:
+        self._top_k = _balanced_experts(model)
+        if aux_loss and not self._top_k:
             raise ValueError(
                 f"training.router_aux_loss is {aux_loss:g}, but a {model.config.model_type!r} model defines no "
                 "auxiliary loss. Remove the option"
@@ -54,14 +54,13 @@ class Routers:
         own = (
             getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0
         )  # third-party object
-        if aux_loss is None and family_loss is not None and own > LARGE_COEFFICIENT:
+        if aux_loss is None and self._top_k and own > LARGE_COEFFICIENT:
             log.warning(
                 "The model's config sets router_aux_loss_coef=%g, which is large next to the loss of an algorithm. Set "
                 "training.router_aux_loss to choose another coefficient, such as 0.001", own,
             )  # fmt: skip
-        self.coefficient = 0.0 if family_loss is None else own if aux_loss is None else aux_loss
+        self.coefficient = 0.0 if not self._top_k else own if aux_loss is None else aux_loss
         self._gates, self._logits_index = _gates(model) if self.coefficient else ([], 0)
-        self._top_k = 0 if family_loss is None else family_loss.top_k
 
     @contextmanager
     def recording(self) -> Iterator[Routing]:
@@ -122,14 +121,13 @@ def find_routers(model: PreTrainedModel, aux_loss: float | None) -> Routers | No
 
 
 def token_counts(pack: Pack, sharing: bool) -> np.ndarray:
-    """Return the number of rows that contain each token that a forward pass over the pack computes, in its order. Padding
-    at the end may be missing; padding of rows is 0."""
+    """Return how many rows contain each token that a forward pass over the pack computes, in its order. Padding of rows
+    counts 0; padding at the end may be missing."""
     if not len(pack.rows):  # another process's turn: a pack that must not count
         return np.zeros(len(pack.token_ids), np.float32)
     if sharing:
-        return np.repeat([node.rows for node in pack.nodes], [node.length for node in pack.nodes]).astype(
-            np.float32
-        )
+        rows, lengths = np.array([(node.rows, node.length) for node in pack.nodes]).T
+        return np.repeat(rows, lengths).astype(np.float32)
     lengths = np.array([node.length for node in pack.nodes])
     return (np.arange(lengths.max()) < lengths[:, None]).astype(np.float32).ravel()
 
@@ -164,36 +162,26 @@ def routing_bias_count(model: torch.nn.Module) -> int:
     return sum(name.endswith("e_score_correction_bias") for name in names)
 
 
-@dataclass(slots=True, frozen=True)
-class _FamilyLoss:
-    top_k: int
-
-
-def _family_loss(model: PreTrainedModel) -> _FamilyLoss | None:
-    """Return the auxiliary loss that transformers defines for the family; None if it defines none, or another one."""
+def _balanced_experts(model: PreTrainedModel) -> int:
+    """Return k of the auxiliary loss that transformers defines for the family; 0 if it defines none, or another loss."""
     function: Any = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     top_k, experts = getattr(model, "num_experts_per_tok", None), getattr(model, "num_experts", None)
     if function is None or not top_k or not experts:
-        return None
-    generator = torch.Generator().manual_seed(0)
-    logits = [torch.randn(5, experts, generator=generator) for _ in range(2)]
-    weights = np.ones(5, np.float32)
-    counts = [_counts(layer.topk(top_k).indices, weights, experts) for layer in logits]
-    shares, means = (
-        torch.stack(values).sum(0) / 10 for values in (counts, [layer.softmax(-1).sum(0) for layer in logits])
-    )
-    expected = float(function(tuple(logits), experts, top_k))
-    if abs(float((shares * means).sum()) * experts - expected) > 1e-4 * expected:
-        log.warning(
-            "The auxiliary loss of a %r model is not supported, and not added.", model.config.model_type
-        )
-        return None
-    return _FamilyLoss(top_k)
+        return 0
+    generator, size = torch.Generator().manual_seed(0), 10
+    logits = torch.randn(size, experts, generator=generator)
+    counts = _counts(logits.topk(top_k).indices, np.ones(size, np.float32), experts)
+    own = experts * float((counts / size * logits.softmax(-1).mean(0)).sum())
+    if abs(own - float(function((logits,), experts, top_k))) > 1e-4 * own:
+        log.warning("The auxiliary loss of a %r model is not supported; training without it", model.config.model_type)
+        return 0
+    return top_k
 
 
 def _gates(model: PreTrainedModel) -> tuple[list[Any], int]:
     """Return the modules whose outputs transformers records as router logits, and the logits' place in them."""
-    recorder: Any = (type(model.base_model)._can_record_outputs or {})["router_logits"]
+    decoder: Any = model.base_model
+    recorder = type(decoder)._can_record_outputs["router_logits"]
     gates = [
         module
         for name, module in model.named_modules()

@@ -93,7 +93,7 @@ def load_model(
         }
         model, tokenizer, notes = _load_pretrained(name, target, options, weight_options)
     if quantization == "none":
-        model = model.to(device=torch_device, dtype=torch_dtype)
+        model = _converted(model, torch_device, torch_dtype)
     else:  # transformers has loaded the weights onto their device, and their dtype is fixed
         _keep_trainable(model)
     model = model.eval() if adapter is None else _with_adapter(model.eval(), adapter)
@@ -101,6 +101,18 @@ def load_model(
     notes += remove_untrained_tags(name, model, tokenizer)
     set_chat_template(tokenizer, chat_template, adapter)
     return LoadedModel(target, model, tokenizer, notes)
+
+
+def _converted(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Convert the weights, but leave the buffers in float32 that transformers keeps so: in bfloat16 the bias by which a
+    router chooses experts would choose others."""
+    exact = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    kept = {name: value.float() for name, value in model.named_buffers() if exact and name.endswith(exact)}
+    model = model.to(device=device, dtype=dtype)
+    for name, value in kept.items():
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, value.to(device))
+    return model
 
 
 def _check_finite(name: str, model: Any) -> None:

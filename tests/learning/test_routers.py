@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from tests.kits.families import BY_KEY
 from tests.kits.learner import far, gradients, make_learner, row_gradients, weighted, weighted_part
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.routers import load_metrics
+from TrainingFactory.models import load_model
+from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.types import Sample
 
 COEFFICIENT = 0.5
@@ -146,3 +149,15 @@ def test_no_hooks_outside_an_update_and_none_on_dense_models() -> None:
     model = build("qwen3_moe")
     make_learner(model, router_aux_loss=0.1).update(make_batch(tree_rows(), 120), weighted)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_bias_that_chooses_experts_stays_in_float32(tmp_path: Path) -> None:
+    model = build("glm4_moe")
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias += 4 + torch.linspace(0, 0.01, len(bias))  # differences below the precision of bfloat16
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    loaded = dict(load_model(str(tmp_path), dtype="bfloat16", device="cpu").model.named_buffers())
+    biases = {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    assert biases and all(torch.equal(loaded[name], bias) for name, bias in biases.items())
