@@ -100,11 +100,31 @@ def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int) ->
     """Return the bytes of activations that a pack keeps for backward; `shape` is the text config. A layer keeps its
     input, its output, both norms, queries, keys and values before and after rotary embedding, the attention output, and
     three times the width of its MLP."""
-    wide = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size  # foreign object
+    wide = mlp_width(shape)
     queries, keys = attention_widths(shape)
     layer = 4 * shape.hidden_size + 3 * (queries + keys) + 3 * wide
     per_layer = shape.hidden_size if checkpointing else layer
     return tokens * size * (shape.num_hidden_layers * per_layer + layer * checkpointing)
+
+
+def active_experts(shape: Any) -> int:
+    """Return the number of experts that compute a token; 0 for a dense model."""
+    names = ("num_experts_per_tok", "top_k_experts", "moe_k", "num_experts_per_token")
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    if not any(getattr(shape, name, None) for name in counts):  # foreign object
+        return 0
+    return next((number for name in names if (number := getattr(shape, name, None))), 0)
+
+
+def mlp_width(shape: Any) -> int:
+    """Return the width of the MLP that a token passes, or of all its experts together."""
+    dense: int = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size  # foreign object
+    if not (routed := active_experts(shape)):
+        return dense
+    each = getattr(shape, "moe_intermediate_size", None) or dense
+    names = ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
+    shared = next((number for name in names if (number := getattr(shape, name, None))), 0)
+    return routed * each + (shared or each * (getattr(shape, "n_shared_experts", None) or 0))
 
 
 def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:

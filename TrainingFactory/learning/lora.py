@@ -35,7 +35,7 @@ def add_lora(
     if targets == "all-linear":
         names = linear_layers(model)
         if experts is False:
-            targets = [name for name in names if not _becomes_experts(name, model)]
+            targets = _without_experts(names, model)
         elif len(names) < len(_linear_names(model)):
             targets = names
     maps_to_experts = _maps_to_experts(model, targets)
@@ -68,6 +68,22 @@ def linear_layers(model: Any) -> list[str]:
     ]
 
 
+def adapter_sizes(model: Any) -> tuple[int, int, bool]:
+    """Return the weights of an adapter of rank 1 on all linear layers, those of one on experts (and on routers where
+    PEFT adds them), and whether "all-linear" includes experts."""
+    maps_to_experts = _maps_to_experts(model, "all-linear")
+    names = linear_layers(model)
+    layers = [model.get_submodule(name) for name in (_without_experts(names, model) if maps_to_experts else names)]
+    fused = {name: model.get_parameter(name) for name in expert_weights(model)}
+    # PEFT doubles the rank of two matrices in one; it also adapts the routers of these families.
+    doubled = {name: 1 + (maps_to_experts and name.endswith("gate_up_proj")) for name in fused}
+    size = sum(doubled[name] * weight.shape[0] * sum(weight.shape[1:]) for name, weight in fused.items())
+    if maps_to_experts:
+        weights = dict(model.named_parameters())
+        size += sum(sum(weight.shape) for name, weight in weights.items() if name.endswith(".gate.weight"))
+    return sum(layer.in_features + layer.out_features for layer in layers), size, maps_to_experts
+
+
 def _linear_names(model: Any) -> list[str]:
     head = model.get_output_embeddings()
     modules = model.named_modules()
@@ -84,10 +100,12 @@ def expert_weights(model: Any) -> list[str]:
     ]
 
 
-def _becomes_experts(name: str, model: Any) -> bool:
-    leaf = name.rpartition(".")[2]
-    partner = {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get(leaf, leaf)  # PEFT maps them together only
-    return _maps_to_experts(model, [leaf, partner])
+def _without_experts(names: list[str], model: Any) -> list[str]:
+    """Return the layers that PEFT does not replace by the experts."""
+    partners = {"gate_proj": "up_proj", "up_proj": "gate_proj"}  # PEFT maps them together only
+    leaves = {name.rpartition(".")[2] for name in names}
+    mapped = {leaf for leaf in leaves if _maps_to_experts(model, [leaf, partners.get(leaf, leaf)])}
+    return [name for name in names if name.rpartition(".")[2] not in mapped]
 
 
 def _maps_to_experts(model: Any, targets: str | list[str]) -> bool:
