@@ -104,6 +104,7 @@ def make_learner(
         critic=make_critic(loaded_model.model) if "critic" in needs else None,
         temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
         gradient_checkpointing=options.gradient_checkpointing,
+        activation_offload=options.activation_offload,
         processes=make_processes(config) if sharded else None,
         router_aux_loss=options.router_aux_loss,
     )

@@ -90,21 +90,26 @@ def learner_bytes(
         parts["reference model"] = counts.stored / learners
     if "critic" in needs:
         parts["critic"] = learned
-    left = activation_bytes(shape, tokens, config.training.gradient_checkpointing, counts.size)
+    training = config.training
+    left = activation_bytes(
+        shape, tokens, training.gradient_checkpointing, counts.size, training.activation_offload
+    )
     if learners == 1:  # layer by layer, backward frees activations and adds gradients in the compute dtype
         parts["gradients"] += max(0, counts.size * (counts.trained - counts.exact) - left)
     return parts | {"activations": float(left)}
 
 
-def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int) -> int:
-    """Return the bytes of activations that a pack keeps for backward; `shape` is the text config. A layer keeps its
+def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int, offload: bool = False) -> int:
+    """Return the bytes of activations that a pack keeps for backward; `shape` is the text config. With `offload`, the
+    inputs of two checkpointed layers at a time are on the device, all others in CPU memory. A layer keeps its
     input, its output, both norms, queries, keys and values before and after rotary embedding, the attention output, and
     three times the width of its MLP."""
     wide = mlp_width(shape)
     queries, keys = attention_widths(shape)
     layer = 4 * shape.hidden_size + 3 * (queries + keys) + 3 * wide
     per_layer = shape.hidden_size if checkpointing else layer
-    return tokens * size * (shape.num_hidden_layers * per_layer + layer * checkpointing)
+    layers = min(2, shape.num_hidden_layers) if checkpointing and offload else shape.num_hidden_layers
+    return tokens * size * (layers * per_layer + layer * checkpointing)
 
 
 def active_experts(shape: Any) -> int:

@@ -90,6 +90,9 @@ class TrainingSection(Section):
     """Maximum tokens per forward pass. A lower value needs less memory and gives the same gradient."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: slower, less memory."""
+    activation_offload: bool = False
+    """Keep the layer inputs that gradient_checkpointing stores in CPU memory instead of on the GPU. For rows of 32,000
+    tokens and more; needs gradient_checkpointing."""
     router_aux_loss: NotNegative | None = None
     """Mixtures of experts: coefficient of the loss that balances the experts, as the model's family defines it. null:
     the model's own (router_aux_loss_coef in its config.json). 0: off, which saves a forward pass per update."""

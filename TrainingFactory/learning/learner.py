@@ -45,7 +45,7 @@ class Learner:
 
     `temperature` is the sampler's, so that training sees the distribution that was sampled from. `reference` is a
     frozen model; None: the base under the adapter. With several `processes`, the given models are sharded in place.
-    `router_aux_loss` is the coefficient of a mixture of experts' auxiliary loss; None: the model's own.
+    `activation_offload` keeps the inputs of checkpointed layers in CPU memory. `router_aux_loss` is the coefficient of a mixture of experts' auxiliary loss; None: the model's own.
     `sharing` (compute common prefixes once) and `below` (split larger trees; 0: never) are for `make_batch`."""
 
     def __init__(
@@ -58,13 +58,14 @@ class Learner:
         critic: Any = None,
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
+        activation_offload: bool = False,
         processes: Processes | None = None,
         router_aux_loss: float | None = 0.0,
     ) -> None:
         self.model, self.causal, self.options = model, causal_model(model), options
         self.routers = find_routers(self.causal, router_aux_loss)
         self.reference, self.head, self.critic = reference, head, critic
-        self.temperature = temperature
+        self.temperature, self.activation_offload = temperature, activation_offload
         # A GPU serialises the gradients of keys that all tokens attend to, so smaller trees are faster.
         self.below = 4096 if self.causal.device.type == "cuda" else 0
         self.steps = 0
@@ -224,8 +225,14 @@ class Learner:
     def states(self, pack: Pack, model: PreTrainedModel | None = None) -> torch.Tensor:
         """Return the hidden states [N, D] of the pack's tokens."""
         causal = model or self.causal
-        with tree_mode(causal, self.sharing):
+        with tree_mode(causal, self.sharing), self._offloading():
             return (tree_states if self.sharing else row_states)(causal, pack)
+
+    def _offloading(self) -> contextlib.AbstractContextManager[object]:
+        """Copy what autograd saves inside the block to CPU memory: with checkpointing, the inputs of the layers."""
+        if not (self.activation_offload and torch.is_grad_enabled()):
+            return contextlib.nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.causal.device.type == "cuda")
 
     def logprobs(
         self, pack: Pack, model: PreTrainedModel | None = None, states: torch.Tensor | None = None

@@ -162,7 +162,10 @@ def _weights(learner: Learner, skeleton: Any, merged: bool) -> Iterator[tuple[st
                     for param in module.parameters()
                 }
                 module = copy.deepcopy(module, params)
-                module.merge()
+                layer: Any = module
+                while isinstance(layer, BaseTunerLayer):  # two weights of experts have nested adapters
+                    layer.merge()
+                    layer = layer.base_layer
             module = module.get_base_layer()
         weight = gather(getattr(module, leaf).detach())
         yield name, weight.to(learner.dtype) if weight.is_floating_point() else weight
