@@ -102,7 +102,9 @@ def load_trajectories(path: str | Path, groups: str = "", growing: bool = False)
 
 
 def task_to_dict(task: Task, store: ImageStore | None = None) -> dict[str, Any]:
-    prompt = task.prompt if isinstance(task.prompt, str) else [_message_to_dict(m, store) for m in task.prompt]
+    prompt = (
+        task.prompt if isinstance(task.prompt, str) else [_message_to_dict(m, store) for m in task.prompt]
+    )
     return {"id": task.id, "prompt": prompt, "answer": task.answer, "metadata": task.metadata}
 
 

@@ -173,7 +173,9 @@ def _balanced_experts(model: PreTrainedModel) -> int:
     counts = _counts(logits.topk(top_k).indices, np.ones(size, np.float32), experts)
     own = experts * float((counts / size * logits.softmax(-1).mean(0)).sum())
     if abs(own - float(function((logits,), experts, top_k))) > 1e-4 * own:
-        log.warning("The auxiliary loss of a %r model is not supported; training without it", model.config.model_type)
+        log.warning(
+            "The auxiliary loss of a %r model is not supported; training without it", model.config.model_type
+        )
         return 0
     return top_k
 

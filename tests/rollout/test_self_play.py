@@ -230,7 +230,9 @@ class Numbers(Haggle):
         return None if len(self.offers) == 4 else "Go on."
 
     def rewards(self) -> Mapping[str, float]:
-        return {role: float(sum(len(text) for who, text in self.offers if who == role) % 3) for role in self.roles}
+        return {
+            role: float(sum(len(text) for who, text in self.offers if who == role) % 3) for role in self.roles
+        }
 
 
 def test_a_run_trains_both_roles(tmp_path: Path) -> None:
