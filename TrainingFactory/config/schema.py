@@ -176,8 +176,8 @@ class UserSection(Section):
 class EnvironmentSection(Section):
     environment_id: PathText | None = None
     """Environment: a registered name, a Python file that defines one (weather.py, weather.py:Weather), or one that runs
-    in another process (gymnasium:NAME, process:COMMAND). null, with data.tasks: a plain conversation, with the
-    configured tools if any."""
+    in another process (gymnasium:NAME, openenv:URL, process:COMMAND). null, with data.tasks: a plain conversation, with
+    the configured tools if any."""
     command: str | None = None
     """Your own agent instead of an environment: a program started once per episode that calls the model at
     OPENAI_BASE_URL, such as "python my_agent.py"."""
