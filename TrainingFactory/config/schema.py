@@ -319,6 +319,9 @@ class DataSection(Section):
     """Shuffle the tasks or rows every epoch. false: keep their order."""
     skip_bad_rows: bool = False
     """Skip and count invalid rows instead of raising an error. Rows over model.max_length are always skipped."""
+    image_urls: bool = False
+    """Download images that tasks and rows name by http(s) address, each of at most 10 MB. false: such a row is an
+    error. Addresses of a dataset can lead into your own network."""
     heldout: PathText | None = None
     """Evaluation tasks, from the same kinds of source as data.tasks; with data.dataset: rows in its format. null: the
     environment's heldout split."""

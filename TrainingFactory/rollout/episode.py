@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+from TrainingFactory.common.images import LIMITS, as_text, moved
 from TrainingFactory.common.texts import describe, valid_text
 from TrainingFactory.common.user_code import location_of
 from TrainingFactory.envs import ToolEnvironment
@@ -34,7 +36,6 @@ from TrainingFactory.tools.timeouts import (
 from TrainingFactory.types import (
     Completion,
     Message,
-    PlacedImage,
     SamplersLost,
     SamplingParams,
     Status,
@@ -46,6 +47,7 @@ from TrainingFactory.types import (
 )
 
 log = logging.getLogger(__name__)
+IMAGES_AS_TEXT = "images/as_text"  # signal of a turn: images that its model did not see
 LARGE_TEXT = 50_000  # characters from which tokenizing takes longer than switching to a thread
 
 
@@ -327,6 +329,8 @@ class EpisodeRun:
         turn.replies = await in_thread(self.cut, replies) if is_large else self.cut(replies)
         turn.tool_results = list(step.tool_results)
         turn.signals.update(step.signals)
+        if not self.rules.chat.sees_images and (count := sum(len(reply.images) for reply in replies)):
+            turn.signals[IMAGES_AS_TEXT] = count
         # End the episode without a reward: a model must not learn to avoid tools because a server was down.
         if unavailable := [result for result in turn.tool_results if result.error == "unavailable"]:
             raise _Over("tool_failure", unavailable[0].content)
@@ -340,13 +344,18 @@ class EpisodeRun:
             return previous_ids + reply_ids
 
     def cut(self, replies: Sequence[Message]) -> list[Message]:
-        """Truncate the texts of replies to `max_reply_tokens`, before they are rendered. Images are never cut."""
-        truncate, limit = self.rules.chat.truncate, self.rules.max_reply_tokens
-        contents = [truncate(valid_text(reply.content), limit) for reply in replies]
-        return [
-            dataclasses.replace(reply, content=content, images=_move_images(reply, content))
-            for reply, content in zip(replies, contents, strict=True)
-        ]
+        """Truncate the contents of replies to `max_reply_tokens`, before they are rendered. A model that reads only
+        text gets placeholders for images."""
+        chat, limit = self.rules.chat, self.rules.max_reply_tokens
+        cut: list[Message] = []
+        for reply in replies:
+            text, images = reply.content, reply.images
+            if images and not chat.sees_images:
+                announce_placeholders()
+                text, images = as_text(text, images), []
+            content = chat.truncate(valid_text(text), limit)
+            cut.append(dataclasses.replace(reply, content=content, images=moved(images, text, content)))
+        return cut
 
     async def _score(self) -> None:
         trajectory = self.trajectory
@@ -398,23 +407,13 @@ class EpisodeRun:
         self.trajectory.error = error
 
 
-def _common_length(text: str, other: str) -> int:
-    """Return the length of the texts' common beginning."""
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(text), len(other)))
-
-
-def _move_images(reply: Message, content: str) -> list[PlacedImage]:
-    """Return the images of a reply in its truncated content: those of the part that was cut are where it was."""
-    if not reply.images or content == reply.content:
-        return reply.images
-    beginning = _common_length(reply.content, content)
-    ending = _common_length(reply.content[beginning:][::-1], content[beginning:][::-1])
-    removed = len(reply.content) - len(content)
-    return [
-        PlacedImage(min(place, beginning) if place < len(reply.content) - ending else place - removed, image)
-        for place, image in reply.images
-    ]
+@functools.cache
+def announce_placeholders() -> None:
+    """Log once that the model does not see images."""
+    log.warning(
+        "tools return images, but the model reads only text: it gets placeholders such as [image 640x480]. "
+        "Metric: %s", IMAGES_AS_TEXT,
+    )  # fmt: skip
 
 
 def _state_name(environment: Environment) -> str | None:
@@ -437,4 +436,7 @@ def _large(messages: Sequence[Message]) -> bool:
 def _check_messages(method: str, messages: list[Message]) -> list[Message]:
     if not isinstance(messages, list) or [item for item in messages if not isinstance(item, Message)]:
         raise TypeError(f"{method} must return a list of Message, not {str(messages)[:60]}")
+    counts = [len(message.images) for message in messages]
+    if (count := sum(counts) if method == "step" else max(counts, default=0)) > LIMITS.max_per_turn:
+        raise ValueError(f"{method} returned {count} images; a turn has at most {LIMITS.max_per_turn}")
     return messages

@@ -10,7 +10,7 @@ from typing import get_args
 
 from TrainingFactory.data.samples import turn_spans
 from TrainingFactory.rollout.folding import TASK_LOST
-from TrainingFactory.types import Status, Trajectory, Turn
+from TrainingFactory.types import Message, Status, Trajectory, Turn
 
 USER_SIGNALS = "user/"  # prefix of the signals of simulated users
 Z95 = 1.959964  # standard deviations of a two-sided 95 % interval of the normal distribution
@@ -40,6 +40,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if any(episode.is_folded for episode in trajectories):
         metrics |= fold_metrics(trajectories)
     metrics |= _user_metrics(trajectories, turns)
+    if images := sum(
+        len(message.images) for episode in trajectories for message in episode_messages(episode)
+    ):
+        metrics["images"] = images
+    if hidden := sum(turn.signals.get("images/as_text", 0.0) for turn in turns):
+        metrics["images/as_text"] = hidden
     if rewards:
         totals = [reward.outcome + sum(reward.steps) for reward in rewards]
         metrics |= {"reward": fmean(totals), "reward_std": pstdev(totals)}
@@ -62,6 +68,11 @@ def _user_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Turn]) -> 
     for turn in turns:
         totals.update({name: value for name, value in turn.signals.items() if name.startswith(USER_SIGNALS)})
     return {name: total / len(trajectories) for name, total in totals.items()}
+
+
+def episode_messages(episode: Trajectory) -> list[Message]:
+    """Return the messages that the model read."""
+    return [*episode.prompt, *(reply for turn in episode.own_turns for reply in turn.replies)]
 
 
 def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
