@@ -134,8 +134,8 @@ def as_environment_factory(environment: Any, options: Mapping[str, Any] | None =
             raise as_value_error(error) from error
     elif options:
         raise ValueError(
-            f"environment.options ({', '.join(options)}) are only for android, containers, for environments in other processes, "
-            "such as gymnasium:NAME, and for those written for RL-Factory. Remove them"
+            f"environment.options ({', '.join(options)}) are only for android, screen, charts and containers, for "
+            "environments in other processes, such as gymnasium:NAME, and for those written for RL-Factory. Remove them"
         )
     if isinstance(environment, ForeignEnvironment):
         return environment.as_environment()
@@ -156,7 +156,9 @@ def _reject_uncalled_methods(environment: Any) -> None:
         )
 
 
-def environment_from_file(name: str) -> type[ToolEnvironment] | type[ForeignEnvironment] | type[SelfPlayEnvironment]:
+def environment_from_file(
+    name: str,
+) -> type[ToolEnvironment] | type[ForeignEnvironment] | type[SelfPlayEnvironment]:
     """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""
     path, attribute, values = load_objects("environment", name)
     kinds = (ToolEnvironment, ForeignEnvironment, SelfPlayEnvironment)

@@ -16,6 +16,8 @@ _CATALOG: dict[str, dict[str, str]] = {
         "search": "TrainingFactory.envs:SearchEnvironment",
         "calculator": "TrainingFactory.envs:CalculatorEnvironment",
         "text2sql": "TrainingFactory.envs.builtin.text2sql:Text2SqlEnvironment",
+        "screen": "TrainingFactory.envs.builtin.screen:Screens",
+        "charts": "TrainingFactory.envs.builtin.charts:Charts",
         "android": "TrainingFactory.envs.android.environment:AndroidDevices",
         "containers": "TrainingFactory.envs.containers.environment:ContainerTasks",
         "reasoning_gym/": "TrainingFactory.integrations.reasoning_gym:environment",

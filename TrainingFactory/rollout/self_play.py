@@ -45,7 +45,9 @@ class SelfPlayRollouts(RolloutEngine):
                     trajectory = Trajectory(task, group=f"{step}/{name}", member=member, role=role)
                     seed_of = functools.partial(turn_seed, self.seed, step, name, member)
                     run = self._new(trajectory, sampler, seed_of, EpisodeKey(recorded_as, name, member))
-                    run.rules = dataclasses.replace(self.rules, environment=functools.partial(match.seat, role))
+                    run.rules = dataclasses.replace(
+                        self.rules, environment=functools.partial(match.seat, role)
+                    )
                     runs.append(run)
         return runs
 

@@ -147,5 +147,7 @@ def with_simulated_user(environment: Any, user: SimulatedUser) -> type[UserConve
     """Return the environment class with a simulated user."""
     if not isinstance(environment, type) or not issubclass(environment, ToolEnvironment):
         name = getattr(environment, "__name__", type(environment).__name__)
-        raise ValueError(f"environment.user needs a class that inherits from ToolEnvironment; {name} does not")
+        raise ValueError(
+            f"environment.user needs a class that inherits from ToolEnvironment; {name} does not"
+        )
     return type(environment.__name__, (UserConversation, environment), {"user": user})
