@@ -8,6 +8,7 @@ from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image, has_images
+from TrainingFactory.common.images import as_text, placeholder
 from TrainingFactory.models.encoding import Control, TextEncoder
 from TrainingFactory.types import Image, Message, PlacedImage
 
@@ -71,10 +72,6 @@ def check_all_shown(remaining: Iterator[Image]) -> None:
         )
 
 
-def describe_image(image: Image) -> str:
-    return f"[image {image.width}x{image.height}]"
-
-
 def images_of(messages: Sequence[Message]) -> list[Image]:
     return [image for message in messages for _, image in message.images]
 
@@ -86,10 +83,7 @@ def without_images(message: Message) -> Message:
             f"a {message.role} message has an image, but the model was loaded without vision; name a vision-language "
             "model and set model.vision=true"
         )
-    content = message.content
-    for place, image in reversed(message.images):
-        content = f"{content[:place]}{describe_image(image)}{content[place:]}"
-    return replace(message, content=content, images=[])
+    return replace(message, content=as_text(message.content, message.images), images=[])
 
 
 def join_results(messages: Sequence[Message]) -> list[Message]:
@@ -135,10 +129,6 @@ def decode_with_images(decode: Callable[[Sequence[int]], str], token_ids: Sequen
     starts = {find_image(token).first for token in token_ids if token >= VIRTUAL}
     runs = groupby(token_ids, lambda token: token if token in starts else token >= VIRTUAL)
     return "".join(
-        decode(list(run))
-        if key is False
-        else ""
-        if key is True
-        else describe_image(find_image(int(key)).image)
+        decode(list(run)) if key is False else "" if key is True else placeholder(find_image(int(key)).image)
         for key, run in runs
     )
