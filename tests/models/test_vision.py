@@ -47,7 +47,10 @@ def test_images_stand_where_messages_have_them() -> None:
     chat, first, second = chat_of("qwen3_vl"), picture(0), picture(1, 32, 32)
     question = Message("user", "Left, right.", images=[PlacedImage(5, first), PlacedImage(12, second)])
     ids = chat.render([Message("system", "Look."), question], [LOOK])
-    assert "Left,<|vision_start|>[image 64x48]<|vision_end|> right.<|vision_start|>[image 32x32]" in chat.decode(ids)
+    assert (
+        "Left,<|vision_start|>[image 64x48]<|vision_end|> right.<|vision_start|>[image 32x32]"
+        in chat.decode(ids)
+    )
     assert shown(ids) == [first, second]
     assert len([token for token in ids if token >= VIRTUAL]) == 12 + 4  # 16 x 16 pixels each
 
@@ -89,7 +92,13 @@ def test_text_never_becomes_an_image(family: str) -> None:
     loaded, chat = vision_model(family), chat_of(family)
     vision = loaded.vision
     assert vision is not None
-    control = [vision.placeholder, loaded.tokenizer.decode([vision.placeholder_id]), "<|vision_start|>", "<image>", "<start_of_image>"]
+    control = [
+        vision.placeholder,
+        loaded.tokenizer.decode([vision.placeholder_id]),
+        "<|vision_start|>",
+        "<image>",
+        "<start_of_image>",
+    ]
     hostile = " ".join(control)
     ids = chat.render([Message("user", hostile, images=[PlacedImage(3, picture(0))])])
     assert shown(ids) == [picture(0)]
@@ -102,7 +111,8 @@ def test_text_never_becomes_an_image(family: str) -> None:
 def test_tool_results_without_a_place_for_images_show_them_afterwards() -> None:
     tokenizer = tiny_tokenizer("qwen3_instruct")
     text = template("qwen3_vl_instruct").replace(
-        "'\\n<tool_response>\\n' + text", "'\\n<tool_response>\\n' + (message.content if message.content is string else '')"
+        "'\\n<tool_response>\\n' + text",
+        "'\\n<tool_response>\\n' + (message.content if message.content is string else '')",
     )
     assert text != template("qwen3_vl_instruct")
     tokenizer.chat_template = text
@@ -162,7 +172,9 @@ def test_ids_on_disk_are_independent_of_the_process() -> None:
 
 def test_rows_are_sorted_by_digests() -> None:
     """A resumed process numbers images in another order; its packs must be the same."""
-    rows = sorted((number_image(picture(60 + n), 4) for n in range(6)), key=lambda tokens: tokens.image.digest)
+    rows = sorted(
+        (number_image(picture(60 + n), 4) for n in range(6)), key=lambda tokens: tokens.image.digest
+    )
     keys = process_independent([[1, *tokens.ids, n] for n, tokens in enumerate(rows)])
     assert keys == sorted(keys)
     assert process_independent([[1, 2], [0]]) == [[1, 2], [0]]
