@@ -25,10 +25,10 @@ from TrainingFactory.config.problems import ConfigError
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.users import SimulatedUser, UserBrief, with_simulated_user
 from TrainingFactory.envs.users.user import GREETING
+from TrainingFactory.evaluation.rollouts import Rollouts
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.rollout import RolloutEngine, rollout_metrics
-from TrainingFactory.evaluation.rollouts import Rollouts
 from TrainingFactory.rollout.scripted import play
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.runtime import ToolRuntime
@@ -75,7 +75,11 @@ def obliging(prompt: str, number: int) -> str:
 def agent(session: int, turn: int, prompt: str) -> str:
     """Ask for the number, look it up, tell."""
     order = re.findall(r"It is order (\d+)", prompt)
-    return ["What is its number?", call_text("state", order=int(order[0])) if order else "?", "It is shipped."][turn]
+    return [
+        "What is its number?",
+        call_text("state", order=int(order[0])) if order else "?",
+        "It is shipped.",
+    ][turn]
 
 
 def config_of(url: str, **user: Any) -> TrainingConfig:
@@ -94,7 +98,9 @@ def talk(
 ) -> tuple[list[Trajectory], SimulatedUser]:
     simulated = make_user(config_of(url, **user))
     assert simulated is not None
-    engine = RolloutEngine(with_simulated_user(environment, simulated), FakeChat(), PARAMS, runtime=ToolRuntime())
+    engine = RolloutEngine(
+        with_simulated_user(environment, simulated), FakeChat(), PARAMS, runtime=ToolRuntime()
+    )
     made = list(environment.tasks("train", 0, tasks))
 
     async def play() -> list[list[Trajectory]]:
@@ -127,7 +133,9 @@ def test_the_agent_asks_the_user_for_a_detail_and_the_user_ends_the_conversation
         ("user", "Thanks!"),
     ]
     metrics = rollout_metrics([episode])
-    assert {name: metrics[name] for name in metrics if name.startswith("user/") and "seconds" not in name} == {
+    assert {
+        name: metrics[name] for name in metrics if name.startswith("user/") and "seconds" not in name
+    } == {
         "user/turns": 2.0,
         "user/tokens": 220.0,  # the endpoint reports 100 and 10 for each
         "user/cut": 0.0,
@@ -236,7 +244,9 @@ def test_replies_can_be_cached_per_member(tmp_path: Path) -> None:
 
 def test_the_agent_cannot_call_the_user_tool() -> None:
     with judging(obliging) as user:
-        [episode], _ = talk(user.url, say=lambda session, turn, prompt: call_text("user.reply", turn=0) if not turn else "ok")
+        [episode], _ = talk(
+            user.url, say=lambda session, turn, prompt: call_text("user.reply", turn=0) if not turn else "ok"
+        )
     assert episode.turns[0].tool_results[0].error == "unknown"
     assert "user.reply" not in [spec.name for spec in episode.tools]
 
@@ -263,7 +273,9 @@ def test_text_of_the_user_cannot_produce_a_control_token() -> None:
     assert chat.render(replies).count(start) == plain.count(start)
 
 
-def test_mistakes_are_reported_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_reported_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def problem(**sections: Any) -> str:
         with pytest.raises(ConfigError) as caught:
             make_user(TrainingConfig(**sections))
@@ -386,7 +398,9 @@ def test_all_tasks_are_checked_before_the_run(tmp_path: Path) -> None:
 
 
 def test_an_endpoint_can_be_the_agent_too(tmp_path: Path) -> None:
-    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Hi", "goal": "order 40 .", "answer": "It is shipped."}\n')
+    (tmp_path / "tasks.jsonl").write_text(
+        '{"prompt": "Hi", "goal": "order 40 .", "answer": "It is shipped."}\n'
+    )
     with judging(obliging) as user, judging("It is shipped.") as agent_model:
         teacher = {"model": "agent", "base_url": agent_model.url, "api_key_env": None}
         (tmp_path / "agent.yaml").write_text(json.dumps(teacher))
@@ -404,7 +418,11 @@ def test_an_endpoint_can_be_the_agent_too(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_model_of_the_run_can_play_the_user(tmp_path: Path) -> None:
     """The built-in model writes nonsense, and the same nonsense for the same seeds."""
-    user = {"model": "builtin:tiny", "max_turns": 2, "options": {"options": {"max_tokens": 8, "temperature": 1.0}}}
+    user = {
+        "model": "builtin:tiny",
+        "max_turns": 2,
+        "options": {"options": {"max_tokens": 8, "temperature": 1.0}},
+    }
     conversations = []
     for name in ("one", "two"):
         config = brief(
