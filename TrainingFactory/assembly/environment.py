@@ -134,7 +134,7 @@ def as_environment_factory(environment: Any, options: Mapping[str, Any] | None =
             raise as_value_error(error) from error
     elif options:
         raise ValueError(
-            f"environment.options ({', '.join(options)}) are only for android, screen, charts and containers, for "
+            f"environment.options ({', '.join(options)}) are only for android, charts, containers and screen, for "
             "environments in other processes, such as gymnasium:NAME, and for those written for RL-Factory. Remove them"
         )
     if isinstance(environment, ForeignEnvironment):
