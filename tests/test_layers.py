@@ -49,7 +49,8 @@ EDGE = ["assembly", "resolve", "trainers"]
 SATELLITES = [
     "cli", "web", "apps", "services", "integrations", "cluster", "registry", "evaluation", "promotion", "agent_api",
     "retrieval", "common/http", "common/workers", "common/sql", "common/arithmetic.py", "common/endpoints",
-    "envs/builtin", "envs/android", "envs/process", "envs/adapters", "tools/mcp", "tools/cache", "tools/builtin",
+    "envs/builtin", "envs/android", "envs/process", "envs/adapters", "envs/users",
+    "envs/containers", "tools/mcp", "tools/cache", "tools/builtin",
     "tools/sandbox", "tools/endpoints",
     "rewards/rules", "rewards/judge", "rewards/workers", "data/convert.py", "data/provider_rows.py",
     "learning/reward_models.py", "models/faces.py", "models/qwen3.py", "models/tools_format.py",

@@ -30,6 +30,7 @@ class TextFormat:
     """A chat format without tokens: endpoints take messages."""
 
     stop_ids: tuple[int, ...] = ()
+    sees_images = True  # or the endpoint rejects the request
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         return []

@@ -16,6 +16,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.base import ForeignEnvironment
+from TrainingFactory.envs.self_play import SelfPlayEnvironment
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Tool, ToolSource
 from TrainingFactory.resolve.factories import Notify, listing_searched_places
 from TrainingFactory.resolve.siblings import ENVIRONMENTS
@@ -133,8 +134,8 @@ def as_environment_factory(environment: Any, options: Mapping[str, Any] | None =
             raise as_value_error(error) from error
     elif options:
         raise ValueError(
-            f"environment.options ({', '.join(options)}) are only for android, for environments in other processes, "
-            "such as gymnasium:NAME, and for those written for RL-Factory. Remove them"
+            f"environment.options ({', '.join(options)}) are only for android, screen, charts and containers, for "
+            "environments in other processes, such as gymnasium:NAME, and for those written for RL-Factory. Remove them"
         )
     if isinstance(environment, ForeignEnvironment):
         return environment.as_environment()
@@ -155,10 +156,12 @@ def _reject_uncalled_methods(environment: Any) -> None:
         )
 
 
-def environment_from_file(name: str) -> type[ToolEnvironment] | type[ForeignEnvironment]:
+def environment_from_file(
+    name: str,
+) -> type[ToolEnvironment] | type[ForeignEnvironment] | type[SelfPlayEnvironment]:
     """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""
     path, attribute, values = load_objects("environment", name)
-    kinds = (ToolEnvironment, ForeignEnvironment)
+    kinds = (ToolEnvironment, ForeignEnvironment, SelfPlayEnvironment)
     classes = [value for value in values if inspect.isclass(value) and issubclass(value, kinds)]
     if not classes:
         subject = f"{attribute} in {path} is" if attribute else f"{path} defines"

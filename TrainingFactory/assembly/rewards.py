@@ -17,6 +17,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError, Problem, dotted, option_problems, problems_of
 from TrainingFactory.config.schema import RewardPart, RewardSection, SingleRewardSection
 from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.envs.self_play import SelfPlayEnvironment
 from TrainingFactory.protocols import Environment, EnvironmentFactory, RewardFunction
 from TrainingFactory.rewards.adapt import AdaptedReward, as_reward, compares, environment_reward
 from TrainingFactory.rewards.combined import ENVIRONMENT, Combined
@@ -114,9 +115,13 @@ def check_tasks(
 
 
 def check_environment(reward: RewardFunction | None, environment: Environment, task: Task) -> None:
-    """Raise if the environment lacks a tool that the reward calls, or writes judge prompts and the reward has no
-    judge."""
+    """Raise if the environment lacks a tool that the reward calls, writes judge prompts and the reward has no judge, or
+    is a game of two roles, which only its own reward can score."""
     parts = _inside(reward)
+    if isinstance(environment, SelfPlayEnvironment) and not uses_only_environment_reward(reward):
+        raise ValueError(
+            f"{type(environment).__name__} scores its roles itself: set reward.type=environment and pass no reward"
+        )
     if isinstance(environment, JudgePromptEnvironment) and not any(
         isinstance(part, ModelJudge) for part in parts
     ):
@@ -148,6 +153,12 @@ def reward_model_folder(config: TrainingConfig) -> Path | None:
 def uses_environment_reward(reward: RewardFunction | None) -> bool:
     """Return whether the environment's own reward is the reward or a part of it."""
     return reward is None or environment_reward in _inside(reward)
+
+
+def uses_only_environment_reward(reward: RewardFunction | None) -> bool:
+    """Return whether no part of the reward is another one than the environment's own."""
+    leaves = [part for part in _inside(reward) if not isinstance(part, tuple(INNER))]
+    return all(leaf is None or leaf is environment_reward for leaf in leaves)
 
 
 def evaluation_reward(

@@ -26,9 +26,8 @@ from typing import Any, Literal
 
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
 from TrainingFactory.data.datasets import DatasetRow
-from TrainingFactory.data.examples import PAIRS, Form, reason_unusable
+from TrainingFactory.data.examples import PAIRS, Form, reason_unusable, recorded_episode
 from TrainingFactory.data.ranking import best_and_worst, one_sided_warning, total
-from TrainingFactory.data.trajectories import trajectory_from_dict
 from TrainingFactory.types import Status, Trajectory
 
 Layout = Literal["trl", "swift"]
@@ -123,7 +122,7 @@ def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None
 def _read(row: DatasetRow, to: Form, filters: Filters) -> _Episode | str:
     """Return the episode of a row, or why it is dropped."""
     try:
-        episode = trajectory_from_dict(row.columns)
+        episode = recorded_episode(row)
     except (ValueError, KeyError, TypeError, AttributeError):
         return "is not a trajectory"
     reward = None if episode.reward is None else total(episode.reward)

@@ -27,7 +27,7 @@ from TrainingFactory.common.endpoints.names import is_endpoint
 from TrainingFactory.common.event_loop import run as run_anywhere
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.data.trajectories import save_trajectories
+from TrainingFactory.data.trajectories import check_tasks, save_trajectories
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.resolve import factories
 from TrainingFactory.resolve.model_names import with_resolved_model
@@ -75,8 +75,7 @@ class Rollouts:
         with factories.listing_searched_places("datasets"):
             self.tasks = list(objects.tasks or ()) or make_tasks(config, self.environment)
         build_rewards.check_tasks(reward_section, self.tasks)
-        # Fail now, not after the episodes, if a task cannot be saved.
-        save_trajectories(os.devnull, (Trajectory(task, group="") for task in self.tasks))
+        check_tasks(self.tasks)  # now, not after the episodes
         # A partition of the tasks. Rounds run one after the other until `enough` returns True.
         self.rounds: Sequence[Sequence[Task]] = [self.tasks]
         self.enough: Callable[[Sequence[Trajectory]], bool] = lambda _: False

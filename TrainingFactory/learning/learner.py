@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from TrainingFactory.learning.logprobs import token_logprobs
 from TrainingFactory.learning.optim import CRITIC_PREFIXES, MixedPrecision, OptimizerOptions, make_optimizers
 from TrainingFactory.learning.processes import Processes
 
+if TYPE_CHECKING:
+    from TrainingFactory.models.vision import Vision
+
 log = logging.getLogger(__name__)
 
 ANNOTATIONS = ("reference", "old", "values")  # fields of a pack that are filled by a forward pass
@@ -44,7 +47,7 @@ class Learner:
 
     `temperature` is the sampler's, so that training sees the distribution that was sampled from. `reference` is a
     frozen model; None: the base under the adapter. With several `processes`, the given models are sharded in place.
-    `sharing` (compute common prefixes once) and `below` (split larger trees; 0: never) are for `make_batch`."""
+    `vision` is that of a model that sees images. `sharing` (compute common prefixes once) and `below` (split larger trees; 0: never) are for `make_batch`."""
 
     def __init__(
         self,
@@ -57,10 +60,11 @@ class Learner:
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
         processes: Processes | None = None,
+        vision: Vision | None = None,
     ) -> None:
         self.model, self.causal, self.options = model, causal_model(model), options
         self.reference, self.head, self.critic = reference, head, critic
-        self.temperature = temperature
+        self.temperature, self.vision = temperature, vision
         # A GPU serialises the gradients of keys that all tokens attend to, so smaller trees are faster.
         self.below = 4096 if self.causal.device.type == "cuda" else 0
         self.steps = 0
@@ -76,7 +80,9 @@ class Learner:
             self.processes.shard(module, head if has_scores else None)
             self.processes.run(module, partial(check_head, causal_model(module)))
         run = self.processes.run
-        self.sharing = all(run(module, partial(_can_share, causal_model(module))) for module in models)
+        self.sharing = all(
+            run(module, partial(_can_share, causal_model(module), vision)) for module in models
+        )
         self._weights = MixedPrecision(self._named_parameters())
         named_masters = list(zip(self._weights.names, self._weights.masters, strict=True))
         self._critic_weights = [weight for name, weight in named_masters if name.startswith(CRITIC_PREFIXES)]
@@ -178,7 +184,7 @@ class Learner:
         """Return the hidden states [N, D] of the pack's tokens."""
         causal = model or self.causal
         with tree_mode(causal, self.sharing):
-            return (tree_states if self.sharing else row_states)(causal, pack)
+            return (tree_states if self.sharing else row_states)(causal, pack, self.vision)
 
     def logprobs(
         self, pack: Pack, model: PreTrainedModel | None = None, states: torch.Tensor | None = None
@@ -277,8 +283,11 @@ class Learner:
         return norm
 
 
-def _can_share(model: PreTrainedModel) -> bool:
-    if (reason := sharing_problem(model)) is not None:
+def _can_share(model: PreTrainedModel, vision: Vision | None) -> bool:
+    reason = sharing_problem(model)
+    if reason is None and vision is not None and vision.sees_whole_images:
+        reason = "the tokens of an image attend to each other in both directions"
+    if reason is not None:
         log.warning(
             "A %r model cannot share prefixes between rows: %s. Computing rows one by one: same results, slower "
             "updates. `tfactory models --compat` lists the models that can.", model.config.model_type, reason,

@@ -21,13 +21,14 @@ def add_lora(
     dora: bool = False,
     rslora: bool = False,
     seed: int = 0,
+    excluded: Sequence[str] = (),
 ) -> PeftModel:
     """Freeze the model and add an adapter, initialised to change nothing. `target_modules` is "all-linear" (every
-    linear layer but the head), or suffixes of layer names."""
+    linear layer but the head), or suffixes of layer names; `excluded` are whole names of layers."""
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     config = LoraConfig(
         r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type=TaskType.CAUSAL_LM,
-        use_dora=dora, use_rslora=rslora,
+        use_dora=dora, use_rslora=rslora, exclude_modules=list(excluded) or None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -11,7 +11,7 @@ from typing import Any
 from TrainingFactory.common.openai_format import spec_to_dict
 from TrainingFactory.models import probes
 from TrainingFactory.models.encoding import TextEncoder
-from TrainingFactory.models.probes import CallStyle
+from TrainingFactory.models.probes import IMAGE_PART, CallStyle, content_parts
 from TrainingFactory.models.templates import ChatTemplate, Transform, json_inner
 from TrainingFactory.types import Message, ToolCall, ToolSpec
 
@@ -103,9 +103,20 @@ class Outlines:
             return self.mark(self.hide_marks("argument", value), texts)
         return self.shield(value, texts, "argument")
 
+    def content(self, message: Message, texts: Texts) -> Any:
+        """Return the content of a message: a mark, or with images a list of marks and places of images."""
+        if not message.images:
+            return self.mark(self.hide_marks(message.role, message.content), texts) if message.content else ""
+        return [
+            IMAGE_PART
+            if part is None
+            else {"type": "text", "text": self.mark(self.hide_marks(f"{message.role} part", part), texts)}
+            for part in content_parts(message)
+        ]
+
     def message(self, message: Message, texts: Texts) -> dict[str, Any]:
         """Return the message as templates expect it, with marks in place of its texts."""
-        content = self.mark(self.hide_marks(message.role, message.content), texts) if message.content else ""
+        content = self.content(message, texts)
         outline: dict[str, Any] = {"role": message.role, "content": content}
         if message.tool_calls:
             if self._style is None:

@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from struct import pack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from TrainingFactory.common.image_tokens import VIRTUAL, find_image
 from TrainingFactory.sampling.cache.view import causal_model, routes_tokens, unsupported_model
 from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
@@ -29,6 +30,9 @@ from TrainingFactory.sampling.planning import GUESSED_TOKENS, StepPlan, StepPlan
 from TrainingFactory.sampling.runner import SampledTokens
 from TrainingFactory.sampling.table import MARGIN, AdmissionRound, SamplingRequest, SessionSlot, SlotTable
 from TrainingFactory.types import Completion, SamplingParams, Weights
+
+if TYPE_CHECKING:
+    from TrainingFactory.models.vision import Vision
 
 COMPACT_AFTER = 3  # consecutive steps with fewer than half of the rows in use
 MAX_STEPS_AHEAD = (
@@ -86,15 +90,17 @@ class NativeEngine:
         guesses: int = 7,  # most draft tokens of a row in one step; 0: no speculative decoding
         source: Any = None,
         cache_bytes: int | None = None,  # most memory of the KV cache; None: a share of the free memory
+        vision: Vision | None = None,  # of a model that sees images
     ) -> None:
-        self._model, self._source = model, source
+        self._model, self._source, self._vision = model, source, vision
         causal = causal_model(model)
         if deterministic and routes_tokens(causal):
             reason = "the batches of its experts depend on timing, so it has no deterministic mode"
             raise unsupported_model(causal.config.model_type, reason)
         on_cuda = causal.device.type == "cuda"
-        self._table = SlotTable(slots, max_length, deterministic=deterministic)
-        self._runner = AsyncRunner(causal, self._table, cache_bytes)
+        rope_of = vision.rope if vision is not None and vision.has_rope else None
+        self._table = SlotTable(slots, max_length, deterministic=deterministic, rope_of=rope_of)
+        self._runner = AsyncRunner(causal, self._table, cache_bytes, vision)
         if on_cuda and not self._runner.tiled:
             # Steps that only decode are by far the cheapest, so decoding rows feed short replies token by token.
             self._table.ride = 32
@@ -162,6 +168,8 @@ class NativeEngine:
                 await loop.run_in_executor(self._pool, self._copy)
             self._table.forget()
             self._runner.refresh()
+            if self._vision is not None and self._vision.trains:
+                self._vision.forget()
             self.policy_version = weights.version
         finally:
             with self._lock:
@@ -215,8 +223,11 @@ class NativeEngine:
         vocabulary = self._runner.vocabulary
         prompt = np.frombuffer(pack(f"{size}q", *prompt_ids), np.int64)  # twice as fast as np.array
         if prompt.view(np.uint64).max() >= vocabulary:  # unsigned, so that negative ids are large
-            invalid = next(token for token in prompt_ids if not 0 <= token < vocabulary)
-            raise ValueError(f"token id {invalid} is not in the model's vocabulary of {vocabulary}")
+            invalid = [token for token in prompt_ids if not 0 <= token < vocabulary]
+            if self._vision is not None:  # unknown images raise ValueError
+                invalid = [token for token in invalid if token < VIRTUAL or not find_image(token)]
+            if invalid:
+                raise ValueError(f"token id {invalid[0]} is not in the model's vocabulary of {vocabulary}")
         return prompt.astype(np.int32)
 
     def _post(self, item: SamplingRequest | SessionSlot) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from TrainingFactory.sampling.sizing import round_up, size_cache
 from TrainingFactory.sampling.table import SlotTable
 from TrainingFactory.sampling.tiles import TileLayout, pad_to
 from TrainingFactory.sampling.twins import TwinRows, find_twins
+
+if TYPE_CHECKING:
+    from TrainingFactory.models.vision import Vision
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class StepInputs(NamedTuple, Generic[Data]):
     dense_unpad: Data  # [n]
     chunk_pad: Data  # [P * T] the same of the chunks
     chunk_unpad: Data  # [n]
+    rope: Data  # [3 * U] rotary positions; empty if they are `positions`
 
 
 class SampledTokens(NamedTuple):
@@ -64,9 +68,15 @@ class SampledTokens(NamedTuple):
 class Runner:
     """Owns the view of the model and the cache. Runs in inference mode, in the caller's thread."""
 
-    def __init__(self, model: PreTrainedModel, table: SlotTable, cache_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        table: SlotTable,
+        cache_bytes: int | None = None,
+        vision: Vision | None = None,
+    ) -> None:
         check_model(model)
-        self.model, self.table = model, table
+        self.model, self.table, self.vision = model, table, vision
         embeddings: Any = model.get_input_embeddings()
         self.vocabulary: int = embeddings.num_embeddings
         self.device: torch.device = embeddings.weight.device
@@ -87,7 +97,9 @@ class Runner:
         self.launches_ahead = False  # steps are launched before the tokens of the previous step are known
         self._trunks: dict[tuple[int, bytes], int] = {}
         self._latest = torch.zeros(table.slots + 1, dtype=torch.long, device=self.device)  # by slot
-        self._graphs = DecodeGraphs(self.device, self._latest) if self.device.type == "cuda" else None
+        # A model that sees images has no CUDA graphs: its steps have further inputs.
+        has_graphs = self.device.type == "cuda" and vision is None
+        self._graphs = DecodeGraphs(self.device, self._latest) if has_graphs else None
         self._prepare()
         self._compare()
 
@@ -215,7 +227,12 @@ class Runner:
         if not plan.fixed:
             rows, fed = _covered(merged.dense, batch.fed[merged.dense])
         chunks, counts = _covered(merged.slots, merged.counts)
-        arrays = _step_inputs(batch, self._cache_positions(batch), twin_rows, fed, counts)
+        rope = EMPTY if self.table.rope_of is None else self.table.rope_at(batch.slots, batch.positions)
+        arrays = _step_inputs(batch, self._cache_positions(batch), twin_rows, fed, counts, rope)
+        images: dict[str, Any] = {}
+        if self.vision is not None:
+            ids, images = self.vision.model_inputs(self.model, arrays.tokens[None])
+            arrays = arrays._replace(tokens=ids[0])
         tensors = to_device([*arrays, *draws.present], self.device)
         inputs = StepInputs(*tensors[: len(arrays)])
         step.cache_positions = inputs.cache_positions.unflatten(0, (len(self.table.pages.tables), -1))
@@ -234,7 +251,8 @@ class Runner:
             )
             step.chunks.trunk, step.chunks.trunk_slot = self.trunk(merged.slots), int(merged.slots[0])
         ids = inputs.tokens if not self.table.flying.any() else self._known_tokens(inputs.tokens)
-        logits = self._logits(ids, inputs.positions, step, inputs.keep if len(plan.slots) else 0)
+        positions = inputs.rope.unflatten(0, (3, -1)) if len(rope) else inputs.positions
+        logits = self._logits(ids, positions, step, inputs.keep if len(plan.slots) else 0, images)
         if not batch.live.any():
             return None
         draw_inputs = DrawInputs(*tensors[len(arrays) :])
@@ -252,12 +270,14 @@ class Runner:
         return find_twins(self.table.hashes[rows], self.table.marks(batch.tokens, batch.positions), counts)
 
     def _logits(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext, keep: torch.Tensor | int
-    ) -> torch.Tensor:
-        """Return the logits [M, V] of the tokens `keep`, or of all tokens if it is 0."""
+        self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext, keep: torch.Tensor | int,
+        images: dict[str, Any] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the logits [M, V] of the tokens `keep`, or of all tokens if it is 0. `positions` [N] or [3, N]; `images`
+        are the arguments of the forward for the images among the tokens."""
         result = self.view(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, tfactory_step=step,
-            logits_to_keep=keep,
+            input_ids=ids[None], position_ids=positions.unsqueeze(-2), use_cache=False, tfactory_step=step,
+            logits_to_keep=keep, **(images or {}),
         )  # fmt: skip
         return result.logits[0]
 
@@ -411,15 +431,19 @@ def _leaders_only(plan: StepPlan, twin_rows: TwinRows) -> StepPlan:
 
 
 def _step_inputs(
-    batch: FlatBatch, cache_positions: np.ndarray, twin_rows: TwinRows | None, fed: np.ndarray, counts: np.ndarray
+    batch: FlatBatch, cache_positions: np.ndarray, twin_rows: TwinRows | None, fed: np.ndarray, counts: np.ndarray,
+    rope: np.ndarray,
 ) -> StepInputs[np.ndarray]:  # fmt: skip
-    """Return the inputs of a forward; `fed` and `counts` [rows] are the tokens of each dense row and of each chunk."""
-    padding = *_padding(fed), *_padding(counts)
+    """Return the inputs of a forward; `fed` and `counts` [rows] are the tokens of each dense row and of each chunk,
+    `rope` [N, 3] the rotary positions, if they are not the places."""
+    if twin_rows is not None and len(rope):
+        rope = rope[twin_rows.is_leader]
+    rest = *_padding(fed), *_padding(counts), rope.T.ravel()
     if twin_rows is None:
-        return StepInputs(batch.tokens, batch.positions, cache_positions, batch.keep, EMPTY, EMPTY, *padding)
+        return StepInputs(batch.tokens, batch.positions, cache_positions, batch.keep, EMPTY, EMPTY, *rest)
     keep, logit_rows = np.unique(twin_rows.source[batch.keep], return_inverse=True)
     tokens, positions = batch.tokens[twin_rows.is_leader], batch.positions[twin_rows.is_leader]
-    return StepInputs(tokens, positions, cache_positions, keep, twin_rows.source, logit_rows, *padding)
+    return StepInputs(tokens, positions, cache_positions, keep, twin_rows.source, logit_rows, *rest)
 
 
 def _covered(slots: np.ndarray, counts: np.ndarray) -> tuple[slice | np.ndarray, np.ndarray]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,10 +73,14 @@ class AdmissionRound:
 
 class SlotTable:
     """State of all slots as arrays, so that a step has no Python loop over rows. `ride` is the largest number of tokens
-    after a turn that are fed by decoding rows instead of a chunk."""
+    after a turn that are fed by decoding rows instead of a chunk. `rope_of` returns the rotary positions [3, N] of a
+    prompt and the position after it, for models whose positions depend on images; None: they are the places."""
 
-    def __init__(self, slots: int, max_length: int, *, deterministic: bool = False, ride: int = 1) -> None:
-        self.deterministic, self.ride = deterministic, ride
+    def __init__(
+        self, slots: int, max_length: int, *, deterministic: bool = False, ride: int = 1,
+        rope_of: Callable[[np.ndarray], tuple[np.ndarray, int]] | None = None,
+    ) -> None:  # fmt: skip
+        self.deterministic, self.ride, self.rope_of = deterministic, ride, rope_of
         self.preempted: list[SamplingRequest] = []  # running turns that must be admitted again
         self.stats = EngineStats()
         self.resize(slots, max_length)
@@ -86,6 +91,8 @@ class SlotTable:
         per_slot = -(-max_length // PAGE)
         self.pages = CachePages(slots, max_length, [None], [slots * per_slot], fixed=True)
         self.ids = np.zeros((slots, max_length), np.int32)
+        # Rotary positions, also of the tokens that will follow.
+        self.rope = np.zeros((slots, 3, max_length if self.rope_of else 0), np.int32)
         self.logprobs = np.zeros((slots, max_length), np.float32)
         self.stored = np.zeros(slots, np.int64)  # tokens whose keys and values are in the cache
         self.lengths = np.zeros(slots, np.int64)  # tokens of the sequence; stored < known while running
@@ -367,6 +374,10 @@ class SlotTable:
         places = ends[:, None] - np.arange(count, 0, -1)
         return np.where(places >= 0, self.ids[slots[:, None], places], 0)
 
+    def rope_at(self, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Return the rotary positions [N, 3] at these places of the slots' sequences; padding has any."""
+        return self.rope[np.minimum(slots, self.slots - 1), :, np.minimum(places, self.max_length - 1)]
+
     def marks(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Return the hash of each token at its position, with random but constant factors."""
         return (tokens.astype(np.uint64) + np.uint64(1)) * self._factors[places]
@@ -383,6 +394,9 @@ class SlotTable:
         first = bool(stored <= self.pure[slot]) if self.deterministic else not is_continuation
         self.changes += 1
         self.ids[slot, :size] = prompt
+        if self.rope_of is not None:
+            self.rope[slot, :, :size], following = self.rope_of(prompt)
+            self.rope[slot, :, size:] = np.arange(following, following + self.max_length - size)
         self.lengths[slot] = size
         self.hashes[slot] = self.marks(prompt, np.arange(size)).sum()
         if not is_continuation or stored < self.head[slot]:
@@ -474,7 +488,7 @@ class SlotTable:
         self.changes += 1
         self.pages.exchange(low, high, int(self.stored[all_slots].max()))
         for array in (
-            self.ids, self.logprobs, self.stored, self.lengths, self.pure, self.chunked, self.running,
+            self.ids, self.rope, self.logprobs, self.stored, self.lengths, self.pure, self.chunked, self.running,
             self.used, self.limit, self.seed, self.stops, self.temperature, self.top_p, self.top_k,
             self.min_p, self.hashes, self.head, self.mark, self.free,
         ):  # fmt: skip

@@ -90,6 +90,9 @@ class Keywords(TypedDict, total=False):
     max_length: int | None
     thinking: bool | None
     quantization: Literal["none", "4bit", "8bit"]
+    vision: bool | None
+    image_tokens: int
+    train_tower: bool
     trust_remote_code: bool
     warmup_steps: int
     schedule: Literal["constant", "linear", "cosine"]

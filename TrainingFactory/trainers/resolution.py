@@ -9,6 +9,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.branching import make_branching
 from TrainingFactory.assembly.fleet import check_engines
 from TrainingFactory.assembly.folding import make_folding
+from TrainingFactory.assembly.users import make_user
 from TrainingFactory.assembly.gpus import with_gpu_division
 from TrainingFactory.assembly.learner_processes import with_learner_count
 from TrainingFactory.assembly.named_files import with_original_files
@@ -97,6 +98,7 @@ def validate(resolved: ResolvedConfig) -> RewardFunction | None:
     check_engines(config)
     check_chat_template(config)
     make_folding(config)
+    make_user(config, replaying=True)  # the key is checked when the tools are made
     check_trackers(config.logging.trackers)
     check_registry(config)
     reward = objects.reward or check_reward(config)

@@ -18,6 +18,7 @@ from TrainingFactory.apps.plan.planning import RunPlanner, find_figures
 from TrainingFactory.apps.plan.shapes import ModelShape, dense_shape, find_shape
 from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.assembly.folding import make_folding
+from TrainingFactory.assembly.users import make_user
 from TrainingFactory.assembly.learner import make_algorithm, make_trainable
 from TrainingFactory.assembly.memory import estimate_model_memory, needed
 from TrainingFactory.assembly.rewards import check_group_size, check_reward
@@ -54,6 +55,7 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
             diagnosis.tried("config", lambda: check_config(config, has_dataset))
             diagnosis.tried("config", lambda: check_trackers(config.logging.trackers))
             diagnosis.tried("config", lambda: make_folding(config))
+            diagnosis.tried("config", lambda: make_user(config))
             reward = diagnosis.tried("config", lambda: check_reward(config))
             if KINDS[config.training.algorithm].samples:
                 diagnosis.tried("config", lambda: check_group_size(reward, config.training.group_size))

@@ -274,11 +274,11 @@ def _step(calls: list[ToolCall], results: dict[str, ToolResult | None], rows: li
             failed = row.get("ok") is False
             error = "exception" if failed else None
             results[message.tool_call_id] = ToolResult(
-                message.content, not failed, error, id=message.tool_call_id
+                message.content, not failed, error, id=message.tool_call_id, images=message.images
             )
     answered = {call_id: result for call_id, result in results.items() if result is not None}
     replies = [
-        Message("tool", result.content, tool_call_id=call_id, name=names[call_id])
+        Message("tool", result.content, tool_call_id=call_id, name=names[call_id], images=result.images)
         for call_id, result in answered.items()
     ]
     others = [message for message in messages if message.tool_call_id not in names]
