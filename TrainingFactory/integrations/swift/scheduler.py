@@ -197,10 +197,9 @@ class EnvironmentScheduler:
         self._counts["control texts"] += 1
 
     def _close(self) -> None:
-        if not self._counts:
-            return
-        counts = ", ".join(f"{count} {name}" for name, count in self._counts.items())
-        print(f"TrainingFactory: {counts}", flush=True)
+        if self._counts:
+            counts = ", ".join(f"{count} {name}" for name, count in self._counts.items())
+            print(f"TrainingFactory: {counts}", flush=True)
         self._loop.close(self._close_all())
 
     async def _close_all(self) -> None:
