@@ -58,7 +58,8 @@ def export(
         exported.base = model.name
     if exported.kind == "adapter" and resolve_model_name(str(exported.base)) in BUILTINS:
         raise ValueError(
-            f"the adapter in {checkpoint} belongs to a built-in model, which other programs cannot load: export it merged"
+            f"the adapter in {checkpoint} belongs to a built-in model, which other programs cannot load: "
+            "export it merged"
         )
     with _written_aside(target) as partial_folder:
         if merge or dtype is not None:
@@ -147,4 +148,4 @@ def _convert(
         model = loaded_model.model.merge_and_unload().to(kind)
     exported.notes += loaded_model.notes
     model.save_pretrained(partial_folder)
-    loaded_model.tokenizer.save_pretrained(partial_folder)
+    loaded_model.save_preprocessors(partial_folder)

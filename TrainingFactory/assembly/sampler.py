@@ -27,6 +27,7 @@ from TrainingFactory.assembly.fleet import (
 from TrainingFactory.assembly.folding import DEFAULT_MAX_LENGTH, make_folding
 from TrainingFactory.assembly.learner import copy_model, make_policy, make_trainable
 from TrainingFactory.assembly.rewards import uses_environment_reward
+from TrainingFactory.assembly.vision import check_vision
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.common.endpoints.names import find_endpoint, is_endpoint
 from TrainingFactory.config import TrainingConfig
@@ -55,6 +56,7 @@ def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel
     model = config.model
     if is_endpoint(model.name):
         reject_endpoint(model.name)
+    check_vision(config)
     with listing_searched_places("models"):
         loaded_model = load_model(
             model.name,
@@ -65,7 +67,7 @@ def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel
             trust_remote_code=model.trust_remote_code,
             quantization=model.quantization,
             chat_template=model.chat_template,
-            vision=bool(model.vision),
+            vision=model.vision,
             image_tokens=model.image_tokens,
         )
     vision_notes = loaded_model.vision.notes if loaded_model.vision is not None else []

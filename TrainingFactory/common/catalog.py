@@ -23,6 +23,10 @@ _CATALOG: dict[str, dict[str, str]] = {
         "reasoning_gym/": "TrainingFactory.integrations.reasoning_gym:environment",
         "bfcl/": "TrainingFactory.integrations.bfcl:environment",
         "gymnasium:": "TrainingFactory.envs.process.environment:environment",
+        "openenv:": "TrainingFactory.envs.process.environment:environment",
+        "textarena:": "TrainingFactory.envs.process.environment:environment",
+        "trl:": "TrainingFactory.envs.process.environment:environment",
+        "verifiers:": "TrainingFactory.envs.process.environment:environment",
         "process:": "TrainingFactory.envs.process.environment:environment",
         "conversation": "TrainingFactory.envs:ToolEnvironment",  # the task's prompt and the model's answer
         "env_search": "search",

@@ -134,7 +134,21 @@ def from_disk(ids: Sequence[int], images: Sequence[tuple[Image, int]]) -> list[i
     return result
 
 
-def process_independent(rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+def whole_image_end(ids: Sequence[int], start: int, end: int) -> int:
+    """Return the end of a part of a row that begins at `start`, at most `end` if that cuts no image: else before the
+    image, or after it if the part begins with it."""
+    last = int(ids[end - 1])
+    if last < VIRTUAL or end == len(ids):
+        return end
+    tokens = find_image(last)
+    offset = last - tokens.first
+    if offset == tokens.count - 1:
+        return end
+    beginning = end - 1 - offset
+    return beginning if beginning > start else beginning + tokens.count
+
+
+def process_independent(rows: Sequence[list[int]]) -> list[list[int]]:
     """Return the rows with images numbered by the order of their digests, so that sorting them gives the same order in
     every process. A resumed run needs that to sum in the same order."""
     if not any(has_images(row) for row in rows):

@@ -107,6 +107,11 @@ def placeholder(image: Image) -> str:
     return f"[image {image.width}x{image.height}]"
 
 
+def label(image: Image) -> str:
+    """Return the text that names an image for a person: its size and the beginning of its file's name."""
+    return f"[image {image.width}x{image.height} {image.digest[:8]}]"
+
+
 def rejected(reason: object) -> str:
     """Return the text that a model gets in place of an image that could not be read."""
     return f"[image not shown: {reason}]"

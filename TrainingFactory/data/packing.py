@@ -24,7 +24,7 @@ from TrainingFactory.types import Sample
 MIN_SAVING = 24  # tokens that a node must save; below that, another level costs more than it saves
 MAX_LEVELS = 6
 COPY_SHARE = 16  # a common prefix may be repeated in another tree if that adds at most 1 token in COPY_SHARE
-Keys = list[Sequence[int]]  # sort the rows in the same order in every process
+Keys = list[list[int]]  # sort the rows in the same order in every process
 
 
 @dataclass(slots=True)
@@ -34,6 +34,7 @@ class TreeNode:
     depth: int  # position of its first token in a row
     parent: int  # index of the parent node, -1 for a root
     level: int  # number of ancestors
+    rows: int = 1  # rows that contain it
 
 
 @dataclass(slots=True)
@@ -168,7 +169,7 @@ class _Tree:
     def _node(self, first: int, last: int, depth: int, end: int, parent: int, level: int) -> int:
         if end == depth:  # the row ends with its parent node
             return parent
-        self.nodes.append(TreeNode(self.size, end - depth, depth, parent, level))
+        self.nodes.append(TreeNode(self.size, end - depth, depth, parent, level, last - first))
         self.tokens.append(self.ids[first][depth:end])
         self.size += end - depth
         for row in range(first, last):

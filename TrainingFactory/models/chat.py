@@ -11,31 +11,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from TrainingFactory.common.image_tokens import VIRTUAL, find_image, has_images
 from TrainingFactory.common.openai_format import message_from_dict, spec_from_dict
 from TrainingFactory.models import probes
 from TrainingFactory.models.encoding import Control, TextEncoder, cache_short_texts
 from TrainingFactory.models.families import FAMILIES, THINK_TAGS, Family, get_family
 from TrainingFactory.models.forms import TaggedCallReader, learn_reader
+from TrainingFactory.models.message_images import (
+    IMAGE,
+    IMAGES_NOTE,
+    NO_IMAGE,
+    ImagePlaces,
+    check_all_shown,
+    decode_with_images,
+    images_after_results,
+    images_of,
+    join_results,
+    without_images,
+)
 from TrainingFactory.models.outlines import Outlines, Texts
 from TrainingFactory.models.probes import CallStyle
 from TrainingFactory.models.round_trip import RoundTripError, describe_difference, same_turn
 from TrainingFactory.models.templates import ChatTemplate
-from TrainingFactory.types import Image, Message, PlacedImage, Role, ToolCall, ToolSpec, Turn
+from TrainingFactory.types import Image, Message, PlacedImage, ToolCall, ToolSpec, Turn
 
 if TYPE_CHECKING:
     from TrainingFactory.models.vision import Vision
 
 # A rendering, split: tuples of finished token ids, and lists to be encoded of template texts (str) and marks (int).
 Pieces = list[tuple[int, ...] | list[str | int]]
-IMAGE = -1  # the place of an image in a tuple of ids
-NO_IMAGE = Image("", 1, 1, b"")  # for probes, which render no pixels
 MAX_SKELETONS = 512  # cached renderings
 MAX_KEY = 50_000  # characters; renderings with longer cache keys are not cached
 TOOLS_ADVICE = (
@@ -68,8 +78,7 @@ class TemplateChatFormat:
         self._template = ChatTemplate(tokenizer, options, day)
         self._marks = self._template.marks
         self._template.takes_parts = probes.reads_only_parts(self._template)
-        self.vision = vision
-        self._image_token = None if vision is None else self._encoder.control_texts[vision.placeholder]
+        self.vision, self._places = vision, ImagePlaces(vision, self._encoder)
         placeholder = self._marks[0]
         self._start = self._template.text([probes.user(placeholder)])
         self._header = self._start.rpartition(placeholder)[2].rstrip()
@@ -94,7 +103,8 @@ class TemplateChatFormat:
         self._outlines.settle(calls_as_json=self._calls_text is not None)
         self._refusal = self._misread() if requested or native else self._why_no_tools()
         self.warning = self._check_example()
-        self._images_as_user = False  # images of tool results go into a user message after the results
+        # Images of tool results go into a user message after the results.
+        self._images_as_user = vision is not None and not self._replies_as_user
         self.note = None if vision is None else self._check_images()
         self._template.watched = False
 
@@ -128,7 +138,7 @@ class TemplateChatFormat:
                 if role != "assistant" and not rendered.issuperset(self._marks.numbers(json.dumps(content))):
                     raise ValueError(f"the chat template drops a {role} message of this conversation")
             pieces = self._remember(key, text)
-        return self._fill(pieces, texts, _images(conversation))
+        return self._fill(pieces, texts, images_of(conversation))
 
     def extend(self, turn: Turn, replies: Sequence[Message | Mapping[str, Any]]) -> list[int]:
         sampled_ids = turn.completion.token_ids
@@ -138,12 +148,10 @@ class TemplateChatFormat:
         texts: Texts = ["", ""]  # marks 0 and 1 are in the part before the replies
         following: Texts = []  # texts after the images of a reply
         for message in messages:
-            context = f"{message.role} part" if message.images else message.role
-            parts = [part for part in probes.content_parts(message) if part is not None]
-            contents = [self._outlines.hide_marks(context, part) for part in parts] or [""]
-            texts += [contents[0], message.name or "tool"]
-            following += contents[1:]
-        ids = self._fill(self._continuation(messages), texts + following, _images(messages))
+            content, *more = self._outlines.contents(message)
+            texts += [content, message.name or "tool"]
+            following += more
+        ids = self._fill(self._continuation(messages), texts + following, images_of(messages))
         # if the template has no end-of-turn token, the stop token is the first token of the next message (GLM)
         return ids[1:] if self._end is None and ids[:1] == sampled_ids[-1:] else ids
 
@@ -238,7 +246,7 @@ class TemplateChatFormat:
         quotes: Texts = []
         text = self._encoder.quoted(ids, lambda quote: self._outlines.mark(quote, quotes))
         message = self._read(text, self.opens_thought(prompt_ids), tools)
-        return self._unquoted(message, quotes) if quotes else message
+        return self._outlines.unquote(message, quotes) if quotes else message
 
     def parse_text(self, text: str, tools: Sequence[ToolSpec] = ()) -> Message:
         """Parse an assistant's text as a message; tags in it count as control tokens."""
@@ -280,29 +288,8 @@ class TemplateChatFormat:
     def _ends_in_thought(self, last_ids: tuple[int, ...]) -> bool:
         return self.decode(last_ids).rstrip().endswith(self.family.think[0])
 
-    def _unquoted(self, message: Message, quotes: Texts) -> Message:
-        def plain(value: Any) -> Any:
-            if isinstance(value, str):
-                parts = self._marks.split(value)
-                return "".join(quotes[part] if isinstance(part, int) else part for part in parts)
-            if isinstance(value, dict):
-                return {plain(key): plain(item) for key, item in value.items()}
-            return [plain(item) for item in value] if isinstance(value, list) else value
-
-        calls = [
-            ToolCall(plain(call.name), plain(call.arguments), call.id, plain(call.error))
-            for call in message.tool_calls
-        ]
-        return Message("assistant", plain(message.content), calls, reasoning=plain(message.reasoning))
-
     def decode(self, token_ids: Sequence[int]) -> str:
-        if not has_images(token_ids):
-            return self._encoder.decode(token_ids)
-        runs = groupby(token_ids, lambda token: find_image(token) if token >= VIRTUAL else None)
-        return "".join(
-            self._encoder.decode(list(run)) if tokens is None else describe_image(tokens.image)
-            for tokens, run in runs
-        )
+        return decode_with_images(self._encoder.decode, token_ids)
 
     def truncate(self, text: str, max_tokens: int) -> str:
         return self._encoder.truncate(text, max_tokens)
@@ -313,7 +300,7 @@ class TemplateChatFormat:
         """Split a rendering at its control tokens; the text between two of them is encoded as one string."""
         parts, pieces = list[Any](), Pieces()
         for part in self._marks.split(text):
-            parts += [part] if isinstance(part, int) else self._split(part)
+            parts += [part] if isinstance(part, int) else self._places.split(part)
         for is_control, group in groupby(parts, lambda part: isinstance(part, Control)):
             run = list(group)
             if is_control:
@@ -328,42 +315,16 @@ class TemplateChatFormat:
                 pieces.append(tuple(self._encoder.plain("".join(run))) if without_marks else run)
         return pieces
 
-    def _split(self, text: str) -> list[str | Control]:
-        """Split a template's own text at its control tokens; its placeholder becomes an image."""
-        parts = self._encoder.split(text)
-        if self.vision is None:
-            return parts
-        before, after = (self._encoder.split(part) for part in (self.vision.before, self.vision.after))
-        image = [*before, Control(IMAGE), *after]
-        return [
-            item
-            for part in parts
-            for item in (image if isinstance(part, Control) and part.token == self._image_token else [part])
-        ]
-
     def _fill(self, pieces: Pieces, texts: Texts, images: Sequence[Image] = ()) -> list[int]:
         ids: list[int] = []
-        remaining = list(reversed(images))
+        remaining = iter(images)
         for piece in pieces:
             if not isinstance(piece, tuple):
                 run = [texts[part] if isinstance(part, int) else part for part in piece]
                 ids += self._encoder.plain("".join(run))
-            elif IMAGE not in piece:
-                ids += piece
             else:
-                assert self.vision is not None
-                for token in piece:
-                    if token == IMAGE and not remaining:
-                        raise ValueError(
-                            "the chat template writes a place for an image that the conversation does not have; set "
-                            "model.chat_template to a corrected template"
-                        )
-                    ids += self.vision.ids(remaining.pop()) if token == IMAGE else [token]
-        if remaining:
-            raise ValueError(
-                "the chat template drops an image of this conversation; set model.chat_template to a template that "
-                "shows the images of all roles"
-            )
+                ids += piece if IMAGE not in piece else self._places.fill(piece, remaining)
+        check_all_shown(remaining)
         return ids
 
     def _remember(self, key: str | tuple[Any, ...], text: str) -> Pieces:
@@ -375,9 +336,7 @@ class TemplateChatFormat:
         return pieces
 
     def _continuation(self, replies: Sequence[Message]) -> Pieces:
-        key = tuple(
-            [(reply.role, *[part is None for part in probes.content_parts(reply)]) for reply in replies]
-        )
+        key = tuple([(reply.role, *probes.content_shape(reply)) for reply in replies])
         if key not in self._skeletons:
             text = probes.continuation(self._template, self._style, self._end, replies)
             rendered = self._marks.numbers(text)
@@ -392,54 +351,21 @@ class TemplateChatFormat:
         """Join the tool results of a turn into one user message, if the template does not render tool messages. Move
         their images into a user message after them, if it renders no images there."""
         if self.vision is None:
-            messages = [_without_images(message) if message.images else message for message in messages]
-        if not self._replies_as_user and not self._images_as_user:
-            return list(messages)
-        merged: list[Message] = []
-        for are_results, group in groupby(messages, lambda message: message.role == "tool"):
-            run = list(group)
-            if are_results and self._replies_as_user:
-                names = [f"Result of {message.name or 'the tool'}:\n" for message in run]
-                merged.append(joined("user", names, run))
-                continue
-            merged += [replace(message, images=[]) if are_results else message for message in run]
-            shown = [message for message in run if message.images] if are_results else []
-            if shown:
-                names = [f"Images of the result of {message.name or 'the tool'}:\n" for message in shown]
-                alone = [
-                    replace(m, content="", images=[PlacedImage(0, i) for _, i in m.images]) for m in shown
-                ]
-                merged.append(joined("user", names, alone))
-        return merged
+            messages = [without_images(message) if message.images else message for message in messages]
+        if self._replies_as_user:
+            return join_results(messages)
+        return images_after_results(messages) if self._images_as_user else list(messages)
 
     def _check_images(self) -> str | None:
         """Raise ValueError if the template renders no images. Return a note if it renders none of tool results."""
-        image = Message("user", "m", images=[PlacedImage(0, NO_IMAGE)])
-        start = self._template.text([self._outlines.message(image, [])])
-        if self._places(start) != 1:
-            raise ValueError(
-                "the chat template renders no images, though the model sees them; set model.chat_template to a "
-                "template that does, or model.vision=false"
-            )
+        user, result = (Message(role, "m", images=[PlacedImage(0, NO_IMAGE)]) for role in ("user", "tool"))
+        self._places.require(self._template.text([self._outlines.message(user, [])]))
         if self._replies_as_user:
             return None
-        try:
-            result = replace(image, role="tool")
-            shows = self._places(probes.continuation(self._template, self._style, self._end, [result])) == 1
-        except ValueError:
-            shows = False
-        self._images_as_user = not shows
-        return (
-            None
-            if shows
-            else (
-                "note: the chat template shows no images of tool results, so they are in a user message after the results"
-            )
-        )
-
-    def _places(self, text: str) -> int:
-        """Return the number of images in a rendering."""
-        return sum(isinstance(piece, tuple) and piece.count(IMAGE) for piece in self._pieces(text))
+        with suppress(ValueError):
+            text = probes.continuation(self._template, self._style, self._end, [result])
+            self._images_as_user = self._places.count(text) != 1
+        return IMAGES_NOTE if self._images_as_user else None
 
     def _put_tools_into_system(
         self, outlines: list[dict[str, Any]], specs: list[ToolSpec], texts: Texts
@@ -567,37 +493,6 @@ class TemplateChatFormat:
 
 
 chat_format = TemplateChatFormat
-
-
-def describe_image(image: Image) -> str:
-    return f"[image {image.width}x{image.height}]"
-
-
-def joined(role: Role, headings: Sequence[str], messages: Sequence[Message]) -> Message:
-    """Return one message with the contents and images of several, each after its heading."""
-    content, images = "", list[PlacedImage]()
-    for heading, message in zip(headings, messages, strict=True):
-        content += ("\n\n" if content else "") + heading
-        images += [PlacedImage(len(content) + place, image) for place, image in message.images]
-        content += message.content
-    return Message(role, content, images=images)
-
-
-def _images(messages: Sequence[Message]) -> list[Image]:
-    return [image for message in messages for _, image in message.images]
-
-
-def _without_images(message: Message) -> Message:
-    """Return a tool result with a text in place of its images, for a model that sees none."""
-    if message.role != "tool":
-        raise ValueError(
-            f"a {message.role} message has an image, but the model was loaded without vision; name a vision-language "
-            "model and set model.vision=true"
-        )
-    content = message.content
-    for place, image in reversed(message.images):
-        content = f"{content[:place]}{describe_image(image)}{content[place:]}"
-    return replace(message, content=content, images=[])
 
 
 def as_message(message: Message | Mapping[str, Any]) -> Message:

@@ -22,9 +22,9 @@ from TrainingFactory.common.options import UnknownNameError, did_you_mean, neare
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.models import composite
 from TrainingFactory.models.encoding import decodes_unchanged
-from TrainingFactory.models.names import BUILTIN, BUILTIN_VL, BUILTINS, SUPPORTED_MODELS, resolve_model_name
+from TrainingFactory.models.names import BUILTINS, SUPPORTED_MODELS, resolve_model_name
 from TrainingFactory.models.templates import set_chat_template
-from TrainingFactory.models.tiny import tiny_image_processor, tiny_model, tiny_tokenizer, tiny_vl_model
+from TrainingFactory.models.tiny import builtin_model, builtin_tokenizer
 from TrainingFactory.models.untrained_tags import remove_untrained_tags
 from TrainingFactory.models.weight_parts import SPLIT_WEIGHTS, join_parts
 
@@ -77,11 +77,11 @@ def load_model(
     trust_remote_code: bool = False,
     quantization: str = "none",
     chat_template: str | None = None,
-    vision: bool = False,
+    vision: bool | None = None,
     image_tokens: int | None = None,
 ) -> LoadedModel:
     """Load a model. The options are those of the config's section `model`. `seed` is that of the built-in weights.
-    `vision`: load a vision-language model with its vision part; the built-in one always has it."""
+    `vision`: load the vision part too; None: of the built-in model and of checkpoints that were trained with it."""
     target = resolve_model_name(name)
     check_quantization(quantization, target)
     _freeze_imports()
@@ -94,36 +94,41 @@ def load_model(
     notes: tuple[str, ...] = ()
     processor: Any = None  # of images
     if target in BUILTINS:
-        tokenizer = load_tokenizer(target)
-        if target == BUILTIN:
-            eos, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
-            model = tiny_model(len(tokenizer), eos, padding, revision or str(seed))
-        else:
-            model, processor = tiny_vl_model(tokenizer, revision or str(seed)), tiny_image_processor()
-        model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+        model, tokenizer, processor = builtin_model(target, revision or str(seed))
     else:
         options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
         weight_options = {
             "dtype": torch_dtype,
             **_quantization_options(quantization, torch_dtype, torch_device),
         }
-        model, tokenizer, notes, processor = _load_pretrained(name, target, options, weight_options, vision)
+        sees = composite.was_trained_with_vision(adapter or target) if vision is None else vision
+        model, tokenizer, notes, processor = _load_pretrained(name, target, options, weight_options, sees)
     if quantization == "none":
-        model = model.to(device=torch_device, dtype=torch_dtype)
+        model = _converted(model, torch_device, torch_dtype)
     else:  # transformers has loaded the weights onto their device, and their dtype is fixed
         _keep_trainable(model)
     model_vision: Vision | None = None
     if processor is not None:
-        from TrainingFactory.models.vision import Vision, tower_parameters
+        from TrainingFactory.models.vision import open_vision
 
-        model_vision = Vision(model.config, processor, tokenizer, image_tokens)
-        for _, weight in tower_parameters(model):
-            weight.requires_grad_(False)  # unless `train_tower` makes them trainable
+        model_vision = open_vision(model, processor, tokenizer, image_tokens)
     model = model.eval() if adapter is None else _with_adapter(model.eval(), adapter)
     _check_finite(name, model)
     notes += remove_untrained_tags(name, model, tokenizer)
     set_chat_template(tokenizer, chat_template, adapter)
     return LoadedModel(target, model, tokenizer, notes, model_vision)
+
+
+def _converted(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Convert the weights, but leave the buffers in float32 that transformers keeps so: in bfloat16 the bias by which a
+    router chooses experts would choose others."""
+    exact = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    kept = {name: value.float() for name, value in model.named_buffers() if exact and name.endswith(exact)}
+    model = model.to(device=device, dtype=dtype)
+    for name, value in kept.items():
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, value.to(device))
+    return model
 
 
 def _check_finite(name: str, model: Any) -> None:
@@ -149,7 +154,7 @@ def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bo
     """Load only the tokenizer, of a model name as in `load_model` or of a folder that contains a tokenizer."""
     target = resolve_model_name(name)
     if target in BUILTINS:
-        return tiny_tokenizer("qwen3_vl_instruct" if target == BUILTIN_VL else "qwen3_instruct")
+        return builtin_tokenizer(target)
     folder = Path(target).expanduser()
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     source, options = (str(folder), {}) if has_tokenizer else _locate(name, target)
@@ -274,8 +279,8 @@ def _load_pretrained(
             tokenizer = _read_tokenizer(source, options)
         processor = None
         if vision:
-            with reading("preprocessor_config.json"):
-                processor = _read_image_processor(source, options)
+            with reading(composite.IMAGE_PROCESSOR):
+                processor = composite.read_image_processor(source, options)
         hiding = nullcontext() if config is None else composite.hiding_expected_warnings()
         auto_class: Any = AutoModelForImageTextToText if vision else AutoModelForCausalLM
         with reading("config.json"), hiding:  # or the weights, if they do not match it
@@ -348,13 +353,6 @@ def _read_tokenizer(source: str, options: dict[str, Any]) -> Any:
     if tokenizer.chat_template is None:
         tokenizer.chat_template = composite.processor_template(source, options)
     return tokenizer
-
-
-def _read_image_processor(source: str, options: dict[str, Any]) -> Any:
-    from transformers import AutoImageProcessor
-
-    # With the backend "pil", which needs no torchvision.
-    return AutoImageProcessor.from_pretrained(source, backend="pil", **options)
 
 
 def _locate(name: str, target: str) -> tuple[str, dict[str, Any]]:

@@ -103,6 +103,12 @@ class Outlines:
             return self.mark(self.hide_marks("argument", value), texts)
         return self.shield(value, texts, "argument")
 
+    def contents(self, message: Message) -> Texts:
+        """Return the texts around a message's images as the template writes them, at least one."""
+        context = f"{message.role} part" if message.images else message.role
+        parts = [part for part in content_parts(message) if part is not None]
+        return [self.hide_marks(context, part) for part in parts] or [""]
+
     def content(self, message: Message, texts: Texts) -> Any:
         """Return the content of a message: a mark, or with images a list of marks and places of images."""
         if not message.images:
@@ -129,3 +135,20 @@ class Outlines:
             outline["tool_call_id"] = f"{probes.CALL_ID}0"
             outline["name"] = self.mark(message.name or "tool", texts)
         return outline
+
+    def unquote(self, message: Message, quotes: Texts) -> Message:
+        """Return an assistant's message with the texts of its marks."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, str):
+                parts = self._template.marks.split(value)
+                return "".join(quotes[part] if isinstance(part, int) else part for part in parts)
+            if isinstance(value, dict):
+                return {plain(key): plain(item) for key, item in value.items()}
+            return [plain(item) for item in value] if isinstance(value, list) else value
+
+        calls = [
+            ToolCall(plain(call.name), plain(call.arguments), call.id, plain(call.error))
+            for call in message.tool_calls
+        ]
+        return Message("assistant", plain(message.content), calls, reasoning=plain(message.reasoning))

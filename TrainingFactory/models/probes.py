@@ -52,6 +52,11 @@ def content_parts(message: Message) -> list[str | None]:
     return [part for part in [*parts, message.content[start:]] if part != ""]
 
 
+def content_shape(message: Message) -> tuple[bool, ...]:
+    """Return for each part of a message whether it is an image: equal shapes have equal renderings."""
+    return tuple(part is None for part in content_parts(message))
+
+
 def reads_only_parts(template: ChatTemplate) -> bool:
     """Return whether the template drops content that is a text and renders a list of parts (SmolVLM)."""
     mark = template.marks[0]

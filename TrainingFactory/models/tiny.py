@@ -1,6 +1,6 @@
-"""The built-in models: a Qwen3 of half a million parameters, and a Qwen3-VL that sees images. Their tokenizer is trained
-on the texts below; their weights are random numbers from a seed. Architecture, added tokens and chat template are those
-of Qwen3 4B and Qwen3-VL."""
+"""The built-in models: a Qwen3 of half a million parameters, and a Qwen3-VL that sees images. Their tokenizer is
+trained on the texts below; their weights are random numbers from a seed. Architecture, added tokens and chat template
+are those of Qwen3 4B and Qwen3-VL."""
 
 from __future__ import annotations
 
@@ -76,6 +76,20 @@ def tiny_tokenizer(chat_template: str = "qwen3_instruct") -> Any:
     )  # fmt: skip
 
 
+def builtin_tokenizer(name: str) -> Any:
+    return tiny_tokenizer("qwen3_vl_instruct" if name == BUILTIN_VL else "qwen3_instruct")
+
+
+def builtin_model(name: str, revision: str) -> tuple[Any, Any, Any]:
+    """Return a built-in model, its tokenizer, and its image processor or None."""
+    tokenizer = builtin_tokenizer(name)
+    eos, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
+    sees = name == BUILTIN_VL
+    model = tiny_vl_model(tokenizer, revision) if sees else tiny_model(len(tokenizer), eos, padding, revision)
+    model.generation_config.eos_token_id = [eos, padding]
+    return model, tokenizer, tiny_image_processor() if sees else None
+
+
 def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: str = "0") -> Any:
     """Return the model. `revision` is the seed of its weights. `torch:SEED` draws them with torch's generator, as
     versions before 0.2 did; those weights depend on the processor type."""
@@ -83,8 +97,8 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: 
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     rope = {"rope_type": "default", "rope_theta": 10000.0}
-    text = _text_shape(vocab_size, eos_token_id, pad_token_id) | {"rope_parameters": rope}
-    config = Qwen3Config(**text, tie_word_embeddings=True)
+    shape = _text_shape(vocab_size, eos_token_id, pad_token_id)
+    config = Qwen3Config(**shape, rope_parameters=rope, tie_word_embeddings=True)
     number = revision.removeprefix(TORCH_SEED_PREFIX)
     seed = _seed(BUILTIN, number, revision)
     with torch.random.fork_rng(devices=[]):
@@ -125,6 +139,11 @@ def tiny_vl_model(tokenizer: Any, revision: str = "0") -> Any:
         torch.manual_seed(seed)
         model = Qwen3VLForConditionalGeneration(config)
     _draw_weights(model, seed, 0.02)
+    # Else a language model could hardly read from a random tower where something is: positions would vanish among the
+    # differences of the pixels.
+    for name, weight in model.model.visual.named_parameters():
+        factor = 15 if "pos_embed" in name else 3 if "merger" in name and weight.dim() > 1 else 1
+        weight.data.mul_(factor)
     return model
 
 

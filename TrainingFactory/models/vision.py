@@ -208,13 +208,21 @@ class Vision:
             place += len(index)
         return positions, start
 
+    def image_ends(self, ids: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Return the last place that each token sees in a model that sees whole images."""
+        ends = places.copy()
+        for number in np.flatnonzero(ids >= VIRTUAL).tolist():
+            tokens = find_image(int(ids[number]))
+            ends[number] += tokens.first + tokens.count - 1 - ids[number]
+        return ends
+
     # features
 
     def model_inputs(
         self, model: Any, ids: np.ndarray, fresh: bool = False
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Return ids [B, T] with the placeholder for image tokens, and keyword arguments of the model's forward with the
-        images that they show. `fresh`: run the tower even for cached images, with gradients if they are enabled."""
+        """Return ids [B, T] with the placeholder for image tokens, and keyword arguments of the model's forward with
+        the images that they show. `fresh`: run the tower even for cached images, with gradients if they are enabled."""
         is_image = ids >= VIRTUAL
         if not is_image.any():
             return ids, {}
@@ -297,6 +305,13 @@ class Vision:
         if self.kind in TILED:
             return dict(self._processor(images=[[picture]], return_row_col_info=True, return_tensors="pt"))
         return dict(self._processor(images=[picture], return_tensors="pt"))
+
+
+def open_vision(model: Any, processor: Any, tokenizer: Any, max_tokens: int | None = None) -> Vision:
+    """Return the vision of a model, and freeze its tower."""
+    for _, weight in tower_parameters(model):
+        weight.requires_grad_(False)
+    return Vision(model.config, processor, tokenizer, max_tokens)
 
 
 def _runs(shown: np.ndarray) -> Iterator[tuple[ImageTokens | None, int, int]]:

@@ -9,13 +9,13 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.branching import make_branching
 from TrainingFactory.assembly.fleet import check_engines
 from TrainingFactory.assembly.folding import make_folding
-from TrainingFactory.assembly.users import make_user
 from TrainingFactory.assembly.gpus import with_gpu_division
 from TrainingFactory.assembly.learner_processes import with_learner_count
 from TrainingFactory.assembly.named_files import with_original_files
 from TrainingFactory.assembly.rewards import check_group_size, check_reward
 from TrainingFactory.assembly.sampler import check_chat_template
 from TrainingFactory.assembly.trackers import check_trackers
+from TrainingFactory.assembly.users import make_user
 from TrainingFactory.common.endpoints.names import is_endpoint
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem

@@ -15,7 +15,7 @@ IMAGE = "localhost/tfactory-busybox:1"
 DOCKERFILE = f"FROM {IMAGE}\nWORKDIR /app\nRUN echo 41 > number\n"
 INSTRUCTION = "Add one to the number in the file number."
 SOLUTION = "echo 42 > number\n"
-CHECK = "[ \"$(cat /app/number)\" = 42 ]"
+CHECK = '[ "$(cat /app/number)" = 42 ]'
 
 
 def write_harbor_task(folder: Path, toml: str = "", test: str | None = None) -> Path:
@@ -55,10 +55,23 @@ def podman(folder: Path) -> str:
     command += ["--runtime", "runc"]
     archive = folder / "busybox.tar"
     _write_image(folder / "image", archive)
-    done = subprocess.run([*command, "import", str(archive), IMAGE], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*command, "import", str(archive), IMAGE], capture_output=True, text=True, timeout=120
+    )
     if done.returncode == 0:
-        arguments = ["run", "--rm", "--network", "none", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024"]
-        done = subprocess.run([*command, *arguments, IMAGE, "true"], capture_output=True, text=True, timeout=120)
+        arguments = [
+            "run",
+            "--rm",
+            "--network",
+            "none",
+            "--ulimit",
+            "nofile=1024:1024",
+            "--ulimit",
+            "nproc=1024:1024",
+        ]
+        done = subprocess.run(
+            [*command, *arguments, IMAGE, "true"], capture_output=True, text=True, timeout=120
+        )
     if done.returncode:
         pytest.skip(f"podman starts no container here: {done.stderr.strip()[-300:]}")
     return " ".join(command)

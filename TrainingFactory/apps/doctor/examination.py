@@ -18,11 +18,11 @@ from TrainingFactory.apps.plan.planning import RunPlanner, find_figures
 from TrainingFactory.apps.plan.shapes import ModelShape, dense_shape, find_shape
 from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.assembly.folding import make_folding
-from TrainingFactory.assembly.users import make_user
 from TrainingFactory.assembly.learner import make_algorithm, make_trainable
 from TrainingFactory.assembly.memory import estimate_model_memory, needed
 from TrainingFactory.assembly.rewards import check_group_size, check_reward
 from TrainingFactory.assembly.trackers import check_trackers
+from TrainingFactory.assembly.users import make_user
 from TrainingFactory.common.event_loop import run as run_anywhere
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
@@ -80,7 +80,8 @@ def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
     diagnosis = Diagnosis()
     shape = find_shape(config.model.name, size)
     estimate_other = partial(_estimate_shape, shape, build_sampler.DEFAULT_MAX_LENGTH)
-    diagnosis.facts["model"] = f"{shape.name}: {shape.params:,} weights; nothing was loaded"
+    active = f", {shape.active:,} active" if shape.active < shape.total else ""
+    diagnosis.facts["model"] = f"{shape.name}: {shape.params:,} weights{active}; nothing was loaded"
     compare_memory(diagnosis, config, estimate_other(config), available, f"one {gpu.upper()}", estimate_other)
     if KINDS[config.training.algorithm].samples and not diagnosis.failed:
         seconds = RunPlanner(config, 1, gpu, size).step(

@@ -25,7 +25,6 @@ from TrainingFactory.envs.containers.runtime import (
 )
 from TrainingFactory.envs.containers.tasks import ContainerTask, read_task_folders
 from TrainingFactory.protocols import Episode
-from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.types import Message, Reward, Task, ToolCall, ToolResult, ToolSpec
 
