@@ -79,8 +79,7 @@ class Routers:
 
         hooks = [gate.register_forward_hook(add_logits) for gate in self._gates]
         hooks += [
-            module.register_forward_pre_hook(add_chosen, with_kwargs=True)
-            for module in self.layers.values()
+            module.register_forward_pre_hook(add_chosen, with_kwargs=True) for module in self.layers.values()
         ]
         try:
             yield routing
@@ -173,7 +172,7 @@ def routing_bias_count(model: torch.nn.Module) -> int:
 
 
 def _balanced_experts(model: PreTrainedModel) -> int:
-    """Return k of the auxiliary loss that transformers defines for the family; 0 if it defines none, or another loss."""
+    """Return k of the auxiliary loss that transformers defines for the family; 0: none, or another loss."""
     function: Any = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     top_k, experts = getattr(model, "num_experts_per_tok", None), getattr(model, "num_experts", None)
     if function is None or not top_k or not experts:
@@ -183,7 +182,9 @@ def _balanced_experts(model: PreTrainedModel) -> int:
     counts = _counts(logits.topk(top_k).indices, np.ones(size, np.float32), experts)
     own = experts * float((counts / size * logits.softmax(-1).mean(0)).sum())
     if abs(own - float(function((logits,), experts, top_k))) > 1e-4 * own:
-        log.warning("The auxiliary loss of a %r model is not supported; training without it", model.config.model_type)
+        log.warning(
+            "The auxiliary loss of a %r model is not supported; training without it", model.config.model_type
+        )
         return 0
     return top_k
 

@@ -42,7 +42,9 @@ def copied_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def test_gradients_are_equal_and_only_layer_inputs_are_copied(
     kind: str, copied_shapes: list[tuple[int, ...]]
 ) -> None:
-    model = {"dense": tiny, "adapter": lambda: add_lora(tiny(), r=4), "experts": BY_KEY["qwen3_moe"].build}[kind]()
+    model = {"dense": tiny, "adapter": lambda: add_lora(tiny(), r=4), "experts": BY_KEY["qwen3_moe"].build}[
+        kind
+    ]()
     options: dict[str, Any] = {"router_aux_loss": 0.1} if kind == "experts" else {}
     rows = ragged_rows(1)[:6]
     plain = gradients(make_learner(model, **options), make_batch(rows))
@@ -77,5 +79,5 @@ def test_estimate_of_offloaded_activations() -> None:
 
 def test_offload_needs_checkpointing() -> None:
     config = TrainingConfig(training={"activation_offload": True})
-    with pytest.raises(ValueError, match="training.gradient_checkpointing=true"):
+    with pytest.raises(ValueError, match=r"training\.gradient_checkpointing=true"):
         check_options(config, False)

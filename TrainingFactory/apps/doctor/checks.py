@@ -199,7 +199,9 @@ async def measure_routers(engine: NativeEngine, learner: Learner, row: Sample) -
     learner's, before an update. None: the model has no experts."""
     if learner.routers is None:
         return None
-    ids = [row.token_ids[-1], *row.token_ids][:ROUTED_TOKENS]  # another first token, so that nothing is in the cache
+    ids = [row.token_ids[-1], *row.token_ids][
+        :ROUTED_TOKENS
+    ]  # another first token, so that nothing is in the cache
     engine_routers = find_routers(causal_model(engine.model), 0.0)
     assert engine_routers is not None
     with engine_routers.recording() as sampled:

@@ -128,9 +128,13 @@ def _describe_experts(diagnosis: Diagnosis, config: TrainingConfig, model: Any) 
     if routers.coefficient:
         balance = f"auxiliary loss with coefficient {routers.coefficient:g}"
     biased = routing_bias_count(model)
-    bias = f"; the biases by which {pluralize(biased, 'router')} choose experts stay as loaded" if biased else ""
+    bias = (
+        f"; the biases by which {pluralize(biased, 'router')} choose experts stay as loaded" if biased else ""
+    )
     count = max(module.num_experts for module in routers.layers.values())
-    diagnosis.facts["experts"] = f"{count} in each of {pluralize(len(routers.layers), 'layer')}; {balance}{bias}"
+    diagnosis.facts["experts"] = (
+        f"{count} in each of {pluralize(len(routers.layers), 'layer')}; {balance}{bias}"
+    )
 
 
 class DryRun(Training):
