@@ -127,7 +127,11 @@ def mlp_width(shape: Any) -> int:
     if not (routed := active_experts(shape)):
         return dense
     each = getattr(shape, "moe_intermediate_size", None) or dense
-    names = ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
+    names = (
+        "moe_shared_expert_intermediate_size",
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+    )
     shared = next((number for name in names if (number := getattr(shape, name, None))), 0)
     return routed * each + (shared or each * (getattr(shape, "n_shared_experts", None) or 0))
 

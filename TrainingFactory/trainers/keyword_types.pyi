@@ -90,6 +90,9 @@ class Keywords(TypedDict, total=False):
     max_length: int | None
     thinking: bool | None
     quantization: Literal["none", "4bit", "8bit"]
+    vision: bool | None
+    image_tokens: int
+    train_tower: bool
     trust_remote_code: bool
     warmup_steps: int
     schedule: Literal["constant", "linear", "cosine"]
@@ -111,6 +114,7 @@ class Keywords(TypedDict, total=False):
     max_turns: int
     episode_timeout: float
     context: Mapping[str, Any] | None
+    user: Mapping[str, Any] | None
     type: str
     judge: dict[str, Any]
     outcome_weight: float
@@ -131,6 +135,7 @@ class Keywords(TypedDict, total=False):
     dataset_split: str
     shuffle: bool
     skip_bad_rows: bool
+    image_urls: bool
     heldout_split: str
     heldout_count: int
     engine: Literal["native", "vllm"]

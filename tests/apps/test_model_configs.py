@@ -18,11 +18,20 @@ from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.models.names import SUPPORTED_MODELS
 
 # Active weights in billions, of cards that count the embeddings.
-ACTIVE = {"Qwen/Qwen3-30B-A3B": 3.3, "Qwen/Qwen3-235B-A22B": 22.1, "mistralai/Mixtral-8x7B-Instruct-v0.1": 12.9}
+ACTIVE = {
+    "Qwen/Qwen3-30B-A3B": 3.3,
+    "Qwen/Qwen3-235B-A22B": 22.1,
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": 12.9,
+}
 SHORT_NAMES = {hub_id: name for name, hub_id in SUPPORTED_MODELS.items()}
 
 
-QUICK = ("openai/gpt-oss-20b", "google/gemma-3-1b-it", "LiquidAI/LFM2-1.2B", "allenai/OLMoE-1B-7B-0125-Instruct")
+QUICK = (
+    "openai/gpt-oss-20b",
+    "google/gemma-3-1b-it",
+    "LiquidAI/LFM2-1.2B",
+    "allenai/OLMoE-1B-7B-0125-Instruct",
+)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +53,9 @@ def test_local_mixture_of_experts(family: str, tmp_path: Path) -> None:
     shape = find_shape(str(tmp_path), None)
     assert shape.total == sum(weight.numel() for weight in model.parameters())
     experts = [weight for name, weight in model.named_parameters() if ".experts." in name]
-    assert shape.total - shape.active == sum(weight.numel() for weight in experts) * 6 // 8  # 2 of 8 are active
+    assert (
+        shape.total - shape.active == sum(weight.numel() for weight in experts) * 6 // 8
+    )  # 2 of 8 are active
     for experts in (None, True, False):
         adapted = add_lora(BY_KEY[family].build(), r=3, experts=experts)
         size = sum(weight.numel() for name, weight in adapted.named_parameters() if "lora_" in name)

@@ -71,7 +71,9 @@ def test_auxiliary_loss_under_an_adapter_of_experts_and_routers() -> None:
     model, rows = add_lora(tiny("moe"), r=4, alpha=8), tree_rows()
     for name, weight in model.named_parameters():
         if "lora_B" in name:
-            weight.data += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name)))
+            weight.data += 0.05 * torch.randn(
+                weight.shape, generator=torch.Generator().manual_seed(len(name))
+            )
     expected = row_gradients(model, rows, weighted_part)
     routers = find_routers(model.get_base_model(), None)
     assert routers is not None
@@ -96,7 +98,11 @@ def test_auxiliary_loss_under_an_adapter_of_experts_and_routers() -> None:
     [
         ("qwen3_moe", {"dropout": 0.1}, "lora.dropout=0.1"),
         ("qwen3_moe", {"dora": True}, "lora.dora=true"),
-        ("qwen3_moe", {"dropout": 0.1, "target_modules": ["gate_proj", "up_proj", "down_proj"]}, "lora.dropout=0.1"),
+        (
+            "qwen3_moe",
+            {"dropout": 0.1, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
+            "lora.dropout=0.1",
+        ),
         ("gpt_oss", {"dropout": 0.1, "experts": True}, "lora.dropout=0.1"),
         ("qwen3", {"experts": True}, "lora.experts is true"),
     ],

@@ -22,6 +22,7 @@ from TrainingFactory.assembly.learner import make_algorithm, make_trainable
 from TrainingFactory.assembly.memory import estimate_model_memory, needed
 from TrainingFactory.assembly.rewards import check_group_size, check_reward
 from TrainingFactory.assembly.trackers import check_trackers
+from TrainingFactory.assembly.users import make_user
 from TrainingFactory.common.event_loop import run as run_anywhere
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
@@ -58,6 +59,7 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
             diagnosis.tried("config", lambda: check_config(config, has_dataset))
             diagnosis.tried("config", lambda: check_trackers(config.logging.trackers))
             diagnosis.tried("config", lambda: make_folding(config))
+            diagnosis.tried("config", lambda: make_user(config))
             reward = diagnosis.tried("config", lambda: check_reward(config))
             if KINDS[config.training.algorithm].samples:
                 diagnosis.tried("config", lambda: check_group_size(reward, config.training.group_size))

@@ -16,7 +16,11 @@ from TrainingFactory.runs.diagnosis import Diagnosis
 MemoryEstimator = Callable[[TrainingConfig], dict[str, float]]  # returns the bytes of a config by part
 # part -> options that reduce it, the least intrusive first
 REDUCING_OPTIONS = {
-    "activations": ["training.gradient_checkpointing", "training.token_budget", "training.activation_offload"],
+    "activations": [
+        "training.gradient_checkpointing",
+        "training.token_budget",
+        "training.activation_offload",
+    ],
     "optimizer": ["training.optimizer", "lora.enabled"],
     "weights": ["model.quantization"],
     "cache": ["sampling.slots", "model.max_length"],

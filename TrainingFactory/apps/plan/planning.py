@@ -143,7 +143,11 @@ class RunPlanner:
         shape, width = self.shape, self.width
         flops, traffic = 1e12 * self["gpu_tflops"], 1e9 * self["gpu_bandwidth_gbs"] * self["bandwidth_share"]
         link = 1e9 * self["node_gbs" if learners <= self["gpus_per_node"] else "network_gbs"]
-        trained = shape.adapter(self.config.lora.r, self.config.lora.experts) if self.config.lora.enabled else shape.params
+        trained = (
+            shape.adapter(self.config.lora.r, self.config.lora.experts)
+            if self.config.lora.enabled
+            else shape.params
+        )
         read, per_token = (count / traffic for count in sampler_bytes(shape, width, 1, 1.0).values())
         computed = flops * width * self["prefill_mfu"]
         prompt, length = self.episodes.prompt, self.episodes.length

@@ -164,6 +164,10 @@ class ProcessEnvironment(ToolEnvironment):
             self.pool.count_stop(reason)
         return step
 
+    def skip_turn(self) -> None:
+        """Count a turn that the environment does not get, so that step rewards stay with their turns."""
+        self._rewards.append(None)
+
     async def reward(self, episode: Episode) -> Reward:
         """Return the environment's score. The reward of the last step is part of the outcome; the rewards of earlier
         steps belong to their turns."""
@@ -274,11 +278,11 @@ def _step(calls: list[ToolCall], results: dict[str, ToolResult | None], rows: li
             failed = row.get("ok") is False
             error = "exception" if failed else None
             results[message.tool_call_id] = ToolResult(
-                message.content, not failed, error, id=message.tool_call_id
+                message.content, not failed, error, id=message.tool_call_id, images=message.images
             )
     answered = {call_id: result for call_id, result in results.items() if result is not None}
     replies = [
-        Message("tool", result.content, tool_call_id=call_id, name=names[call_id])
+        Message("tool", result.content, tool_call_id=call_id, name=names[call_id], images=result.images)
         for call_id, result in answered.items()
     ]
     others = [message for message in messages if message.tool_call_id not in names]
