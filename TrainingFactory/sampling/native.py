@@ -141,6 +141,10 @@ class NativeEngine:
         initializer = partial(torch.cuda.set_device, causal.device) if on_cuda else None  # it is per thread
         self._pool = ThreadPoolExecutor(1, "native-engine", initializer)
 
+    @property
+    def model(self) -> Any:
+        return self._model
+
     def session(self) -> NativeSession:
         if self._deterministic and not self.sessions:
             # The next session gets the first slot, so that a batch does not depend on earlier ones.
