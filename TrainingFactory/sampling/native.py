@@ -27,8 +27,9 @@ from TrainingFactory.sampling.cache.view import causal_model, routes_tokens, uns
 from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
 from TrainingFactory.sampling.planning import GUESSED_TOKENS, StepPlan, StepPlanner
+from TrainingFactory.sampling.requests import AdmissionRound, SamplingRequest, SessionSlot
 from TrainingFactory.sampling.runner import SampledTokens
-from TrainingFactory.sampling.table import MARGIN, AdmissionRound, SamplingRequest, SessionSlot, SlotTable
+from TrainingFactory.sampling.table import MARGIN, SlotTable
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
 if TYPE_CHECKING:
