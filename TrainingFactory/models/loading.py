@@ -98,10 +98,8 @@ def load_model(
         model, tokenizer, processor = builtin_model(target, revision or str(seed))
     else:
         options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-        weight_options = {
-            "dtype": torch_dtype,
-            **_quantization_options(quantization, torch_dtype, torch_device),
-        }
+        quantized = _quantization_options(quantization, torch_dtype, torch_device)
+        weight_options = {"dtype": torch_dtype, **quantized}
         sees = composite.was_trained_with_vision(adapter or target) if vision is None else vision
         model, tokenizer, notes, processor = _load_pretrained(name, target, options, weight_options, sees)
     if quantization == "none":
