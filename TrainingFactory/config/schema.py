@@ -375,8 +375,8 @@ class LoraSection(Section):
     target_modules: str | list[str] = "all-linear"
     """Layers that get an adapter: all-linear, or a list of layer-name suffixes."""
     experts: bool | None = None
-    """Mixtures of experts: adapt the fused weights of the experts too. null: only in the families where PEFT counts them
-    as linear layers, such as Qwen3-MoE, Mixtral and GLM-4.5. Not with dropout or dora."""
+    """Mixtures of experts: adapt the fused weights of the experts too. null: only in families where PEFT counts
+    them as linear layers, such as Qwen3-MoE, Mixtral and GLM-4.5. Not with dropout or dora."""
     dora: bool = False
     """Train magnitude and direction of each weight row separately (DoRA): slower, better at low ranks."""
     rslora: bool = False
