@@ -256,11 +256,11 @@ def swift_row(row: dict[str, Any]) -> dict[str, Any]:
     if "labels" in row:
         raise ValueError("ms-swift has no format for turn labels; use --to prm without --format swift")
     # The prompt is excluded from the loss.
-    prompt = _swift_messages(row.get("prompt", []), {"loss": False})
+    prompt = swift_messages(row.get("prompt", []), {"loss": False})
     answer = row["chosen"] if "chosen" in row else row.get("completion", row.get("messages", []))
-    converted: dict[str, Any] = {"messages": prompt + _swift_messages(answer)}
+    converted: dict[str, Any] = {"messages": prompt + swift_messages(answer)}
     if "rejected" in row:
-        converted["rejected_messages"] = prompt + _swift_messages(row["rejected"])
+        converted["rejected_messages"] = prompt + swift_messages(row["rejected"])
     if "images" in row:
         converted["images"] = row["images"]
     if "tools" in row:
@@ -277,9 +277,10 @@ def _tagged(content: Any) -> str:
     return "".join(part.get("text", TAG) for part in content)
 
 
-def _swift_messages(
+def swift_messages(
     rows: Iterable[dict[str, Any]], loss_fields: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
+    """Return messages in ms-swift's roles. `loss_fields` are added to those of the assistant."""
     messages: list[dict[str, Any]] = []
     for row in rows:
         role, text = row["role"], _tagged(row["content"])

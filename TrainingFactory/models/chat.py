@@ -355,7 +355,7 @@ class TemplateChatFormat:
     def _check_images(self) -> str | None:
         """Raise ValueError if the template renders no images. Return a note if it renders none of tool results."""
         user, result = (Message(role, "m", images=[PlacedImage(0, NO_IMAGE)]) for role in ("user", "tool"))
-        self._places.require(self._template.text([self._outlines.message(user, [])]))
+        self._places.require(lambda: self._template.text([self._outlines.message(user, [])]))
         if self._replies_as_user:
             return None
         with suppress(ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, groupby
 from typing import TYPE_CHECKING
@@ -42,9 +43,12 @@ class ImagePlaces:
     def count(self, text: str) -> int:
         return self.split(text).count(Control(IMAGE))
 
-    def require(self, text: str) -> None:
+    def require(self, render: Callable[[], str]) -> None:
         """Raise ValueError if the rendering of one image does not show it."""
-        if self.count(text) != 1:
+        shows = False
+        with suppress(ValueError):
+            shows = self.count(render()) == 1
+        if not shows:
             raise ValueError(
                 "the chat template renders no images, though the model sees them; set model.chat_template to a "
                 "template that does, or model.vision=false"

@@ -139,6 +139,11 @@ def tiny_vl_model(tokenizer: Any, revision: str = "0") -> Any:
         torch.manual_seed(seed)
         model = Qwen3VLForConditionalGeneration(config)
     _draw_weights(model, seed, 0.02)
+    # Else a language model could hardly read from a random tower where something is: positions would vanish among the
+    # differences of the pixels.
+    for name, weight in model.model.visual.named_parameters():
+        factor = 15 if "pos_embed" in name else 3 if "merger" in name and weight.dim() > 1 else 1
+        weight.data.mul_(factor)
     return model
 
 

@@ -363,10 +363,11 @@ class AndroidDevices(ForeignEnvironment):
             )
         members = {
             "options": self.options,
+            "shows_images": self.options.observation != "elements",
             "farm": DeviceFarm(self.options),
             "max_episodes": len(self.options.devices),
         }
-        base = ScreenshotEnvironment if by_points else AndroidEnvironment
+        base: Any = ScreenshotEnvironment if by_points else AndroidEnvironment
         return type("android", (base,), members | left_out)
 
 

@@ -43,6 +43,8 @@ class ScreenOptions:
     """Buttons in a row."""
     rows: Annotated[int, Field(ge=2, le=8)] = 2
     """Rows of buttons."""
+    widgets: Annotated[int, Field(ge=2)] | None = None
+    """Number of cells with a button or switch; null: all."""
     cell: Annotated[int, Field(ge=16, le=256)] = 16
     """Width and height of a button's cell in pixels."""
     tap: Literal["cell", "point"] = "cell"
@@ -54,6 +56,7 @@ class ScreenOptions:
 class Widget(TypedDict):
     """A button, or a switch with a state, in one cell of the screen."""
 
+    cell: int  # from 0
     color: str
     shape: str
     text: str
@@ -65,8 +68,8 @@ def draw(widgets: Sequence[Widget], options: ScreenOptions) -> Image:
     canvas = Canvas(options.columns * options.cell, options.rows * options.cell)
     unit = options.cell // 16
     size = SIZE * unit
-    for cell, widget in enumerate(widgets):
-        row, column = divmod(cell, options.columns)
+    for widget in widgets:
+        row, column = divmod(widget["cell"], options.columns)
         x, y = (
             column * options.cell + widget["shift"][0] * unit,
             row * options.cell + widget["shift"][1] * unit,
@@ -87,6 +90,7 @@ class ScreenEnvironment(ToolEnvironment):
 
     system_prompt = "Look, then tap."
     options: ClassVar[ScreenOptions] = ScreenOptions()
+    shows_images = True
 
     def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = ()) -> None:
         super().__init__(task, tools)
@@ -128,12 +132,12 @@ class ScreenEnvironment(ToolEnvironment):
 
     def screenshot(self) -> Image:
         widgets: list[Widget] = [dict(widget) for widget in self.task.metadata["widgets"]]  # type: ignore[misc]
-        for cell in self.taps:
-            widget = widgets[cell]
+        for widget in widgets:
+            taps = self.taps.count(widget["cell"])
             if widget["on"] is not None:
-                widget["on"] = not widget["on"]
-            elif self.task.metadata["kind"] == "reveal":
-                widget["text"] = self.task.metadata["numbers"][cell]
+                widget["on"] ^= taps % 2 == 1
+            elif taps and self.task.metadata["kind"] == "reveal":
+                widget["text"] = self.task.metadata["numbers"][widget["cell"]]
         image = draw(widgets, self.options)
         return blank(image) if self.options.blind else image
 
@@ -191,10 +195,16 @@ class Screens(ForeignEnvironment):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
-        return cls(make_from(ScreenOptions, options, "environment screen"))
+        checked = make_from(ScreenOptions, options, "environment screen")
+        if (checked.widgets or 0) > checked.columns * checked.rows:
+            raise ValueError(
+                f"environment.options.widgets={checked.widgets} is more than the {checked.columns} x {checked.rows} "
+                "cells; make the screen larger"
+            )
+        return cls(checked)
 
     def as_environment(self) -> type[ScreenEnvironment]:
-        base = ScreenEnvironment if self.options.tap == "cell" else PointScreenEnvironment
+        base: Any = ScreenEnvironment if self.options.tap == "cell" else PointScreenEnvironment
         return type("screen", (base,), {"options": self.options})
 
 
@@ -212,18 +222,20 @@ class _TaskMaker:
         wanted, others = colors[:num_targets], colors[num_targets:]
         shape, *shapes = rng.sample(list(SHAPES), len(SHAPES))
         label, *labels = rng.sample(LABELS, len(LABELS))
-        targets = sorted(rng.sample(range(self._cells), num_targets))
+        cells = rng.sample(range(self._cells), self._options.widgets or self._cells)
+        targets = cells[:num_targets]
         on = [rng.random() < 0.5 for _ in range(self._cells)]
-        many = others * self._cells  # different colors as far as there are enough
+        many = wanted + others * self._cells  # different colors as far as there are enough
         widgets = []
-        for cell in range(self._cells):
+        for number, cell in enumerate(cells):
             target = cell in targets
             widget = Widget(
-                color=wanted[targets.index(cell)] if target else many[cell],
-                shape=rng.choice([shape, *shapes]),
+                cell=cell,
+                color=many[number],
+                shape="square",
                 text="",
                 on=None,
-                shift=(rng.randint(0, 16 - SIZE), rng.randint(0, 16 - SIZE)),
+                shift=(rng.randint(1, 3), rng.randint(1, 3)),
             )
             if kind == "shape":  # others have the color or the shape, and never both
                 widget["shape"] = shape if target else rng.choice([shape, *shapes])
@@ -231,9 +243,7 @@ class _TaskMaker:
                     widget["color"] = rng.choice([*wanted, *others])
             elif kind == "label":
                 widget["text"] = label if target else rng.choice(labels)
-                widget["shape"], widget["color"] = "square", "black"
-            elif kind == "reveal":
-                widget["shape"] = "square"
+                widget["color"] = "black"
             elif kind in ("switch", "switches"):
                 widget["on"] = False if target else on[cell]
             widgets.append(widget)
@@ -244,7 +254,8 @@ class _TaskMaker:
             "switches": f"Turn {' and '.join(wanted)} on.",
             "reveal": f"Tap {wanted[0]}. Which number appears?",
         }
-        metadata: dict[str, Any] = {"kind": kind, "targets": targets, "widgets": widgets}
+        widgets.sort(key=lambda widget: widget["cell"])  # an order that does not tell the target
+        metadata: dict[str, Any] = {"kind": kind, "targets": sorted(targets), "widgets": widgets}
         if kind == "reveal":
             metadata["numbers"] = rng.sample(NUMBERS, self._cells)
         answer = metadata["numbers"][targets[0]] if kind == "reveal" else None

@@ -109,12 +109,11 @@ class ContainerRuntime:
 
     async def sweep(self) -> None:
         """Remove containers whose process on this machine has ended, such as after `kill -9`."""
-        listing = await self.run(
-            "ps", "-a", "--filter", f"label={LABEL}", "--format", f'{{{{.ID}}}} {{{{.Label "{LABEL}"}}}}'
-        )
-        for line in listing.output.splitlines() if listing.status == 0 else ():
-            container, _, owner = line.partition(" ")
-            if owner and not _is_alive(owner.strip()):
+        listing = await self.run("ps", "-a", "-q", "--filter", f"label={LABEL}")
+        for container in listing.output.split() if listing.status == 0 else ():
+            label = f'{{{{index .Config.Labels "{LABEL}"}}}}'
+            found = await self.run("inspect", "--format", label, container)
+            if found.status == 0 and not _is_alive(found.output.strip()):
                 self.counts["swept"] += 1
                 await self.run("rm", "-f", container)
 

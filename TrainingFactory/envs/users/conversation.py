@@ -89,6 +89,8 @@ class UserConversation(ToolEnvironment):
         said = [self._say(reply)] if reply.text else []
         if reply.ended:
             return await self._end(message, "user", said)
+        if isinstance(self, ProcessEnvironment):
+            self.skip_turn()
         return self._with_signals(Step(said))
 
     async def _end(self, message: Message, ended_by: str, said: list[Message]) -> Step:

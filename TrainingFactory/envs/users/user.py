@@ -16,8 +16,7 @@ from TrainingFactory.types import Message, Task
 FirstMessage = Literal["task", "user"]
 STOP = "###STOP###"
 GREETING = "Hello! How can I help you?"  # what the user model answers with its first message
-INSTRUCTIONS = """You play a user who writes to an assistant. The assistant's messages follow; write only the user's next \
-message.
+INSTRUCTIONS = """You play a user who writes to an assistant. Write only the user's next message.
 
 Who you are: {persona}
 What you want: {goal}
