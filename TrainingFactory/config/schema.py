@@ -150,7 +150,7 @@ class ContextSection(Section):
 
 class UserSection(Section):
     model: PathText
-    """Model that plays the user: an endpoint (openai:MODEL@URL, anthropic:MODEL, gemini:MODEL, or a YAML file of endpoint
+    """Model that plays the user: an endpoint (openai:MODEL@URL, anthropic:MODEL, gemini:MODEL, or a YAML file of its
     options), or a model that the run starts, named as in model.name. Its tokens are not trained."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of an endpoint: {concurrency: 8, retries: 5, max_cost: 2, cache: user.sqlite}. Of a model that the run
