@@ -128,7 +128,7 @@ def test_tool_results_without_a_place_for_images_show_them_afterwards() -> None:
 
 def test_models_without_vision_name_the_option() -> None:
     chat = chat_format(tiny_tokenizer())
-    with pytest.raises(ValueError, match="model.vision=true"):
+    with pytest.raises(ValueError, match=r"model\.vision=true"):
         chat.render([Message("user", "Look.", images=[PlacedImage(0, picture(0))])])
     with pytest.raises(ValueError, match="has no vision part"):
         load_model(str(Path(__file__).parents[2] / "examples" / "own_agent" / "model"), vision=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ def test_equal_images_are_shared_and_different_ones_are_not() -> None:
             with_session.close()
             shared.append(engine.stats.shared)
         await engine.close()
-        return [after - before for before, after in zip(shared, shared[1:], strict=False)]
+        return [after - before for before, after in pairwise(shared)]
 
     first, second, third = run(play)
     assert first == 0
@@ -157,7 +158,7 @@ def test_a_sampled_placeholder_is_text() -> None:
 
     async def play() -> None:
         engine = engine_of("qwen3_vl")
-        ids = ask(chat, picture(0)) + [placeholder]
+        ids = [*ask(chat, picture(0)), placeholder]
         with_image = ids + ask(chat, picture(1), "And now?")
         turn = await engine.sample(with_image, GREEDY)
         await engine.close()

@@ -77,7 +77,10 @@ def test_a_resumed_run_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_sft_learns_with_images(tmp_path: Path) -> None:
     sections = {"algorithm": "sft", "max_steps": 6, "learning_rate": 3e-3}
-    assert training(tmp_path, "sft", training=sections, lora={"r": 4}).train().state == "finished"
+    assert (
+        training(tmp_path, "sft", training=sections, lora={"enabled": True, "r": 4}).train().state
+        == "finished"
+    )
     losses = [row["loss"] for row in rows(tmp_path / "sft" / "metrics.jsonl")]
     assert losses[-1] < losses[0] - 0.5
     checkpoint = RunFolder(tmp_path / "sft").checkpoints()[-1]
