@@ -26,7 +26,8 @@ def chat_of(family: str) -> TemplateChatFormat:
 
 def engine_of(family: str, **options: Any) -> NativeEngine:
     loaded = vision_model(family)
-    return NativeEngine(loaded.model, **{"slots": 4, "max_length": 512} | options, vision=loaded.vision)
+    settings: dict[str, Any] = {"slots": 4, "max_length": 512} | options
+    return NativeEngine(loaded.model, **settings, vision=loaded.vision)
 
 
 def ask(chat: TemplateChatFormat, image: Image, text: str = "What is it?") -> list[int]:
@@ -69,6 +70,10 @@ async def check(family: str, **options: Any) -> None:
 
 def test_sessions_with_images_equal_generate() -> None:
     run(lambda: check("qwen3_vl"))
+
+
+@pytest.mark.slow
+def test_deterministic_sessions_with_images_equal_generate() -> None:
     run(lambda: check("qwen3_vl", deterministic=True))
 
 

@@ -76,7 +76,7 @@ def test_a_resumed_run_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_sft_learns_with_images(tmp_path: Path) -> None:
-    sections = {"algorithm": "sft", "max_steps": 6, "learning_rate": 3e-3}
+    sections = {"algorithm": "sft", "max_steps": 4, "learning_rate": 3e-3}
     assert (
         training(tmp_path, "sft", training=sections, lora={"enabled": True, "r": 4}).train().state
         == "finished"
@@ -89,6 +89,7 @@ def test_sft_learns_with_images(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_tower_can_be_trained(tmp_path: Path) -> None:
     model = MODEL | {"train_tower": True}
     config = brief(tmp_path, model=model, training={"max_steps": 1})
