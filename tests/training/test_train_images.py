@@ -75,6 +75,7 @@ def test_a_resumed_run_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert loaded.vision is not None  # a checkpoint that was trained with images sees them
 
 
+@pytest.mark.slow
 def test_sft_learns_with_images(tmp_path: Path) -> None:
     sections = {"algorithm": "sft", "max_steps": 4, "learning_rate": 3e-3}
     assert (
