@@ -27,8 +27,9 @@ from TrainingFactory.sampling.cache.view import causal_model, routes_tokens, uns
 from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
 from TrainingFactory.sampling.planning import GUESSED_TOKENS, StepPlan, StepPlanner
+from TrainingFactory.sampling.requests import AdmissionRound, SamplingRequest, SessionSlot
 from TrainingFactory.sampling.runner import SampledTokens
-from TrainingFactory.sampling.table import MARGIN, AdmissionRound, SamplingRequest, SessionSlot, SlotTable
+from TrainingFactory.sampling.table import MARGIN, SlotTable
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
 if TYPE_CHECKING:
@@ -140,6 +141,10 @@ class NativeEngine:
         self._sparse = 0  # consecutive steps with fewer than half of the rows in use
         initializer = partial(torch.cuda.set_device, causal.device) if on_cuda else None  # it is per thread
         self._pool = ThreadPoolExecutor(1, "native-engine", initializer)
+
+    @property
+    def model(self) -> Any:
+        return self._model
 
     def session(self) -> NativeSession:
         if self._deterministic and not self.sessions:

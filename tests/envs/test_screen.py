@@ -202,6 +202,7 @@ async def test_a_fork_has_the_taps_and_goes_its_own_way() -> None:
         ("screen", {"columns": 1}, "columns"),
         ("screen", {"cell": 8}, "cell"),
         ("screen", {"widgets": 9}, "more than the 4 x 2 cells"),
+        ("screen", {"widgets": 1, "kinds": ["switch", "switches"]}, "set 2 or more"),
         ("screen", {"blnd": True}, "did you mean blind"),
         ("charts", {"kinds": []}, "kinds"),
         ("charts", {"scale": 0}, "scale"),

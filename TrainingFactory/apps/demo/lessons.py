@@ -1,7 +1,7 @@
 """Ordered SFT rows that teach a randomly initialised model enough to learn from rewards.
 
 Reinforcement learning can only reinforce behaviour that a model already shows now and then. First come drills, which
-teach in seconds what is hard for two small layers: to copy words, or to locate coloured buttons in a picture. Then come
+teach in seconds what is hard for two small layers: to copy words, or to find a colour in a picture. Then come
 demonstrations, many of which show typical mistakes: the habits that reinforcement learning has to break.
 """
 
@@ -25,6 +25,7 @@ from TrainingFactory.types import Message, PlacedImage, Task, Trajectory
 
 DRILL_WORDS = 12
 DRILL_SUMS = 4
+Drill = tuple[str, str] | tuple[Message, Message]  # prompt and completion
 
 
 class Teachable(Environment, Protocol):
@@ -41,16 +42,14 @@ def word_drill(rng: random.Random) -> tuple[str, str]:
     return " ".join(words), "\n".join(words)
 
 
-def picture_drill(rng: random.Random) -> tuple[Message, str]:
-    """Return a picture, and the color and the cell of its buttons. Two of three pictures have only two buttons: with
-    fewer buttons, a model learns sooner to connect colors and places."""
-    widgets = rng.choice((2, 2, 4))
-    environment = Screens.from_options({"widgets": widgets}).as_environment()
+def picture_drill(rng: random.Random) -> tuple[Message, Message]:
+    """Return a picture with its task, and the right tap. Two of three pictures have only two buttons: with fewer
+    buttons, a model learns sooner to connect colors and places."""
+    environment = Screens.from_options({"widgets": rng.choice((2, 2, 3))}).as_environment()
     [task] = environment.tasks("train", rng.getrandbits(32), 1)
-    buttons = task.metadata["widgets"]
-    rng.shuffle(buttons)
-    cells = " ".join(f"{button['color']} {button['cell'] + 1}" for button in buttons)
-    return Message("user", "", images=[PlacedImage(0, environment(task).screenshot())]), cells
+    screen = environment(task)
+    prompt = Message("user", str(task.prompt), images=[PlacedImage(0, screen.screenshot())])
+    return prompt, next(screen.expert())
 
 
 def sum_drill(rng: random.Random) -> tuple[str, str]:
@@ -62,7 +61,7 @@ def sum_drill(rng: random.Random) -> tuple[str, str]:
 class Lessons:
     """Number of rows of each kind, in training order."""
 
-    drill: Callable[[random.Random], tuple[str | Message, str]] = word_drill  # returns prompt and completion
+    drill: Callable[[random.Random], Drill] = word_drill
     skill: str = "copy words or sums"  # what the drills teach
     drills: int = 1600
     # Demonstrations without the system message come first: the relevant tokens are closer together.
@@ -93,7 +92,7 @@ class Lessons:
         """Write the dataset in training order, with demonstrations of `tasks`."""
         drills = [self.drill(rng) for _ in range(self.drills)]
         episodes = demonstrate(environment, chat, tasks, self.mistakes, rng)
-        rows = [_drill_row(prompt, completion) for prompt, completion in drills]
+        rows = [_drill_row(drill) for drill in drills]
         rows += [_row(episode, system=False) for episode in rng.choices(episodes, k=self.short)]
         rows += [_row(episode, system=True) for episode in rng.choices(episodes, k=self.num_dialogues)]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,11 +104,11 @@ LESSONS = {
     "calculator": Lessons(sum_drill, drills=2400, short=4320, num_dialogues=5040, mistakes=0.45),
     "screen": Lessons(
         picture_drill,
-        "locate the buttons of a picture",
-        drills=2400,
-        short=1280,
-        num_dialogues=1280,
-        num_demonstrations=1280,
+        "tap in pictures with few buttons, without mistakes",
+        drills=3200,
+        short=640,
+        num_dialogues=960,
+        num_demonstrations=960,
         mistakes=0.55,
         model=BUILTIN_VL,
         configs=("screen_warm_start.yaml", "screen_grpo.yaml"),
@@ -137,10 +136,11 @@ def demonstrate(
     return run(play_all)
 
 
-def _drill_row(prompt: str | Message, completion: str) -> dict[str, Any]:
-    if isinstance(prompt, str):
-        return {"prompt": prompt, "completion": completion}
-    return {"messages": [message_to_dict(prompt), message_to_dict(Message("assistant", completion))]}
+def _drill_row(drill: Drill) -> dict[str, Any]:
+    prompt, completion = drill
+    if isinstance(prompt, Message) and isinstance(completion, Message):
+        return {"messages": [message_to_dict(prompt), message_to_dict(completion)]}
+    return {"prompt": prompt, "completion": completion}
 
 
 def _row(episode: Trajectory, system: bool) -> dict[str, Any]:

@@ -43,8 +43,8 @@ class ScreenOptions:
     """Buttons in a row."""
     rows: Annotated[int, Field(ge=2, le=8)] = 2
     """Rows of buttons."""
-    widgets: Annotated[int, Field(ge=2)] | None = None
-    """Number of cells with a button or switch; null: all."""
+    widgets: Annotated[int, Field(ge=1)] | None = None
+    """Number of cells with a button or switch; null: all. Fewer widgets make a task easier to learn."""
     cell: Annotated[int, Field(ge=16, le=256)] = 16
     """Width and height of a button's cell in pixels."""
     tap: Literal["cell", "point"] = "cell"
@@ -200,6 +200,10 @@ class Screens(ForeignEnvironment):
             raise ValueError(
                 f"environment.options.widgets={checked.widgets} is more than the {checked.columns} x {checked.rows} "
                 "cells; make the screen larger"
+            )
+        if checked.widgets == 1 and "switches" in checked.kinds:
+            raise ValueError(
+                "environment.options.widgets=1 has too few widgets for the kind switches; set 2 or more"
             )
         return cls(checked)
 

@@ -53,6 +53,18 @@ class Snapshots:
         self._refer(slot, position, row)
         return row
 
+    def next_stop(self, slot: int, stored: int, end: int) -> int:
+        """Return the first stop after `stored`; without one, `end`."""
+        return min([end, *(stop for stop in self.stops[slot] if stop > stored)])
+
+    def reach(self, slots: np.ndarray, stored: np.ndarray, pure: np.ndarray) -> None:
+        """Take snapshots of these slots where `stored` is a stop, if other sessions may use all tokens before it."""
+        for slot in slots.tolist():
+            if (position := int(stored[slot])) in self.stops[slot]:
+                self.stops[slot].remove(position)
+                if pure[slot] == position:
+                    self.take(slot, position)
+
     def _refer(self, slot: int, position: int, row: int) -> None:
         self.at[slot][position] = row
         self._slots_of[row] = self._slots_of.pop(row, set()) | {slot}  # now the most recently used one
