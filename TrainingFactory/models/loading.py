@@ -111,7 +111,7 @@ def load_model(
         from TrainingFactory.models.vision import open_vision
 
         model_vision = open_vision(model, processor, tokenizer, image_tokens)
-    model = model.eval() if adapter is None else _with_adapter(model.eval(), adapter)
+    model = model.eval() if adapter is None else _with_adapter(model.eval(), adapter, processor is not None)
     _check_finite(name, model)
     notes += remove_untrained_tags(name, model, tokenizer)
     set_chat_template(tokenizer, chat_template, adapter)
@@ -373,7 +373,8 @@ def _gguf_of_package(name: str, package: str) -> Path:
     return files[0]
 
 
-def _with_adapter(model: Any, adapter: str) -> Any:
+def _with_adapter(model: Any, adapter: str, is_whole: bool) -> Any:
+    """Return the model with an adapter. Unless the model `is_whole`, it may be the text part of a composite one."""
     from peft import PeftModel
 
     folder = Path(adapter).expanduser()
@@ -383,7 +384,7 @@ def _with_adapter(model: Any, adapter: str) -> Any:
     task = f"model.adapter {adapter!r} does not fit the model"
     reading = partial(_reading, task, str(folder), {}, "adapter_config.json")
     with reading():
-        options = composite.adapter_options(folder)
+        options = {} if is_whole else composite.adapter_options(folder)
     if missing := composite.missing_modules(model, options):
         raise ValueError(
             f"{task}: it changes {pluralize(len(missing), 'module')} that the text part does not have, such as "

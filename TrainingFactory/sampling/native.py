@@ -106,7 +106,7 @@ class NativeEngine:
         self._table = SlotTable(slots, max_length, deterministic=deterministic, rope_of=rope_of)
         self._runner = AsyncRunner(causal, self._table, cache_bytes, vision)
         is_recurrent = bool(self._runner.states.shapes)
-        few_shapes = on_cuda and not is_recurrent  # no CUDA graphs with states
+        few_shapes = on_cuda and not is_recurrent and vision is None  # no CUDA graphs with states or images
         if few_shapes and not self._runner.tiled:
             # Steps that only decode are by far the cheapest, so decoding rows feed short replies token by token.
             self._table.ride = 32
