@@ -88,7 +88,9 @@ def fused(model: PreTrainedModel, attend: Attend, make: Make = compiled) -> Iter
     config = model.config.get_text_config()
     supported = config.model_type in SUPPORTED_MODELS and config.hidden_act == "silu"
     base: Any = model.base_model
-    text = getattr(base, "language_model", getattr(base, "text_model", base))  # inside a vision-language model
+    text = getattr(
+        base, "language_model", getattr(base, "text_model", base)
+    )  # inside a vision-language model
     layers: list[Any] = list(filter(_is_unpatched, text.layers)) if supported else []
     for layer in layers:
         layer.forward = functools.partial(_forward, layer, attend, make)
