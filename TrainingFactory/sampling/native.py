@@ -23,12 +23,12 @@ import numpy as np
 import torch
 
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image
+from TrainingFactory.sampling.batches import SampledTokens
 from TrainingFactory.sampling.cache.view import causal_model, routes_tokens, unsupported_model
 from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
 from TrainingFactory.sampling.planning import GUESSED_TOKENS, StepPlan, StepPlanner
 from TrainingFactory.sampling.requests import AdmissionRound, SamplingRequest, SessionSlot
-from TrainingFactory.sampling.runner import SampledTokens
 from TrainingFactory.sampling.table import MARGIN, SlotTable
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
