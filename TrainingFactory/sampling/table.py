@@ -11,7 +11,7 @@ one that needs pages release theirs and are prefilled again later: idle sessions
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -27,14 +27,12 @@ EVICT_AFTER = 0.2  # seconds that a session must be idle before a waiting reques
 
 
 class SlotTable:
-    """State of all slots as arrays, so that a step has no Python loop over rows. `ride` is the largest number of tokens
-    after a turn that are fed by decoding rows instead of a chunk. `rope_of` returns the rotary positions [3, N] of a
-    prompt and the position after it, for models whose positions depend on images; None: they are the places."""
+    """State of all slots as arrays, so that a step has no Python loop over rows. Decoding rows feed up to `ride` tokens
+    after a turn. `rope_of` maps a prompt to its rotary positions [3, N] and the next one; None: they are the places."""
 
     def __init__(
-        self, slots: int, max_length: int, *, deterministic: bool = False, ride: int = 1,
-        rope_of: Callable[[np.ndarray], tuple[np.ndarray, int]] | None = None,
-    ) -> None:  # fmt: skip
+        self, slots: int, max_length: int, *, deterministic: bool = False, ride: int = 1, rope_of: Any = None
+    ) -> None:
         self.deterministic, self.ride, self.rope_of = deterministic, ride, rope_of
         self.state_snapshots = 0  # most snapshots of recurrent layers; 0: the model has none
         self.preempted: list[SamplingRequest] = []  # running turns that must be admitted again
@@ -48,9 +46,7 @@ class SlotTable:
         self.pages = CachePages(slots, max_length, [None], [slots * per_slot], fixed=True)
         self.snapshots: Snapshots | None = None  # for models with recurrent layers
         self.ids = np.zeros((slots, max_length), np.int32)
-        self.rope = np.zeros(
-            (slots, 3, max_length if self.rope_of else 0), np.int32
-        )  # also of the tokens to come
+        self.rope = np.zeros((slots, 3, max_length if self.rope_of else 0), np.int32)
         self.logprobs = np.zeros((slots, max_length), np.float32)
         self.stored = np.zeros(slots, np.int64)  # tokens whose keys and values are in the cache
         self.lengths = np.zeros(slots, np.int64)  # tokens of the sequence; stored < known while running
