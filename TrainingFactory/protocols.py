@@ -84,6 +84,12 @@ class ChatFormat(Protocol):
 
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
+    @property
+    def sees_images(self) -> bool:
+        """Return whether the model gets the images of messages. If not, replies have placeholders for them, and other
+        messages with images raise ValueError."""
+        ...
+
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """Return the prompt of the first turn, including the assistant header."""
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
@@ -42,17 +42,26 @@ class ToolResult:
     # Audio, resources and rejected images in MCP's format; `content` has a placeholder for them.
     attachments: list[dict[str, Any]] = field(default_factory=list)
     id: str = ""  # id of the tool call
-    images: list[PlacedImage] = field(default_factory=list, repr=False)  # in `content`
+    images: list[PlacedImage] = field(default_factory=list)  # in `content`
+
+    def __repr__(self) -> str:
+        return _repr_with_images(self)
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, eq=False)
 class Image:
     """A picture in a message. `common.images` makes it from the bytes of a file; equal digests are equal pictures."""
 
     digest: str  # SHA-256 of size and pixels
     width: int
     height: int
-    data: bytes = field(repr=False, compare=False)  # a PNG file with 8-bit RGB pixels, without metadata
+    data: bytes = field(repr=False)  # a PNG file with 8-bit RGB pixels, without metadata
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Image) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
 
 class PlacedImage(NamedTuple):
@@ -60,6 +69,12 @@ class PlacedImage(NamedTuple):
 
     place: int
     image: Image
+
+
+def _repr_with_images(value: Message | ToolResult) -> str:
+    """Return the usual repr(), with `images` only if there are any: fingerprints hash it, and those of texts remain."""
+    names = [item.name for item in fields(value) if item.name != "images" or value.images]
+    return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in names)})"
 
 
 @dataclass(slots=True)
@@ -70,7 +85,10 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None  # of the tool, on tool messages
     reasoning: str | None = None
-    images: list[PlacedImage] = field(default_factory=list, repr=False)  # ordered by place
+    images: list[PlacedImage] = field(default_factory=list)  # ordered by place
+
+    def __repr__(self) -> str:
+        return _repr_with_images(self)
 
 
 @dataclass(slots=True)
@@ -172,6 +190,9 @@ class Trajectory:
     # An episode forked from member `parent` after `fork_turn` turns, which both episodes contain.
     parent: int | None = field(default=None, repr=False)
     fork_turn: int = field(default=0, repr=False)
+    role: str | None = field(
+        default=None, repr=False
+    )  # in self-play; episodes are compared within their role
 
     @property
     def is_folded(self) -> bool:

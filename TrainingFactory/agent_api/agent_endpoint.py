@@ -28,6 +28,7 @@ from TrainingFactory.agent_api.turns.responses import (
 )
 from TrainingFactory.common.http import listen
 from TrainingFactory.common.http.api import Api, ApiError, Handler, HandlerResult
+from TrainingFactory.common.image_tokens import to_disk
 from TrainingFactory.protocols import Sampler, SamplingSession
 from TrainingFactory.rollout.episode import EpisodeSettings
 from TrainingFactory.tools.threads import in_thread
@@ -73,7 +74,7 @@ class EpisodeRequests:
         """Answer a request, as one response or as a stream."""
         dialect = route.dialect
         try:
-            check_size(body, self._sampler.max_length)
+            check_size(body, self._sampler.max_length, self._rules.chat.sees_images)
             ask, node = await in_thread(self._read, route, body, model)
             if route.counts:
                 return dialect.token_count(len(node.turn.prompt_ids))
@@ -117,7 +118,8 @@ class EpisodeRequests:
     def _read(self, route: Route, body: bytes, model: str | None) -> tuple[ParsedRequest, RequestNode]:
         """Parse the request and render its prompt; called in a thread, because both can take long."""
         limit = self._sampler.max_length
-        ask = route.dialect.parse(body, self._rules.params, limit, model, route.stream)
+        sees = self._rules.chat.sees_images
+        ask = route.dialect.parse(body, self._rules.params, limit, model, route.stream, sees)
         conversations = Conversations(self._rules.chat) if self._is_side(ask) else self._conversations
         try:
             return ask, conversations.begin(ask.messages, ask.tools)
@@ -159,7 +161,8 @@ class EpisodeRequests:
             raise episode_over
         prompt, rules = node.turn.prompt_ids, self._rules
         # Seeds depend on the request, not on the order of arrival: concurrent calls get the same seeds in every run.
-        request = json.dumps([prompt, ask.settings])
+        ids, images = to_disk(prompt)
+        request = json.dumps([ids, ask.settings, *([images] if images else [])])
         key = int.from_bytes(hashlib.blake2b(request.encode(), digest_size=7).digest())
         self._repeats[key] += 1
         params = dataclasses.replace(rules.params, seed=self._seed_of(key + self._repeats[key]))

@@ -16,6 +16,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.base import ForeignEnvironment
+from TrainingFactory.envs.self_play import SelfPlayEnvironment, is_self_play
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Tool, ToolSource
 from TrainingFactory.resolve.factories import Notify, listing_searched_places
 from TrainingFactory.resolve.siblings import ENVIRONMENTS
@@ -133,8 +134,8 @@ def as_environment_factory(environment: Any, options: Mapping[str, Any] | None =
             raise as_value_error(error) from error
     elif options:
         raise ValueError(
-            f"environment.options ({', '.join(options)}) are only for android, for environments in other processes, "
-            "such as gymnasium:NAME, and for those written for RL-Factory. Remove them"
+            f"environment.options ({', '.join(options)}) are only for android, charts, containers and screen, for "
+            "environments in other processes, such as gymnasium:NAME, and for those written for RL-Factory. Remove them"
         )
     if isinstance(environment, ForeignEnvironment):
         return environment.as_environment()
@@ -155,10 +156,12 @@ def _reject_uncalled_methods(environment: Any) -> None:
         )
 
 
-def environment_from_file(name: str) -> type[ToolEnvironment] | type[ForeignEnvironment]:
+def environment_from_file(
+    name: str,
+) -> type[ToolEnvironment] | type[ForeignEnvironment] | type[SelfPlayEnvironment]:
     """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""
     path, attribute, values = load_objects("environment", name)
-    kinds = (ToolEnvironment, ForeignEnvironment)
+    kinds = (ToolEnvironment, ForeignEnvironment, SelfPlayEnvironment)
     classes = [value for value in values if inspect.isclass(value) and issubclass(value, kinds)]
     if not classes:
         subject = f"{attribute} in {path} is" if attribute else f"{path} defines"
@@ -167,6 +170,25 @@ def environment_from_file(name: str) -> type[ToolEnvironment] | type[ForeignEnvi
         names = ", ".join(f"{path}:{value.__name__}" for value in classes)
         raise ValueError(f"{path} defines several environments; name one of them: {names}")
     return classes[0]
+
+
+def check_self_play(config: TrainingConfig, environment: Any, reward: RewardFunction | None) -> None:
+    """Raise for options that do not apply to a game of two roles."""
+    if not is_self_play(environment):
+        return
+    name = environment.__name__
+    if not build_rewards.uses_only_environment_reward(reward):
+        raise ValueError(f"{name} scores its roles itself: set reward.type=environment, and pass no reward")
+    options = {
+        "training.branching": config.training.branching,
+        "environment.user": config.environment.user,
+        "environment.system_prompt": config.environment.system_prompt,
+        "tools": config.tools,
+    }
+    if unusable := ", ".join(key for key, value in options.items() if value):
+        raise ValueError(f"{unusable} does not apply to self-play ({name}): remove it")
+    if config.sampling.deterministic and config.sampling.slots < 2:
+        raise ValueError(f"self-play ({name}) with sampling.deterministic needs sampling.slots of at least 2")
 
 
 async def check_tools(

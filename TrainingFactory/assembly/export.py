@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from TrainingFactory.models.names import BUILTIN, resolve_model_name
+from TrainingFactory.models.names import BUILTINS, resolve_model_name
 from TrainingFactory.registry.store import TRAINING
 from TrainingFactory.resolve.model_names import ADAPTER, TrainedBy, find_model, with_original_model
 
@@ -56,9 +56,10 @@ def export(
     exported.reward_model = (checkpoint / HEAD[1]).is_file()
     if adapter:
         exported.base = model.name
-    if exported.kind == "adapter" and resolve_model_name(str(exported.base)) == BUILTIN:
+    if exported.kind == "adapter" and resolve_model_name(str(exported.base)) in BUILTINS:
         raise ValueError(
-            f"the adapter in {checkpoint} belongs to {BUILTIN}, which other programs cannot load: export it merged"
+            f"the adapter in {checkpoint} belongs to a built-in model, which other programs cannot load: "
+            "export it merged"
         )
     with _written_aside(target) as partial_folder:
         if merge or dtype is not None:
@@ -147,4 +148,4 @@ def _convert(
         model = loaded_model.model.merge_and_unload().to(kind)
     exported.notes += loaded_model.notes
     model.save_pretrained(partial_folder)
-    loaded_model.tokenizer.save_pretrained(partial_folder)
+    loaded_model.save_preprocessors(partial_folder)

@@ -16,7 +16,8 @@ from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.config.schema import ComputeSection
-from TrainingFactory.models.names import BUILTIN, resolve_model_name
+from TrainingFactory.envs.self_play import is_self_play
+from TrainingFactory.models.names import BUILTINS, resolve_model_name
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.types import EngineSpec
 
@@ -48,10 +49,11 @@ def max_open_episodes(config: TrainingConfig) -> int:
 def max_concurrent_episodes(config: TrainingConfig, environment: Any = None) -> int:
     """Return how many episodes a run plays at the same time: what the engines hold, limited by environment.num_workers
     and by the `max_episodes` of the environment. On a Ray cluster num_workers is the number of tool processes
-    instead."""
+    instead. In self-play, return the number of games: each has an episode per role."""
     slots, workers = max_open_episodes(config), config.environment.num_workers
     slots = min(slots, getattr(environment, "max_episodes", slots))
-    return slots if workers is None or config.compute.backend == "ray" else min(slots, workers)
+    limit = slots if workers is None or config.compute.backend == "ray" else min(slots, workers)
+    return max(1, limit // 2) if is_self_play(environment) else limit
 
 
 def check_engines(config: TrainingConfig) -> None:
@@ -133,7 +135,7 @@ def _readable(config: TrainingConfig) -> str | None:
         return None
     if folder.is_dir():
         return str(folder.resolve()) if any(folder.glob("model*.safetensors")) else None
-    return None if name == BUILTIN or folder.exists() or name.startswith("package:") else name
+    return None if name in BUILTINS or folder.exists() or name.startswith("package:") else name
 
 
 def _fleet(

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 def make_trainable(config: TrainingConfig, loaded_model: LoadedModel) -> None:
     """Add a new LoRA adapter, or make a loaded adapter trainable, if the config trains an adapter."""
+    from TrainingFactory.learning.forward import causal_model
     from TrainingFactory.learning.lora import add_lora
+    from TrainingFactory.models.vision import tower_modules, tower_parameters
 
     lora = config.lora
     if config.model.adapter is not None:
@@ -32,8 +34,15 @@ def make_trainable(config: TrainingConfig, loaded_model: LoadedModel) -> None:
     elif lora.enabled:
         loaded_model.model = add_lora(
             loaded_model.model, lora.r, lora.alpha, lora.dropout, lora.target_modules,
-            dora=lora.dora, rslora=lora.rslora, seed=config.training.seed,
+            dora=lora.dora, rslora=lora.rslora, experts=lora.experts, seed=config.training.seed,
+            excluded=[] if loaded_model.vision is None else tower_modules(loaded_model.model),
         )  # fmt: skip
+    if config.model.train_tower:
+        if loaded_model.vision is None:
+            raise ValueError("model.train_tower trains the vision part, but the model was loaded without one")
+        loaded_model.vision.trains = True
+        for _, weight in tower_parameters(causal_model(loaded_model.model)):
+            weight.requires_grad_(True)
 
 
 def make_algorithm(config: TrainingConfig) -> Algorithm:
@@ -104,7 +113,10 @@ def make_learner(
         critic=make_critic(loaded_model.model) if "critic" in needs else None,
         temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
         gradient_checkpointing=options.gradient_checkpointing,
+        activation_offload=options.activation_offload,
         processes=make_processes(config) if sharded else None,
+        router_aux_loss=options.router_aux_loss,
+        vision=loaded_model.vision,
     )
 
 

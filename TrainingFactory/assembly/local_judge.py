@@ -1,4 +1,5 @@
-"""A judge model that the run serves itself (`reward.judge`): its engines start and end with the run."""
+"""A judge (`reward.judge`) or a simulated user (`environment.user`) that the run serves itself: its engines start and
+end with the run."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def with_local_judge(options: dict[str, Any], config: TrainingConfig) -> dict[st
         if judge.replicas > 1 and config.compute.backend != "ray":
             text = "needs compute.backend=ray: without Ray a judge has one process"
             raise OptionError(InvalidOption("replicas", text, judge.replicas))
-        name = _judge_model(judge.model, config)
+        name = find_judge_model(judge.model, config)
     except OptionError as error:
         raise error.prefixed_with("judge") from None
     # Several greedy samples would all be equal.
@@ -78,15 +79,13 @@ def with_local_judge(options: dict[str, Any], config: TrainingConfig) -> dict[st
     return options | {"model": LocalJudge(judge, name, params, config)}
 
 
-def _judge_model(model_name: str, config: TrainingConfig) -> str:
+def find_judge_model(model_name: str, config: TrainingConfig) -> str:
     try:
         model = find_model(model_name, config.logging.output_dir, config.registry.path)
     except ValueError as error:
         raise OptionError(InvalidOption("model", str(error))) from error
     if model.adapter is not None:
-        text = (
-            f"is an adapter; a judge needs a whole model: tfactory export {model_name} --out FOLDER --merge"
-        )
+        text = f"is an adapter; name a whole model: tfactory export {model_name} --out FOLDER --merge"
         raise OptionError(InvalidOption("model", text))
     return (
         resolve_model_name(model.name) if model.folder is None else str(model.folder.expanduser().resolve())
@@ -94,12 +93,19 @@ def _judge_model(model_name: str, config: TrainingConfig) -> str:
 
 
 class LocalJudge:
-    """A judge on engines of the run. They start with `open` or the first request, also after `close`."""
+    """A judge on engines of the run, or another model with the same role in it, such as the simulated user. The engines
+    start with `open` or the first request, also after `close`."""
 
     def __init__(
-        self, options: JudgeOptions, name: str, params: SamplingParams, config: TrainingConfig
+        self,
+        options: JudgeOptions,
+        name: str,
+        params: SamplingParams,
+        config: TrainingConfig,
+        role: str = "judge",
     ) -> None:
         self.options = options
+        self.role = role
         self._name = name
         self._params = params
         self._config = config
@@ -114,7 +120,7 @@ class LocalJudge:
         async with self._opening:
             if self._judge is None:
                 options = self.options
-                notify(f"starting the judge {options.model}: {self._kind}, engines: {options.replicas}")
+                notify(f"starting the {self.role} {options.model}: {self._kind}, engines: {options.replicas}")
                 try:
                     self._judge = await self._start(notify)
                 except BaseException:
@@ -142,7 +148,7 @@ class LocalJudge:
             pushed=False,
             options=options,
         )
-        hosts = engine_hosts(self._config.compute, spec, judge.replicas, judge.gpus, notify, "judge")
+        hosts = engine_hosts(self._config.compute, spec, judge.replicas, judge.gpus, notify, self.role)
         patience = self._config.compute.start_timeout
         self._fleet = Fleet(hosts, judge.replicas, max_length, notify, patience=patience)
         await self._fleet.sample(chat.render([Message("user", "?")]), SamplingParams(max_tokens=1))
@@ -155,7 +161,9 @@ class LocalJudge:
         except SamplersLost as error:
             if self._judge is judge:  # the next attempt starts new engines
                 await self.close()
-            raise ModelError(f"the judge {self.options.model} is down: {error}", temporary=True) from error
+            raise ModelError(
+                f"the {self.role} {self.options.model} is down: {error}", temporary=True
+            ) from error
 
     async def close(self) -> None:
         fleet, self._fleet, self._judge = self._fleet, None, None

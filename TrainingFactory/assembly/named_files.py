@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from TrainingFactory.assembly.folding import is_template_file
 from TrainingFactory.assembly.rewards import reward_model_folder
 from TrainingFactory.assembly.run_tools import RunTools
+from TrainingFactory.common.endpoints.names import FILE_ENDINGS
 from TrainingFactory.common.user_code import is_file_name, split_name
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.resolve.model_names import MODEL_KEY as STARTED_FROM
@@ -68,6 +69,13 @@ def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
             function=context.function and map_name(context.function),
             template=move(request) if request and is_template_file(request) else request,
         )
+    if (user := environment.user) is not None:
+        instructions = user.template
+        user = _with(
+            user,
+            model=move(user.model) if user.model.endswith(FILE_ENDINGS) else user.model,
+            template=move(instructions) if instructions and is_template_file(instructions) else instructions,
+        )
     if branching is not None:
         branching = _with(branching, function=branching.function and map_name(branching.function))
     filters = {map_name(name): action for name, action in config.training.filters.items()}
@@ -79,6 +87,7 @@ def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
             environment,
             environment_id=(name := environment.environment_id) and map_name(name),
             context=context,
+            user=user,
         ),
         data=_with(config.data, **data),
         tools=tools,

@@ -150,6 +150,12 @@ def uses_environment_reward(reward: RewardFunction | None) -> bool:
     return reward is None or environment_reward in _inside(reward)
 
 
+def uses_only_environment_reward(reward: RewardFunction | None) -> bool:
+    """Return whether no part of the reward is another one than the environment's own."""
+    leaves = [part for part in _inside(reward) if not isinstance(part, tuple(INNER))]
+    return all(leaf is None or leaf is environment_reward for leaf in leaves)
+
+
 def evaluation_reward(
     reward: RewardFunction | None, notify: Callable[[str], None] = lambda _: None
 ) -> RewardFunction | None:

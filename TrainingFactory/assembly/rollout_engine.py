@@ -13,6 +13,7 @@ from TrainingFactory.assembly.fleet import await_engines, join_cluster
 from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.assembly.sampler import make_rollouts, make_sampler
 from TrainingFactory.assembly.tools import as_list
+from TrainingFactory.assembly.vision import with_vision
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import AnyReward
@@ -84,7 +85,8 @@ class AsyncRolloutEngine:
         self._exit_stack.push_async_callback(self._tools.close)
         await join_cluster(self.config, self._exit_stack)
         environment = await self._tools.equip(self._environment or ToolEnvironment)
-        chat, sampler = await in_thread(make_sampler, self.config, self.config.sampling.slots)
+        config = with_vision(self.config, environment)
+        chat, sampler = await in_thread(make_sampler, config, config.sampling.slots)
         self._exit_stack.push_async_callback(sampler.close)
         await await_engines(sampler)
         reward = None if self._reward is None else as_reward(self._reward)

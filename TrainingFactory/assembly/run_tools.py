@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.agent_api.agent_program import AgentProgram
+from TrainingFactory.assembly.local_judge import LocalJudge
 from TrainingFactory.assembly.tools import ToolOrSource, make_tool_cache, make_tools
+from TrainingFactory.assembly.users import make_user
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.process.pool import ProcessPool
+from TrainingFactory.envs.users import with_simulated_user
 from TrainingFactory.protocols import ToolSource
 from TrainingFactory.runs.folder import RunFolder, is_run, list_runs
 from TrainingFactory.tools import AsyncToolExecutor
@@ -41,6 +44,7 @@ class RunTools:
         self._program: AgentProgram | None = None
         self._environment_metrics: Callable[[], dict[str, float]] = dict
         self._pool: ProcessPool | None = None
+        self._user = make_user(config, replaying=self._recording is not None)
         self._specs: list[ToolSpec] = []
         self._borrowed = cache is not None
         self._cache = None if self._recording else cache or make_tool_cache(config)
@@ -71,7 +75,6 @@ class RunTools:
             await environment.endpoint.open()
             self._program = environment
             return with_tools(environment, self._user_tools)
-        self._environment_metrics = getattr(environment, "run_metrics", dict)
         self._pool = getattr(environment, "pool", None)
         if self._recording is not None:
             tools: Sequence[ToolOrSource] = recorded_tools(self._recording)
@@ -83,7 +86,20 @@ class RunTools:
         episode = AsyncToolExecutor(tools)
         self._specs = [tool.spec for tool in episode.tools]
         await episode.close()
-        return with_tools(environment, tools, self._config.environment.system_prompt)
+        environment = with_tools(environment, tools, self._config.environment.system_prompt)
+        if self._user is not None:
+            model = self._user.client.model
+            if isinstance(model, LocalJudge) and self._recording is None:
+                await model.open()  # its start takes longer than an episode's timeout
+            environment = with_simulated_user(environment, self._user)
+        self._environment_metrics = getattr(environment, "run_metrics", dict)
+        return environment
+
+    def check_tasks(self, tasks: Sequence[Task]) -> None:
+        """Raise for a task without a column that the simulated user needs."""
+        if self._user is not None:
+            for task in tasks:
+                self._user.brief.instructions(task)
 
     def record_to(self, folder: Path) -> None:
         """Record all calls from now on; call it after `equip`."""
@@ -118,6 +134,8 @@ class RunTools:
                 await self._program.endpoint.close()
             if self._pool is not None:
                 await self._pool.close()
+            if self._user is not None:
+                await self._user.close()
         finally:
             self._recorder.close()
             if self._cache is not None:

@@ -27,14 +27,17 @@ from TrainingFactory.assembly.fleet import (
 from TrainingFactory.assembly.folding import DEFAULT_MAX_LENGTH, make_folding
 from TrainingFactory.assembly.learner import copy_model, make_policy, make_trainable
 from TrainingFactory.assembly.rewards import uses_environment_reward
+from TrainingFactory.assembly.vision import check_vision
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.common.endpoints.names import find_endpoint, is_endpoint
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
+from TrainingFactory.envs.self_play import is_self_play
 from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.resolve.factories import listing_searched_places
 from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.rollout.branching import Branching
+from TrainingFactory.rollout.self_play import SelfPlayRollouts
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
 
@@ -53,6 +56,7 @@ def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel
     model = config.model
     if is_endpoint(model.name):
         reject_endpoint(model.name)
+    check_vision(config)
     with listing_searched_places("models"):
         loaded_model = load_model(
             model.name,
@@ -63,8 +67,11 @@ def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel
             trust_remote_code=model.trust_remote_code,
             quantization=model.quantization,
             chat_template=model.chat_template,
+            vision=model.vision,
+            image_tokens=model.image_tokens,
         )
-    for note in loaded_model.notes:
+    vision_notes = loaded_model.vision.notes if loaded_model.vision is not None else []
+    for note in (*loaded_model.notes, *vision_notes):
         notify(f"note: {note}")
     if model.tools_format is not None:
         from TrainingFactory.models.tools_format import add_tools_format
@@ -122,8 +129,11 @@ def make_chat(
 
     model = config.model
     chat = chat_format(
-        loaded_model.tokenizer, model.family, thinking=model.thinking, stop_ids=loaded_model.stop_ids, day=day
-    )
+        loaded_model.tokenizer, model.family, thinking=model.thinking, stop_ids=loaded_model.stop_ids, day=day,
+        vision=loaded_model.vision,
+    )  # fmt: skip
+    if chat.note:
+        notify(chat.note)
     if chat.warning:
         notify(f"warning: {chat.warning}")
     return chat
@@ -157,6 +167,7 @@ def make_engine(
         max_length=length,
         deterministic=config.sampling.deterministic,
         cache_bytes=cache_bytes,
+        vision=loaded_model.vision,
     )
 
 
@@ -258,6 +269,10 @@ def make_rollouts(
         if kind is ProgramRollouts:
             raise ValueError("environment.command needs a model with tokens, not an endpoint. Name a model")
         kind, concurrency = EndpointRollouts, sampler.settings.concurrency
+    if is_self_play(environment):
+        if kind is EndpointRollouts:
+            raise ValueError(f"self-play ({environment.__name__}) needs a model with tokens, not an endpoint")
+        kind = SelfPlayRollouts
     return kind(
         environment,
         chat,

@@ -23,10 +23,11 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
     ```
     tfactory demo
     tfactory demo --env calculator --seed 1 --out runs/sums
+    tfactory demo --env screen --out runs/screen
     ```
 
     Args:
-        env: Environment: search (two dependent lookups) or calculator.
+        env: Environment: search (two dependent lookups), calculator, or screen (the model sees pictures and taps).
         seed: Random seed for weights, tasks and sampling.
         out: Folder of the GRPO run and the report; the SFT run (warm start) is written beside it. Runs of an earlier
             demo are replaced.
@@ -60,7 +61,7 @@ def _show(report: DemoReport) -> None:
     show.table([("share of correct answers by step", sparkline(report.curve))])
     show.columns(("held-out tasks", "before", "after"), report.table)
     print()
-    show.note(report.learned)
+    show.note(" ".join(filter(None, (report.learned, report.blind_text))))
     temperature = report.configs[1]["sampling"]["temperature"]
     show.note(f"Evaluated at temperature 1, trained at {temperature:g}, where mistakes are more frequent.")
     page = Path(report.folders[1], "report.html")

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import os
 import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.types import Image
+from TrainingFactory.common.texts import describe
+from TrainingFactory.types import Image, PlacedImage
 
 FORMATS = ("PNG", "JPEG", "WEBP")
+# The first bytes of image files, those of rejected formats included: their error names the reason.
+SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"<svg", b"<?xml")
+IMAGES_FOLDER = "images"  # beside the file that names the digests
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,41 +35,195 @@ LIMITS = ImageLimits()
 def read_image(data: bytes, limits: ImageLimits = LIMITS) -> Image:
     """Decode a PNG, JPEG or WebP file. Raises ValueError if it is another format, damaged, animated or too large."""
     from PIL import Image as Pillow
-    from PIL import ImageOps
 
     if len(data) > limits.max_bytes:
         raise ValueError(f"the image has {len(data):,} bytes; at most {limits.max_bytes:,} are allowed")
     try:
         with Pillow.open(io.BytesIO(data), formats=FORMATS) as opened:
-            width, height = opened.size
-            if width * height > limits.max_pixels:  # known from the header, before pixels are decoded
-                raise ValueError(
-                    f"the image has {width} x {height} pixels; at most {limits.max_pixels:,} are allowed"
-                )
-            if getattr(opened, "n_frames", 1) != 1:
-                raise ValueError("the image is animated; only still images are supported")
-            return image_from_pillow(ImageOps.exif_transpose(opened))
+            return image_from_pillow(opened, limits)
     except Pillow.UnidentifiedImageError:
-        raise ValueError("the data is not an image in PNG, JPEG or WebP format") from None
-    except (OSError, SyntaxError, Pillow.DecompressionBombError) as error:  # Pillow's errors for damaged files
-        raise ValueError(f"the image is damaged: {error}") from None
+        raise ValueError("the data is not a valid image in PNG, JPEG or WebP format") from None
+    except Pillow.DecompressionBombError:
+        raise ValueError(
+            f"the image has too many pixels; at most {limits.max_pixels:,} are allowed"
+        ) from None
+    except ValueError:
+        raise
+    except Exception as error:  # the decoders raise errors of many types for damaged files
+        raise ValueError(f"the image is damaged: {describe(error)}") from None
 
 
-def image_from_pillow(picture: Any) -> Image:
-    """Return a PIL image as an `Image`. Transparent pixels become white."""
+def image_from_pillow(picture: Any, limits: ImageLimits = LIMITS) -> Image:
+    """Return a PIL image as an `Image`, turned upright. Transparent pixels become white."""
     from PIL import Image as Pillow
+    from PIL import ImageOps
 
+    width, height = picture.size
+    if width * height > limits.max_pixels:  # known from the header, before pixels are decoded
+        raise ValueError(
+            f"the image has {width} x {height} pixels; at most {limits.max_pixels:,} are allowed"
+        )
+    if not width or not height:
+        raise ValueError(f"the image is empty: {width} x {height} pixels")
+    if getattr(picture, "n_frames", 1) != 1:
+        raise ValueError("the image is animated; only still images are supported")
+    picture = ImageOps.exif_transpose(picture)
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
         white = Pillow.new("RGBA", picture.size, "white")
         picture = Pillow.alpha_composite(white, picture)
     picture = picture.convert("RGB")
     width, height = picture.size
-    digest = hashlib.sha256(f"{width}x{height}:".encode() + picture.tobytes()).hexdigest()
+    pixels = picture.tobytes()
+    digest = hashlib.sha256(f"{width}x{height}:".encode() + pixels).hexdigest()
     file = io.BytesIO()
-    # A new image has none of the file's metadata.
-    Pillow.frombytes("RGB", picture.size, picture.tobytes()).save(file, "PNG")
+    Pillow.frombytes("RGB", picture.size, pixels).save(file, "PNG")  # a new image has no metadata
     return Image(digest, width, height, file.getvalue())
+
+
+def is_image(value: Any) -> bool:
+    """Return whether a Python value is an `Image`, a PIL image, or the bytes of an image file."""
+    if isinstance(value, bytes | bytearray):
+        return bytes(value[:8]).lstrip().startswith(SIGNATURES)
+    return isinstance(value, Image) or _is_pillow(value)
+
+
+def _is_pillow(value: Any) -> bool:
+    return any(cls.__module__ == "PIL.Image" and cls.__name__ == "Image" for cls in type(value).__mro__)
+
+
+def as_image(value: Any) -> Image:
+    """Convert a value that `is_image` accepts. Raises ValueError as `read_image` does."""
+    if isinstance(value, Image):
+        return value
+    return image_from_pillow(value) if _is_pillow(value) else read_image(bytes(value))
+
+
+def thumbnail(image: Image, edge: int = 320) -> bytes:
+    """Return a JPEG file of the image, with at most `edge` pixels along an edge."""
+    from PIL import Image as Pillow
+
+    with Pillow.open(io.BytesIO(image.data), formats=("PNG",)) as picture:
+        picture.thumbnail((edge, edge))
+        file = io.BytesIO()
+        picture.save(file, "JPEG", quality=80)
+    return file.getvalue()
+
+
+# Texts with images
+
+
+def placeholder(image: Image) -> str:
+    """Return the text that stands for an image where it cannot be shown."""
+    return f"[image {image.width}x{image.height}]"
+
+
+def label(image: Image) -> str:
+    """Return the text that names an image for a person: its size and the beginning of its file's name."""
+    return f"[image {image.width}x{image.height} {image.digest[:8]}]"
+
+
+def rejected(reason: object) -> str:
+    """Return the text that a model gets in place of an image that could not be read."""
+    return f"[image not shown: {reason}]"
+
+
+def split_text(content: str, images: Sequence[PlacedImage]) -> list[str | Image]:
+    """Return the pieces of a content in order: texts that are not empty, and images."""
+    pieces: list[str | Image] = []
+    start = 0
+    for place, image in images:
+        pieces += [content[start:place], image]
+        start = place
+    return [piece for piece in [*pieces, content[start:]] if piece != ""]
+
+
+def join_pieces(pieces: Iterable[str | Image], separator: str = "") -> tuple[str, list[PlacedImage]]:
+    """Return texts and images as a content and its images. `separator` is put between two texts."""
+    content, images = "", list[PlacedImage]()
+    for piece in pieces:
+        if isinstance(piece, Image):
+            images.append(PlacedImage(len(content), piece))
+        elif piece:
+            content += f"{separator}{piece}" if content else piece
+    return content, images
+
+
+def as_text(
+    content: str, images: Sequence[PlacedImage], replacement: Callable[[Image], str] = placeholder
+) -> str:
+    """Return a content as text alone, with placeholders for its images."""
+    if not images:
+        return content
+    return "".join(
+        piece if isinstance(piece, str) else replacement(piece) for piece in split_text(content, images)
+    )
+
+
+def moved(images: Sequence[PlacedImage], old: str, new: str) -> list[PlacedImage]:
+    """Return the images of a text that was truncated, or in which one part was replaced, at their new places."""
+    if not images or old == new:
+        return list(images)
+    prefix = _num_equal(zip(old, new, strict=False))
+    suffix = _num_equal(zip(reversed(old[prefix:]), reversed(new[prefix:]), strict=False))
+    return [
+        PlacedImage(
+            place if place <= prefix else max(prefix, len(new) - min(suffix, len(old) - place)),
+            image,
+        )
+        for place, image in images
+    ]
+
+
+def _num_equal(pairs: Iterable[tuple[str, str]]) -> int:
+    """Return how many pairs are equal before the first that is not."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def map_text(
+    content: str, images: Sequence[PlacedImage], change: Callable[[str], str]
+) -> tuple[str, list[PlacedImage]]:
+    """Return a content with `change` applied to the texts between its images."""
+    if not images:
+        return change(content), []
+    return join_pieces(
+        piece if isinstance(piece, Image) else change(piece) for piece in split_text(content, images)
+    )
+
+
+def limited(images: Sequence[PlacedImage], content: str, room: int) -> tuple[str, list[PlacedImage]]:
+    """Return a content with its first `room` images, and a text in place of the others."""
+    if len(images) <= room:
+        return content, list(images)
+    note = rejected(f"at most {LIMITS.max_per_turn} images a turn")
+    first_hidden = images[room].place
+    head = split_text(content[:first_hidden], images[:room])
+    tail = [PlacedImage(place - first_hidden, image) for place, image in images[room:]]
+    return join_pieces([*head, as_text(content[first_hidden:], tail, lambda _: note)])
+
+
+# Storage
+
+
+class ImageOfStore(Image):
+    """An image of a store, whose file is read when its data is needed."""
+
+    __slots__ = ("_store",)
+
+    def __init__(self, digest: str, width: int, height: int, store: ImageStore) -> None:
+        for name, value in (("digest", digest), ("width", width), ("height", height), ("_store", store)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]
+        return self._store.read(self.digest).data
+
+    def __repr__(self) -> str:
+        """Return the text of any other image: fingerprints hash it."""
+        return f"Image(digest={self.digest!r}, width={self.width}, height={self.height})"
+
+    def __reduce__(self) -> Any:
+        return Image, (self.digest, self.width, self.height, self.data)
 
 
 class ImageStore:
@@ -70,6 +231,11 @@ class ImageStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    @classmethod
+    def beside(cls, file: Path) -> ImageStore:
+        """Return the store of the images that a file names by digest."""
+        return cls(file.parent / IMAGES_FOLDER)
 
     def path(self, digest: str) -> Path:
         if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
@@ -96,3 +262,39 @@ class ImageStore:
         if image.digest != digest:
             raise ValueError(f"{path} is damaged: its pixels have another digest")
         return image
+
+    def remove_unused(self, used: set[str]) -> int:
+        """Remove the images whose digests are not in `used`, and incomplete files. Return how many."""
+        paths = [path for path in self.folder.glob("??/*") if path.stem not in used or path.suffix != ".png"]
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return len(paths)
+
+
+def images_to_rows(images: Sequence[PlacedImage], store: ImageStore | None) -> list[dict[str, Any]]:
+    """Return images as JSON: their digests if they are put into a store, otherwise with their data."""
+    rows: list[dict[str, Any]] = []
+    for place, image in images:
+        row = {"place": place, "digest": image.digest, "width": image.width, "height": image.height}
+        if store is None:
+            row["data"] = base64.b64encode(image.data).decode()
+        else:
+            store.add(image)
+        rows.append(row)
+    return rows
+
+
+def images_from_rows(rows: Iterable[Mapping[str, Any]], store: ImageStore | None) -> list[PlacedImage]:
+    """Return the images of `images_to_rows`. Those of a store are read when their data is needed."""
+    images: list[PlacedImage] = []
+    for row in rows:
+        digest, width, height = str(row["digest"]), int(row["width"]), int(row["height"])
+        if "data" in row:
+            image = Image(digest, width, height, base64.b64decode(row["data"]))
+        elif store is None:
+            raise ValueError(f"image {digest} is in no folder of images")
+        else:
+            store.path(digest)  # checks the digest
+            image = ImageOfStore(digest, width, height, store)
+        images.append(PlacedImage(int(row["place"]), image))
+    return images

@@ -6,12 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from TrainingFactory.common.image_parts import openai_content, read_parts
 from TrainingFactory.types import Message, Role, ToolCall, ToolSpec
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:
-    """Convert without loss. Two keys are not OpenAI's: `reasoning_content`, and `error` on an unparsable call."""
-    row: dict[str, Any] = {"role": message.role, "content": message.content}
+    """Convert without loss. Two keys are not OpenAI's: `reasoning_content`, and `error` on an unparsable call. The
+    content of a message with images is a list of parts."""
+    row: dict[str, Any] = {"role": message.role, "content": openai_content(message)}
     if message.reasoning is not None:
         row["reasoning_content"] = message.reasoning
     if message.tool_calls:
@@ -32,13 +34,17 @@ def message_from_dict(row: Any) -> Message:
     calls = row.get("tool_calls") or []
     if not isinstance(calls, list):
         raise ValueError(f"tool_calls must be a list, not {str(calls)[:60]}")
+    content, images = read_parts(row.get("content"))
+    if images and role == "assistant":
+        raise ValueError("an assistant message has an image; models write text only")
     return Message(
         role=role,
-        content=_content(row.get("content")),
+        content=content,
         tool_calls=[_call_from_dict(call) for call in calls],
         tool_call_id=row.get("tool_call_id"),
         name=row.get("name"),
         reasoning=row.get("reasoning_content", row.get("reasoning")),
+        images=images,
     )
 
 
@@ -54,17 +60,6 @@ def spec_from_dict(row: Mapping[str, Any]) -> ToolSpec:
     spec = ToolSpec(function["name"], function.get("description") or "")
     spec.parameters = function.get("parameters") or spec.parameters
     return spec
-
-
-def _content(content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise ValueError(f"only text content is supported, not {str(content)[:60]}")
-    return "".join(part["text"] for part in parts)
 
 
 def _call_to_dict(call: ToolCall) -> dict[str, Any]:

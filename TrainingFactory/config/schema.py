@@ -48,6 +48,13 @@ class ModelSection(Section):
     """Enable or disable reasoning, if the chat template has a switch for it. null: the template's default."""
     quantization: Literal["none", "4bit", "8bit"] = "none"
     """Quantization of the base weights under a LoRA adapter. none: keep dtype. 4bit and 8bit need bitsandbytes."""
+    vision: bool | None = None
+    """Load a vision-language model with its vision part. false: its text part alone. null: with it if the tasks or the
+    environment show images."""
+    image_tokens: Annotated[int, Field(ge=16)] = 1024
+    """Maximum tokens of an image; larger images are scaled down."""
+    train_tower: bool = False
+    """Train the vision part too. false: only the language model, or its LoRA adapter, is trained."""
     trust_remote_code: bool = False
     """Run Python code shipped with the model. Enable only for models you trust."""
 
@@ -90,6 +97,12 @@ class TrainingSection(Section):
     """Maximum tokens per forward pass. A lower value needs less memory and gives the same gradient."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: slower, less memory."""
+    activation_offload: bool = False
+    """Keep the layer inputs that gradient_checkpointing stores in CPU memory instead of on the GPU. For rows of 32,000
+    tokens and more; needs gradient_checkpointing."""
+    router_aux_loss: NotNegative | None = None
+    """Mixtures of experts: coefficient of the loss that balances the experts, as the model's family defines it. null:
+    the model's own (router_aux_loss_coef in its config.json). 0: off, which saves a forward pass per update."""
     update_epochs: Count = 1
     """Passes over the episodes or rows of one step."""
     minibatches: Count = 1
@@ -135,11 +148,36 @@ class ContextSection(Section):
     """own: your function from messages to messages, plain or async: fold.py:shorten."""
 
 
+class UserSection(Section):
+    model: PathText
+    """Model that plays the user: an endpoint (openai:MODEL@URL, anthropic:MODEL, gemini:MODEL, or a YAML file of its
+    options), or a model that the run starts, named as in model.name. Its tokens are not trained."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of an endpoint: {concurrency: 8, retries: 5, max_cost: 2, cache: user.sqlite}. Of a model that the run
+    starts: those of reward.judge, and sampling options: {replicas: 1, options: {temperature: 0.7}}."""
+    persona: str | None = None
+    """Who the user is: a text with columns of the task, such as "a hurried {job}". null: the task's column persona."""
+    goal: str | None = None
+    """What the user wants: a text with columns of the task. null: the task's column goal; with first=user, without that
+    column, the task's prompt."""
+    template: PathText | None = None
+    """Instructions of the user model: a text with {persona}, {goal}, {stop} and columns of the task, or a .txt or .md
+    file with it. null: the built-in text."""
+    first: Literal["task", "user"] = "task"
+    """Who writes the first message. task: the task's prompt; user: the user model, in place of the prompt."""
+    stop: Annotated[str, Field(min_length=1)] = "###STOP###"
+    """Text with which the user model ends the conversation; removed from its message."""
+    max_turns: Count = 8
+    """Maximum replies of the user. After the last one, the agent's next message ends the conversation."""
+    sees_tools: bool = False
+    """Show the user model the agent's tool calls and results. It never sees the agent's reasoning."""
+
+
 class EnvironmentSection(Section):
     environment_id: PathText | None = None
     """Environment: a registered name, a Python file that defines one (weather.py, weather.py:Weather), or one that runs
-    in another process (gymnasium:NAME, process:COMMAND). null, with data.tasks: a plain conversation, with the
-    configured tools if any."""
+    in another process (gymnasium:NAME, openenv:URL, process:COMMAND). null, with data.tasks: a plain conversation, with
+    the configured tools if any."""
     command: str | None = None
     """Your own agent instead of an environment: a program started once per episode that calls the model at
     OPENAI_BASE_URL, such as "python my_agent.py"."""
@@ -147,8 +185,8 @@ class EnvironmentSection(Section):
     """System prompt. null: the environment's own."""
     options: dict[str, Any] = Field(default_factory=dict)
     """For a command: {cwd: FOLDER, env: [NAMES of the variables it may see], processes: 16}. For an environment in
-    another process: {args: {is_slippery: false}, isolation: episode}. For an environment written for RL-Factory: its
-    config, such as {use_process_reward: true}."""
+    another process: {args: {is_slippery: false}, isolation: episode}. For containers: {tasks: FOLDER}. For an
+    environment written for RL-Factory: its config, such as {use_process_reward: true}."""
     async_execution: bool = True
     """Run the tools of one episode while other episodes are sampled."""
     num_workers: Count | None = None
@@ -161,6 +199,9 @@ class EnvironmentSection(Section):
     context: ContextSection | None = None
     """Shorten (fold) a conversation that exceeds a token limit: {fold: window, limit: 3000}. null: a conversation
     that reaches model.max_length ends."""
+    user: UserSection | None = None
+    """Simulated user: a model answers the agent's messages, by the task's persona and goal: {model: "openai:MODEL"}.
+    null: a message without tool calls ends the episode."""
 
 
 class ToolEntry(Section):
@@ -284,6 +325,9 @@ class DataSection(Section):
     """Shuffle the tasks or rows every epoch. false: keep their order."""
     skip_bad_rows: bool = False
     """Skip and count invalid rows instead of raising an error. Rows over model.max_length are always skipped."""
+    image_urls: bool = False
+    """Download images that tasks and rows name by http(s) address, each of at most 10 MB. false: such a row is an
+    error. Addresses of a dataset can lead into your own network."""
     heldout: PathText | None = None
     """Evaluation tasks, from the same kinds of source as data.tasks; with data.dataset: rows in its format. null: the
     environment's heldout split."""
@@ -330,6 +374,9 @@ class LoraSection(Section):
     """Dropout probability inside the adapter."""
     target_modules: str | list[str] = "all-linear"
     """Layers that get an adapter: all-linear, or a list of layer-name suffixes."""
+    experts: bool | None = None
+    """Mixtures of experts: adapt the fused weights of the experts too. null: only in families where PEFT counts
+    them as linear layers, such as Qwen3-MoE, Mixtral and GLM-4.5. Not with dropout or dora."""
     dora: bool = False
     """Train magnitude and direction of each weight row separately (DoRA): slower, better at low ranks."""
     rslora: bool = False

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from TrainingFactory.common.image_parts import is_image_part
 from TrainingFactory.common.openai_format import message_from_dict, spec_from_dict
 from TrainingFactory.data.trajectories import CompactTrajectory
 from TrainingFactory.types import Message, Reward, ToolSpec
@@ -203,6 +204,10 @@ def _call_text(function: Mapping[str, Any]) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {text}}}\n</tool_call>'
 
 
+def _has_image(value: Any) -> bool:
+    return isinstance(value, list) and any(map(is_image_part, value))
+
+
 def _from_sharegpt(rows: Sequence[Mapping[str, Any]], name: str, is_negative: bool) -> list[dict[str, Any]]:
     """Convert ShareGPT rows to OpenAI-style dicts. `is_negative`: keep invalid calls as text."""
     messages: list[dict[str, Any]] = []
@@ -214,7 +219,7 @@ def _from_sharegpt(rows: Sequence[Mapping[str, Any]], name: str, is_negative: bo
                 f'has the unknown role {kind!r} in message {number} of "{name}"; known: {known_roles}'
             )
         message = {"role": SHAREGPT_ROLES[kind], "content": value}
-        if kind == "tool_response" and not isinstance(value, str):
+        if kind == "tool_response" and not isinstance(value, str) and not _has_image(value):
             message["content"] = json.dumps(value, ensure_ascii=False)
         if kind in ("function_call", "tool_call"):
             previous = messages.pop() if messages and messages[-1]["role"] == "assistant" else {}  # same turn

@@ -22,11 +22,13 @@ LIST_KEYS = ("data", "rows", "examples")  # keys under which a JSON file may hav
 
 @dataclass(slots=True)
 class DatasetRow:
-    """The columns of a row. `problem` is why the row is invalid; in messages it follows the location `where`."""
+    """The columns of a row. `problem` is why the row is invalid; in messages it follows the location `where`.
+    `folder` is where relative paths in a row of a local file begin."""
 
     where: str
     columns: dict[str, Any]
     problem: str | None = None
+    folder: Path | None = None
 
 
 def read_rows(
@@ -35,10 +37,19 @@ def read_rows(
     """Yield the rows of a path, a hub id (`name` or `name:configuration`), a `datasets.Dataset` or dicts. `columns`
     maps expected to actual column names: {"prompt": "question"}."""
     try:
-        rows = _rows(source, split)
-        yield from (_renamed(row, columns) for row in rows) if columns else rows
+        folder = _folder_of(source)
+        for row in _rows(source, split):
+            row.folder = row.folder or folder
+            yield _renamed(row, columns) if columns else row
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not UTF-8 text: {error.reason}; expected {SOURCES}") from error
+
+
+def _folder_of(source: Any) -> Path | None:
+    path = Path(source).expanduser() if isinstance(source, str | Path) else None
+    if path is None or not path.exists():
+        return None
+    return path if path.is_dir() else path.parent
 
 
 def is_path(name: str) -> bool:

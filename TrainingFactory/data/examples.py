@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from TrainingFactory.common.images import IMAGES_FOLDER, ImageStore
 from TrainingFactory.data.conversations import (
     CallChecker,
     Conversation,
@@ -31,9 +32,10 @@ from TrainingFactory.data.conversations import (
     text_or_messages,
     with_system,
 )
-from TrainingFactory.data.datasets import join_problems, read_rows
+from TrainingFactory.data.datasets import DatasetRow, join_problems, read_rows
 from TrainingFactory.data.other_forms import normalize_columns
 from TrainingFactory.data.ranking import best_and_worst, one_sided_warning, total
+from TrainingFactory.data.row_images import with_images
 from TrainingFactory.data.trajectories import CompactTrajectory, trajectory_from_dict
 from TrainingFactory.types import Message, Reward, ToolSpec, Trajectory
 
@@ -83,9 +85,11 @@ def load_examples(
     skip_bad_rows: bool = False,
     check_call: CallChecker | None = None,
     names: Mapping[str, str] | None = None,
+    image_urls: bool = False,
 ) -> Examples:
     """Return the first `count` examples (None: all). Raise one ValueError with all invalid rows, or collect them in
-    `bad` with `skip_bad_rows`. `check_call` validates tool calls. `names` are the `columns` of `read_rows`."""
+    `bad` with `skip_bad_rows`. `check_call` validates tool calls. `names` are the `columns` of `read_rows`.
+    `image_urls`: download images."""
     examples, stem = Examples(form, []), Path(source).stem if isinstance(source, str | Path) else "row"
     groups: dict[str, Example] = {}  # recorded episodes by group name, for pairs
     check_call = check_call and _with_shared_specs(check_call)
@@ -96,7 +100,7 @@ def load_examples(
                 raise ValueError(row.problem)
             name = str(row.columns.get("id", f"{stem}-{examples.rows}"))
             if "turns" in row.columns and "task" in row.columns:
-                episode = _recorded(row.columns, form)
+                episode = _recorded(row, form)
                 if isinstance(episode, str):
                     examples.unused[episode] += 1
                     continue
@@ -105,7 +109,7 @@ def load_examples(
                     first.conversations.append(episode)
                     continue
             else:
-                example = Example(name, row.where, _conversations(row.columns, form, name, check_call))
+                example = Example(name, row.where, _conversations(row, form, name, check_call, image_urls))
         except ValueError as error:
             examples.bad.append(f"{row.where} {error}")
             continue
@@ -169,10 +173,10 @@ def reason_unusable(trajectory: Trajectory, form: str) -> str | None:
     return None
 
 
-def _recorded(columns: Mapping[str, Any], form: str) -> Conversation | str:
+def _recorded(row: DatasetRow, form: str) -> Conversation | str:
     """Return a recorded episode as a conversation, or why it cannot be used."""
     try:
-        episode = trajectory_from_dict(dict(columns))
+        episode = recorded_episode(row)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"is not a trajectory: {error!r}") from error
     if form == "sft" and episode.turns and episode.turns[-1].completion.finish != "stop":
@@ -186,6 +190,12 @@ def _recorded(columns: Mapping[str, Any], form: str) -> Conversation | str:
     )
 
 
+def recorded_episode(row: DatasetRow) -> Trajectory:
+    """Return the recorded episode in a row of a trajectories file, whose folder has its images."""
+    store = None if row.folder is None else ImageStore(row.folder / IMAGES_FOLDER)
+    return trajectory_from_dict(dict(row.columns), store)
+
+
 def _why_empty(examples: Examples, source: Any) -> str:
     name = f"{source}" if isinstance(source, str | Path) else "the dataset"
     if examples.bad:
@@ -197,9 +207,9 @@ def _why_empty(examples: Examples, source: Any) -> str:
 
 
 def _conversations(
-    columns: Mapping[str, Any], form: Form, name: str, check_call: CallChecker | None
+    row: DatasetRow, form: Form, name: str, check_call: CallChecker | None, image_urls: bool
 ) -> list[Conversation]:
-    columns = normalize_columns(columns)
+    columns = with_images(normalize_columns(row.columns), row, image_urls)
     if not all(key in columns for key in COLUMNS.get(form, [])):
         raise ValueError(_missing(columns, form))
     if form in PAIRS:

@@ -7,14 +7,14 @@ from typing import Any
 
 from TrainingFactory.data.conversations import read_list
 
-MEDIA = ("images", "videos", "audios")
+MEDIA = ("videos", "audios")
 SPEAKERS = ("human", "user", "assistant", "gpt", "bot")  # keys of a turn, the user's before the assistant's
 
 
 def normalize_columns(columns: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the row with the columns "messages", "chosen" and "rejected" if it has them under other names."""
     if media := next((name for name in MEDIA if columns.get(name)), None):
-        raise ValueError(f'has "{media}", but only text is supported')
+        raise ValueError(f'has "{media}", but only text and images are supported')
     if "messages" not in columns and (messages := _messages_of(columns)) is not None:
         columns = {**columns, "messages": messages}
     if "messages" not in columns or "rejected" in columns:

@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from TrainingFactory.common.image_tokens import process_independent
 from TrainingFactory.data.samples import mismatched_samples as mismatched_rows
 from TrainingFactory.types import Sample
 
 MIN_SAVING = 24  # tokens that a node must save; below that, another level costs more than it saves
 MAX_LEVELS = 6
 COPY_SHARE = 16  # a common prefix may be repeated in another tree if that adds at most 1 token in COPY_SHARE
+Keys = list[list[int]]  # sort the rows in the same order in every process
 
 
 @dataclass(slots=True)
@@ -32,6 +34,7 @@ class TreeNode:
     depth: int  # position of its first token in a row
     parent: int  # index of the parent node, -1 for a root
     level: int  # number of ancestors
+    rows: int = 1  # rows that contain it
 
 
 @dataclass(slots=True)
@@ -79,7 +82,8 @@ def pack(
     packs: list[Pack] = []
     batch: list[list[int]] = []
     size = widest = rows = 0
-    units = _units(samples, ids, sharing)
+    keys = process_independent([sample.token_ids for sample in samples])
+    units = _units(samples, ids, keys, sharing)
     if splitting:
         units = [part for unit in units for part in _split(ids, unit, token_budget, sharing)]
     for unit in units:
@@ -91,21 +95,23 @@ def pack(
             tree_size = longest * len(unit)
             joint_size = max(widest, longest) * (rows + len(unit))
         if batch and joint_size > token_budget:
-            packs += _packs(samples, ids, batch, token_budget, sharing, min_shared, splitting)
+            packs += _packs(samples, ids, keys, batch, token_budget, sharing, min_shared, splitting)
             batch, joint_size, widest, rows = [], tree_size, 0, 0
         batch.append(unit)
         size, widest, rows = joint_size, max(widest, longest), rows + len(unit)
     return (
-        packs + _packs(samples, ids, batch, token_budget, sharing, min_shared, splitting) if batch else packs
+        packs + _packs(samples, ids, keys, batch, token_budget, sharing, min_shared, splitting)
+        if batch
+        else packs
     )
 
 
-def _units(samples: Sequence[Sample], ids: list[np.ndarray], sharing: bool) -> list[list[int]]:
+def _units(samples: Sequence[Sample], ids: list[np.ndarray], keys: Keys, sharing: bool) -> list[list[int]]:
     """Return the indices of the rows that must stay in one pack, in packing order."""
 
     # Without sharing, sort by length first, because adjacent rows of similar length need little padding.
     def key(number: int) -> Any:
-        return samples[number].token_ids if sharing else (len(ids[number]), samples[number].token_ids)
+        return keys[number] if sharing else (len(ids[number]), keys[number])
 
     units: dict[int, list[int]] = {}
     for number in sorted((n for n, sample in enumerate(samples) if any(sample.loss_mask)), key=key):
@@ -163,7 +169,7 @@ class _Tree:
     def _node(self, first: int, last: int, depth: int, end: int, parent: int, level: int) -> int:
         if end == depth:  # the row ends with its parent node
             return parent
-        self.nodes.append(TreeNode(self.size, end - depth, depth, parent, level))
+        self.nodes.append(TreeNode(self.size, end - depth, depth, parent, level, last - first))
         self.tokens.append(self.ids[first][depth:end])
         self.size += end - depth
         for row in range(first, last):
@@ -179,6 +185,7 @@ class _Tree:
 def _packs(
     samples: Sequence[Sample],
     ids: list[np.ndarray],
+    keys: Keys,
     units: list[list[int]],
     budget: int,
     sharing: bool,
@@ -188,7 +195,7 @@ def _packs(
     """Build one pack, or several if the tree exceeds the budget: unlike `_tree_size`, it shares no short prefixes."""
     rows = [number for unit in units for number in unit]
     if sharing:
-        rows.sort(key=lambda number: samples[number].token_ids)
+        rows.sort(key=lambda number: keys[number])
     shared = [0, *(shared_prefix(ids[left], ids[right]) if sharing else 0 for left, right in pairwise(rows))]
     tree = _Tree(
         [ids[number] for number in rows], _parted([len(ids[row]) for row in rows], shared, min_shared)
@@ -198,7 +205,7 @@ def _packs(
     half = len(units) // 2
     if half and tree.size > budget:
         parts = (
-            _packs(samples, ids, part, budget, sharing, min_shared, splitting)
+            _packs(samples, ids, keys, part, budget, sharing, min_shared, splitting)
             for part in (units[:half], units[half:])
         )
         return [*chain.from_iterable(parts)]

@@ -9,6 +9,7 @@ from typing import Any
 
 from TrainingFactory.data.conversations import text_or_messages, with_system
 from TrainingFactory.data.datasets import DatasetRow, column_at, parse_rows
+from TrainingFactory.data.row_images import IMAGE_COLUMNS, with_images
 from TrainingFactory.types import Message, Task
 
 PROMPT_COLUMNS = ("question", "query", "problem", "instruction", "input", "messages")
@@ -24,10 +25,14 @@ ANSWER_COLUMNS = (
 
 
 def load_tasks(
-    source: Any, split: str = "train", count: int | None = None, columns: Mapping[str, str] | None = None
+    source: Any,
+    split: str = "train",
+    count: int | None = None,
+    columns: Mapping[str, str] | None = None,
+    image_urls: bool = False,
 ) -> list[Task]:
     """Return the first `count` tasks (None: all) of any source of `read_rows`, or of a list of tasks. A task without
-    `id` gets its row number. Columns that are not fields of a task become metadata."""
+    `id` gets its row number. Columns that are not fields of a task become metadata. `image_urls`: download images."""
     stem = Path(source).stem if isinstance(source, str | Path) else "task"
     if not isinstance(source, str | Path | Mapping) and not type(source).__module__.startswith("datasets."):
         source = list(source)
@@ -36,7 +41,7 @@ def load_tasks(
     locations: dict[str, str] = {}
 
     def read(row: DatasetRow, number: int) -> Task:
-        task = _task(row.columns, f"{stem}-{number}")
+        task = _task(row, f"{stem}-{number}", image_urls)
         if task.id in locations:
             raise ValueError(f"has the same id {task.id!r} as {locations[task.id]}")
         locations[task.id] = row.where
@@ -45,12 +50,17 @@ def load_tasks(
     return parse_rows(source, 'tasks such as {"prompt": "..."}', read, split, count, columns)
 
 
-def _task(row: dict[str, Any], default_id: str) -> Task:
+def _task(source: DatasetRow, default_id: str, image_urls: bool) -> Task:
+    row = source.columns
     if "prompt" not in row:
         row = row | {"prompt": row[_prompt_column(row)]}
     if "answer" not in row:
         answers = (column_at(row, name) for name in ANSWER_COLUMNS)
         row = row | {"answer": next((answer for answer in answers if answer is not None), None)}
+    shown = with_images(
+        {key: row[key] for key in ("prompt", *IMAGE_COLUMNS) if key in row}, source, image_urls
+    )
+    row = {key: value for key, value in row.items() if key not in IMAGE_COLUMNS} | dict(shown)
     metadata = row.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise ValueError('has invalid "metadata": it must be an object')
@@ -60,7 +70,7 @@ def _task(row: dict[str, Any], default_id: str) -> Task:
     prompt: str | list[Message] = with_system(row, text_or_messages(row, "prompt", "user"))
     if prompt[-1].role == "assistant":
         raise ValueError('has a "prompt" that ends with the assistant; it must end before the model\'s turn')
-    if prompt == [Message("user", row["prompt"])]:
+    if isinstance(row["prompt"], str) and prompt == [Message("user", row["prompt"])]:
         prompt = row["prompt"]
     return Task(str(row.get("id", default_id)), prompt, row.get("answer"), other_columns | metadata)
 

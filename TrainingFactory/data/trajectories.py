@@ -1,5 +1,6 @@
 """Lossless storage of trajectories as JSONL. Of a turn's prompt only the tokens that the previous turn does not have
-are stored (`new_ids`), because each prompt repeats the whole conversation."""
+are stored (`new_ids`), because each prompt repeats the whole conversation. Images are stored by digest in the folder
+`images` beside the file."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
+from TrainingFactory.common.image_tokens import VIRTUAL, from_disk, to_disk
+from TrainingFactory.common.images import ImageStore, images_from_rows, images_to_rows
 from TrainingFactory.common.openai_format import (
     message_from_dict,
     message_to_dict,
@@ -19,12 +22,13 @@ from TrainingFactory.common.openai_format import (
     spec_to_dict,
 )
 from TrainingFactory.data.disk import naming_file_on_error
-from TrainingFactory.types import Completion, Reward, Task, ToolResult, Trajectory, Turn
+from TrainingFactory.types import Completion, Image, Message, Reward, Task, ToolResult, Trajectory, Turn
 
 if TYPE_CHECKING:
     import numpy as np
 
-_COMPLETION, _RESULT = ([field.name for field in fields(cls)] for cls in (Completion, ToolResult))
+_COMPLETION = [field.name for field in fields(Completion)]
+_RESULT = [field.name for field in fields(ToolResult) if field.name != "images"]
 _FORK = ("parent", "fork_turn")  # stored for forked episodes
 _RARE = {
     "fold": None,
@@ -38,22 +42,36 @@ ENCODING_ERRORS = "surrogatepass"  # lone surrogates are written and read back u
 def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], append: bool = False) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    mode = "a" if append else "w"
+    mode, store = "a" if append else "w", ImageStore.beside(path)
     with (
         naming_file_on_error(path),
         path.open(mode, encoding="utf-8", errors=ENCODING_ERRORS, newline="\n") as file,
     ):
         for trajectory in trajectories:
-            try:
-                file.write(_line(trajectory))
-            except TypeError as error:
-                task = trajectory.task.id
-                raise ValueError(f"task {task}: answer and metadata must be JSON values ({error})") from error
+            file.write(_checked_line(trajectory, store))
 
 
-def _line(trajectory: Trajectory) -> str:
+def check_tasks(tasks: Iterable[Task]) -> None:
+    """Raise ValueError if an episode of one of the tasks could not be saved."""
+    for task in tasks:
+        if not isinstance(
+            task.prompt, str
+        ):  # its messages are JSON, and their images need not be encoded here
+            task = replace(task, prompt="")
+        _checked_line(Trajectory(task, group=""), None)
+
+
+def _checked_line(trajectory: Trajectory, store: ImageStore | None) -> str:
+    try:
+        return _line(trajectory, store)
+    except TypeError as error:
+        task = trajectory.task.id
+        raise ValueError(f"task {task}: answer and metadata must be JSON values ({error})") from error
+
+
+def _line(trajectory: Trajectory, store: ImageStore | None) -> str:
     """Return the line that `json.dumps` would, but serialize the turns with pydantic, which is 20 times as fast."""
-    row = trajectory_to_dict(trajectory)
+    row = trajectory_to_dict(trajectory, store)
     turns = row.pop("turns")
     text = ""
     with suppress(ValueError):  # pydantic rejects lone surrogates
@@ -70,6 +88,7 @@ def _is_plain(turn: Turn) -> bool:
 
 def load_trajectories(path: str | Path, groups: str = "", growing: bool = False) -> Iterator[Trajectory]:
     """Yield the trajectories whose group name starts with `groups`. `growing`: ignore an incomplete last line."""
+    store = ImageStore.beside(Path(path))
     with Path(path).open(encoding="utf-8", errors=ENCODING_ERRORS) as file:
         for number, line in enumerate(file, 1):
             if growing and not line.endswith("\n"):
@@ -77,20 +96,35 @@ def load_trajectories(path: str | Path, groups: str = "", growing: bool = False)
             try:
                 row = json.loads(line)
                 if str(row["group"]).startswith(groups):
-                    yield trajectory_from_dict(row)
+                    yield trajectory_from_dict(row, store)
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number} is not a trajectory: {error!r}") from error
 
 
-def trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
+def task_to_dict(task: Task, store: ImageStore | None = None) -> dict[str, Any]:
+    """Return a task as JSON. Its images are put into the store; without a store, their data is in the JSON."""
+    prompt = (
+        task.prompt if isinstance(task.prompt, str) else [_message_to_dict(m, store) for m in task.prompt]
+    )
+    return {"id": task.id, "prompt": prompt, "answer": task.answer, "metadata": task.metadata}
+
+
+def task_from_dict(row: dict[str, Any], store: ImageStore | None = None) -> Task:
+    """Return the task of `task_to_dict`."""
+    prompt = row["prompt"]
+    prompt = prompt if isinstance(prompt, str) else [_message_from_dict(message, store) for message in prompt]
+    return Task(row["id"], prompt, row.get("answer"), row["metadata"])
+
+
+def trajectory_to_dict(trajectory: Trajectory, store: ImageStore | None = None) -> dict[str, Any]:
+    """Return a trajectory as JSON. Its images are put into the store; without a store, their data is in the JSON."""
     turns, previous_ids = [], []
     for turn in trajectory.turns:
-        turns.append(_turn_to_dict(turn, previous_ids))
+        turns.append(_turn_to_dict(turn, previous_ids, store))
         previous_ids = turn.prompt_ids + turn.completion.token_ids
-    task, reward = trajectory.task, trajectory.reward
-    prompt = task.prompt if isinstance(task.prompt, str) else [message_to_dict(m) for m in task.prompt]
+    reward = trajectory.reward
     return {
-        "task": {"id": task.id, "prompt": prompt, "answer": task.answer, "metadata": task.metadata},
+        "task": task_to_dict(trajectory.task, store),
         "group": trajectory.group,
         "member": trajectory.member,
         "status": trajectory.status,
@@ -98,25 +132,27 @@ def trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
         "error": trajectory.error,
         "seconds": trajectory.seconds,
         "tools": [spec_to_dict(spec) for spec in trajectory.tools],
-        "prompt": [message_to_dict(message) for message in trajectory.prompt],
+        "prompt": [_message_to_dict(message, store) for message in trajectory.prompt],
         **({} if trajectory.parent is None else {name: getattr(trajectory, name) for name in _FORK}),
+        **({} if trajectory.role is None else {"role": trajectory.role}),
         "turns": turns,
     }
 
 
-def trajectory_from_dict(row: dict[str, Any]) -> Trajectory:
+def trajectory_from_dict(row: dict[str, Any], store: ImageStore | None = None) -> Trajectory:
+    """Return the trajectory of `trajectory_to_dict`. `store` has its images, unless their data is in the JSON."""
+    messages = [_message_from_dict(message, store) for message in row["prompt"]]
+    images = _images_of(messages)
     turns, previous_ids = [], []
     for item in row["turns"]:
-        turn = _turn_from_dict(item, previous_ids)
+        turn = _turn_from_dict(item, previous_ids, store, images)
         turns.append(turn)
         previous_ids = turn.prompt_ids + turn.completion.token_ids
-    task, prompt = row["task"], row["task"]["prompt"]
-    prompt = prompt if isinstance(prompt, str) else [message_from_dict(message) for message in prompt]
     return Trajectory(
-        task=Task(task["id"], prompt, task.get("answer"), task["metadata"]),
+        task=task_from_dict(row["task"], store),
         group=row["group"],
         member=row["member"],
-        prompt=[message_from_dict(message) for message in row["prompt"]],
+        prompt=messages,
         tools=[spec_from_dict(spec) for spec in row["tools"]],
         turns=turns,
         status=row["status"],
@@ -125,7 +161,32 @@ def trajectory_from_dict(row: dict[str, Any]) -> Trajectory:
         seconds=row["seconds"],
         parent=row.get("parent"),
         fork_turn=row.get("fork_turn") or 0,
+        role=row.get("role"),
     )
+
+
+def _message_to_dict(message: Message, store: ImageStore | None) -> dict[str, Any]:
+    if not message.images:
+        return message_to_dict(message)
+    return message_to_dict(replace(message, images=[])) | {"images": images_to_rows(message.images, store)}
+
+
+def _message_from_dict(row: dict[str, Any], store: ImageStore | None) -> Message:
+    message = message_from_dict(row)
+    if images := row.get("images"):
+        message.images = images_from_rows(images, store)
+    return message
+
+
+def _result_to_dict(result: ToolResult, store: ImageStore | None) -> dict[str, Any]:
+    row = {name: getattr(result, name) for name in _RESULT}
+    return row | ({"images": images_to_rows(result.images, store)} if result.images else {})
+
+
+def _result_from_dict(row: dict[str, Any], store: ImageStore | None) -> ToolResult:
+    result = ToolResult(**{name: value for name, value in row.items() if name != "images"})
+    result.images = images_from_rows(row.get("images", ()), store)
+    return result
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -137,7 +198,9 @@ class CompactTrajectory:
 
     def __repr__(self) -> str:
         """Return a text that depends on every token id: the fingerprint of a run's data hashes it."""
-        turns = [(*turn[:1], *(ids.tobytes() for ids in turn[1:3]), turn[4]) for turn in self.turns]
+        turns = [
+            (*turn[:1], *(_portable(ids).tobytes() for ids in turn[1:3]), turn[4]) for turn in self.turns
+        ]
         return f"Kept({self.head!r}, {turns!r})"
 
     @classmethod
@@ -172,36 +235,56 @@ class CompactTrajectory:
         return max((len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns), default=0)
 
 
+def _portable(ids: np.ndarray) -> np.ndarray:
+    """Return ids with image tokens as they are on disk: their numbers in memory differ between processes."""
+    import numpy as np
+
+    return np.asarray(to_disk(ids.tolist())[0], np.int32) if ids.size and ids.max() >= VIRTUAL else ids
+
+
 def _new_ids(turn: Turn, previous_ids: list[int]) -> tuple[bool, list[int]]:
     """Return whether the turn's prompt continues the tokens of the turn before, and the prompt's new tokens."""
     is_continuation = bool(previous_ids) and turn.prompt_ids[: len(previous_ids)] == previous_ids
     return is_continuation, turn.prompt_ids[len(previous_ids) :] if is_continuation else turn.prompt_ids
 
 
-def _turn_to_dict(turn: Turn, previous_ids: list[int]) -> dict[str, Any]:
+def _turn_to_dict(turn: Turn, previous_ids: list[int], store: ImageStore | None) -> dict[str, Any]:
     is_continuation, new_ids = _new_ids(turn, previous_ids)
     completion = {name: getattr(turn.completion, name) for name in _COMPLETION}
     if completion["versions"] is None:  # `policy_version` applies to all tokens
         del completion["versions"]
+    disk_ids, shown = to_disk(new_ids)
     return {
         "message": message_to_dict(turn.message),
-        "replies": [message_to_dict(reply) for reply in turn.replies],
-        "tool_results": [{name: getattr(result, name) for name in _RESULT} for result in turn.tool_results],
+        "replies": [_message_to_dict(reply, store) for reply in turn.replies],
+        "tool_results": [_result_to_dict(result, store) for result in turn.tool_results],
         "signals": turn.signals,
         "continues": is_continuation,
-        "new_ids": new_ids,
+        "new_ids": disk_ids,
+        **({"image_tokens": [[image.digest, image.tokens] for image in shown]} if shown else {}),
         "completion": completion,
         **{name: value for name, default in _RARE.items() if (value := getattr(turn, name)) != default},
     }
 
 
-def _turn_from_dict(row: dict[str, Any], previous_ids: list[int]) -> Turn:
-    return Turn(
-        prompt_ids=previous_ids + row["new_ids"] if row["continues"] else row["new_ids"],
+def _turn_from_dict(
+    row: dict[str, Any], previous_ids: list[int], store: ImageStore | None, images: dict[str, Image]
+) -> Turn:
+    """`images` are those of the messages before the turn, by digest; those of its replies are added."""
+    shown = [(images[digest], tokens) for digest, tokens in row.get("image_tokens", ())]
+    new_ids = from_disk(row["new_ids"], shown)
+    turn = Turn(
+        prompt_ids=previous_ids + new_ids if row["continues"] else new_ids,
         completion=Completion(**row["completion"]),
         message=message_from_dict(row["message"]),
-        replies=[message_from_dict(reply) for reply in row["replies"]],
-        tool_results=[ToolResult(**result) for result in row["tool_results"]],
+        replies=[_message_from_dict(reply, store) for reply in row["replies"]],
+        tool_results=[_result_from_dict(result, store) for result in row["tool_results"]],
         signals=row["signals"],
         **{name: row[name] for name in _RARE if name in row},
     )
+    images.update(_images_of(turn.replies))
+    return turn
+
+
+def _images_of(messages: Iterable[Message]) -> dict[str, Image]:
+    return {image.digest: image for message in messages for _, image in message.images}

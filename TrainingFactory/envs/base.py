@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools import AsyncToolExecutor, FunctionTool
+from TrainingFactory.tools.replies import tool_messages
 from TrainingFactory.types import Message, Reward, Step, Task
 
 
@@ -38,6 +39,9 @@ class ToolEnvironment:
     """
 
     system_prompt: ClassVar[str] = ""
+    shows_images: ClassVar[bool] = (
+        False  # its messages or tools show images; `model.vision: null` asks for it
+    )
 
     def __init__(
         self,
@@ -68,11 +72,7 @@ class ToolEnvironment:
         if not calls:
             return Step(done=True)
         results = await self.executor.batch_execute(calls)
-        replies = [
-            Message("tool", result.content, tool_call_id=call.id, name=call.name)
-            for call, result in zip(calls, results, strict=True)
-        ]
-        return Step(replies, tool_results=results)
+        return Step(tool_messages(calls, results), tool_results=results)
 
     def reward(self, episode: Episode) -> Reward | float | Awaitable[Reward | float]:
         """Return 1 if the last message equals the task's answer, or the part of it after `####`, else 0."""

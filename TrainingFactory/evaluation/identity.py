@@ -13,7 +13,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ModelSection
 from TrainingFactory.data.disk import TRAINING_STATE_FILES, file_digest, read_checksums
 from TrainingFactory.evaluation.records import Conditions, ModelIdentity, digest_of, tasks_digest
-from TrainingFactory.models.names import BUILTIN, resolve_model_name
+from TrainingFactory.models.names import BUILTINS, resolve_model_name
 from TrainingFactory.registry.store import digest_of as sums_digest
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Task
@@ -93,8 +93,8 @@ def _base_digest(model: ModelSection) -> str:
         return weights_digest(path)
     if path.is_file():
         return f"sha256:{file_digest(path)}"
-    if target == BUILTIN:
-        return f"{BUILTIN}@{model.revision or 0}"
+    if target in BUILTINS:
+        return f"{target}@{model.revision or 0}"
     if target.startswith("package:"):
         return target
     from huggingface_hub import try_to_load_from_cache

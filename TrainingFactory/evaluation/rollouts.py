@@ -18,16 +18,17 @@ from TrainingFactory.assembly.endpoint_rollouts import (
     EndpointStopped,
     endpoint_metrics,
 )
-from TrainingFactory.assembly.environment import check_tools, make_environment
+from TrainingFactory.assembly.environment import check_self_play, check_tools, make_environment
 from TrainingFactory.assembly.fleet import await_engines, join_cluster
 from TrainingFactory.assembly.rewards import check_group_size, check_reward, judge_metrics, make_reward
 from TrainingFactory.assembly.run_tools import RunTools, recording_beside
 from TrainingFactory.assembly.sampler import make_rollouts, make_sampler
+from TrainingFactory.assembly.vision import with_vision
 from TrainingFactory.common.endpoints.names import is_endpoint
 from TrainingFactory.common.event_loop import run as run_anywhere
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.data.trajectories import save_trajectories
+from TrainingFactory.data.trajectories import check_tasks, save_trajectories
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.resolve import factories
 from TrainingFactory.resolve.model_names import with_resolved_model
@@ -74,9 +75,11 @@ class Rollouts:
         self.environment: EnvironmentFactory = make_environment(config, self.tools.is_needed, notify)
         with factories.listing_searched_places("datasets"):
             self.tasks = list(objects.tasks or ()) or make_tasks(config, self.environment)
+        self.config = config = with_vision(config, self.environment, self.tasks)
         build_rewards.check_tasks(reward_section, self.tasks)
-        # Fail now, not after the episodes, if a task cannot be saved.
-        save_trajectories(os.devnull, (Trajectory(task, group="") for task in self.tasks))
+        check_self_play(config, self.environment, reward_section)
+        self.tools.check_tasks(self.tasks)
+        check_tasks(self.tasks)  # now, not after the episodes
         # A partition of the tasks. Rounds run one after the other until `enough` returns True.
         self.rounds: Sequence[Sequence[Task]] = [self.tasks]
         self.enough: Callable[[Sequence[Trajectory]], bool] = lambda _: False

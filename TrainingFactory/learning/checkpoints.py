@@ -2,6 +2,7 @@
 
     config.json, model.safetensors, ...     the model as `save_pretrained` writes it (an adapter alone with LoRA)
     tokenizer.json, ...                     its tokenizer
+    preprocessor_config.json                the image processor of a model that sees images
     scalar_head.safetensors                 the head of a reward model
     learner/state.safetensors               float32 master weights (policy and critic) and the optimizer states
     learner.json                            identity of the model, and the step counts
@@ -146,6 +147,8 @@ def _write(
         learner.causal.config.dtype = learner.dtype
         learner.causal.config.save_pretrained(partial_folder)
     tokenizer.save_pretrained(partial_folder)
+    if learner.vision is not None:
+        learner.vision.save(partial_folder)
     if learner.head is not None and learner.head.model_info is not None:  # not a critic's head
         head = {name: tensors[f"weight/head.{name}"] for name, _ in learner.head.named_parameters()}
         save_head(partial_folder, learner.head.model_info, head)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from TrainingFactory.learning.tree.layers import fused
 from TrainingFactory.learning.tree.recurrent import segmented, set_segments
 from TrainingFactory.models.recurrent import unsupported_types
 from TrainingFactory.types import Sample
+
+if TYPE_CHECKING:
+    from TrainingFactory.models.vision import Vision
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # [C, D] -> [C, V]
 SHARED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -55,27 +58,50 @@ def tree_mode(model: PreTrainedModel, enabled: bool = True) -> Iterator[None]:
         config._attn_implementation = previous
 
 
-def tree_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
+def tree_states(model: PreTrainedModel, pack: Pack, vision: Vision | None = None) -> torch.Tensor:
     """Return the hidden states [N, D], each token of the tree computed once. Call inside `tree_mode`."""
     size = len(pack.token_ids)
     set_segments(model, pack.nodes)
     pack = pad_to_blocks(pack) if model.device.type == "cuda" else pack
-    ids, positions = (torch.from_numpy(array).to(model.device) for array in (pack.token_ids, pack.positions))
+    ids, positions, images = pack.token_ids, pack.positions, {}
+    if vision is not None:
+        positions = _tree_rope(pack, vision) if vision.has_rope else positions
+        (ids,), images = vision.model_inputs(model, ids[None], fresh=vision.trains)
+    ids, positions = (torch.from_numpy(array).to(model.device) for array in (ids, positions))
     return decoder(model)(
-        input_ids=ids[None], position_ids=positions[None], use_cache=False,
-        tfactory_tree=TreePlan(pack, model.device),
+        input_ids=ids[None], position_ids=positions.unsqueeze(-2), use_cache=False,
+        tfactory_tree=TreePlan(pack, model.device), **images,
     ).last_hidden_state[0, :size]  # fmt: skip
 
 
-def row_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
+def _tree_rope(pack: Pack, vision: Vision) -> np.ndarray:
+    """Return the rotary positions [3, N] of a tree, in which images take fewer positions than tokens."""
+    positions = np.empty((3, len(pack.token_ids)), np.int64)
+    ends: list[int] = []  # position after each node
+    for node in pack.nodes:
+        tokens = slice(node.start, node.start + node.length)
+        start = ends[node.parent] if node.parent >= 0 else 0
+        positions[:, tokens], end = vision.rope(pack.token_ids[tokens], start)
+        ends.append(end)
+    return positions
+
+
+def row_states(model: PreTrainedModel, pack: Pack, vision: Vision | None = None) -> torch.Tensor:
     """Return the hidden states [N, D] by the model's own causal attention, which never sees the right-padding."""
     assert all(node.parent < 0 for node in pack.nodes), "pack with make_batch(..., sharing=learner.sharing)"
     starts, lengths = np.array([(node.start, node.length) for node in pack.nodes]).T
     columns = np.arange(lengths.max())
     is_token = columns < lengths[:, None]  # [n, T]
     places = np.where(is_token, starts[:, None] + columns, 0)
-    ids = torch.from_numpy(pack.token_ids[places]).to(model.device)
-    states = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
+    ids, arguments = pack.token_ids[places], {}
+    if vision is not None:
+        ids[~is_token] = 0  # not an image
+        rope = np.stack([vision.rope(row)[0] for row in ids], 1) if vision.has_rope else None
+        ids, arguments = vision.model_inputs(model, ids, fresh=vision.trains)
+        if rope is not None:
+            arguments["position_ids"] = torch.from_numpy(rope).to(model.device)  # [3, n, T]
+    input_ids = torch.from_numpy(ids).to(model.device)
+    states = decoder(model)(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state.flatten(0, 1)
     return states.index_select(0, torch.from_numpy(np.flatnonzero(is_token)).to(model.device))
 
 

@@ -27,6 +27,7 @@ from TrainingFactory.data.samples import to_samples
 from TrainingFactory.learning.forward import causal_model, row_states, sharing_problem, tree_mode, tree_states
 from TrainingFactory.learning.heads import HEAD_FILE, REWARD_MODEL_FILE, ScalarHead, load_head
 from TrainingFactory.models import chat_format, load_model
+from TrainingFactory.models.vision import Vision
 from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.types import Reward, Sample, Trajectory
 
@@ -70,11 +71,13 @@ class RewardScorer:
         *,
         token_budget: int = 16_384,
         score_together: bool = True,
+        vision: Vision | None = None,
     ) -> None:
         self.kind: Kind = kind
         self._model, self._causal, self._head, self._chat = model.eval(), causal_model(model), head, chat
-        self._token_budget, self._together = token_budget, score_together
-        self._sharing = sharing_problem(self._causal) is None
+        self._token_budget, self._together, self._vision = token_budget, score_together, vision
+        sees_whole_images = vision is not None and vision.sees_whole_images
+        self._sharing = sharing_problem(self._causal) is None and not sees_whole_images
         self._lock = threading.Lock()
 
     @classmethod
@@ -107,6 +110,7 @@ class RewardScorer:
             model_info.family,
             thinking=model_info.thinking,
             stop_ids=loaded_model.stop_ids,
+            vision=loaded_model.vision,
         )
         head = load_head(folder, causal_model(loaded_model.model))
         return cls(
@@ -116,6 +120,7 @@ class RewardScorer:
             model_info.kind,
             token_budget=token_budget,
             score_together=score_together,
+            vision=loaded_model.vision,
         )
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
@@ -139,7 +144,7 @@ class RewardScorer:
             by_row: list[list[float]] = [[] for _ in samples]
             for pack in make_batch(samples, self._token_budget, self._sharing).packs:
                 with tree_mode(self._causal, self._sharing):
-                    states = (tree_states if self._sharing else row_states)(self._causal, pack)
+                    states = (tree_states if self._sharing else row_states)(self._causal, pack, self._vision)
                 places = torch.from_numpy(pack.place).to(states.device)
                 outputs = self._head(states.index_select(0, places)).tolist()
                 for number, score in zip(pack.row.tolist(), outputs, strict=True):

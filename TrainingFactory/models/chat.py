@@ -11,22 +11,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.common.openai_format import message_from_dict, spec_from_dict
 from TrainingFactory.models import probes
 from TrainingFactory.models.encoding import Control, TextEncoder, cache_short_texts
 from TrainingFactory.models.families import FAMILIES, THINK_TAGS, Family, get_family
 from TrainingFactory.models.forms import TaggedCallReader, learn_reader
+from TrainingFactory.models.message_images import (
+    IMAGE,
+    IMAGES_NOTE,
+    NO_IMAGE,
+    ImagePlaces,
+    check_all_shown,
+    decode_with_images,
+    images_after_results,
+    images_of,
+    join_results,
+    without_images,
+)
 from TrainingFactory.models.outlines import Outlines, Texts
 from TrainingFactory.models.probes import CallStyle
 from TrainingFactory.models.round_trip import RoundTripError, describe_difference, same_turn
 from TrainingFactory.models.templates import ChatTemplate
-from TrainingFactory.types import Message, ToolCall, ToolSpec, Turn
+from TrainingFactory.types import Image, Message, PlacedImage, ToolCall, ToolSpec, Turn
+
+if TYPE_CHECKING:
+    from TrainingFactory.models.vision import Vision
 
 # A rendering, split: tuples of finished token ids, and lists to be encoded of template texts (str) and marks (int).
 Pieces = list[tuple[int, ...] | list[str | int]]
@@ -41,7 +57,8 @@ PROBE_CALL = ToolCall("probe_tool", {"text": "a b"})
 
 class TemplateChatFormat:
     """Chat format of a tokenizer's template. `family` None: the first one whose parser reads the template's calls.
-    `stop_ids` are additional tokens that end a turn. `day` is the date for templates that print it; None: today."""
+    `stop_ids` are additional tokens that end a turn. `day` is the date for templates that print it; None: today.
+    `vision` is that of a model that sees images; without it, tool results have a text in place of their images."""
 
     def __init__(
         self,
@@ -51,6 +68,7 @@ class TemplateChatFormat:
         thinking: bool | None = None,
         stop_ids: Sequence[int] = (),
         day: date | None = None,
+        vision: Vision | None = None,
     ) -> None:
         requested = get_family(family) if family else None
         self.tokenizer = tokenizer
@@ -59,6 +77,8 @@ class TemplateChatFormat:
         options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         self._template = ChatTemplate(tokenizer, options, day)
         self._marks = self._template.marks
+        self._template.takes_parts = probes.reads_only_parts(self._template)
+        self.sees_images, self._places = vision is not None, ImagePlaces(vision, self._encoder)
         placeholder = self._marks[0]
         self._start = self._template.text([probes.user(placeholder)])
         self._header = self._start.rpartition(placeholder)[2].rstrip()
@@ -83,6 +103,9 @@ class TemplateChatFormat:
         self._outlines.settle(calls_as_json=self._calls_text is not None)
         self._refusal = self._misread() if requested or native else self._why_no_tools()
         self.warning = self._check_example()
+        # Images of tool results go into a user message after the results.
+        self._images_as_user = vision is not None and not self._replies_as_user
+        self.note = None if vision is None else self._check_images()
         self._template.watched = False
 
     # writing
@@ -99,7 +122,8 @@ class TemplateChatFormat:
         if specs and self._refusal:
             raise ValueError(self._refusal)
         schemas, schemas_text, texts = self._outlines.schemas(specs) if self._template_tools else ([], "", [])
-        outlines = [self._outlines.message(message, texts) for message in self._as_user(conversation)]
+        conversation = self._as_user(conversation)
+        outlines = [self._outlines.message(message, texts) for message in conversation]
         if specs and not self._template_tools:
             self._put_tools_into_system(outlines, specs, texts)
         key = json.dumps(outlines) + schemas_text
@@ -107,10 +131,10 @@ class TemplateChatFormat:
             text = self._template.text(outlines, schemas)
             rendered = self._marks.numbers(text)
             for role, content in ((outline["role"], outline["content"]) for outline in outlines):
-                if role != "assistant" and not rendered.issuperset(self._marks.numbers(content)):
+                if role != "assistant" and not rendered.issuperset(self._marks.numbers(json.dumps(content))):
                     raise ValueError(f"the chat template drops a {role} message of this conversation")
             pieces = self._remember(key, text)
-        return self._fill(pieces, texts)
+        return self._fill(pieces, texts, images_of(conversation))
 
     def extend(self, turn: Turn, replies: Sequence[Message | Mapping[str, Any]]) -> list[int]:
         sampled_ids = turn.completion.token_ids
@@ -118,10 +142,12 @@ class TemplateChatFormat:
             raise ValueError("cannot extend a turn that was cut before its stop token")
         messages = self._as_user([as_message(reply) for reply in replies])
         texts: Texts = ["", ""]  # marks 0 and 1 are in the part before the replies
+        following: Texts = []  # texts after the images of a reply
         for message in messages:
-            content = self._outlines.hide_marks(message.role, message.content) if message.content else ""
+            content, *more = self._outlines.contents(message)
             texts += [content, message.name or "tool"]
-        ids = self._fill(self._continuation(messages), texts)
+            following += more
+        ids = self._fill(self._continuation(messages), texts + following, images_of(messages))
         # if the template has no end-of-turn token, the stop token is the first token of the next message (GLM)
         return ids[1:] if self._end is None and ids[:1] == sampled_ids[-1:] else ids
 
@@ -133,6 +159,8 @@ class TemplateChatFormat:
         exact: bool = True,
     ) -> list[int]:
         message = as_message(message)
+        if message.images:
+            raise ValueError("an assistant message cannot have images")
         if self._one_call and self._calls_text is None and len(message.tool_calls) > 1:
             raise ValueError(
                 f"the chat template renders one call per turn, but this message has {len(message.tool_calls)}"
@@ -214,7 +242,7 @@ class TemplateChatFormat:
         quotes: Texts = []
         text = self._encoder.quoted(ids, lambda quote: self._outlines.mark(quote, quotes))
         message = self._read(text, self.opens_thought(prompt_ids), tools)
-        return self._unquoted(message, quotes) if quotes else message
+        return self._outlines.unquote(message, quotes) if quotes else message
 
     def parse_text(self, text: str, tools: Sequence[ToolSpec] = ()) -> Message:
         """Parse an assistant's text as a message; tags in it count as control tokens."""
@@ -256,23 +284,8 @@ class TemplateChatFormat:
     def _ends_in_thought(self, last_ids: tuple[int, ...]) -> bool:
         return self.decode(last_ids).rstrip().endswith(self.family.think[0])
 
-    def _unquoted(self, message: Message, quotes: Texts) -> Message:
-        def plain(value: Any) -> Any:
-            if isinstance(value, str):
-                parts = self._marks.split(value)
-                return "".join(quotes[part] if isinstance(part, int) else part for part in parts)
-            if isinstance(value, dict):
-                return {plain(key): plain(item) for key, item in value.items()}
-            return [plain(item) for item in value] if isinstance(value, list) else value
-
-        calls = [
-            ToolCall(plain(call.name), plain(call.arguments), call.id, plain(call.error))
-            for call in message.tool_calls
-        ]
-        return Message("assistant", plain(message.content), calls, reasoning=plain(message.reasoning))
-
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self._encoder.decode(token_ids)
+        return decode_with_images(self._encoder.decode, token_ids)
 
     def truncate(self, text: str, max_tokens: int) -> str:
         return self._encoder.truncate(text, max_tokens)
@@ -283,7 +296,7 @@ class TemplateChatFormat:
         """Split a rendering at its control tokens; the text between two of them is encoded as one string."""
         parts, pieces = list[Any](), Pieces()
         for part in self._marks.split(text):
-            parts += [part] if isinstance(part, int) else self._encoder.split(part)
+            parts += [part] if isinstance(part, int) else self._places.split(part)
         for is_control, group in groupby(parts, lambda part: isinstance(part, Control)):
             run = list(group)
             if is_control:
@@ -298,14 +311,16 @@ class TemplateChatFormat:
                 pieces.append(tuple(self._encoder.plain("".join(run))) if without_marks else run)
         return pieces
 
-    def _fill(self, pieces: Pieces, texts: Texts) -> list[int]:
+    def _fill(self, pieces: Pieces, texts: Texts, images: Sequence[Image] = ()) -> list[int]:
         ids: list[int] = []
+        remaining = iter(images)
         for piece in pieces:
-            if isinstance(piece, tuple):
-                ids += piece
-            else:
+            if not isinstance(piece, tuple):
                 run = [texts[part] if isinstance(part, int) else part for part in piece]
                 ids += self._encoder.plain("".join(run))
+            else:
+                ids += piece if IMAGE not in piece else self._places.fill(piece, remaining)
+        check_all_shown(remaining)
         return ids
 
     def _remember(self, key: str | tuple[Any, ...], text: str) -> Pieces:
@@ -317,7 +332,7 @@ class TemplateChatFormat:
         return pieces
 
     def _continuation(self, replies: Sequence[Message]) -> Pieces:
-        key = tuple([(reply.role, bool(reply.content)) for reply in replies])
+        key = tuple([(reply.role, *probes.content_shape(reply)) for reply in replies])
         if key not in self._skeletons:
             text = probes.continuation(self._template, self._style, self._end, replies)
             rendered = self._marks.numbers(text)
@@ -329,15 +344,24 @@ class TemplateChatFormat:
     # what the template does not render
 
     def _as_user(self, messages: Sequence[Message]) -> list[Message]:
-        """Join the tool results of a turn into one user message, if the template does not render tool messages."""
-        if not self._replies_as_user:
-            return list(messages)
-        merged: list[Message] = []
-        for are_results, group in groupby(messages, lambda message: message.role == "tool"):
-            run = list(group)
-            texts = [f"Result of {message.name or 'the tool'}:\n{message.content}" for message in run]
-            merged += [Message("user", "\n\n".join(texts))] if are_results else run
-        return merged
+        """Join the tool results of a turn into one user message, if the template does not render tool messages. Move
+        their images into a user message after them, if it renders no images there."""
+        if not self.sees_images:
+            messages = [without_images(message) if message.images else message for message in messages]
+        if self._replies_as_user:
+            return join_results(messages)
+        return images_after_results(messages) if self._images_as_user else list(messages)
+
+    def _check_images(self) -> str | None:
+        """Raise ValueError if the template renders no images. Return a note if it renders none of tool results."""
+        user, result = (Message(role, "m", images=[PlacedImage(0, NO_IMAGE)]) for role in ("user", "tool"))
+        self._places.require(lambda: self._template.text([self._outlines.message(user, [])]))
+        if self._replies_as_user:
+            return None
+        with suppress(ValueError):
+            text = probes.continuation(self._template, self._style, self._end, [result])
+            self._images_as_user = self._places.count(text) != 1
+        return IMAGES_NOTE if self._images_as_user else None
 
     def _put_tools_into_system(
         self, outlines: list[dict[str, Any]], specs: list[ToolSpec], texts: Texts

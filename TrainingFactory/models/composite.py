@@ -1,4 +1,5 @@
-"""Composite checkpoints: models with a vision or audio part, of which the text part is loaded as a causal LM."""
+"""Composite checkpoints: models with a vision or audio part, of which the text part is loaded as a causal LM, unless
+the run needs the vision part."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ TEXT_NAMES = {
 SAME_FOR_TEXT = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 TRANSFORMERS_LOGGER = "transformers.modeling_utils"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+IMAGE_PROCESSOR = "preprocessor_config.json"
 PEFT_PREFIX = "base_model.model."  # of all names in an adapter's file
 
 
@@ -176,6 +178,20 @@ def _composite_names(config: Any) -> Callable[[str], str]:
         return f"{path}.{name}" if has_head else re.sub(r"^model\.", f"{path}.", name)
 
     return rename
+
+
+def was_trained_with_vision(folder: str) -> bool:
+    """Return whether a checkpoint or adapter of a run has a vision part."""
+    path = Path(folder).expanduser()
+    return all((path / name).is_file() for name in ("learner.json", IMAGE_PROCESSOR))
+
+
+def read_image_processor(source: str, options: dict[str, Any]) -> Any:
+    """Return the image processor of a model that sees images."""
+    from transformers import AutoImageProcessor
+
+    # With the backend "pil", which needs no torchvision.
+    return AutoImageProcessor.from_pretrained(source, backend="pil", **options)
 
 
 def processor_template(source: str, options: dict[str, Any]) -> str | None:

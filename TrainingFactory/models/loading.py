@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,12 +21,16 @@ from safetensors import SafetensorError, safe_open
 from TrainingFactory.common.options import UnknownNameError, did_you_mean, nearest
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.models import composite
+from TrainingFactory.models.dtypes import convert_weights
 from TrainingFactory.models.encoding import decodes_unchanged
-from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve_model_name
+from TrainingFactory.models.names import BUILTINS, SUPPORTED_MODELS, resolve_model_name
 from TrainingFactory.models.templates import set_chat_template
-from TrainingFactory.models.tiny import tiny_model, tiny_tokenizer
+from TrainingFactory.models.tiny import builtin_model, builtin_tokenizer
 from TrainingFactory.models.untrained_tags import remove_untrained_tags
 from TrainingFactory.models.weight_parts import SPLIT_WEIGHTS, join_parts
+
+if TYPE_CHECKING:
+    from TrainingFactory.models.vision import Vision
 
 CPU = torch.device("cpu")
 # Errors that transformers, tokenizers, safetensors and gguf raise for files that they cannot read. Tokenizers has no
@@ -45,6 +49,13 @@ class LoadedModel:
     model: Any  # transformers PreTrainedModel, or a PeftModel around one
     tokenizer: Any
     notes: tuple[str, ...] = ()  # on parts of the checkpoint that were not loaded
+    vision: Vision | None = None  # of a model that was loaded with its vision part
+
+    def save_preprocessors(self, folder: str | Path) -> None:
+        """Write the tokenizer, and the image processor of a model with vision."""
+        self.tokenizer.save_pretrained(folder)
+        if self.vision is not None:
+            self.vision.save(folder)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -67,8 +78,11 @@ def load_model(
     trust_remote_code: bool = False,
     quantization: str = "none",
     chat_template: str | None = None,
+    vision: bool | None = None,
+    image_tokens: int | None = None,
 ) -> LoadedModel:
-    """Load a model. The options are those of the config's section `model`. `seed` is that of the built-in weights."""
+    """Load a model. The options are those of the config's section `model`. `seed` is that of the built-in weights.
+    `vision`: load the vision part too; None: of the built-in model and of checkpoints that were trained with it."""
     target = resolve_model_name(name)
     check_quantization(quantization, target)
     _freeze_imports()
@@ -79,28 +93,29 @@ def load_model(
     torch_device = pick_device(device)
     torch_dtype = pick_dtype(dtype, torch_device)
     notes: tuple[str, ...] = ()
-    if target == BUILTIN:
-        tokenizer = tiny_tokenizer()
-        model = tiny_model(
-            len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, revision or str(seed)
-        )
-        model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    processor: Any = None  # of images
+    if target in BUILTINS:
+        model, tokenizer, processor = builtin_model(target, revision or str(seed))
     else:
         options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-        weight_options = {
-            "dtype": torch_dtype,
-            **_quantization_options(quantization, torch_dtype, torch_device),
-        }
-        model, tokenizer, notes = _load_pretrained(name, target, options, weight_options)
+        quantized = _quantization_options(quantization, torch_dtype, torch_device)
+        weight_options = {"dtype": torch_dtype, **quantized}
+        sees = composite.was_trained_with_vision(adapter or target) if vision is None else vision
+        model, tokenizer, notes, processor = _load_pretrained(name, target, options, weight_options, sees)
     if quantization == "none":
-        model = model.to(device=torch_device, dtype=torch_dtype)
+        model = convert_weights(model, torch_device, torch_dtype)
     else:  # transformers has loaded the weights onto their device, and their dtype is fixed
         _keep_trainable(model)
+    model_vision: Vision | None = None
+    if processor is not None:
+        from TrainingFactory.models.vision import open_vision
+
+        model_vision = open_vision(model, processor, tokenizer, image_tokens)
     model = model.eval() if adapter is None else _with_adapter(model.eval(), adapter)
     _check_finite(name, model)
     notes += remove_untrained_tags(name, model, tokenizer)
     set_chat_template(tokenizer, chat_template, adapter)
-    return LoadedModel(target, model, tokenizer, notes)
+    return LoadedModel(target, model, tokenizer, notes, model_vision)
 
 
 def _check_finite(name: str, model: Any) -> None:
@@ -125,8 +140,8 @@ def _check_finite(name: str, model: Any) -> None:
 def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Load only the tokenizer, of a model name as in `load_model` or of a folder that contains a tokenizer."""
     target = resolve_model_name(name)
-    if target == BUILTIN:
-        return tiny_tokenizer()
+    if target in BUILTINS:
+        return builtin_tokenizer(target)
     folder = Path(target).expanduser()
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     source, options = (str(folder), {}) if has_tokenizer else _locate(name, target)
@@ -167,7 +182,7 @@ def check_quantization(quantization: str, name: str) -> None:
     """Raise ValueError, before anything is loaded, if this model or this machine does not support quantization."""
     if quantization == "none":
         return
-    if name == BUILTIN or name.endswith(".gguf") or name.startswith("package:"):
+    if name in BUILTINS or name.endswith(".gguf") or name.startswith("package:"):
         raise ValueError(f"model.quantization is {quantization}, but {name} cannot be quantized: remove it")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(f"model.quantization is {quantization}, which needs: pip install bitsandbytes")
@@ -209,7 +224,7 @@ def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool
     from transformers import AutoConfig
 
     target = resolve_model_name(name)
-    if target == BUILTIN:
+    if target in BUILTINS:
         return torch.float32
     source, options = _locate(name, target)
     options |= {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -219,10 +234,10 @@ def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool
 
 
 def _load_pretrained(
-    name: str, target: str, options: Options, weight_options: Options
-) -> tuple[Any, Any, tuple[str, ...]]:
-    """Return the model, its tokenizer, and notes on parts that were not loaded."""
-    from transformers import AutoModelForCausalLM
+    name: str, target: str, options: Options, weight_options: Options, vision: bool
+) -> tuple[Any, Any, tuple[str, ...], Any]:
+    """Return the model, its tokenizer, notes on parts that were not loaded, and the image processor if `vision`."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     source, gguf = _locate(name, target)
     options |= gguf
@@ -242,12 +257,21 @@ def _load_pretrained(
             with reading("config.json"):
                 whole_config = _read_config(source, options)
             config = whole_config if composite.is_composite(whole_config) else None
-        text_options = {} if config is None else composite.loading_options(name, config)
+        if vision and config is None:
+            raise ValueError(
+                f"model {name!r} has no vision part; remove model.vision, or name a vision-language model"
+            )
+        text_options = {} if config is None or vision else composite.loading_options(name, config)
         with reading("tokenizer.json"):
             tokenizer = _read_tokenizer(source, options)
+        processor = None
+        if vision:
+            with reading(composite.IMAGE_PROCESSOR):
+                processor = composite.read_image_processor(source, options)
         hiding = nullcontext() if config is None else composite.hiding_expected_warnings()
+        auto_class: Any = AutoModelForImageTextToText if vision else AutoModelForCausalLM
         with reading("config.json"), hiding:  # or the weights, if they do not match it
-            pretrained: Any = AutoModelForCausalLM.from_pretrained(
+            pretrained: Any = auto_class.from_pretrained(
                 source, output_loading_info=True, **options, **weight_options, **text_options
             )
     model, report = pretrained
@@ -261,12 +285,12 @@ def _load_pretrained(
         # The weights of a GGUF file are dequantized, and these attributes would prevent saving them.
         del model.config.quantization_config
         model.hf_quantizer = None
-    if config is None:
-        return model, tokenizer, ()
+    if config is None or vision:
+        return model, tokenizer, (), processor
     composite.detach_from_composite(model)
     folder = _local_folder(source, options)
     note = composite.describe_text_part(name, config, model, folder, report["unexpected_keys"])
-    return model, tokenizer, (note,)
+    return model, tokenizer, (note,), None
 
 
 @contextmanager
@@ -471,5 +495,5 @@ def _first_line(error: Exception) -> str:
 
 
 def _suggestion(name: str) -> str:
-    match = nearest(name, [*SUPPORTED_MODELS, BUILTIN], cutoff=0.5)
+    match = nearest(name, [*SUPPORTED_MODELS, *BUILTINS], cutoff=0.5)
     return did_you_mean(match and repr(match)) or f"; short names are: {', '.join(SUPPORTED_MODELS)}"

@@ -11,7 +11,7 @@ from typing import Any
 from TrainingFactory.common.openai_format import spec_to_dict
 from TrainingFactory.models import probes
 from TrainingFactory.models.encoding import TextEncoder
-from TrainingFactory.models.probes import CallStyle
+from TrainingFactory.models.probes import IMAGE_PART, CallStyle, content_parts
 from TrainingFactory.models.templates import ChatTemplate, Transform, json_inner
 from TrainingFactory.types import Message, ToolCall, ToolSpec
 
@@ -103,9 +103,26 @@ class Outlines:
             return self.mark(self.hide_marks("argument", value), texts)
         return self.shield(value, texts, "argument")
 
+    def contents(self, message: Message) -> Texts:
+        """Return the texts around a message's images as the template writes them, at least one."""
+        context = f"{message.role} part" if message.images else message.role
+        parts = [part for part in content_parts(message) if part is not None]
+        return [self.hide_marks(context, part) for part in parts] or [""]
+
+    def content(self, message: Message, texts: Texts) -> Any:
+        """Return the content of a message: a mark, or with images a list of marks and places of images."""
+        if not message.images:
+            return self.mark(self.hide_marks(message.role, message.content), texts) if message.content else ""
+        return [
+            IMAGE_PART
+            if part is None
+            else {"type": "text", "text": self.mark(self.hide_marks(f"{message.role} part", part), texts)}
+            for part in content_parts(message)
+        ]
+
     def message(self, message: Message, texts: Texts) -> dict[str, Any]:
         """Return the message as templates expect it, with marks in place of its texts."""
-        content = self.mark(self.hide_marks(message.role, message.content), texts) if message.content else ""
+        content = self.content(message, texts)
         outline: dict[str, Any] = {"role": message.role, "content": content}
         if message.tool_calls:
             if self._style is None:
@@ -118,3 +135,20 @@ class Outlines:
             outline["tool_call_id"] = f"{probes.CALL_ID}0"
             outline["name"] = self.mark(message.name or "tool", texts)
         return outline
+
+    def unquote(self, message: Message, quotes: Texts) -> Message:
+        """Return an assistant's message with the texts of its marks."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, str):
+                parts = self._template.marks.split(value)
+                return "".join(quotes[part] if isinstance(part, int) else part for part in parts)
+            if isinstance(value, dict):
+                return {plain(key): plain(item) for key, item in value.items()}
+            return [plain(item) for item in value] if isinstance(value, list) else value
+
+        calls = [
+            ToolCall(plain(call.name), plain(call.arguments), call.id, plain(call.error))
+            for call in message.tool_calls
+        ]
+        return Message("assistant", plain(message.content), calls, reasoning=plain(message.reasoning))

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from itertools import count as count_from
 from typing import Any
 
-from TrainingFactory.models.templates import ChatTemplate
+from TrainingFactory.common.images import split_text
+from TrainingFactory.models.templates import ChatTemplate, text_parts
 from TrainingFactory.types import Message, ToolCall
 
 CALL_ID = "call0000"  # plus one digit: some templates require ids of nine characters
+IMAGE_PART = {"type": "image"}
 TAG = r"(?:<[^<>\s]+>|\[/?[A-Z_]+\])"
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's thought, by template
 GEMMA_THOUGHT = ("<|channel>thought", "<channel|>")  # some versions of Gemma's template drop thoughts
@@ -35,8 +39,32 @@ class CallStyle:
         return {"role": "assistant", "content": content or self.empty_content, "tool_calls": rows}
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
+
+
+def content_parts(message: Message) -> list[str | None]:
+    """Return the texts of a message around its images; None: an image."""
+    return [part if isinstance(part, str) else None for part in split_text(message.content, message.images)]
+
+
+def content_shape(message: Message) -> tuple[bool, ...]:
+    """Return for each part of a message whether it is an image: equal shapes have equal renderings."""
+    return tuple(part is None for part in content_parts(message))
+
+
+def reads_only_parts(template: ChatTemplate) -> bool:
+    """Return whether the template drops content that is a text and renders a list of parts (SmolVLM)."""
+    mark = template.marks[0]
+    try:
+        if mark in template.text([user(mark)]):
+            return False
+    except ValueError:
+        pass
+    try:
+        return mark in template.text([user(text_parts(mark))])
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +256,13 @@ def make_renderer(template: ChatTemplate, context: str, style: CallStyle | None)
         conversation = [user("m")]
         if context == "system":
             conversation = [{"role": "system", "content": text}, user("m")]
-        elif context == "user":
-            conversation = [user(text)]
+        elif context in ("user", "user part"):
+            conversation = [user(text if context == "user" else [IMAGE_PART, *text_parts(text)])]
         elif context == "assistant":
             conversation = [user("m"), {"role": "assistant", "content": text}]
-        elif context == "tool":
-            reply = {"role": "tool", "tool_call_id": f"{CALL_ID}0", "name": "f", "content": text}
+        elif context in ("tool", "tool part"):
+            content = text if context == "tool" else [IMAGE_PART, *text_parts(text)]
+            reply = {"role": "tool", "tool_call_id": f"{CALL_ID}0", "name": "f", "content": content}
             conversation = [user("m"), turn, reply]
         elif call:
             conversation = [user("m"), turn]
@@ -243,6 +272,16 @@ def make_renderer(template: ChatTemplate, context: str, style: CallStyle | None)
         return template.text(conversation, tools, header=False)
 
     return render
+
+
+def reply_outline(template: ChatTemplate, reply: Message, number: int, following: Iterator[int]) -> Any:
+    """Return the content of reply `number` with marks: 2 + 2 * number, and the `following` ones for texts after an
+    image."""
+    if not reply.images:
+        return template.marks[2 + 2 * number] if reply.content else ""
+    marks = chain([2 + 2 * number], following)
+    parts = content_parts(reply)
+    return [IMAGE_PART if part is None else text_parts(template.marks[next(marks)])[0] for part in parts]
 
 
 def continuation(
@@ -259,9 +298,11 @@ def continuation(
         ]
         turn = style.message(calls) if style and calls else {"role": "assistant", "content": placeholders[1]}
         answers: list[dict[str, Any]] = []
+        following = count_from(2 + 2 * len(replies))
         # mark 2 + 2i is the text of reply i, mark 3 + 2i the name of its tool
         for number, reply in enumerate(replies):
-            answer = {"role": reply.role, "content": placeholders[2 + 2 * number] if reply.content else ""}
+            content = reply_outline(template, reply, number, following)
+            answer = {"role": reply.role, "content": content}
             if reply.role == "tool":
                 call_id = f"{CALL_ID}{min(len(answers), max(count - 1, 0))}"
                 answer |= {"tool_call_id": call_id, "name": placeholders[3 + 2 * number]}

@@ -10,16 +10,19 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from TrainingFactory.models.composite import is_composite
+
 Shapes = dict[str, tuple[int, ...]]
 WEIGHTS = "model.safetensors"  # the file in a folder of weights; never sharded
 
 
 def build_meta_model(config: Any, trust_remote_code: bool = False) -> Any:
     """Build the model of a transformers config on the meta device, without memory for its weights."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    auto_class: Any = AutoModelForImageTextToText if is_composite(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        return auto_class.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
 
 
 def to_checkpoint_names(meta_model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -147,6 +147,15 @@ def set_chat_template(tokenizer: Any, file: str | None, adapter: str | None) -> 
         tokenizer.chat_template = saved.read_text(encoding="utf-8")
 
 
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    return message if isinstance(content, list) else message | {"content": text_parts(content or "")}
+
+
+def text_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
 class ChatTemplate:
     def __init__(
         self, tokenizer: Any, options: dict[str, Any] | None = None, day: date | None = None
@@ -158,11 +167,14 @@ class ChatTemplate:
         # Some templates print the date: it stays the same for the lifetime of this object.
         self._options = {"strftime_now": moment.strftime, **(options or {})}
         self.marks = Marks()
+        self.takes_parts = False  # the template reads content only as a list of parts
         self.watched = True  # count steps until the template is known to finish; that doubles the time
 
     def text(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), header: bool = True
     ) -> str:
+        if self.takes_parts:
+            messages = [_with_parts(message) for message in messages]
         render = partial(
             self._tokenizer.apply_chat_template,
             list(messages),

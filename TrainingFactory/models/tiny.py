@@ -1,5 +1,6 @@
-"""The built-in model, a Qwen3 of half a million parameters. Its tokenizer is trained on the texts below; its weights
-are random numbers from a seed. Architecture, added tokens and chat template are those of Qwen3 4B."""
+"""The built-in models: a Qwen3 of half a million parameters, and a Qwen3-VL that sees images. Their tokenizer is
+trained on the texts below; their weights are random numbers from a seed. Architecture, added tokens and chat template
+are those of Qwen3 4B and Qwen3-VL."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.models.names import BUILTIN, TORCH_SEED_PREFIX
+from TrainingFactory.models.names import BUILTIN, BUILTIN_VL, TORCH_SEED_PREFIX
 from TrainingFactory.models.words import NAMES, PLACES, SENTENCE_WORDS, THINGS
 
+VL_PATCH = 8  # pixels along the edge of a patch; a token shows two by two patches
 SPECIAL_TOKENS = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|>
 <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|>
 <|video_pad|>""".split()
@@ -30,8 +32,8 @@ search lookup query find expression calculate calculator compute equals plus min
 string integer object text key value list true false null live lives born owns likes visits color keep keeps""".split()
 
 
-def template() -> str:
-    return (Path(__file__).parent / "qwen3_instruct.jinja").read_text(encoding="utf-8").rstrip("\n")
+def template(name: str = "qwen3_instruct") -> str:
+    return (Path(__file__).parent / f"{name}.jinja").read_text(encoding="utf-8").rstrip("\n")
 
 
 @cache
@@ -63,15 +65,29 @@ def _trained_tokenizer() -> str:
     return tokenizer.to_str()
 
 
-def tiny_tokenizer() -> Any:
+def tiny_tokenizer(chat_template: str = "qwen3_instruct") -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_trained_tokenizer()),
-        eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template(), model_max_length=4096,
+        eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template(chat_template), model_max_length=4096,
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
+
+
+def builtin_tokenizer(name: str) -> Any:
+    return tiny_tokenizer("qwen3_vl_instruct" if name == BUILTIN_VL else "qwen3_instruct")
+
+
+def builtin_model(name: str, revision: str) -> tuple[Any, Any, Any]:
+    """Return a built-in model, its tokenizer, and its image processor or None."""
+    tokenizer = builtin_tokenizer(name)
+    eos, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
+    sees = name == BUILTIN_VL
+    model = tiny_vl_model(tokenizer, revision) if sees else tiny_model(len(tokenizer), eos, padding, revision)
+    model.generation_config.eos_token_id = [eos, padding]
+    return model, tokenizer, tiny_image_processor() if sees else None
 
 
 def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: str = "0") -> Any:
@@ -80,22 +96,77 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: 
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=vocab_size, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-    )  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    shape = _text_shape(vocab_size, eos_token_id, pad_token_id)
+    config = Qwen3Config(**shape, rope_parameters=rope, tie_word_embeddings=True)
     number = revision.removeprefix(TORCH_SEED_PREFIX)
-    if not number.isdecimal():
-        raise ValueError(f"model.revision is {revision!r}; for {BUILTIN} it must be a seed, such as 0")
-    seed = int(number)
+    seed = _seed(BUILTIN, number, revision)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     if not revision.startswith(TORCH_SEED_PREFIX):
         _draw_weights(model, seed, config.initializer_range)
     return model
+
+
+def tiny_vl_model(tokenizer: Any, revision: str = "0") -> Any:
+    """Return the model that sees images: a Qwen3-VL with the text part's shape and a tower of two layers. `revision` is
+    the seed of its weights."""
+    import torch
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    }
+    text = _text_shape(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
+    token = tokenizer.convert_tokens_to_ids
+    config = Qwen3VLConfig(
+        text_config=text | {"rope_parameters": rope, "tie_word_embeddings": True},
+        vision_config={
+            "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": VL_PATCH,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 128,
+            "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
+        },
+        image_token_id=token("<|image_pad|>"), video_token_id=token("<|video_pad|>"),
+        vision_start_token_id=token("<|vision_start|>"), vision_end_token_id=token("<|vision_end|>"),
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    seed = _seed(BUILTIN_VL, revision, revision)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3VLForConditionalGeneration(config)
+    _draw_weights(model, seed, 0.02)
+    # Else a language model could hardly read from a random tower where something is: positions would vanish among the
+    # differences of the pixels.
+    for name, weight in model.model.visual.named_parameters():
+        factor = 15 if "pos_embed" in name else 3 if "merger" in name and weight.dim() > 1 else 1
+        weight.data.mul_(factor)
+    return model
+
+
+def tiny_image_processor() -> Any:
+    """Return the image processor of the model that sees images: a token shows 16 x 16 pixels."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    size = {"shortest_edge": 16 * 16, "longest_edge": 512 * 512}
+    return Qwen2VLImageProcessorPil(patch_size=VL_PATCH, merge_size=2, temporal_patch_size=2, size=size)
+
+
+def _text_shape(vocab_size: int, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab_size, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
+        "eos_token_id": eos_token_id, "pad_token_id": pad_token_id,
+    }  # fmt: skip
+
+
+def _seed(name: str, number: str, revision: str) -> int:
+    if not number.isdecimal():
+        raise ValueError(f"model.revision is {revision!r}; for {name} it must be a seed, such as 0")
+    return int(number)
 
 
 def _draw_weights(model: Any, seed: int, deviation: float) -> None:

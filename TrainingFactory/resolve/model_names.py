@@ -25,7 +25,7 @@ from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import TRAINING_STATE_FILES, modified_files
-from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, TORCH_SEED_PREFIX, resolve_model_name
+from TrainingFactory.models.names import BUILTINS, SUPPORTED_MODELS, TORCH_SEED_PREFIX, resolve_model_name
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.registry.lineage import run_node
 from TrainingFactory.registry.rows import Version
@@ -87,7 +87,7 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
     catalogue = Catalogue(registry_path(runs, registry))
     name = factories.model_target(name) or name
     path = Path(name).expanduser()
-    if is_endpoint(name) or resolve_model_name(name) == BUILTIN or name.lower() in SUPPORTED_MODELS:
+    if is_endpoint(name) or resolve_model_name(name) in BUILTINS or name.lower() in SUPPORTED_MODELS:
         return ResolvedModel(name, name)
     if (run := _run(name, runs)) is not None:
         return run
@@ -100,7 +100,7 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
         return ResolvedModel(name, name)
     if name.startswith("package:") or (name.count("/") == 1 and not local):
         return ResolvedModel(name, name)
-    known = [*(run.name for run in list_runs(runs)), *catalogue.names(), *SUPPORTED_MODELS, BUILTIN]
+    known = [*(run.name for run in list_runs(runs)), *catalogue.names(), *SUPPORTED_MODELS, *BUILTINS]
     plain = name.removeprefix(f"{runs}/")
     near = nearest(plain, known, 0.5) or nearest(re.split("[:@]", plain)[0], known, 0.5)
     text = f"there is no such run or model: {name!r}{did_you_mean(near)}"
@@ -161,7 +161,7 @@ def model_provenance(config: TrainingConfig) -> dict[str, Any]:
         "meant": section,
         "version": None if resolved.version is None else str(resolved.version),
         "digest": None if folder is None or not folder.is_dir() else recorded_digest(folder),
-        "drawn_by": "integers" if resolve_model_name(model.name) == BUILTIN else None,
+        "drawn_by": "integers" if resolve_model_name(model.name) in BUILTINS else None,
         "parent": _node(resolved),
     }
 
@@ -181,7 +181,7 @@ def with_original_model(maker: TrainedBy, config: TrainingConfig | None = None) 
     started = _with_section(config or maker.config, about.get("meant", {}))
     model = started.model
     if (
-        resolve_model_name(model.name) == BUILTIN and about.get("drawn_by") is None
+        resolve_model_name(model.name) in BUILTINS and about.get("drawn_by") is None
     ):  # started before version 0.2
         return _with_section(
             started,

@@ -93,14 +93,15 @@ class RolloutEngine:
         tool calls are keyed by `step` (calls: or by `recorded_as`) and the task's id, or its name in `names`."""
         key = step if recorded_as is None else recorded_as
         runs = self._open(tasks, names or _names(tasks), sampler, group_size, step, key)
-        groups = [runs[start : start + group_size] for start in range(0, len(runs), group_size)]
+        size = len(runs) // len(tasks) if tasks else 1
+        groups = [runs[start : start + size] for start in range(0, len(runs), size)]
         gate = self.gate or asyncio.Semaphore(self.max_concurrency or len(runs) or 1)
         if self.branching is not None:
             seeds = [functools.partial(turn_seed, self.seed, step, name) for name in names or _names(tasks)]
             return await self._rollout_trees(self.branching, groups, seeds, gate)
         try:
             if self.group_reward is None:
-                await gather_or_cancel([self._run(episode, gate) for episode in runs])
+                await self._run_all(groups, gate)
             else:
                 await gather_or_cancel(
                     [self._run_group(GroupRun(group, self.group_reward), gate) for group in groups]
@@ -109,7 +110,10 @@ class RolloutEngine:
             for episode in runs:
                 episode.leave()
         self._measure_tail(runs)
-        return [[episode.trajectory for episode in group] for group in groups]
+        return [[run.trajectory for run in group if run.dropped is None] for group in groups]
+
+    async def _run_all(self, groups: Sequence[list[EpisodeRun]], gate: asyncio.Semaphore) -> None:
+        await gather_or_cancel([self._run(episode, gate) for group in groups for episode in group])
 
     def _measure_tail(self, runs: Sequence[EpisodeRun]) -> None:
         end_times = sorted(episode.session_closed_at for episode in runs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+from TrainingFactory.common.images import LIMITS, as_text, moved
 from TrainingFactory.common.texts import describe, valid_text
 from TrainingFactory.common.user_code import location_of
 from TrainingFactory.envs import ToolEnvironment
@@ -45,6 +47,7 @@ from TrainingFactory.types import (
 )
 
 log = logging.getLogger(__name__)
+IMAGES_AS_TEXT = "images/as_text"  # signal of a turn: images that its model did not see
 LARGE_TEXT = 50_000  # characters from which tokenizing takes longer than switching to a thread
 
 
@@ -326,6 +329,8 @@ class EpisodeRun:
         turn.replies = await in_thread(self.cut, replies) if is_large else self.cut(replies)
         turn.tool_results = list(step.tool_results)
         turn.signals.update(step.signals)
+        if not self.rules.chat.sees_images and (count := sum(len(reply.images) for reply in replies)):
+            turn.signals[IMAGES_AS_TEXT] = count
         # End the episode without a reward: a model must not learn to avoid tools because a server was down.
         if unavailable := [result for result in turn.tool_results if result.error == "unavailable"]:
             raise _Over("tool_failure", unavailable[0].content)
@@ -339,11 +344,18 @@ class EpisodeRun:
             return previous_ids + reply_ids
 
     def cut(self, replies: Sequence[Message]) -> list[Message]:
-        """Truncate the contents of replies to `max_reply_tokens`, before they are rendered."""
-        truncate, limit = self.rules.chat.truncate, self.rules.max_reply_tokens
-        contents = [truncate(valid_text(reply.content), limit) for reply in replies]
-        pairs = zip(replies, contents, strict=True)
-        return [dataclasses.replace(reply, content=content) for reply, content in pairs]
+        """Truncate the contents of replies to `max_reply_tokens`, before they are rendered. A model that reads only
+        text gets placeholders for images."""
+        chat, limit = self.rules.chat, self.rules.max_reply_tokens
+        cut: list[Message] = []
+        for reply in replies:
+            text, images = reply.content, reply.images
+            if images and not chat.sees_images:
+                announce_placeholders()
+                text, images = as_text(text, images), []
+            content = chat.truncate(valid_text(text), limit)
+            cut.append(dataclasses.replace(reply, content=content, images=moved(images, text, content)))
+        return cut
 
     async def _score(self) -> None:
         trajectory = self.trajectory
@@ -395,6 +407,15 @@ class EpisodeRun:
         self.trajectory.error = error
 
 
+@functools.cache
+def announce_placeholders() -> None:
+    """Log once that the model does not see images."""
+    log.warning(
+        "tools return images, but the model reads only text: it gets placeholders such as [image 640x480]. "
+        "Metric: %s", IMAGES_AS_TEXT,
+    )  # fmt: skip
+
+
 def _state_name(environment: Environment) -> str | None:
     """Return the environment's name of its current state; None if it has none."""
     with _user_code("the environment's state"):
@@ -415,4 +436,7 @@ def _large(messages: Sequence[Message]) -> bool:
 def _check_messages(method: str, messages: list[Message]) -> list[Message]:
     if not isinstance(messages, list) or [item for item in messages if not isinstance(item, Message)]:
         raise TypeError(f"{method} must return a list of Message, not {str(messages)[:60]}")
+    counts = [len(message.images) for message in messages]
+    if (count := sum(counts) if method == "step" else max(counts, default=0)) > LIMITS.max_per_turn:
+        raise ValueError(f"{method} returned {count} images; a turn has at most {LIMITS.max_per_turn}")
     return messages

@@ -10,8 +10,9 @@ from typing import get_args
 
 from TrainingFactory.data.samples import turn_spans
 from TrainingFactory.rollout.folding import TASK_LOST
-from TrainingFactory.types import Status, Trajectory, Turn
+from TrainingFactory.types import Message, Status, Trajectory, Turn
 
+USER_SIGNALS = "user/"  # prefix of the signals of simulated users
 Z95 = 1.959964  # standard deviations of a two-sided 95 % interval of the normal distribution
 
 
@@ -38,14 +39,41 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics |= {"turns": num_turns, "length": fmean(lengths), "length_max": max(lengths)}
     if any(episode.is_folded for episode in trajectories):
         metrics |= fold_metrics(trajectories)
+    metrics |= _user_metrics(trajectories, turns)
+    if images := sum(
+        len(message.images) for episode in trajectories for message in episode_messages(episode)
+    ):
+        metrics["images"] = images
+    if hidden := sum(turn.signals.get("images/as_text", 0.0) for turn in turns):
+        metrics["images/as_text"] = hidden
     if rewards:
         totals = [reward.outcome + sum(reward.steps) for reward in rewards]
         metrics |= {"reward": fmean(totals), "reward_std": pstdev(totals)}
     if any(trajectory.parent is not None for trajectory in trajectories):
         metrics |= _branching_metrics(trajectories, turns)
+    for role in sorted({episode.role for episode in trajectories if episode.role is not None}):
+        of_role = [episode.reward for episode in trajectories if episode.role == role]
+        scored = [reward.outcome + sum(reward.steps) for reward in of_role if reward is not None]
+        metrics[f"role/{role}/episodes"] = len(of_role)
+        metrics[f"role/{role}/unscored"] = len(of_role) - len(scored)
+        if scored:
+            metrics[f"role/{role}/reward"] = fmean(scored)
     for part in sorted({part for reward in rewards for part in reward.parts}):
         metrics[f"reward/{part}"] = fmean(reward.parts[part] for reward in rewards if part in reward.parts)
     return metrics
+
+
+def _user_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Turn]) -> dict[str, float]:
+    """Return the means per episode of what simulated users did; empty without them."""
+    totals: Counter[str] = Counter()
+    for turn in turns:
+        totals.update({name: value for name, value in turn.signals.items() if name.startswith(USER_SIGNALS)})
+    return {name: total / len(trajectories) for name, total in totals.items()}
+
+
+def episode_messages(episode: Trajectory) -> list[Message]:
+    """Return the messages that the model read."""
+    return [*episode.prompt, *(reply for turn in episode.own_turns for reply in turn.replies)]
 
 
 def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -11,6 +11,7 @@
     findings.jsonl      problems detected during training, and when each was gone
     evaluations.jsonl   held-out evaluations, during training and by `tfactory eval`
     tool_calls.jsonl    every tool call, for `--replay`; tools.json: the tool schemas that the model saw
+    images/             images of episodes and tool calls, ab/<digest>.png, each written once
     annotations.json    tags, note and archive mark that the user sets; see `runs/annotations.py`
     checkpoints/        step-000025/: model, optimizer, and state.json with the sizes of the .jsonl files above
 
@@ -42,6 +43,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from TrainingFactory import __version__
+from TrainingFactory.common.images import IMAGES_FOLDER, ImageStore
 from TrainingFactory.common.texts import redact_environment, secrets_in
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.problems import Problem
@@ -67,6 +69,7 @@ try:
 except ImportError:  # Windows: without a lock, two processes can write the same run
     fcntl = None
 
+DIGEST = re.compile(rb'"digest": ?"([0-9a-f]{64})"')  # of an image
 METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl", "kept.jsonl"
 FINDINGS, EVALUATIONS = "findings.jsonl", "evaluations.jsonl"
 APPEND_ONLY = (METRICS, CONSUMED, TRAJECTORIES, KEPT, FINDINGS, EVALUATIONS, CALLS_FILE)
@@ -105,6 +108,11 @@ class RunFolder:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def images(self) -> ImageStore:
+        """Return the images of its episodes and tool calls."""
+        return ImageStore(self.path / IMAGES_FOLDER)
 
     @property
     def display_path(self) -> str:
@@ -340,6 +348,17 @@ class RunFolder:
                     file.write(kept_bytes)
         for leftover in (self.path / "checkpoints").glob(".*"):
             shutil.rmtree(leftover, ignore_errors=True)
+        self.remove_unused_images()
+
+    def remove_unused_images(self) -> int:
+        """Remove the images that no file of the run names any more; return how many. The run must be locked."""
+        if not self.images.folder.is_dir():
+            return 0
+        used: set[str] = set()
+        for path in self.path.glob("*.jsonl*"):  # also files that an evaluation is writing
+            with path.open("rb") as file:
+                used.update(digest.decode() for line in file for digest in DIGEST.findall(line))
+        return self.images.remove_unused(used)
 
     def _requested_evaluations(self, start: int) -> bytes:
         """Return the lines from `start` that `tfactory eval` wrote; those of training are repeated with its steps."""

@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from struct import pack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from TrainingFactory.common.image_tokens import VIRTUAL, find_image
 from TrainingFactory.sampling.cache.view import causal_model, routes_tokens, unsupported_model
 from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
@@ -30,6 +31,9 @@ from TrainingFactory.sampling.requests import AdmissionRound, SamplingRequest, S
 from TrainingFactory.sampling.runner import SampledTokens
 from TrainingFactory.sampling.table import MARGIN, SlotTable
 from TrainingFactory.types import Completion, SamplingParams, Weights
+
+if TYPE_CHECKING:
+    from TrainingFactory.models.vision import Vision
 
 COMPACT_AFTER = 3  # consecutive steps with fewer than half of the rows in use
 MAX_STEPS_AHEAD = (
@@ -87,15 +91,20 @@ class NativeEngine:
         guesses: int = 7,  # most draft tokens of a row in one step; 0: no speculative decoding
         source: Any = None,
         cache_bytes: int | None = None,  # most memory of the KV cache; None: a share of the free memory
+        vision: Vision | None = None,  # of a model that sees images
     ) -> None:
-        self._model, self._source = model, source
+        self._model, self._source, self._vision = model, source, vision
         causal = causal_model(model)
         if deterministic and routes_tokens(causal):
             reason = "the batches of its experts depend on timing, so it has no deterministic mode"
             raise unsupported_model(causal.config.model_type, reason)
+        if deterministic and vision is not None and vision.sees_whole_images:
+            reason = "its image tokens see later ones, so it has no deterministic mode with images"
+            raise unsupported_model(causal.config.model_type, reason)
         on_cuda = causal.device.type == "cuda"
-        self._table = SlotTable(slots, max_length, deterministic=deterministic)
-        self._runner = AsyncRunner(causal, self._table, cache_bytes)
+        rope_of = vision.rope if vision is not None and vision.has_rope else None
+        self._table = SlotTable(slots, max_length, deterministic=deterministic, rope_of=rope_of)
+        self._runner = AsyncRunner(causal, self._table, cache_bytes, vision)
         is_recurrent = bool(self._runner.states.shapes)
         few_shapes = on_cuda and not is_recurrent  # no CUDA graphs with states
         if few_shapes and not self._runner.tiled:
@@ -109,6 +118,7 @@ class NativeEngine:
         budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
         self._planner = StepPlanner(self._table, budget, self._drafts, guesses, few_shapes=few_shapes)
         self._planner.tiled = self._runner.tiled
+        self._planner.whole_images = vision is not None and vision.sees_whole_images
         self._flight: InFlightStep | None = None  # the launched step whose tokens have not been fetched
         self._ahead = 0  # steps launched ahead since one waited; negative: drafts are worth waiting for
         self.policy_version = 0
@@ -131,6 +141,10 @@ class NativeEngine:
         self._sparse = 0  # consecutive steps with fewer than half of the rows in use
         initializer = partial(torch.cuda.set_device, causal.device) if on_cuda else None  # it is per thread
         self._pool = ThreadPoolExecutor(1, "native-engine", initializer)
+
+    @property
+    def model(self) -> Any:
+        return self._model
 
     def session(self) -> NativeSession:
         if self._deterministic and not self.sessions:
@@ -166,6 +180,8 @@ class NativeEngine:
                 await loop.run_in_executor(self._pool, self._copy)
             self._table.forget()
             self._runner.refresh()
+            if self._vision is not None and self._vision.trains:
+                self._vision.forget()
             self.policy_version = weights.version
         finally:
             with self._lock:
@@ -222,8 +238,11 @@ class NativeEngine:
         vocabulary = self._runner.vocabulary
         prompt = np.frombuffer(pack(f"{size}q", *prompt_ids), np.int64)  # twice as fast as np.array
         if prompt.view(np.uint64).max() >= vocabulary:  # unsigned, so that negative ids are large
-            invalid = next(token for token in prompt_ids if not 0 <= token < vocabulary)
-            raise ValueError(f"token id {invalid} is not in the model's vocabulary of {vocabulary}")
+            invalid = [token for token in prompt_ids if not 0 <= token < vocabulary]
+            if self._vision is not None:  # unknown images raise ValueError
+                invalid = [token for token in invalid if token < VIRTUAL or not find_image(token)]
+            if invalid:
+                raise ValueError(f"token id {invalid[0]} is not in the model's vocabulary of {vocabulary}")
         return prompt.astype(np.int32)
 
     def _post(self, item: SamplingRequest | SessionSlot) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from TrainingFactory.common.image_tokens import whole_image_end
 from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.gpu.graphs import SPANS, graph_rows, graph_span
 from TrainingFactory.sampling.table import CHUNK, SlotTable
@@ -39,6 +40,7 @@ class StepPlanner:
     ) -> None:
         self.table, self.prefill_tokens, self.few_shapes = table, prefill_tokens, few_shapes
         self.drafts, self.guesses = drafts, guesses
+        self.whole_images = False  # a chunk ends before or after an image
         self.tiled = False  # chunks of different lengths share a forward without padding
 
     def plan(self, guess: bool = True) -> StepPlan:
@@ -59,6 +61,11 @@ class StepPlanner:
             budget = min(budget, next((size for size in PIECES[1:] if waiting_tokens <= 2 * size), budget))
         for slot in queue[table.used[queue].argsort(kind="stable")].tolist():
             count = min(table.chunk_end(slot) - int(table.stored[slot]), budget)
+            if self.whole_images:
+                stored = int(table.stored[slot])
+                count = (
+                    whole_image_end(table.ids[slot, : table.chunked[slot]], stored, stored + count) - stored
+                )
             size = sum(counts) + count if self.tiled else (len(admitted) + 1) * max(longest, count)
             if admitted and size > budget:
                 continue

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,9 @@ from TrainingFactory.sampling.sizing import round_up, size_cache, size_states
 from TrainingFactory.sampling.table import CHUNK, SlotTable
 from TrainingFactory.sampling.tiles import TileLayout, pad_to
 from TrainingFactory.sampling.twins import TwinRows, find_twins
+
+if TYPE_CHECKING:
+    from TrainingFactory.models.vision import Vision
 
 
 @dataclass(slots=True)
@@ -57,6 +61,8 @@ class StepInputs(NamedTuple, Generic[Data]):
     dense_unpad: Data  # [n]
     chunk_pad: Data  # [P * T] the same of the chunks
     chunk_unpad: Data  # [n]
+    rope: Data  # [3 * U] rotary positions; empty if they are `positions`
+    ends: Data  # [U] last visible position, for models that see whole images; else empty
 
 
 class SampledTokens(NamedTuple):
@@ -71,9 +77,15 @@ class SampledTokens(NamedTuple):
 class Runner:
     """Owns the view of the model and the cache. Runs in inference mode, in the caller's thread."""
 
-    def __init__(self, model: PreTrainedModel, table: SlotTable, cache_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        table: SlotTable,
+        cache_bytes: int | None = None,
+        vision: Vision | None = None,
+    ) -> None:
         check_model(model)
-        self.model, self.table = model, table
+        self.model, self.table, self.vision = model, table, vision
         embeddings: Any = model.get_input_embeddings()
         self.vocabulary: int = embeddings.num_embeddings
         self.device: torch.device = embeddings.weight.device
@@ -96,7 +108,8 @@ class Runner:
         self.launches_ahead = False  # steps are launched before the tokens of the previous step are known
         self._trunks: dict[tuple[int, bytes], int] = {}
         self._latest = torch.zeros(table.slots + 1, dtype=torch.long, device=self.device)  # by slot
-        has_graphs = self.device.type == "cuda" and not self.states.shapes
+        # Steps of a model that sees images or has states have inputs that graphs do not record.
+        has_graphs = self.device.type == "cuda" and vision is None and not self.states.shapes
         self._graphs = DecodeGraphs(self.device, self._latest) if has_graphs else None
         self._prepare()
         self._compare()
@@ -235,26 +248,34 @@ class Runner:
         if not plan.fixed:
             rows, fed = _covered(merged.dense, batch.fed[merged.dense])
         chunks, counts = _covered(merged.slots, merged.counts)
-        arrays = _step_inputs(batch, self._cache_positions(batch), twin_rows, fed, counts)
+        rope = EMPTY if self.table.rope_of is None else self._rope(batch)
+        arrays = _step_inputs(batch, self._cache_positions(batch), twin_rows, fed, counts, rope)
+        images: dict[str, Any] = {}
+        if self.vision is not None:
+            if self.vision.sees_whole_images:
+                arrays = arrays._replace(ends=self.vision.image_ends(arrays.tokens, arrays.positions))
+            ids, images = self.vision.model_inputs(self.model, arrays.tokens[None])
+            arrays = arrays._replace(tokens=ids[0])
         tensors = to_device([*arrays, *draws.present], self.device)
         inputs = StepInputs(*tensors[: len(arrays)])
         step.cache_positions = inputs.cache_positions.unflatten(0, (len(self.table.pages.tables), -1))
         step.tokens = int(fed.sum())
         step.source = inputs.source if twin_rows is not None else None
         if plan.rows:
-            positions = inputs.positions[: step.tokens]
+            part = slice(0, step.tokens)
             step.dense = self._attention_part(
-                rows, positions, inputs.dense_pad, inputs.dense_unpad, widths[0]
+                rows, inputs, part, (inputs.dense_pad, inputs.dense_unpad), widths[0]
             )
             step.dense.trunk, step.dense.trunk_slot = trunk, int(merged.dense[0])
         if len(merged.slots):
-            positions = inputs.positions[step.tokens :]
+            part = slice(step.tokens, None)
             step.chunks = self._attention_part(
-                chunks, positions, inputs.chunk_pad, inputs.chunk_unpad, widths[1]
+                chunks, inputs, part, (inputs.chunk_pad, inputs.chunk_unpad), widths[1]
             )
             step.chunks.trunk, step.chunks.trunk_slot = self.trunk(merged.slots), int(merged.slots[0])
         ids = inputs.tokens if not self.table.flying.any() else self._known_tokens(inputs.tokens)
-        logits = self._logits(ids, inputs.positions, step, inputs.keep if len(plan.slots) else 0)
+        positions = inputs.rope.unflatten(0, (3, -1)) if len(rope) else inputs.positions
+        logits = self._logits(ids, positions, step, inputs.keep if len(plan.slots) else 0, images)
         if not batch.live.any():
             return None
         draw_inputs = DrawInputs(*tensors[len(arrays) :])
@@ -263,6 +284,15 @@ class Runner:
         if self.launches_ahead:
             self._latest[batch.rows[batch.live]] = picked[0, batch.live].long()
         return picked
+
+    def _rope(self, batch: FlatBatch) -> np.ndarray:
+        """Return the rotary positions [N, 3] of the tokens; padding has any."""
+        table = self.table
+        slots, places = (
+            np.minimum(batch.slots, table.slots - 1),
+            np.minimum(batch.positions, table.max_length - 1),
+        )
+        return table.rope[slots, :, places]
 
     def _state_rows(self, plan: StepPlan, batch: FlatBatch) -> list[StateRows]:
         dense = int(batch.fed.sum())
@@ -279,12 +309,14 @@ class Runner:
         return find_twins(self.table.hashes[rows], self.table.marks(batch.tokens, batch.positions), counts)
 
     def _logits(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext, keep: torch.Tensor | int
-    ) -> torch.Tensor:
-        """Return the logits [M, V] of the tokens `keep`, or of all tokens if it is 0."""
+        self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext, keep: torch.Tensor | int,
+        images: dict[str, Any] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the logits [M, V] of the tokens `keep`, or of all tokens if it is 0. `positions` [N] or [3, N];
+        `images` are the arguments of the forward for the images among the tokens."""
         result = self.view(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, tfactory_step=step,
-            logits_to_keep=keep,
+            input_ids=ids[None], position_ids=positions.unsqueeze(-2), use_cache=False, tfactory_step=step,
+            logits_to_keep=keep, **(images or {}),
         )  # fmt: skip
         return result.logits[0]
 
@@ -405,19 +437,25 @@ class Runner:
         )
 
     def _attention_part(
-        self, slots: slice | np.ndarray, positions: torch.Tensor, pad: torch.Tensor, unpad: torch.Tensor, width: int
+        self, slots: slice | np.ndarray, inputs: StepInputs[torch.Tensor], part: slice,
+        padding: tuple[torch.Tensor, torch.Tensor], width: int,
     ) -> AttentionPart:  # fmt: skip
         rows = slots.stop - slots.start if isinstance(slots, slice) else len(slots)
-        padded = len(pad) > 0
-        positions = (positions[pad] if padded else positions).unflatten(0, (rows, -1))
-        slot_index = slots if isinstance(slots, slice) else torch.from_numpy(slots).to(self.device)
-        padding = (pad, unpad) if padded else (None, None)
-        return AttentionPart(slot_index, positions, width, self._mask, *padding)
+        pad, unpad = padding if len(padding[0]) else (None, None)
 
-    def _mask(self, positions: torch.Tensor, width: int, window: int | None) -> torch.Tensor:
-        """Return the causal mask of positions [rows, T], additive, as [rows, 1, T, width]."""
+        def by_row(tokens: torch.Tensor) -> torch.Tensor:
+            return (tokens[part] if pad is None else tokens[part][pad]).unflatten(0, (rows, -1))
+
+        slot_index = slots if isinstance(slots, slice) else torch.from_numpy(slots).to(self.device)
+        mask = partial(self._mask, ends=by_row(inputs.ends)) if len(inputs.ends) else self._mask
+        return AttentionPart(slot_index, by_row(inputs.positions), width, mask, pad, unpad)
+
+    def _mask(
+        self, positions: torch.Tensor, width: int, window: int | None, ends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the mask of positions [rows, T], additive, as [rows, 1, T, width]: causal, or up to `ends`."""
         span, positions = self._span[:width], positions[:, None, :, None]
-        is_masked = span > positions
+        is_masked = span > (positions if ends is None else ends[:, None, :, None])
         if window is not None:
             is_masked = is_masked | (span <= positions - window)
         return torch.where(is_masked, self._hidden, self._seen)
@@ -438,15 +476,19 @@ def _leaders_only(plan: StepPlan, twin_rows: TwinRows) -> StepPlan:
 
 
 def _step_inputs(
-    batch: FlatBatch, cache_positions: np.ndarray, twin_rows: TwinRows | None, fed: np.ndarray, counts: np.ndarray
+    batch: FlatBatch, cache_positions: np.ndarray, twin_rows: TwinRows | None, fed: np.ndarray, counts: np.ndarray,
+    rope: np.ndarray,
 ) -> StepInputs[np.ndarray]:  # fmt: skip
-    """Return the inputs of a forward; `fed` and `counts` [rows] are the tokens of each dense row and of each chunk."""
-    padding = *_padding(fed), *_padding(counts)
+    """Return the inputs of a forward; `fed` and `counts` [rows] are the tokens of each dense row and of each chunk,
+    `rope` [N, 3] the rotary positions, if they are not the places."""
+    if twin_rows is not None and len(rope):
+        rope = rope[twin_rows.is_leader]
+    rest = *_padding(fed), *_padding(counts), rope.T.ravel(), EMPTY
     if twin_rows is None:
-        return StepInputs(batch.tokens, batch.positions, cache_positions, batch.keep, EMPTY, EMPTY, *padding)
+        return StepInputs(batch.tokens, batch.positions, cache_positions, batch.keep, EMPTY, EMPTY, *rest)
     keep, logit_rows = np.unique(twin_rows.source[batch.keep], return_inverse=True)
     tokens, positions = batch.tokens[twin_rows.is_leader], batch.positions[twin_rows.is_leader]
-    return StepInputs(tokens, positions, cache_positions, keep, twin_rows.source, logit_rows, *padding)
+    return StepInputs(tokens, positions, cache_positions, keep, twin_rows.source, logit_rows, *rest)
 
 
 def _covered(slots: np.ndarray, counts: np.ndarray) -> tuple[slice | np.ndarray, np.ndarray]:

@@ -11,6 +11,7 @@ one that needs pages release theirs and are prefilled again later: idle sessions
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -27,10 +28,14 @@ EVICT_AFTER = 0.2  # seconds that a session must be idle before a waiting reques
 
 class SlotTable:
     """State of all slots as arrays, so that a step has no Python loop over rows. `ride` is the largest number of tokens
-    after a turn that are fed by decoding rows instead of a chunk."""
+    after a turn that are fed by decoding rows instead of a chunk. `rope_of` returns the rotary positions [3, N] of a
+    prompt and the position after it, for models whose positions depend on images; None: they are the places."""
 
-    def __init__(self, slots: int, max_length: int, *, deterministic: bool = False, ride: int = 1) -> None:
-        self.deterministic, self.ride = deterministic, ride
+    def __init__(
+        self, slots: int, max_length: int, *, deterministic: bool = False, ride: int = 1,
+        rope_of: Callable[[np.ndarray], tuple[np.ndarray, int]] | None = None,
+    ) -> None:  # fmt: skip
+        self.deterministic, self.ride, self.rope_of = deterministic, ride, rope_of
         self.state_snapshots = 0  # most snapshots of recurrent layers; 0: the model has none
         self.preempted: list[SamplingRequest] = []  # running turns that must be admitted again
         self.stats = EngineStats()
@@ -43,6 +48,9 @@ class SlotTable:
         self.pages = CachePages(slots, max_length, [None], [slots * per_slot], fixed=True)
         self.snapshots: Snapshots | None = None  # for models with recurrent layers
         self.ids = np.zeros((slots, max_length), np.int32)
+        self.rope = np.zeros(
+            (slots, 3, max_length if self.rope_of else 0), np.int32
+        )  # also of the tokens to come
         self.logprobs = np.zeros((slots, max_length), np.float32)
         self.stored = np.zeros(slots, np.int64)  # tokens whose keys and values are in the cache
         self.lengths = np.zeros(slots, np.int64)  # tokens of the sequence; stored < known while running
@@ -381,6 +389,9 @@ class SlotTable:
         first = bool(stored <= self.pure[slot]) if self.deterministic else not is_continuation
         self.changes += 1
         self.ids[slot, :size] = prompt
+        if self.rope_of is not None:
+            self.rope[slot, :, :size], following = self.rope_of(prompt)
+            self.rope[slot, :, size:] = np.arange(following, following + self.max_length - size)
         self.lengths[slot] = size
         self.hashes[slot] = self.marks(prompt, np.arange(size)).sum()
         if not is_continuation or stored < self.head[slot]:
@@ -480,7 +491,7 @@ class SlotTable:
         self.changes += 1
         self.pages.exchange(low, high, int(self.stored[all_slots].max()))
         for array in (
-            self.ids, self.logprobs, self.stored, self.lengths, self.pure, self.chunked, self.running,
+            self.ids, self.rope, self.logprobs, self.stored, self.lengths, self.pure, self.chunked, self.running,
             self.used, self.limit, self.seed, self.stops, self.temperature, self.top_p, self.top_k,
             self.min_p, self.hashes, self.head, self.mark, self.free,
         ):  # fmt: skip

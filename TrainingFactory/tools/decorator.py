@@ -13,11 +13,12 @@ from typing import Any, TypedDict, Unpack, overload
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
+from TrainingFactory.common.images import as_image, is_image, join_pieces, rejected
 from TrainingFactory.common.options import make_from
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import arguments_model, description_of, model_problems, parameters_schema
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.types import ToolResult, ToolSpec
+from TrainingFactory.types import Image, ToolResult, ToolSpec
 
 
 class FunctionTool:
@@ -69,11 +70,25 @@ def _aliases(model: type[BaseModel]) -> list[tuple[str, str]]:
 
 
 def as_result(value: Any) -> ToolResult:
-    """Convert a tool's return value to a ToolResult: strings unchanged, other values as JSON."""
+    """Convert a tool's return value to a ToolResult: strings unchanged, images (PIL or the bytes of a file) and lists
+    with images as images, other values as JSON."""
     if isinstance(value, ToolResult):
-        other_fields = value.ok, value.error, value.cached, value.seconds, value.attachments, value.id
-        return ToolResult(_text(value.content), *other_fields)
-    return ToolResult(_text(value))
+        return dataclasses.replace(value, content=_text(value.content))
+    pieces = value if isinstance(value, list | tuple) else [value]
+    if not any(map(is_image, pieces)):
+        return ToolResult(_text(value))
+    content, images = join_pieces(map(_piece, pieces), "\n")
+    return ToolResult(content, images=images)
+
+
+def _piece(value: Any) -> str | Image:
+    """Return a text or an image. An invalid image becomes a text that tells the model why."""
+    if not is_image(value):
+        return _text(value)
+    try:
+        return as_image(value)
+    except ValueError as error:
+        return rejected(error)
 
 
 def _text(value: Any) -> str:

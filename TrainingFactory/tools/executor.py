@@ -94,6 +94,18 @@ class AsyncToolExecutor:
             scope = f"episode {key}" if task is None else f"task {task}"
             self._cache = runtime.cache.episode(scope)
 
+    @property
+    def key(self) -> Hashable:
+        """Return what identifies the episode in a recording."""
+        return self._key
+
+    def hidden(self, tools: Sequence[Any], timeout: float, max_output_chars: int) -> AsyncToolExecutor:
+        """Return an executor of further tools of this episode, which the model cannot call. Use it within `measure`,
+        so that a recording tells its calls from the model's. Call this after `attach`."""
+        executor = AsyncToolExecutor(tools, timeout, max_output_chars)
+        executor._runtime, executor._key = self._runtime, self._key
+        return executor
+
     def use_key(self, key: Hashable, *, records: bool = True, batches: int | None = None) -> None:
         """Identify further calls by `key`, and by numbers from `batches` on. Without `records` they are replayed from a
         recording but not recorded: a forked episode repeats calls of its parent, which are recorded already."""

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from TrainingFactory.common.images import IMAGES_FOLDER, ImageStore, as_text, images_from_rows, images_to_rows
 from TrainingFactory.common.texts import describe, redact_environment
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 CALLS_FILE, SPECS_FILE = "tool_calls.jsonl", "tools.json"
 _FIELDS = ("step", "task", "member", "batch", "call", "tool", "arguments")
-_DEFAULTS = dataclasses.asdict(ToolResult(""))
+_DEFAULTS = {name: value for name, value in dataclasses.asdict(ToolResult("")).items() if name != "images"}
 _to_json = json.JSONEncoder(default=str).encode  # a reward may call a tool with any Python value
 FORK = "fork"  # batch of the row of a dropped fork
 MAX_SHOWN = 300  # characters of a call in an error text
@@ -78,7 +79,7 @@ class Recorder:
     ) -> None:
         """Buffer a call until `commit`, so that an interrupted batch of episodes leaves nothing in the file."""
         if self._target is not None:
-            self._uncommitted[position] = _line(position, call, result)
+            self._uncommitted[position] = _line(position, call, result, ImageStore.beside(self._target))
 
     def replay(self, position: CallPosition, call: ToolCall) -> ToolResult | None:
         """Return the recorded result, or raise the recorded ToolFailure; None if this run is not a replay."""
@@ -94,7 +95,7 @@ class Recorder:
             raise self._new_mismatch(position, call, f"but the recorded call is {recorded_call}")
         if "result" not in row:
             raise ToolFailure(row["failure"]) if "failure" in row else RecordedCancellation
-        return ToolResult(**row["result"])
+        return _result_of(row["result"], self._replay)
 
     def record_dropped_fork(self, key: EpisodeKey, reason: str) -> None:
         """Record that the episode with this key was not played, because its environment could not be forked."""
@@ -113,7 +114,7 @@ class Recorder:
     ) -> None:
         """Raise ReplayMismatch if a method of the environment, which a replay runs again, returned another result."""
         fields = [
-            (result.ok, result.error, result.content, result.attachments)
+            (result.ok, result.error, as_text(result.content, result.images, repr), result.attachments)
             if isinstance(result, ToolResult)
             else (False, "failure", str(result), [])
             for result in (recorded, rerun)
@@ -202,7 +203,10 @@ def _key(position: CallPosition) -> EpisodeKey:
 
 
 def _line(
-    position: CallPosition, call: ToolCall, result: ToolResult | ToolFailure | RecordedCancellation
+    position: CallPosition,
+    call: ToolCall,
+    result: ToolResult | ToolFailure | RecordedCancellation,
+    store: ImageStore,
 ) -> str:
     values = (*_key(position), position.batch, position.index, call.name, call.arguments)
     row: dict[str, Any] = dict(zip(_FIELDS, values, strict=True))
@@ -214,7 +218,16 @@ def _line(
         row["result"] = {"content": result.content} | {
             name: value for name, default in _DEFAULTS.items() if (value := getattr(result, name)) != default
         }
+        if result.images:
+            row["result"]["images"] = images_to_rows(result.images, store)
     return _to_json(row) + "\n"
+
+
+def _result_of(row: dict[str, Any], folder: Path | None) -> ToolResult:
+    result = ToolResult(**{name: value for name, value in row.items() if name != "images"})
+    store = None if folder is None else ImageStore(folder / IMAGES_FOLDER)
+    result.images = images_from_rows(row.get("images", ()), store)
+    return result
 
 
 def _position(line: bytes, location: str) -> CallPosition:

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from functools import cached_property
 from typing import Any
 
+from TrainingFactory.common.images import map_text, moved
 from TrainingFactory.common.texts import describe, environment_secrets, redact, truncate_middle
 from TrainingFactory.protocols import Tool
 from TrainingFactory.tools.calls import CallOutcome, PendingCall, ResultCache
@@ -87,9 +88,15 @@ class ToolRuntime:
                 break
             outcome = latest
         result = outcome.result
-        result.content = truncate_middle(redact(result.content, self._secrets), call.max_output_chars)
-        result.attachments = redact(result.attachments, self._secrets)
+        self._sanitize(result, call.max_output_chars)
         return outcome
+
+    def _sanitize(self, result: ToolResult, max_chars: int) -> None:
+        """Redact secrets and truncate the text. Images stay between the texts that they were between."""
+        text, images = map_text(result.content, result.images, lambda text: redact(text, self._secrets))
+        result.content = truncate_middle(text, max_chars)
+        result.images = moved(images, text, result.content)
+        result.attachments = redact(result.attachments, self._secrets)
 
     async def _attempt(self, call: PendingCall, deadline: float) -> CallOutcome:
         breaker = self.breaker(call.options.server)

@@ -90,6 +90,9 @@ class Keywords(TypedDict, total=False):
     max_length: int | None
     thinking: bool | None
     quantization: Literal["none", "4bit", "8bit"]
+    vision: bool | None
+    image_tokens: int
+    train_tower: bool
     trust_remote_code: bool
     warmup_steps: int
     schedule: Literal["constant", "linear", "cosine"]
@@ -98,6 +101,8 @@ class Keywords(TypedDict, total=False):
     max_grad_norm: float
     token_budget: int
     gradient_checkpointing: bool
+    activation_offload: bool
+    router_aux_loss: float | None
     update_epochs: int
     minibatches: int
     eval_every: int | None
@@ -111,6 +116,7 @@ class Keywords(TypedDict, total=False):
     max_turns: int
     episode_timeout: float
     context: Mapping[str, Any] | None
+    user: Mapping[str, Any] | None
     type: str
     judge: dict[str, Any]
     outcome_weight: float
@@ -131,6 +137,7 @@ class Keywords(TypedDict, total=False):
     dataset_split: str
     shuffle: bool
     skip_bad_rows: bool
+    image_urls: bool
     heldout_split: str
     heldout_count: int
     engine: Literal["native", "vllm"]
@@ -149,6 +156,7 @@ class Keywords(TypedDict, total=False):
     alpha: int
     dropout: float
     target_modules: str | list[str]
+    experts: bool | None
     dora: bool
     rslora: bool
     backend: Literal["local", "ray"]

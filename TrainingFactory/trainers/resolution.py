@@ -15,6 +15,7 @@ from TrainingFactory.assembly.named_files import with_original_files
 from TrainingFactory.assembly.rewards import check_group_size, check_reward
 from TrainingFactory.assembly.sampler import check_chat_template
 from TrainingFactory.assembly.trackers import check_trackers
+from TrainingFactory.assembly.users import make_user
 from TrainingFactory.common.endpoints.names import is_endpoint
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
@@ -97,6 +98,7 @@ def validate(resolved: ResolvedConfig) -> RewardFunction | None:
     check_engines(config)
     check_chat_template(config)
     make_folding(config)
+    make_user(config, replaying=True)  # the key is checked when the tools are made
     check_trackers(config.logging.trackers)
     check_registry(config)
     reward = objects.reward or check_reward(config)

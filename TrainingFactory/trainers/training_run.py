@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.assembly.environment import make_environment
+from TrainingFactory.assembly.environment import check_self_play, make_environment
 from TrainingFactory.assembly.fleet import join_cluster
 from TrainingFactory.assembly.learner_processes import Learners
 from TrainingFactory.assembly.named_files import changed_files, describe_start
 from TrainingFactory.assembly.rewards import check_tasks
 from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.assembly.sampler import check_chat_template
+from TrainingFactory.assembly.vision import with_vision
 from TrainingFactory.common.event_loop import run as run_anywhere
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.promotion.model_registry import ModelRegistry
@@ -64,11 +65,14 @@ class Training(PreparedRun):
             self.tools = RunTools(self.config, self.objects.tools, replay, self.objects.cache)
             with factories.listing_searched_places("datasets"):
                 self.data = gather_data(self.config, self.objects, self._environment(resolved))
+            self.config = with_vision(self.config, self.data.environment, self.data.tasks, self.data.examples)
             self.order = make_order(self.config, self.data.size)
             self.total = steps_in(self.config, self.order)  # fewer if rows turn out to be too long
             check_steps(self.config, self.total)
             train_tasks = self.data.tasks if KINDS[self.config.training.algorithm].samples else ()
             check_tasks(reward, [*train_tasks, *self.data.heldout], self.data.environment)
+            check_self_play(self.config, self.data.environment, reward)
+            self.tools.check_tasks([*train_tasks, *self.data.heldout])
             if run is None:
                 run_info = describe_start(
                     self.written_config, objects or UserObjects(), self.tools, self.data

@@ -18,7 +18,7 @@ from typing import Any
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.common.user_code import describe_failure, is_file_name, load_objects, split_name
 from TrainingFactory.protocols import Algorithm
-from TrainingFactory.types import Group, Trajectory, Turn
+from TrainingFactory.types import Group, Sample, Trajectory, Turn
 
 Flags = Sequence[bool]  # one per turn
 Filter = Callable[[Trajectory], Any]  # returns Flags, or one bool for all turns
@@ -92,10 +92,10 @@ class EpisodeFilters:
         made = []
         for (number, attempt, position), group in zip(slots, groups, strict=True):
             if not self:
-                made.append(Group(number, group, algorithm.samples(group), attempt, position))
+                made.append(Group(number, group, samples_by_role(algorithm, group), attempt, position))
                 continue
             filtered = self.apply(group)
-            rows = algorithm.samples(filtered.credited)
+            rows = samples_by_role(algorithm, filtered.credited)
             rows = rows if any(any(row.loss_mask) for row in rows) else []
             made.append(Group(number, filtered.episodes, rows, attempt, position, filtered.counts))
         return made
@@ -138,6 +138,13 @@ class EpisodeFilters:
                 "return a bool, or a list with one bool for each turn"
             )
         return list(flags)
+
+
+def samples_by_role(algorithm: Algorithm, group: Sequence[Trajectory]) -> list[Sample]:
+    """Return the training rows of a group. In self-play, episodes are compared with those of their role only."""
+    roles = dict.fromkeys(trajectory.role for trajectory in group)
+    role_groups = ([trajectory for trajectory in group if trajectory.role == role] for role in roles)
+    return [row for role_group in role_groups for row in algorithm.samples(role_group)]
 
 
 def without_dropped_reward(trajectory: Trajectory) -> Trajectory:

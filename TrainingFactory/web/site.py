@@ -18,9 +18,10 @@ from TrainingFactory.apps.views import shapes
 from TrainingFactory.apps.views.index import Query
 from TrainingFactory.apps.views.registry import runs_option
 from TrainingFactory.common.http.api import ApiError
-from TrainingFactory.common.http.site import IN_QUERY, Events, Site
+from TrainingFactory.common.http.site import IN_QUERY, Events, Picture, Site
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError
+from TrainingFactory.data.disk import open_regular
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.stopping import stop
 from TrainingFactory.web import form, processes
@@ -33,6 +34,8 @@ from TrainingFactory.web.registry import RegistryRoutes
 from TrainingFactory.web.wizard import WizardRoutes
 from TrainingFactory.web.worker import index_of
 
+MAX_PICTURE = 100_000_000  # bytes
+PNG = b"\x89PNG\r\n\x1a\n"
 STATIC = Path(__file__).with_name("static")
 
 
@@ -70,6 +73,7 @@ class Page:
         get("/api/runs/{name}/episodes", self.episodes)
         get("/api/runs/{name}/episodes/{number}", self.episode)
         get("/api/runs/{name}/groups", self.group)
+        get("/api/runs/{name}/images/{digest}", self.image)
         post("/api/runs/{name}/stop", self.stop)
         post("/api/runs/{name}/resume", self.resume)
         get("/api/options", form.options)
@@ -151,6 +155,21 @@ class Page:
     def episode(self, name: str, number: int) -> shapes.EpisodeView:
         """Show an episode, by its line of trajectories.jsonl."""
         return index_of(self.find(name).path).episode(number)
+
+    def image(self, name: str, digest: str) -> Picture:
+        """Return an image of a run's episodes, a PNG file, by its digest."""
+        run = self.find(name)
+        try:
+            path = run.images.path(digest)
+            with open_regular(path) as file:
+                content = file.read(MAX_PICTURE + 1)
+        except (OSError, ValueError):
+            raise ApiError(
+                f"run {name} has no image {digest[:80]}", "digest", status=404, code="not_found"
+            ) from None
+        if len(content) > MAX_PICTURE or not content.startswith(PNG):
+            raise ApiError(f"image {digest} of run {name} is damaged", "digest", status=500)
+        return Picture(content)
 
     async def group(
         self, name: str, step: int, task: str, group: str | None = None, credit: bool = True, learner: bool = False

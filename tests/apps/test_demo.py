@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.kits.run import Quiet, assert_same_run
 from TrainingFactory.apps.demo.demo import Demo, StageNotices
+from TrainingFactory.apps.demo.lessons import LESSONS as LESSONS_OF
 from TrainingFactory.apps.demo.lessons import Lessons
 from TrainingFactory.cli import main
 from TrainingFactory.data.trajectories import load_trajectories
@@ -121,6 +123,46 @@ def test_the_same_seed_gives_the_same_runs(tmp_path: Path) -> None:
         return tmp_path / name
 
     assert_same_run(play("a"), play("b"))
+
+
+def images_of(path: Path) -> set[str]:
+    """Return the digests of the images in the prompts of saved episodes."""
+    return {
+        image.digest for episode in load_trajectories(path) for m in episode.prompt for _, image in m.images
+    }
+
+
+def test_the_screen_demo_sees_pictures_and_is_evaluated_blind(tmp_path: Path) -> None:
+    few = {"drills": 6, "short": 6, "num_dialogues": 12, "num_demonstrations": 24}
+    lessons = dataclasses.replace(LESSONS_OF["screen"], **few)
+    demo = Demo("screen", 2, tmp_path / "out", lessons, OVERRIDES)
+    demo.warm_start(Quiet())
+    demo.train(Quiet())
+    report = demo.report().as_json()
+    assert report["environment"] == "screen" and report["configs"][0]["model"]["name"] == "builtin:tiny-vl"
+    assert [report[name]["episodes"] for name in ("before", "after", "blind")] == [6, 6, 6]
+    assert all(0 <= report[name]["success"] <= 1 for name in ("before", "after", "blind"))
+    before, after, blind = (
+        tmp_path / name for name in ("out-warm-start/heldout.jsonl", "out/heldout.jsonl", "out/blind.jsonl")
+    )
+    assert images_of(before) == images_of(after) and len(images_of(after)) == 6 and len(images_of(blind)) == 1
+    assert [e.task.id for e in load_trajectories(after)] == [e.task.id for e in load_trajectories(blind)]
+    assert "With empty pictures" in (tmp_path / "out" / "report.html").read_text("utf-8")
+    rows = [json.loads(line) for line in (tmp_path / "out-demonstrations.jsonl").read_text().splitlines()]
+    shown = [part for row in rows for part in row["messages"][-2]["content"] if part["type"] != "text"]
+    assert len(rows) == len(shown) == 24
+
+
+@pytest.mark.slow
+def test_the_screen_demo_learns_what_it_cannot_learn_blind(tmp_path: Path) -> None:
+    demo = Demo("screen", 0, tmp_path / "out")
+    demo.warm_start(Quiet())
+    demo.train(Quiet())
+    report = demo.report()
+    assert report.blind is not None
+    print(f"before {report.before.success}, after {report.after.success}, blind {report.blind.success}")
+    assert report.after.success >= report.before.success + 0.3
+    assert report.blind.success <= 1 / 8 + 0.05
 
 
 def test_an_earlier_demo_is_replaced(folder: Path, tmp_path: Path) -> None:

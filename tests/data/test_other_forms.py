@@ -89,9 +89,9 @@ def test_what_is_marked_is_not_learned() -> None:
     ("row", "form", "says"),
     [
         (
-            {"messages": [USER, ANSWER], "images": ["a.png"]},
+            {"messages": [USER, ANSWER], "videos": ["a.mp4"]},
             "sft",
-            'has "images"',
+            'has "videos"',
         ),
         ({"messages": [ANSWER], "rejected_response": "x"}, "dpo", "no user message"),
         (

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image as Pillow
 
-from tests.kits.android import Phones, phones
+from tests.kits.android import COLORS, Phones, phones
+from tests.kits.rollout import FakeChat
 from TrainingFactory.assembly.environment import as_environment_factory, find_environment, make_environment
+from TrainingFactory.common.images import read_image
 from TrainingFactory.config import load_config
 from TrainingFactory.envs.android.adb import Adb, Device, DeviceUnavailable, quote
 from TrainingFactory.envs.android.environment import TOOLS, AndroidEnvironment
@@ -19,7 +24,7 @@ from TrainingFactory.envs.android.state import TaskState
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.rollout import play
-from TrainingFactory.types import Message, Task, ToolCall, ToolResult, Trajectory
+from TrainingFactory.types import Image, Message, Task, ToolCall, ToolResult, Trajectory
 
 WIFI = {"type": "setting", "namespace": "global", "key": "wifi_on", "equals": "1"}
 CHAT = chat_format(tiny_tokenizer())
@@ -215,6 +220,87 @@ async def test_answer_ends_the_episode(farm: Phones) -> None:
     assert played.status == "done" and played.reward is not None and played.reward.outcome == 1
 
 
+def center_of(image: Image, color: tuple[int, int, int]) -> dict[str, int]:
+    """Return the middle of the pixels of a color, in thousandths of the picture."""
+    picture = np.asarray(Pillow.open(io.BytesIO(image.data)))
+    rows, columns = np.nonzero((picture == color).all(axis=-1))
+    height, width, _ = picture.shape
+    return {"x": round(1000 * columns.mean() / width), "y": round(1000 * rows.mean() / height)}
+
+
+async def test_a_screenshot_shows_where_to_tap(farm: Phones) -> None:
+    kind = environment(farm, observation="screenshot", builtin=["wifi"])
+    [wifi] = kind.tasks("train", 0, 1)
+    instance = kind(wifi)
+    names = [tool.spec.name for tool in instance.tools]
+    assert names[0] == "tap" and "screenshot" in names and "elements" not in names
+    seen = list[Image]()
+
+    def script() -> Iterator[Message]:
+        for name in ("settings", "wifi_on"):
+            device = next(device for device in farm.devices if device.lines)
+            seen.append(read_image(device.picture()))
+            yield Message("assistant", tool_calls=[ToolCall("tap", center_of(seen[-1], COLORS[name]))])
+        yield Message("assistant", tool_calls=[ToolCall("answer", {})])
+
+    chat = FakeChat()
+    chat.sees_images = True
+    played = await play(instance, chat, script())
+    assert played.reward is not None and played.reward.outcome == 1, played.error
+    prompt = played.prompt[-1]
+    assert prompt.content == wifi.prompt and [image for _, image in prompt.images] == seen[:1]
+    (first,), (second,), _ = [turn.replies for turn in played.turns]
+    assert first.content == "" and [image for _, image in first.images] == seen[1:]
+    [(_, on)] = second.images
+    assert center_of(on, (255, 255, 255))["x"] > 900 and (on.width, on.height) == (360, 640)
+
+
+async def test_points_are_thousandths_of_the_screenshot(farm: Phones) -> None:
+    kind = environment(farm, observation="screenshot")
+    instance = kind(task())
+    await instance.reset()
+    device = next(device for device in farm.devices if device.lines)
+    calls = [
+        ToolCall("tap", {"x": 0, "y": 1000}),
+        ToolCall("long_press", {"x": 500, "y": 250}),
+        ToolCall("swipe", {"direction": "up"}),
+        ToolCall("swipe", {"direction": "left", "x": 250, "y": 100}),
+        ToolCall("type_text", {"text": "hi"}),
+        ToolCall("tap", {"x": 1001, "y": 0}),
+    ]
+    step = await instance.step(Message("assistant", tool_calls=calls))
+    await instance.close()
+    assert [result.ok for result in step.tool_results] == [True] * 5 + [False]
+    expected = ["tap 0 639", "swipe 180 160 180 160 800", "swipe 180 480 180 160 300"]
+    expected += ["swipe 180 64 0 64 300", "text hi"]
+    assert [line.removeprefix("input ") for line in device.lines if line.startswith("input")][-5:] == expected
+
+
+async def test_both_shows_elements_and_the_picture(farm: Phones) -> None:
+    kind = environment(farm, observation="both")
+    instance = kind(task())
+    [*_, prompt] = await instance.reset()
+    device = next(device for device in farm.devices if device.lines)
+    assert '"Settings"' in prompt.content
+    assert [image for _, image in prompt.images] == [read_image(device.picture())]
+    step = await instance.step(Message("assistant", tool_calls=[ToolCall("elements", {})]))
+    await instance.close()
+    assert '"Settings"' in step.replies[0].content and step.replies[0].images == prompt.images
+
+
+async def test_a_damaged_screenshot_is_a_failed_call(farm: Phones) -> None:
+    kind = environment(farm, observation="screenshot")
+    instance = kind(task())
+    await instance.reset()
+    device = next(device for device in farm.devices if device.lines)
+    for png in (b"", b"screencap: not found", device.picture()[:200]):
+        device.png = png
+        step = await instance.step(Message("assistant", tool_calls=[ToolCall("screenshot", {})]))
+        [result] = step.tool_results
+        assert not result.ok and "screencap returned no picture" in result.content and not result.images
+    await instance.close()
+
+
 async def test_every_word_reaches_the_device_unchanged(farm: Phones) -> None:
     for value in ("a b", "it's", '$HOME `x` \\ "q"', "*?[a]", "-n", "a;b|c&d"):
         await device_of(farm).shell("settings", "put", "global", "k", value)
@@ -232,12 +318,12 @@ async def test_a_missing_adb_is_reported_in_one_line() -> None:
     ("options", "text"),
     [
         ({}, "environment.options.devices"),
-        ({"devices": ["a"], "observation": "screenshot"}, "images"),
-        ({"devices": ["a"], "observation": "both"}, "elements"),
+        ({"devices": ["a"], "observation": "video"}, "elements, screenshot, both"),
         ({"devices": ["a", "a"]}, "twice"),
         ({"devices": ["a"], "reset": "packages"}, "packages"),
         ({"devices": ["a"], "packages": ["a b; reboot"], "reset": "packages"}, "packages"),
-        ({"devices": ["a"], "tools": ["screenshot"]}, "tools"),
+        ({"devices": ["a"], "tools": ["shell"]}, "tools"),
+        ({"devices": ["a"], "tools": ["screenshot"]}, "leaves no tool"),
         ({"devices": ["a"], "settel": 1}, "settle"),
     ],
 )
@@ -301,4 +387,4 @@ def test_builtin_tasks_have_every_kind_and_other_contacts_in_the_splits() -> Non
     contacts = [{str(t.prompt) for t in tasks if "contact " in str(t.prompt)} for tasks in splits.values()]
     assert all(contacts) and not contacts[0] & contacts[1]
     assert len({given.id for tasks in splits.values() for given in tasks}) == 160
-    assert {tool.spec.name for tool in kind(splits["train"][0]).tools} == set(TOOLS)
+    assert {tool.spec.name for tool in kind(splits["train"][0]).tools} == set(TOOLS) - {"screenshot"}

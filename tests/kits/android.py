@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import random
 import re
@@ -21,6 +22,7 @@ from pathlib import Path
 from xml.sax.saxutils import quoteattr
 
 import pytest
+from PIL import Image
 
 ADB = Path(__file__).parents[2] / ".servers" / "adb" / "adb"
 WIDTH, HEIGHT, ROW = 360, 640, 60
@@ -29,6 +31,11 @@ PACKAGES = {
     "settings": "com.android.settings",
     "contacts": "com.android.contacts",
 }
+COLORS = {
+    "settings": (200, 0, 0), "contacts": (0, 200, 0), "clock": (0, 0, 200), "wifi_on": (200, 200, 0),
+    "airplane_mode_on": (0, 200, 200), "storage": (200, 0, 200), "name": (90, 0, 0), "phone": (0, 90, 0),
+    "save": (0, 0, 90), "": (90, 90, 90),
+}  # fmt: skip
 MAX_DATA = 65536
 
 
@@ -55,6 +62,7 @@ class SimulatedDevice:
         self.files: dict[str, str] = {}
         self.lines: list[str] = []  # of the shell
         self.xml: str | None = None  # instead of the screen's own
+        self.png: bytes | None = None  # instead of the screen's own
         self.extra: list[str] = []  # further texts on every screen
         self.booted = True
         self.hangs = False
@@ -112,6 +120,17 @@ class SimulatedDevice:
         header = "<?xml version='1.0' encoding='UTF-8' standalone='yes' ?>"
         return f'{header}<hierarchy rotation="0">{frame}{"".join(nodes)}</node></hierarchy>'
 
+    def picture(self) -> bytes:
+        """A PNG of the screen. Rows have the colors of their widgets; a switch that is on is white at the right."""
+        picture = Image.new("RGB", (WIDTH, HEIGHT), "black")
+        for place, widget in enumerate(self.widgets):
+            picture.paste(COLORS[widget.name], (0, place * ROW, WIDTH, (place + 1) * ROW))
+            if widget.on:
+                picture.paste((255, 255, 255), (WIDTH - ROW, place * ROW, WIDTH, (place + 1) * ROW))
+        file = io.BytesIO()
+        picture.save(file, "PNG")
+        return file.getvalue()
+
     def tap(self, x: int, y: int) -> None:
         place = y // ROW
         widgets = self.widgets
@@ -126,7 +145,7 @@ class SimulatedDevice:
         elif name in self.fields:
             self.focus = name
 
-    def run(self, line: str) -> tuple[str, int]:  # noqa: C901  # one case per program
+    def run(self, line: str) -> tuple[str | bytes, int]:  # noqa: C901  # one case per program
         """Run a line of the shell; return its output and status."""
         self.lines.append(line)
         self.hook(line)
@@ -135,6 +154,8 @@ class SimulatedDevice:
                 return (
                     self.dump() if self.xml is None else self.xml
                 ) + "UI hierchary dumped to: /dev/tty\n", 0
+            case ["screencap", "-p"]:
+                return (self.picture() if self.png is None else self.png), 0
             case ["input", "tap", x, y]:
                 self.tap(int(x), int(y))
             case ["input", "text", text] if self.focus is not None:
@@ -245,7 +266,7 @@ class Link:
         while self.device.hangs:
             await asyncio.sleep(0.01)
         output, status = self.device.run(line)
-        content = output.encode()
+        content = output if isinstance(output, bytes) else output.encode()
         if kind.startswith("shell,v2"):
             packets = [struct.pack("<BI", 1, len(content)) + content] if content else []
             content = b"".join(packets) + struct.pack("<BI", 3, 1) + bytes([status])

@@ -37,6 +37,7 @@ class FakeChat:
     """A line that starts with ! is a call."""
 
     stop_ids = (STOP,)
+    sees_images = False
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         ids = [ord(character) for tool in tools for character in tool.name]

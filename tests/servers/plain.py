@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import sys
 from pathlib import Path
 
 from mcp.server.mcpserver import Context, Image, MCPServer
+from PIL import Image as Picture
 
 server = MCPServer("plain", version="1.2")
 cancelled = 0
@@ -53,8 +55,12 @@ async def how_many_cancelled() -> str:
 
 
 @server.tool()
-async def picture() -> Image:
-    return Image(data=b"\x89PNG" + bytes(2000), format="png")
+async def picture(broken: bool = False) -> Image:
+    if broken:
+        return Image(data=b"\x89PNG" + bytes(2000), format="png")
+    file = io.BytesIO()
+    Picture.new("RGB", (8, 6), "red").save(file, "PNG")
+    return Image(data=file.getvalue(), format="png")
 
 
 @server.tool()

@@ -15,12 +15,13 @@ import pytest
 
 from tests.kits import mcp as kit
 from tests.kits.mcp import Started, call
+from tests.kits.pictures import picture
 from tests.kits.waiting import until
 from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.tools import AsyncToolExecutor, MCPTools
 from TrainingFactory.tools.mcp.offers import OfferedTool, make_offers
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.types import ToolCall, ToolResult
+from TrainingFactory.types import PlacedImage, ToolCall, ToolResult
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("started")]
 
@@ -89,10 +90,12 @@ async def test_cancelling_reaches_the_server(shared: MCPTools, tmp_path: Path) -
     await until(lambda: reached(before + 2))
 
 
-async def test_images_are_kept_and_shown_as_text(shared: MCPTools) -> None:
+async def test_images_arrive(shared: MCPTools) -> None:
     result = await call(shared, "picture")
-    assert result.content == "[image image/png, 2 kB]"
-    (image,) = result.attachments
+    assert (result.content, result.images, result.attachments) == ("", [PlacedImage(0, picture())], [])
+    broken = await call(shared, "picture", broken=True)
+    assert broken.content.startswith("[image not shown: ") and broken.ok and not broken.images
+    (image,) = broken.attachments
     assert (image["type"], image["mimeType"]) == ("image", "image/png") and len(image["data"]) > 2000
 
 

@@ -9,7 +9,7 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
@@ -26,12 +26,15 @@ from pydantic import (
 from TrainingFactory.agent_api.turns.requests import MIN_TEMPERATURE, ParsedRequest
 from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
 from TrainingFactory.common.http.api import ApiError, StreamEvent
-from TrainingFactory.types import Message, SamplingParams
+from TrainingFactory.common.image_parts import image_of_part
+from TrainingFactory.common.images import LIMITS, join_pieces
+from TrainingFactory.types import Image, Message, Role, SamplingParams
 
 PROBLEMS = {  # pydantic error type -> code, text
     "extra_forbidden": ("unknown_parameter", "is not supported by this server"),
     "missing": ("missing_required_parameter", "is missing"),
 }
+MAX_IMAGES = 64  # of a request
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -77,9 +80,11 @@ class Dialect(ABC):
         context: int = 2**63,
         model: str | None = None,
         stream: bool | None = None,
+        sees: bool = False,
     ) -> ParsedRequest:
         """Convert a body; raise ApiError that names an invalid field. `defaults` are the sampling parameters that a
-        client may omit. `model` and `stream` come from the address, if the dialect has them there."""
+        client may omit. `model` and `stream` come from the address, if the dialect has them there. `sees`: the model
+        gets images; otherwise a body with images raises ApiError."""
 
     @abstractmethod
     def response(
@@ -163,6 +168,37 @@ def validate(kind: type[Body], data: Any, ignored: set[str] | None = None) -> Bo
 
 def unsupported(param: str, value: Any, hint: str) -> ApiError:
     return ApiError(f"{param} is {value!r:.60}, which this server does not support. {hint}", param)
+
+
+class ImageParts:
+    """Reads the images of one request."""
+
+    def __init__(self, sees: bool) -> None:
+        self._sees, self._count = sees, 0
+
+    def read(self, part: Mapping[str, Any], param: str, kind: str, hint: str) -> Image:
+        """Return the image of a part; raise ApiError if it is invalid, or if the model sees no images."""
+        if not self._sees:
+            raise unsupported(param, kind, f"{hint}; the model of this server sees no images")
+        self._count += 1
+        if self._count > MAX_IMAGES:
+            raise ApiError(f"there are more than {MAX_IMAGES} images; shorten the messages", param)
+        try:
+            return image_of_part(part)
+        except ValueError as error:
+            raise ApiError(f"{param}: {error}", param, code="invalid_image") from None
+
+
+def message_of_pieces(
+    role: Role, pieces: Iterable[str | Image], param: str, separator: str = "\n\n", **fields: Any
+) -> Message:
+    """Return a message of texts and images."""
+    content, images = join_pieces(pieces, separator)
+    if len(images) > LIMITS.max_per_turn:
+        raise ApiError(f"{param} has {len(images)} images; at most {LIMITS.max_per_turn} are allowed", param)
+    if images and role in ("system", "assistant"):
+        raise unsupported(param, "an image", f"Messages of the {role} have text only")
+    return Message(role, content, images=images, **fields)
 
 
 def joined_texts(texts: Iterable[str]) -> str:

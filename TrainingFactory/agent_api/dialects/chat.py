@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from TrainingFactory.agent_api.dialects.base import (
     Dialect,
+    ImageParts,
     ResponseHead,
     Seed,
     SentText,
@@ -18,6 +19,7 @@ from TrainingFactory.agent_api.dialects.base import (
     Temperature,
     TopK,
     TopP,
+    message_of_pieces,
     validate,
 )
 from TrainingFactory.agent_api.turns.requests import (
@@ -30,7 +32,7 @@ from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
 from TrainingFactory.common.http.api import ApiError, StreamEvent
 from TrainingFactory.common.openai_format import message_to_dict
 from TrainingFactory.common.options import Count, Share, Text
-from TrainingFactory.types import Message, SamplingParams, ToolCall, ToolSpec
+from TrainingFactory.types import Image, Message, SamplingParams, ToolCall, ToolSpec
 
 # Parameters that the engine does not support may have their neutral value, because some clients always send them.
 Zero = Annotated[float, Field(ge=0, le=0)]
@@ -45,12 +47,17 @@ class _Row(StrictBody):
 
 
 class _Part(_Row):
-    type: Literal["text"] = "text"
-    text: str
+    type: Literal["text", "image_url"] = "text"
+    text: str = ""
+    image_url: dict[str, Any] | None = None
     cache_control: Any = None  # ignored: it affects only speed
 
     @model_validator(mode="after")
-    def _note_cache_control(self, info: ValidationInfo) -> _Part:
+    def _check(self, info: ValidationInfo) -> _Part:
+        if (self.type == "image_url") != (self.image_url is not None):
+            raise ValueError("a part of type image_url needs image_url, and no other has it")
+        if self.type == "text" and "text" not in self.model_fields_set:
+            raise ValueError("text is missing")
         if self.cache_control is not None and isinstance(info.context, set):
             info.context.add("cache_control")
         return self
@@ -157,6 +164,7 @@ class ChatDialect(Dialect):
         context: int = 2**63,
         model: str | None = None,
         stream: bool | None = None,
+        sees: bool = False,
     ) -> ParsedRequest:
         ignored: set[str] = set()
         request = validate(ChatBody, load_body(body, "messages", context), ignored)
@@ -167,9 +175,9 @@ class ChatDialect(Dialect):
         settings = request.model_dump(include={*SAMPLING_FIELDS, "seed", "stream"}, exclude_unset=True)
         limits = request.model_dump(include={"max_tokens", "max_completion_tokens"}, exclude_unset=True)
         parsed = ParsedRequest(
-            _messages(request.messages), tools, sampling_params(defaults, settings), request, request.model,
-            request.n, stop=request.stop, logprobs=request.logprobs, stream=request.stream, settings=settings,
-            limits=limits, ignored=ignored,
+            _messages(request.messages, ImageParts(sees)), tools, sampling_params(defaults, settings), request,
+            request.model, request.n, stop=request.stop, logprobs=request.logprobs, stream=request.stream,
+            settings=settings, limits=limits, ignored=ignored,
         )  # fmt: skip
         if request.seed is not None:
             parsed.seed = request.seed
@@ -241,7 +249,7 @@ def _head_fields(head: ResponseHead, kind: str) -> dict[str, Any]:
     return fields | head.own_fields
 
 
-def _messages(rows: list[_Message]) -> list[Message]:
+def _messages(rows: list[_Message], images: ImageParts) -> list[Message]:
     messages: list[Message] = []
     names: dict[str, str] = {}  # id of a tool call -> name of the tool
     for number, row in enumerate(rows):
@@ -256,10 +264,20 @@ def _messages(rows: list[_Message]) -> list[Message]:
         if row.role == "tool" and row.tool_call_id not in names:
             raise ApiError(f"{param} has a tool_call_id that matches no tool call", f"{param}.tool_call_id")
         role = "system" if row.role == "developer" else row.role
-        text = "".join(part.text for part in row.content or ())
+        pieces = _pieces(row.content or (), f"{param}.content", images)
         name = names[row.tool_call_id or ""] if role == "tool" else row.name
-        messages.append(Message(role, text, calls, row.tool_call_id, name, reasoning))
+        fields = {"tool_calls": calls, "tool_call_id": row.tool_call_id, "name": name, "reasoning": reasoning}
+        messages.append(message_of_pieces(role, pieces, f"{param}.content", "", **fields))
     return messages
+
+
+def _pieces(parts: Iterable[_Part], param: str, images: ImageParts) -> Iterator[str | Image]:
+    for place, part in enumerate(parts):
+        if part.image_url is None:
+            yield part.text
+        else:
+            fields = {"image_url": part.image_url}
+            yield images.read(fields, f"{param}[{place}].type", part.type, "Send text only")
 
 
 def _message_row(message: Message) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pydantic.alias_generators import to_camel
 
 from TrainingFactory.agent_api.dialects.base import (
     Dialect,
+    ImageParts,
     LenientBody,
     ResponseHead,
     Seed,
@@ -22,8 +23,8 @@ from TrainingFactory.agent_api.dialects.base import (
     StopStrings,
     Temperature,
     TopP,
-    joined_texts,
     merge_messages,
+    message_of_pieces,
     unsupported,
     validate,
 )
@@ -31,7 +32,7 @@ from TrainingFactory.agent_api.turns.requests import ParsedRequest, load_body, s
 from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
 from TrainingFactory.common.http.api import ApiError, StreamEvent
 from TrainingFactory.common.options import Count, Text
-from TrainingFactory.types import Message, SamplingParams, ToolCall, ToolSpec
+from TrainingFactory.types import Image, Message, SamplingParams, ToolCall, ToolSpec
 
 ERROR_STATUS = {
     401: "UNAUTHENTICATED",
@@ -43,6 +44,7 @@ ERROR_STATUS = {
     503: "UNAVAILABLE",
 }
 FINISH_REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS"}
+PARTS = "Send text, function_call and function_response parts"
 RESULT_FIELDS = {"result", "output", "error"}  # a function response with one of these, a text, is that text
 # Fields of the generation config whose other values would need what this server does not have.
 NEUTRAL = {
@@ -90,7 +92,7 @@ class _FunctionResponse(_Body):
     id: Text | None = None
     name: Text
     response: dict[str, Any] = Field(default_factory=dict)
-    parts: list[Any] = Field(default_factory=list)
+    parts: list[dict[str, Any]] = Field(default_factory=list)
 
 
 class _Part(_Body):
@@ -191,6 +193,7 @@ class GeminiDialect(Dialect):
         context: int = 2**63,
         model: str | None = None,
         stream: bool | None = None,
+        sees: bool = False,
     ) -> ParsedRequest:
         ignored: set[str] = set()
         data = load_body(body, "contents", context)
@@ -207,7 +210,7 @@ class GeminiDialect(Dialect):
         settings = generation.model_dump(include=names, exclude_unset=True) | (
             {"stream": True} if stream else {}
         )
-        messages = list(merge_messages(_messages(request)))
+        messages = list(merge_messages(_messages(request, ImageParts(sees))))
         num_calls = sum(len(message.tool_calls) for message in messages)
         limit = generation.max_output_tokens
         parsed = ParsedRequest(
@@ -315,9 +318,10 @@ def _call_parts(message: Message) -> list[dict[str, Any]]:
     ]
 
 
-def _messages(request: GeminiBody) -> Iterator[Message]:
+def _messages(request: GeminiBody, images: ImageParts) -> Iterator[Message]:
     if request.system_instruction is not None:
-        yield Message("system", joined_texts(_texts(request.system_instruction, "system_instruction")))
+        pieces = _pieces(request.system_instruction, "system_instruction", images)
+        yield message_of_pieces("system", pieces, "system_instruction")
     num_calls, open_calls = 0, list[ToolCall]()  # calls without a result
     for number, content in enumerate(request.contents):
         param = f"contents[{number}]"
@@ -331,10 +335,10 @@ def _messages(request: GeminiBody) -> Iterator[Message]:
         for place, part in enumerate(content.parts):
             if part.function_response is not None:
                 results += 1
-                yield _tool_message(part.function_response, open_calls, f"{param}.parts[{place}]")
-        texts = list(_texts(content, param))
-        if texts or not results:
-            yield Message("system" if content.role == "system" else "user", joined_texts(texts))
+                yield _tool_message(part.function_response, open_calls, f"{param}.parts[{place}]", images)
+        pieces = list(_pieces(content, param, images))
+        if pieces or not results:
+            yield message_of_pieces("system" if content.role == "system" else "user", pieces, param)
 
 
 def _model_message(content: _Content, param: str, num_calls: int) -> Message:
@@ -354,10 +358,12 @@ def _model_message(content: _Content, param: str, num_calls: int) -> Message:
     return message
 
 
-def _tool_message(response: _FunctionResponse, open_calls: list[ToolCall], param: str) -> Message:
+def _tool_message(
+    response: _FunctionResponse, open_calls: list[ToolCall], param: str, images: ImageParts
+) -> Message:
     """Return the result of the first open call with the response's id, or with its name if it has no id."""
-    if response.parts:
-        raise unsupported(f"{param}.function_response.parts", response.parts, "Send text only")
+    where = f"{param}.function_response.parts"
+    shown = [images.read(part, where, str(part), "Send text only") for part in response.parts]
     for call in open_calls:
         if response.id == call.id or (response.id is None and response.name == call.name):
             open_calls.remove(call)
@@ -368,23 +374,30 @@ def _tool_message(response: _FunctionResponse, open_calls: list[ToolCall], param
     [(name, value)] = response.response.items() if len(response.response) == 1 else [("", None)]
     is_text = name in RESULT_FIELDS and isinstance(value, str)
     text = str(value) if is_text else json.dumps(response.response, ensure_ascii=False)
-    return Message("tool", text, tool_call_id=call.id, name=call.name)
+    return message_of_pieces("tool", [text, *shown], where, tool_call_id=call.id, name=call.name)
 
 
-def _texts(content: _Content, param: str) -> Iterator[str]:
+def _pieces(content: _Content, param: str, images: ImageParts) -> Iterator[str | Image]:
     for place, part in enumerate(content.parts):
         if part.text is not None:
             yield part.text
+        elif isinstance(part.inline_data, dict) and _is_image(part.inline_data):
+            fields = {"inline_data": part.inline_data}
+            yield images.read(fields, f"{param}.parts[{place}]", "inline_data", PARTS)
         elif part.function_response is None:
             _check_supported(part, f"{param}.parts[{place}]")
+
+
+def _is_image(inline_data: dict[str, Any]) -> bool:
+    kind = inline_data.get("mimeType", inline_data.get("mime_type"))
+    return str(kind).startswith("image/")
 
 
 def _check_supported(part: _Part, param: str) -> None:
     """Raise ApiError, unless the part is only a thought's signature."""
     kind = next((name for name in part.model_fields_set if name != "thought_signature"), None)
     if kind is not None or part.thought_signature is None:
-        hint = "Send text, function_call and function_response parts"
-        raise unsupported(param, kind or "an empty part", hint)
+        raise unsupported(param, kind or "an empty part", PARTS)
 
 
 def _tools(request: GeminiBody) -> list[ToolSpec]:

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from TrainingFactory.agent_api.dialects.base import (
     Dialect,
+    ImageParts,
     LenientBody,
     ResponseHead,
     SentText,
@@ -17,8 +18,8 @@ from TrainingFactory.agent_api.dialects.base import (
     Temperature,
     TopK,
     TopP,
-    joined_texts,
     merge_messages,
+    message_of_pieces,
     unsupported,
     validate,
 )
@@ -26,7 +27,7 @@ from TrainingFactory.agent_api.turns.requests import ParsedRequest, load_body, r
 from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
 from TrainingFactory.common.http.api import ApiError, StreamEvent
 from TrainingFactory.common.options import Count, Text
-from TrainingFactory.types import Message, SamplingParams, ToolCall, ToolSpec
+from TrainingFactory.types import Image, Message, SamplingParams, ToolCall, ToolSpec
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -38,6 +39,7 @@ ERROR_TYPES = {
     503: "overloaded_error",
 }
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+BLOCKS = "Send text, thinking, tool_use and tool_result blocks"
 SIGNATURE = "unsigned"  # of thinking blocks; clients send it back unread
 
 
@@ -51,6 +53,7 @@ class _Block(LenientBody):
     thinking: str | None = None
     signature: str | None = None
     data: Any = None
+    source: Any = None
     id: Text | None = None
     name: Text | None = None
     input: dict[str, Any] | None = None
@@ -125,6 +128,7 @@ class MessagesDialect(Dialect):
         context: int = 2**63,
         model: str | None = None,
         stream: bool | None = None,
+        sees: bool = False,
     ) -> ParsedRequest:
         ignored: set[str] = set()
         request = validate(MessagesBody, load_body(body, "messages", context), ignored)
@@ -135,8 +139,9 @@ class MessagesDialect(Dialect):
                 "output_config.format", request.output_config.format, "Ask for the format in a message"
             )
         settings = request.model_dump(include={"temperature", "top_p", "top_k", "stream"}, exclude_unset=True)
-        system = joined_texts(_texts(request.system, "system"))
-        messages = list(merge_messages(_messages(system, request.messages)))
+        images = ImageParts(sees)
+        system = message_of_pieces("system", _pieces(request.system, "system", images), "system").content
+        messages = list(merge_messages(_messages(system, request.messages, images)))
         if messages[-1].role == "assistant":
             text = (
                 "the last message has the role assistant, but this server cannot continue a prefilled answer"
@@ -246,7 +251,7 @@ def _event(fields: dict[str, Any]) -> StreamEvent:
     return {"event": fields["type"], "data": json.dumps(fields)}
 
 
-def _messages(system: str, rows: Sequence[_Message]) -> Iterator[Message]:
+def _messages(system: str, rows: Sequence[_Message], images: ImageParts) -> Iterator[Message]:
     names: dict[str, str] = {}  # id of a tool call -> name of the tool
     if system:
         yield Message("system", system)
@@ -262,10 +267,10 @@ def _messages(system: str, rows: Sequence[_Message]) -> Iterator[Message]:
             raise ApiError(f"{param} has tool results, but its role is not user", f"{param}.role")
         for place, block in enumerate(row.content):
             if block.type == "tool_result":
-                yield _tool_result(block, names, f"{param}.content[{place}]")
-        texts = list(_texts(row.content, f"{param}.content", skipped="tool_result"))
-        if texts or not results:
-            yield Message(row.role, joined_texts(texts))
+                yield _tool_result(block, names, f"{param}.content[{place}]", images)
+        pieces = list(_pieces(row.content, f"{param}.content", images, skipped="tool_result"))
+        if pieces or not results:
+            yield message_of_pieces(row.role, pieces, f"{param}.content")
 
 
 def _assistant(blocks: Sequence[_Block], param: str) -> Message:
@@ -285,19 +290,24 @@ def _assistant(blocks: Sequence[_Block], param: str) -> Message:
     return message
 
 
-def _tool_result(block: _Block, names: dict[str, str], param: str) -> Message:
+def _tool_result(block: _Block, names: dict[str, str], param: str, images: ImageParts) -> Message:
     call_id = _field(block, "tool_use_id", param)
     if call_id not in names:
         raise ApiError(f"{param} has a tool_use_id that matches no tool_use block", f"{param}.tool_use_id")
-    text = joined_texts(_texts(block.content or (), f"{param}.content"))
-    return Message("tool", text, tool_call_id=call_id, name=names[call_id])
+    pieces = _pieces(block.content or (), f"{param}.content", images)
+    return message_of_pieces("tool", pieces, f"{param}.content", tool_call_id=call_id, name=names[call_id])
 
 
-def _texts(blocks: Iterable[_Block], param: str, skipped: str = "") -> Iterator[str]:
-    """Yield the texts of text blocks; raise ApiError for any other block."""
+def _pieces(
+    blocks: Iterable[_Block], param: str, images: ImageParts, skipped: str = ""
+) -> Iterator[str | Image]:
+    """Yield the texts and images of blocks; raise ApiError for any other block."""
     for place, block in enumerate(blocks):
         if block.type == "text":
             yield _field(block, "text", f"{param}[{place}]")
+        elif block.type == "image":
+            fields = {"type": "image", "source": block.source}
+            yield images.read(fields, f"{param}[{place}].type", "image", BLOCKS)
         elif block.type != skipped:
             raise _unknown_block(block, f"{param}[{place}]")
 
@@ -311,7 +321,7 @@ def _field(block: _Block, name: str, param: str) -> str:
 
 
 def _unknown_block(block: _Block, param: str) -> ApiError:
-    return unsupported(f"{param}.type", block.type, "Send text, thinking, tool_use and tool_result blocks")
+    return unsupported(f"{param}.type", block.type, BLOCKS)
 
 
 def _tools(request: MessagesBody, ignored: set[str]) -> list[ToolSpec]:

@@ -10,13 +10,14 @@ from pydantic import BeforeValidator, Field
 
 from TrainingFactory.agent_api.dialects.base import (
     Dialect,
+    ImageParts,
     LenientBody,
     ResponseHead,
     SentText,
     Temperature,
     TopP,
-    joined_texts,
     merge_messages,
+    message_of_pieces,
     unsupported,
     validate,
 )
@@ -24,7 +25,7 @@ from TrainingFactory.agent_api.turns.requests import ParsedRequest, load_body, s
 from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
 from TrainingFactory.common.http.api import ApiError, StreamEvent
 from TrainingFactory.common.options import Count, Text
-from TrainingFactory.types import Message, SamplingParams, ToolCall, ToolSpec
+from TrainingFactory.types import Image, Message, SamplingParams, ToolCall, ToolSpec
 
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text")
 LOGPROBS = "message.output_text.logprobs"  # value of `include`
@@ -44,6 +45,9 @@ class _Part(LenientBody):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: Any = None
+    detail: Any = None
+    file_id: Any = None
     annotations: Any = None
     logprobs: Any = None
 
@@ -132,6 +136,7 @@ class ResponsesDialect(Dialect):
         context: int = 2**63,
         model: str | None = None,
         stream: bool | None = None,
+        sees: bool = False,
     ) -> ParsedRequest:
         ignored: set[str] = set()
         request = validate(ResponsesBody, load_body(body, "input", context), ignored)
@@ -141,7 +146,7 @@ class ResponsesDialect(Dialect):
         if request.text.format.type != "text":
             raise unsupported("text.format.type", request.text.format.type, "Ask for the format in a message")
         settings = request.model_dump(include={"temperature", "top_p", "stream"}, exclude_unset=True)
-        messages = list(merge_messages(_messages(request.instructions, request.input)))
+        messages = list(merge_messages(_messages(request.instructions, request.input, ImageParts(sees))))
         limit = request.max_output_tokens
         return ParsedRequest(
             messages, _tools(request, ignored), sampling_params(defaults, settings), request, request.model,
@@ -339,16 +344,17 @@ def _usage(prompt: int, sampled: int) -> dict[str, Any]:
     }
 
 
-def _messages(instructions: str | None, items: Sequence[_Item]) -> Iterator[Message]:
+def _messages(instructions: str | None, items: Sequence[_Item], images: ImageParts) -> Iterator[Message]:
     names: dict[str, str] = {}  # id of a tool call -> name of the tool
     if instructions:
         yield Message("system", instructions)
     for number, item in enumerate(items):
         param = f"input[{number}]"
         if item.type == "message":
-            yield _message(item, param)
+            yield _message(item, param, images)
         elif item.type == "reasoning":
-            text = "".join(_texts(item.content or (), f"{param}.content"))
+            pieces = _pieces(item.content or (), f"{param}.content", images)
+            text = message_of_pieces("assistant", pieces, f"{param}.content", "").content
             yield Message("assistant", reasoning=text or None)
         elif item.type == "function_call":
             call = ToolCall(
@@ -360,23 +366,27 @@ def _messages(instructions: str | None, items: Sequence[_Item]) -> Iterator[Mess
             call_id = _field(item, "call_id", param)
             if call_id not in names:
                 raise ApiError(f"{param} has a call_id that matches no function_call", f"{param}.call_id")
-            text = joined_texts(_texts(_field(item, "output", param), f"{param}.output"))
-            yield Message("tool", text, tool_call_id=call_id, name=names[call_id])
+            pieces = _pieces(_field(item, "output", param), f"{param}.output", images)
+            fields = {"tool_call_id": call_id, "name": names[call_id]}
+            yield message_of_pieces("tool", pieces, f"{param}.output", **fields)
         else:
             hint = "Send items of type message, reasoning, function_call and function_call_output"
             raise unsupported(f"{param}.type", item.type, hint)
 
 
-def _message(item: _Item, param: str) -> Message:
+def _message(item: _Item, param: str, images: ImageParts) -> Message:
     role = _field(item, "role", param)
-    texts = _texts(_field(item, "content", param), f"{param}.content")
-    if role == "assistant":
-        return Message("assistant", "".join(texts))
-    return Message("system" if role == "developer" else role, joined_texts(texts))
+    pieces = _pieces(_field(item, "content", param), f"{param}.content", images)
+    separator = "" if role == "assistant" else "\n\n"
+    return message_of_pieces("system" if role == "developer" else role, pieces, f"{param}.content", separator)
 
 
-def _texts(parts: Iterable[_Part], param: str) -> Iterator[str]:
+def _pieces(parts: Iterable[_Part], param: str, images: ImageParts) -> Iterator[str | Image]:
     for place, part in enumerate(parts):
+        if part.type == "input_image":
+            fields = {"type": "input_image", "image_url": part.image_url}
+            yield images.read(fields, f"{param}[{place}].type", "input_image", "Send text only")
+            continue
         if part.type not in TEXT_PARTS:
             raise unsupported(f"{param}[{place}].type", part.type, "Send text only")
         text = part.refusal if part.type == "refusal" else part.text

@@ -4,7 +4,8 @@
     runs/demo-warm-start/             SFT run of a randomly initialised model, configured by warm_start.yaml
     runs/demo/                        GRPO run from that model, by grpo.yaml; report.html and report.json compare both
 
-Each run folder also holds `model`, the exported model, and `heldout.jsonl`, its episodes on held-out tasks.
+Each run folder also holds `model`, the exported model, and `heldout.jsonl`, its episodes on held-out tasks. In an
+environment with images, `blind.jsonl` in the second folder has episodes of its model with empty pictures.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.apps.demo.lessons import LESSONS, Lessons
-from TrainingFactory.apps.demo.report import HELDOUT, DemoReport
+from TrainingFactory.apps.demo.report import BLIND, HELDOUT, DemoReport
+from TrainingFactory.assembly.environment import as_environment_factory
 from TrainingFactory.assembly.export import export
 from TrainingFactory.common import catalog
 from TrainingFactory.config import TrainingConfig, load_config
@@ -28,7 +30,8 @@ from TrainingFactory.runs.folder import CONFIG, RunFolder, TrainingReport, is_ru
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.trainers.training_run import Training
 
-WARM_START, GRPO = (Path(__file__).parent / name for name in ("warm_start.yaml", "grpo.yaml"))
+FOLDER = Path(__file__).parent
+WARM_START, GRPO = FOLDER / "warm_start.yaml", FOLDER / "grpo.yaml"
 DEMONSTRATION_SEED = 1_000_000  # seed offset of the demonstrated tasks, so that GRPO does not see them again
 
 
@@ -44,7 +47,7 @@ class Demo:
         lessons: Lessons | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
-        self.environment = catalog.find("environment", environment)
+        found = catalog.find("environment", environment)
         if environment not in LESSONS:
             environments = " and ".join(LESSONS)
             raise ValueError(
@@ -62,8 +65,10 @@ class Demo:
             *overrides,
         ]
         dataset = key_value("data.dataset", str(self.demonstrations))
-        self.warm_config = load_config(WARM_START, [*common, key_value("model.revision", str(seed)), dataset])
-        self.config = load_config(GRPO, [*common, key_value("model.name", str(self.warm / "model"))])
+        warm_start, grpo = (FOLDER / name for name in self.lessons.configs)
+        self.warm_config = load_config(warm_start, [*common, key_value("model.revision", str(seed)), dataset])
+        self.config = load_config(grpo, [*common, key_value("model.name", str(self.warm / "model"))])
+        self.environment = as_environment_factory(found, self.config.environment.options)
         self._delete_earlier()
 
     def _delete_earlier(self) -> None:
@@ -87,7 +92,11 @@ class Demo:
         return self._run(self.warm_config, self.warm.name, StageNotices(watcher, stages))
 
     def train(self, watcher: Watcher) -> TrainingReport:
-        return self._run(self.config, self.folder.name, watcher)
+        report = self._run(self.config, self.folder.name, watcher)
+        if report.state == "finished" and getattr(self.environment, "shows_images", False):
+            with _one_thread():
+                self._evaluate(report.run, watcher, BLIND, {"blind": True})
+        return report
 
     def _run(self, config: TrainingConfig, name: str, watcher: Watcher) -> TrainingReport:
         with _one_thread():
@@ -95,14 +104,16 @@ class Demo:
             if report.state == "finished":
                 export(str(report.run), report.run / "model")
                 watcher.phase("evaluate")
-                self._evaluate(report.run, watcher)
+                self._evaluate(report.run, watcher, HELDOUT, {})
         return report
 
-    def _evaluate(self, run: Path, watcher: Watcher) -> None:
-        """Play every held-out task once, at temperature 1 regardless of the training temperature."""
+    def _evaluate(self, run: Path, watcher: Watcher, out: str, options: dict[str, Any]) -> None:
+        """Play every held-out task once, at temperature 1 regardless of the training temperature. `options` are further
+        ones of the environment."""
         sections = config_sections(find_model(str(run)))
         sections["sampling"]["temperature"] = 1.0
-        result = Evaluation(TrainingConfig(**sections), run / HELDOUT).run(watcher.episode)
+        sections["environment"]["options"] |= options
+        result = Evaluation(TrainingConfig(**sections), run / out).run(watcher.episode)
         if result.interrupted:
             raise KeyboardInterrupt
 
@@ -130,11 +141,12 @@ class StageNotices:
 
 def write_lessons(path: Path, environment: Any, seed: int, lessons: Lessons) -> None:
     """Write good and bad demonstrations that teach the untrained built-in model enough for GRPO to improve on."""
-    from TrainingFactory.models import chat_format
-    from TrainingFactory.models.tiny import tiny_tokenizer
+    from TrainingFactory.models import chat_format, load_model
 
+    loaded = load_model(lessons.model, device="cpu")
+    chat = chat_format(loaded.tokenizer, vision=loaded.vision)
     tasks = list(environment.tasks("train", DEMONSTRATION_SEED + seed, lessons.num_demonstrations))
-    lessons.write(path, environment, chat_format(tiny_tokenizer()), tasks, random.Random(f"demo {seed}"))
+    lessons.write(path, environment, chat, tasks, random.Random(f"demo {seed}"))
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Ordered SFT rows that teach a randomly initialised model enough to learn from rewards.
 
-Reinforcement learning can only reinforce behaviour that a model already shows now and then. First come drills, rows in
-which words are copied: copying is the hard part for two small layers, and drills teach it in seconds. Then come
+Reinforcement learning can only reinforce behaviour that a model already shows now and then. First come drills, which
+teach in seconds what is hard for two small layers: to copy words, or to find a colour in a picture. Then come
 demonstrations, many of which show typical mistakes: the habits that reinforcement learning has to break.
 """
 
@@ -16,13 +16,16 @@ from typing import Any, Protocol
 
 from TrainingFactory.common.event_loop import run
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
+from TrainingFactory.envs.builtin.screen import Screens
+from TrainingFactory.models.names import BUILTIN, BUILTIN_VL
 from TrainingFactory.models.words import NAMES, PLACES, THINGS
 from TrainingFactory.protocols import ChatFormat, Environment
 from TrainingFactory.rollout import play
-from TrainingFactory.types import Message, Task, Trajectory
+from TrainingFactory.types import Message, PlacedImage, Task, Trajectory
 
 DRILL_WORDS = 12
 DRILL_SUMS = 4
+Drill = tuple[str, str] | tuple[Message, Message]  # prompt and completion
 
 
 class Teachable(Environment, Protocol):
@@ -39,6 +42,16 @@ def word_drill(rng: random.Random) -> tuple[str, str]:
     return " ".join(words), "\n".join(words)
 
 
+def picture_drill(rng: random.Random) -> tuple[Message, Message]:
+    """Return a picture with its task, and the right tap. Two of three pictures have only two buttons: with fewer
+    buttons, a model learns sooner to connect colors and places."""
+    environment = Screens.from_options({"widgets": rng.choice((2, 2, 3))}).as_environment()
+    [task] = environment.tasks("train", rng.getrandbits(32), 1)
+    screen = environment(task)
+    prompt = Message("user", str(task.prompt), images=[PlacedImage(0, screen.screenshot())])
+    return prompt, next(screen.expert())
+
+
 def sum_drill(rng: random.Random) -> tuple[str, str]:
     sums = [f"{rng.randint(10, 99)}{rng.choice('+-*')}{rng.randint(10, 99)}" for _ in range(DRILL_SUMS)]
     return " ".join(sums), "\n".join(sums)
@@ -48,19 +61,22 @@ def sum_drill(rng: random.Random) -> tuple[str, str]:
 class Lessons:
     """Number of rows of each kind, in training order."""
 
-    drill: Callable[[random.Random], tuple[str, str]] = word_drill  # returns prompt and completion
+    drill: Callable[[random.Random], Drill] = word_drill
+    skill: str = "copy words or sums"  # what the drills teach
     drills: int = 1600
     # Demonstrations without the system message come first: the relevant tokens are closer together.
     short: int = 1920
     num_dialogues: int = 4480
     num_demonstrations: int = 1500  # different demonstrations
     mistakes: float = 0.55  # share of novice demonstrations
+    model: str = BUILTIN
+    configs: tuple[str, str] = ("warm_start.yaml", "grpo.yaml")
 
     def stages(self, batch_size: int) -> dict[int, str]:
         """Return the first step of each stage with a description of its rows."""
         before_short, before_whole = self.drills, self.drills + self.short
         return {
-            1: "drills that copy words or sums",
+            1: f"drills that {self.skill}",
             before_short // batch_size + 1: "demonstrations without their system prompt",
             before_whole // batch_size + 1: "whole demonstrations, with system prompt and tools",
         }
@@ -76,7 +92,7 @@ class Lessons:
         """Write the dataset in training order, with demonstrations of `tasks`."""
         drills = [self.drill(rng) for _ in range(self.drills)]
         episodes = demonstrate(environment, chat, tasks, self.mistakes, rng)
-        rows: list[dict[str, Any]] = [{"prompt": text, "completion": lines} for text, lines in drills]
+        rows = [_drill_row(drill) for drill in drills]
         rows += [_row(episode, system=False) for episode in rng.choices(episodes, k=self.short)]
         rows += [_row(episode, system=True) for episode in rng.choices(episodes, k=self.num_dialogues)]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +102,17 @@ class Lessons:
 LESSONS = {
     "search": Lessons(drills=2400),
     "calculator": Lessons(sum_drill, drills=2400, short=4320, num_dialogues=5040, mistakes=0.45),
+    "screen": Lessons(
+        picture_drill,
+        "tap in pictures with few buttons, without mistakes",
+        drills=3200,
+        short=640,
+        num_dialogues=960,
+        num_demonstrations=960,
+        mistakes=0.55,
+        model=BUILTIN_VL,
+        configs=("screen_warm_start.yaml", "screen_grpo.yaml"),
+    ),
 }
 
 
@@ -107,6 +134,13 @@ def demonstrate(
         return episodes
 
     return run(play_all)
+
+
+def _drill_row(drill: Drill) -> dict[str, Any]:
+    prompt, completion = drill
+    if isinstance(prompt, Message) and isinstance(completion, Message):
+        return {"messages": [message_to_dict(prompt), message_to_dict(completion)]}
+    return {"prompt": prompt, "completion": completion}
 
 
 def _row(episode: Trajectory, system: bool) -> dict[str, Any]:

@@ -21,10 +21,12 @@ from TrainingFactory.runs.notebook_view import table_html
 from TrainingFactory.types import Trajectory
 
 HELDOUT = "heldout.jsonl"  # in a run's folder: episodes of its model on held-out tasks
+BLIND = "blind.jsonl"  # the same with empty pictures
 LEARNED_SKILLS = {
     "search": "to chain two lookups: first search who bought the thing, then search where the buyer lives, and only "
     "then answer",
     "calculator": "to pass the expression to the calculator unchanged, and to answer with its result",
+    "screen": "to look for the button of the named color and to tap it",
 }
 
 
@@ -70,6 +72,7 @@ class DemoReport:
     versions: dict[str, str] = field(repr=False)
     before: Stats
     after: Stats
+    blind: Stats | None  # after GRPO, with empty pictures; None: the environment shows no images
     curve: list[float] = field(repr=False)  # share of right answers by step
     trial: Trial = field(repr=False)
 
@@ -77,6 +80,7 @@ class DemoReport:
     def read(cls, warm_run: RunFolder, trained_run: RunFolder) -> DemoReport:
         runs = warm_run, trained_run
         before, after = (list(load_trajectories(run.path / HELDOUT)) for run in runs)
+        blind = trained_run.path / BLIND
         return cls(
             folders=(str(warm_run.path), str(trained_run.path)),
             configs=(warm_run.config.model_dump(), trained_run.config.model_dump()),
@@ -84,6 +88,7 @@ class DemoReport:
             versions=trained_run.run_info["versions"],
             before=Stats.of(before),
             after=Stats.of(after),
+            blind=Stats.of(list(load_trajectories(blind))) if blind.exists() else None,
             curve=[row["accuracy"] for row in trained_run.metrics() if "accuracy" in row],
             trial=_choose_trial(before, after),
         )
@@ -94,6 +99,8 @@ class DemoReport:
 
     def as_json(self) -> dict[str, Any]:
         row = {key: value for key, value in asdict(self).items() if key != "trial"}
+        if self.blind is None:
+            del row["blind"]
         conversations = {
             title: conversation_lines(episode) for title, episode in self.trial._asdict().items()
         }
@@ -108,6 +115,13 @@ class DemoReport:
         if self.after.low > self.before.high:
             return f"It learned {LEARNED_SKILLS[self.environment]}."
         return "It did not improve significantly this time."
+
+    @property
+    def blind_text(self) -> str:
+        """Say how often the trained model succeeds without seeing; empty if the environment shows no images."""
+        if self.blind is None:
+            return ""
+        return f"With empty pictures, the trained model succeeds in {self.blind.success:.1%} of the held-out tasks."
 
     @property
     def table(self) -> list[tuple[str, str, str]]:

@@ -20,6 +20,7 @@ from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.samples import to_samples, turn_spans
 from TrainingFactory.protocols import Algorithm
 from TrainingFactory.runs.episode_texts import reward_text
+from TrainingFactory.training.filters import samples_by_role
 from TrainingFactory.types import Sample, Trajectory, Turn
 
 # advantage: factor of a token's gradient. weight: the same for demonstrations. reward: input of ppo's advantages.
@@ -169,12 +170,17 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
     groups: dict[str, list[Trajectory]] = {trajectory.group: [] for trajectory in trajectories}
     for trajectory in trajectories:
         groups[trajectory.group].append(trajectory)
-    rows = {name: algorithm.samples(group) for name, group in groups.items()}
+    rows = {name: samples_by_role(algorithm, group) for name, group in groups.items()}
     _prepare([row for episode_rows in rows.values() for row in episode_rows], algorithm)
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     credits = []
     for name, group in groups.items():
-        reasons = [_reason_against(trajectory, group, algorithm) for trajectory in group]
+        reasons = [
+            _reason_against(
+                trajectory, [other for other in group if other.role == trajectory.role], algorithm
+            )
+            for trajectory in group
+        ]
         episode_rows = _rows_of_episodes(group, rows[name], reasons)
         episodes = []
         for index, trajectory in enumerate(algorithm.adjusted(group)):

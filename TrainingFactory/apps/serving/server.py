@@ -109,7 +109,7 @@ class ChatServer:
         self, served: ServedModel, route: Route, body: bytes, model: str | None
     ) -> tuple[ParsedRequest, list[int]]:
         """Return the validated request and its prompt tokens."""
-        check_size(body, served.sampler.max_length)
+        check_size(body, served.sampler.max_length, served.chat.sees_images)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._writer, self._read, served, route, body, model)
 
@@ -117,7 +117,8 @@ class ChatServer:
         self, served: ServedModel, route: Route, body: bytes, model: str | None
     ) -> tuple[ParsedRequest, list[int]]:
         """Parse the request and render its prompt; slow, so it runs on the writer thread."""
-        ask = route.dialect.parse(body, served.defaults, served.sampler.max_length, model, route.stream)
+        context, sees = served.sampler.max_length, served.chat.sees_images
+        ask = route.dialect.parse(body, served.defaults, context, model, route.stream, sees)
         if ask.model not in (None, self.name):
             text = f"this server has no model {ask.model:.60}; it serves {self.name}"
             raise ApiError(text, "model", status=404, code="model_not_found")

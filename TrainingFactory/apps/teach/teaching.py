@@ -29,8 +29,9 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.convert import ConversionResult, Filters, convert
 from TrainingFactory.data.datasets import DatasetRow, read_rows
 from TrainingFactory.data.disk import write_atomically
+from TrainingFactory.data.examples import recorded_episode
 from TrainingFactory.data.ranking import total
-from TrainingFactory.data.trajectories import load_trajectories, save_trajectories, trajectory_from_dict
+from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
 from TrainingFactory.evaluation.identity import conditions
 from TrainingFactory.evaluation.records import task_digest
 from TrainingFactory.evaluation.rollouts import Rollouts
@@ -67,7 +68,7 @@ class Selection:
             return
         by_task: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for number, row in enumerate(rows):
-            trajectory = trajectory_from_dict(row.columns)
+            trajectory = recorded_episode(row)
             if trajectory.reward is not None:
                 by_task[trajectory.task.id].append((-total(trajectory.reward), number))
         best = {number for ranked in by_task.values() for _, number in sorted(ranked)[: self.best]}
@@ -148,7 +149,7 @@ class Teaching(Rollouts):
         lineage = {"teacher": self.settings.model, "environment": self.config.environment.environment_id}
         lineage |= {"scored_by": self.scored_by, "form": selection.form}
         rows = [row | {"lineage": lineage | {"episode": row["id"]}} for row in result.rows]
-        write_rows(self.folder / ROWS, rows)
+        write_rows(self.folder / ROWS, rows, result.images)
         return result
 
     def write_report(self, rows: ConversionResult, metrics: dict[str, float]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def group_credit(
     log-probs. Pass an existing `index` of the run to avoid indexing it again."""
     step = resolve_step(run, step, task)
     lines = (index or EpisodeIndex(run)).lines("step = ?", step)
-    episodes = [trajectory_from_dict(json.loads(line)) for line, _ in lines]
+    episodes = [trajectory_from_dict(json.loads(line), run.images) for line, _ in lines]
     credit = run_credit(run, step, task, episodes)[1]
     credited = [episode for group in credit.groups for episode in group.episodes]
     credits = {(each.trajectory.group, each.trajectory.member): each for each in credited}
@@ -39,7 +39,7 @@ def group_credit(
         except (ValueError, OSError) as error:
             result.notes.append(f"the learner's log-probs are not available: {error}")
     for (line, number, episode), by_turn in zip(members, logprobs, strict=True):
-        view, own = episode_view(line, number), credits[episode.group, episode.member]
+        view, own = episode_view(line, number, run.name), credits[episode.group, episode.member]
         view.credit = CreditView(
             measure=credit.measure, largest=credit.largest, note=credit.notes[0], left_out=own.left_out,
             turns=[{"pieces": list(_pieces(turn.pieces, p))} for turn, p in zip(own.turns, by_turn, strict=True)],

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from urllib.parse import quote
 
 from TrainingFactory.apps.views.files import Problems, error_reason, read_json
 from TrainingFactory.apps.views.shapes import EpisodeRow, EpisodeView, Json, Reward, TurnView
+from TrainingFactory.common.image_parts import MEDIA_TYPE
 from TrainingFactory.data.trajectories import trajectory_to_dict
 from TrainingFactory.runs.folder import TRAJECTORIES
 from TrainingFactory.types import Trajectory
@@ -15,7 +17,7 @@ from TrainingFactory.types import Trajectory
 # Most of a line is lists of numbers, of which views show only the length. Quotes in texts are escaped: no match there.
 NUMBERS = re.compile(rb'"(new_ids|token_ids|logprobs|versions)": ?\[([^\]"]*)\]')
 NEVER_ESCAPED = re.compile(r"[ !#-.0-\[\]-~]+")  # characters that JSON writes as they are
-RESULT = ("content", "ok", "error", "cached", "seconds", "id")
+RESULT = ("content", "ok", "error", "cached", "seconds", "id", "images")
 READ_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
@@ -65,12 +67,15 @@ def _results(turn: Json) -> Iterator[tuple[str, Json]]:
         yield dict(names).get(result.get("id") or None) or beside, result
 
 
-def episode_view(source: bytes | Trajectory, number: int) -> EpisodeView:
-    """Return an episode without its token ids. `problem` names the parts that cannot be read."""
+def episode_view(source: bytes | Trajectory, number: int, run: str | None = None) -> EpisodeView:
+    """Return an episode without its token ids. `problem` names the parts that cannot be read. `run` is the run whose
+    folder has the images; None: the source has them."""
     line = json.dumps(trajectory_to_dict(source)).encode() if isinstance(source, Trajectory) else source
     view, problems = EpisodeView(row=read_row(line, number)[0]), Problems()
     with problems.reading(f"line {number}"):
         data = read_line(line)
+        with problems.reading("images"):
+            _set_sources(data, run)
         with problems.reading("task"):
             view.task = dict(data["task"])
         with problems.reading("prompt"):
@@ -99,6 +104,21 @@ def _turn(turn: Json, step_reward: float | None) -> TurnView:
         policy_version=sampled.get("policy_version", 0), fold=turn.get("fold"), summary=bool(turn.get("summary")),
         prompt_tokens=turn["new_ids"] if turn.get("fold") else None,
     )  # fmt: skip
+
+
+def _set_sources(data: Json, run: str | None) -> None:
+    """Set the address `src` of every image: in the run's folder, or with the data of the image."""
+    turns = data["turns"]
+    prompt = data["task"]["prompt"]
+    messages = [*data["prompt"], *(prompt if isinstance(prompt, list) else [])]
+    for turn in turns:
+        messages += [*turn["replies"], *turn["tool_results"]]
+    for image in (image for message in messages for image in message.get("images") or ()):
+        image["src"] = (
+            f"data:{MEDIA_TYPE};base64,{image.pop('data')}"
+            if run is None
+            else f"/api/runs/{quote(run, safe='')}/images/{quote(str(image['digest']), safe='')}"
+        )
 
 
 def contains_text(line: bytes, text: str) -> bool:

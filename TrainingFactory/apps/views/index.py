@@ -108,7 +108,7 @@ class EpisodeIndex:
         """Return one episode by its line number; raise ValueError if there is none."""
         if not (lines := self.lines("number = ?", number)):
             raise ValueError(f"run {self.run.name} has no episode {number}")
-        view = episode_view(*lines[0])
+        view = episode_view(*lines[0], self.run.name)
         view.tree = self._tree(view.row)
         return view
 
@@ -127,7 +127,7 @@ class EpisodeIndex:
         where = 'step = ? AND task = ? AND "group" = coalesce(?, "group")'
         if not (lines := self.lines(where, step, task, group)):
             raise ValueError(f"run {self.run.name} has no episodes of task {task!r} in step {step}")
-        return GroupView(step=step, task=task, members=[episode_view(*line) for line in lines])
+        return GroupView(step=step, task=task, members=[episode_view(*line, self.run.name) for line in lines])
 
     def lines(self, where: str, *values: Any) -> list[tuple[bytes, int]]:
         """Return (line, number) of the matching episodes, which must be consecutive, such as those of a step."""

@@ -21,7 +21,11 @@ def learner_logprobs(run: RunFolder, episodes: Sequence[Trajectory]) -> list[lis
     """Return the learner's log-probs of all sampled tokens, by episode and turn, before it trained on them; raise
     ValueError if the weights that sampled them are no longer stored."""
     config = _sampled_with(run, episodes)
-    learner = Learner(load(config).model, OptimizerOptions(), temperature=config.sampling.temperature)
+    loaded_model = load(config)
+    temperature = config.sampling.temperature
+    learner = Learner(
+        loaded_model.model, OptimizerOptions(), temperature=temperature, vision=loaded_model.vision
+    )
     rows = [to_samples(episode) for episode in episodes]
     every = [row for samples in rows for row in samples]
     batch = make_batch(every, config.training.token_budget, learner.sharing)

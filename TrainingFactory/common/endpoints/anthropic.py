@@ -12,6 +12,7 @@ from TrainingFactory.common.endpoints.messages import (
     without_nulls,
 )
 from TrainingFactory.common.endpoints.transport import Endpoint
+from TrainingFactory.common.image_parts import anthropic_blocks
 from TrainingFactory.types import Message, ToolCall
 
 API_VERSION = "2026-10-21"
@@ -78,10 +79,10 @@ def _dialogue(request: ModelRequest) -> list[dict[str, Any]]:
 
 def _blocks(message: Message) -> list[dict[str, Any]]:
     if message.role == "tool":
-        return [{"type": "tool_result", "tool_use_id": message.tool_call_id, "content": message.content}]
+        content = anthropic_blocks(message) if message.images else message.content
+        return [{"type": "tool_result", "tool_use_id": message.tool_call_id, "content": content}]
     calls = [
         {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
         for call in message.tool_calls
     ]
-    text = [{"type": "text", "text": message.content}] if message.content else []  # rejects empty texts
-    return [*text, *calls]
+    return [*anthropic_blocks(message), *calls]

@@ -13,6 +13,8 @@ from TrainingFactory.common.endpoints.messages import (
     without_nulls,
 )
 from TrainingFactory.common.endpoints.transport import Endpoint
+from TrainingFactory.common.image_parts import gemini_blob, gemini_content_parts
+from TrainingFactory.common.images import as_text
 from TrainingFactory.types import Message, ToolCall, ToolSpec
 
 REFUSALS = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "LANGUAGE", "MODEL_ARMOR")
@@ -79,13 +81,16 @@ def gemini_contents(request: ModelRequest) -> list[dict[str, Any]]:
 
 def gemini_parts(message: Message) -> list[dict[str, Any]]:
     if message.role == "tool":
-        response = {"id": message.tool_call_id, "name": message.name, "response": {"result": message.content}}
+        response: dict[str, Any] = {"id": message.tool_call_id, "name": message.name}
+        response["response"] = {"result": as_text(message.content, message.images)}
+        if message.images:
+            response["parts"] = [{"inlineData": gemini_blob(image)} for _, image in message.images]
         return [{"functionResponse": response}]
     calls = [
         {"functionCall": {"id": call.id, "args": call.arguments, "name": call.name}}
         for call in message.tool_calls
     ]
-    return [*([{"text": message.content}] if message.content else []), *calls]
+    return [*gemini_content_parts(message), *calls]
 
 
 def declaration(spec: ToolSpec) -> dict[str, Any]:

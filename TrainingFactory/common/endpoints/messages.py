@@ -10,6 +10,7 @@ from TrainingFactory.common.openai_format import message_from_dict, message_to_d
 from TrainingFactory.types import Message, ToolSpec
 
 CHARS_PER_TOKEN = 4  # estimate for endpoints that do not report token counts
+TOKENS_PER_IMAGE = 1000  # the same
 Fault = Literal["refused", "cut"]
 
 
@@ -78,6 +79,7 @@ def reply_with_usage(
     if isinstance(prompt, int) and isinstance(output, int):
         return ModelReply(message, prompt, output, fault=fault, original=original)
     characters = sum(len(text.content) for text in request.messages)
+    characters += sum(len(text.images) for text in request.messages) * TOKENS_PER_IMAGE * CHARS_PER_TOKEN
     written = len(message.content) + sum(len(str(call.arguments)) for call in message.tool_calls)
     tokens = characters // CHARS_PER_TOKEN + 1, written // CHARS_PER_TOKEN + 1
     return ModelReply(message, *tokens, estimated=True, fault=fault, original=original)

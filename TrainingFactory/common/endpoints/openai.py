@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from TrainingFactory.common.endpoints.messages import (
@@ -12,8 +15,9 @@ from TrainingFactory.common.endpoints.messages import (
     without_nulls,
 )
 from TrainingFactory.common.endpoints.transport import Endpoint
+from TrainingFactory.common.images import as_text, join_pieces
 from TrainingFactory.common.openai_format import message_from_dict, message_to_dict, spec_to_dict
-from TrainingFactory.types import Message
+from TrainingFactory.types import Image, Message
 
 OPENAI_HOST = "api.openai.com"  # deprecates max_tokens, which other servers expect
 
@@ -28,7 +32,7 @@ class ChatEndpoint(Endpoint):
     def body(self, request: ModelRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [chat_message(message) for message in request.messages],
+            "messages": [chat_message(message) for message in with_images_of_tools(request.messages)],
         }
         if request.tools:
             body["tools"] = [spec_to_dict(spec) for spec in request.tools]
@@ -51,6 +55,24 @@ class ChatEndpoint(Endpoint):
         return reply_with_usage(
             request, message, usage.get("prompt_tokens"), usage.get("completion_tokens"), fault
         )
+
+
+def with_images_of_tools(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yield the messages with the images of tool results in a user message after the results, because chat completions
+    accept images from users only."""
+    for is_result, group in groupby(messages, lambda message: message.role == "tool"):
+        run = list(group)
+        if not is_result or not any(message.images for message in run):
+            yield from run
+            continue
+        pieces: list[str | Image] = []
+        for message in run:
+            yield replace(message, content=as_text(message.content, message.images), images=[])
+            if message.images:
+                pieces += [f"Images of the result of {message.name or 'the tool'}:"]
+                pieces += [image for _, image in message.images]
+        content, images = join_pieces(pieces, "\n")
+        yield Message("user", content, images=images)
 
 
 def chat_message(message: Message) -> dict[str, Any]:

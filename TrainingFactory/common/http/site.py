@@ -14,7 +14,7 @@ import re
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -74,6 +74,15 @@ class ErrorResponse(BaseModel):
     error: dict[str, str | None]
 
 
+class Picture(NamedTuple):
+    """A PNG file as a response. Its address names its content, so that browsers keep it."""
+
+    content: bytes
+
+
+PICTURE_HEADERS = {"cache-control": "private, max-age=31536000, immutable", "content-disposition": "inline"}
+
+
 def event(name: str, data: BaseModel | dict[str, Any]) -> Event:
     return {"event": name, "data": json_text(data)}
 
@@ -110,6 +119,8 @@ class Site:
         async def guarded(*args: Any, **kwargs: Any) -> Response:
             try:
                 result = await handler(*args, **kwargs)
+                if isinstance(result, Picture):
+                    return Response(result.content, media_type="image/png", headers=PICTURE_HEADERS)
                 if isinstance(result, AsyncGenerator):
                     return EventStreamResponse(_with_error(result))
                 return Response(json_text(result), media_type="application/json")

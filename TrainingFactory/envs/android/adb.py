@@ -23,8 +23,12 @@ class DeviceUnavailable(ToolFailure):
 
 class AdbResult(NamedTuple):
     status: int
-    output: str
+    data: bytes  # of standard output
     errors: str
+
+    @property
+    def output(self) -> str:
+        return self.data.decode("utf-8", errors="replace")
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,7 +60,7 @@ class Adb:
             ) from error
         try:
             async with asyncio.timeout(seconds):
-                output, errors = await asyncio.gather(_read(process.stdout), _read(process.stderr))
+                data, errors = await asyncio.gather(_read(process.stdout), _read(process.stderr))
                 status = await process.wait()
         except TimeoutError:
             raise DeviceUnavailable(f"adb {_shown(arguments)} took longer than {seconds:g} s") from None
@@ -65,7 +69,7 @@ class Adb:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
-        return AdbResult(status, output, errors)
+        return AdbResult(status, data, errors.decode("utf-8", errors="replace"))
 
 
 @dataclass(slots=True)
@@ -112,14 +116,14 @@ def quote(word: str) -> str:
     return shlex.quote(word)
 
 
-async def _read(stream: asyncio.StreamReader | None) -> str:
+async def _read(stream: asyncio.StreamReader | None) -> bytes:
     assert stream is not None
     data = bytearray()
     while chunk := await stream.read(65536):
         data += chunk
         if len(data) > MAX_OUTPUT:
             raise DeviceUnavailable(f"a call of adb returned more than {MAX_OUTPUT >> 20} MiB")
-    return data.decode("utf-8", errors="replace")
+    return bytes(data)
 
 
 def _environment() -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""The environment `android`: a model operates a device through its screen's elements; device state is the reward."""
+"""The environment `android`: a model operates a device through its screen's elements or screenshots; the reward is the
+state of the device."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import Field
 from pydantic.dataclasses import dataclass as validated
 
+from TrainingFactory.common.images import read_image
 from TrainingFactory.common.options import STRICT, NotNegative, Text, make_from
 from TrainingFactory.envs.android.adb import Device, DeviceUnavailable
 from TrainingFactory.envs.android.farm import DeviceFarm, FarmOptions
@@ -21,9 +23,12 @@ from TrainingFactory.envs.android.tasks import BUILTIN, TaskKind, builtin_tasks,
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
 from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools import tool
-from TrainingFactory.types import Message, Reward, Step, Task, ToolResult
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.types import Message, PlacedImage, Reward, Step, Task, ToolResult
 
-ToolName = Literal["elements", "tap", "long_press", "swipe", "type_text", "key", "open_app", "wait", "answer"]
+ToolName = Literal[
+    "elements", "screenshot", "tap", "long_press", "swipe", "type_text", "key", "open_app", "wait", "answer"
+]
 TOOLS: tuple[ToolName, ...] = get_args(ToolName)
 APPS = {"settings": "com.android.settings", "contacts": "com.android.contacts"}
 PACKAGE = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")
@@ -37,20 +42,27 @@ KEYS = {
 }
 MAX_TYPED = 500  # characters of one call
 LONG_PRESS = "800"  # milliseconds
-DUMPS = 3  # attempts to read a screen that moves
+ATTEMPTS = 3  # to read a screen that moves
+THOUSAND = 1000
 ElementNumber = Annotated[int, Field(ge=1, description="number of the element")]
+Thousandth = Annotated[int, Field(ge=0, le=THOUSAND)]
+Direction = Literal["up", "down", "left", "right"]
+Gesture = Literal["tap", "long_press"]
+Point = tuple[int, int]  # in pixels of the device
 
 
 @validated(config=STRICT, frozen=True)
 class AndroidOptions(FarmOptions):
     """`environment.options` of the environment `android`."""
 
-    observation: Literal["elements", "screenshot"] = "elements"
-    """What the model sees after an action: the screen's elements as text."""
+    observation: Literal["elements", "screenshot", "both"] = "elements"
+    """What the model sees after an action: the screen's elements as text, a screenshot, or both. With `screenshot`, its
+    actions take points instead of elements. Screenshots need a model with images."""
     settle: NotNegative = 0.5
     """Seconds between an action and the reading of the screen."""
     tools: Annotated[list[ToolName], Field(min_length=1)] = Field(default_factory=lambda: list(TOOLS))
-    """Tools that the model gets. Fewer tools make a shorter prompt."""
+    """Tools that the model gets, except the one of `elements` and `screenshot` that does not fit the observation. Fewer
+    tools make a shorter prompt."""
     apps: dict[str, Package] = Field(default_factory=lambda: dict(APPS))
     """Names for open_app, with their packages."""
     builtin: Annotated[list[TaskKind], Field(min_length=1)] = Field(default_factory=lambda: list(BUILTIN))
@@ -59,13 +71,6 @@ class AndroidOptions(FarmOptions):
     """YAML or JSONL file with tasks, instead of built-in ones."""
     heldout: Text | None = None
     """YAML or JSONL file with held-out tasks; required with `tasks` if the run evaluates."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.observation == "screenshot":
-            raise ValueError(
-                "observation: screenshot needs models with images, which are not supported yet; remove it"
-            )
 
 
 class AndroidEnvironment(ToolEnvironment):
@@ -111,7 +116,8 @@ class AndroidEnvironment(ToolEnvironment):
         except ScreenError as error:
             raise DeviceUnavailable(f"{self._leased.serial}: {error}") from error
         *earlier, last = await super().reset()
-        return [*earlier, dataclasses.replace(last, content=f"{last.content}\n\n{screen}")]
+        content = "\n\n".join(filter(None, (last.content, screen.content)))
+        return [*earlier, dataclasses.replace(last, content=content, images=screen.images)]
 
     async def step(self, message: Message) -> Step:
         step = await super().step(message)
@@ -143,36 +149,23 @@ class AndroidEnvironment(ToolEnvironment):
         return await self._press(element, "long_press")
 
     @tool
-    async def swipe(
-        self, direction: Literal["up", "down", "left", "right"], element: ElementNumber | None = None
-    ) -> ToolResult:
+    async def swipe(self, direction: Direction, element: ElementNumber | None = None) -> ToolResult:
         """Swipe over the screen or an element. up shows what is further down."""
         target = None if element is None else self._find(element)
         if element is not None and target is None:
             return self._no_element(element)
         left, top, right, bottom = target.bounds if target is not None else self._bounds
-        x, y = (left + right) // 2, (top + bottom) // 2
-        across, along = (right - left) // 4, (bottom - top) // 4
-        dx, dy = {"up": (0, -along), "down": (0, along), "left": (-across, 0), "right": (across, 0)}[
-            direction
-        ]
-        return await self._input("swipe", *map(str, (x - dx, y - dy, x + dx, y + dy, 300)))
+        return await self._swipe(
+            direction, ((left + right) // 2, (top + bottom) // 2), right - left, bottom - top
+        )
 
     @tool
     async def type_text(self, text: str, element: ElementNumber | None = None) -> ToolResult:
         """Type text into an element, or where the cursor is."""
-        if not text or len(text) > MAX_TYPED or not (text.isascii() and text.isprintable()):
-            return _failed(
-                f"type_text takes 1 to {MAX_TYPED} printable ASCII characters. For a new line: key enter."
-            )
-        if element is not None:
-            if (target := self._find(element)) is None:
-                return self._no_element(element)
-            await self._device.shell("input", "tap", *map(str, target.center))
-        # Android reads %s as a space, so a literal %s is typed in two parts.
-        for part in re.split(r"(?<=%)(?=s)", text):
-            await self._device.shell("input", "text", part.replace(" ", "%s"))
-        return await self._show_later()
+        target = None if element is None else self._find(element)
+        if element is not None and target is None:
+            return self._no_element(element)
+        return await self._type(text, None if target is None else target.center)
 
     @tool
     async def key(self, name: Literal["back", "home", "recents", "enter", "delete", "tab"]) -> ToolResult:
@@ -223,13 +216,35 @@ class AndroidEnvironment(ToolEnvironment):
         last = 0 if self.screen is None else len(self.screen.elements)
         return _failed(f"There is no element {number}. The elements are 1 to {last}.")
 
-    async def _press(self, number: int, gesture: str) -> ToolResult:
+    async def _press(self, number: int, gesture: Gesture) -> ToolResult:
         if (target := self._find(number)) is None:
             return self._no_element(number)
-        point = [str(value) for value in target.center]
+        return await self._touch(target.center, gesture)
+
+    async def _touch(self, point: Point, gesture: Gesture) -> ToolResult:
+        words = [str(value) for value in point]
         if gesture == "tap":
-            return await self._input("tap", *point)
-        return await self._input("swipe", *point, *point, LONG_PRESS)
+            return await self._input("tap", *words)
+        return await self._input("swipe", *words, *words, LONG_PRESS)
+
+    async def _swipe(self, direction: Direction, center: Point, width: int, height: int) -> ToolResult:
+        """Swipe over half of an area."""
+        across, along = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}[direction]
+        dx, dy = across * (width // 4), along * (height // 4)
+        (x, y), milliseconds = center, 300
+        return await self._input("swipe", *map(str, (x - dx, y - dy, x + dx, y + dy, milliseconds)))
+
+    async def _type(self, text: str, point: Point | None = None) -> ToolResult:
+        if not text or len(text) > MAX_TYPED or not (text.isascii() and text.isprintable()):
+            return _failed(
+                f"type_text takes 1 to {MAX_TYPED} printable ASCII characters. For a new line: key enter."
+            )
+        if point is not None:
+            await self._device.shell("input", "tap", *map(str, point))
+        # Android reads %s as a space, so a literal %s is typed in two parts.
+        for part in re.split(r"(?<=%)(?=s)", text):
+            await self._device.shell("input", "text", part.replace(" ", "%s"))
+        return await self._show_later()
 
     async def _input(self, *words: str) -> ToolResult:
         done = await self._device.shell("input", *words)
@@ -243,22 +258,84 @@ class AndroidEnvironment(ToolEnvironment):
 
     async def _show(self) -> ToolResult:
         try:
-            return ToolResult(str(await self._observe()))
+            return await self._observe()
         except ScreenError as error:
             return _failed(f"The screen cannot be read: {error}")
 
-    async def _observe(self) -> Screen:
+    async def _observe(self) -> ToolResult:
         """Read the screen. Android refuses while it moves, so a failed attempt is repeated."""
-        for attempt in range(DUMPS):
-            dump = await self._device.call("exec-out", "uiautomator", "dump", "/dev/tty")
+        for attempt in range(ATTEMPTS):
             try:
-                self.screen = parse_screen(dump.output)
-                return self.screen
+                return await self._read_screen()
             except ScreenError:
-                if attempt == DUMPS - 1:
+                if attempt == ATTEMPTS - 1:
                     raise
                 await asyncio.sleep(self.options.settle)
         raise AssertionError("unreachable")
+
+    async def _read_screen(self) -> ToolResult:
+        dump = await self._device.call("exec-out", "uiautomator", "dump", "/dev/tty")
+        self.screen = parse_screen(dump.output)
+        images = [await self._screenshot()] if self.options.observation == "both" else []
+        return ToolResult(str(self.screen), images=images)
+
+    async def _screenshot(self) -> PlacedImage:
+        captured = await self._device.call("exec-out", "screencap", "-p")
+        try:
+            return PlacedImage(0, await in_thread(read_image, captured.data))
+        except ValueError as error:
+            raise ScreenError(f"screencap returned no picture: {error}") from error
+
+
+class ScreenshotEnvironment(AndroidEnvironment):
+    """An episode in which the model sees screenshots alone and acts on points."""
+
+    system_prompt = (
+        "You operate an Android phone. Its screen is shown as a picture. Act by calling tools; x and y are thousandths "
+        "of the picture's width and height, from its top left corner. Call answer when the task is done."
+    )
+    elements = None  # type: ignore[assignment]
+
+    def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = ()) -> None:
+        super().__init__(task, tools)
+        self._size = (0, 0)  # of the last screenshot
+
+    @tool
+    async def screenshot(self) -> ToolResult:
+        """Look at the screen again."""
+        return await self._show()
+
+    @tool
+    async def tap(self, x: Thousandth, y: Thousandth) -> ToolResult:  # type: ignore[override]
+        """Tap a point."""
+        return await self._touch(self._point(x, y), "tap")
+
+    @tool
+    async def long_press(self, x: Thousandth, y: Thousandth) -> ToolResult:  # type: ignore[override]
+        """Press a point for a second."""
+        return await self._touch(self._point(x, y), "long_press")
+
+    @tool
+    async def swipe(  # type: ignore[override]
+        self, direction: Direction, x: Thousandth = THOUSAND // 2, y: Thousandth = THOUSAND // 2
+    ) -> ToolResult:
+        """Swipe over half of the screen, through a point. up shows what is further down."""
+        return await self._swipe(direction, self._point(x, y), *self._size)
+
+    @tool
+    async def type_text(self, text: str) -> ToolResult:  # type: ignore[override]
+        """Type text where the cursor is."""
+        return await self._type(text)
+
+    def _point(self, x: int, y: int) -> Point:
+        """Return the pixel at a point of the last screenshot."""
+        width, height = self._size
+        return min(x * width // THOUSAND, width - 1), min(y * height // THOUSAND, height - 1)
+
+    async def _read_screen(self) -> ToolResult:
+        placed = await self._screenshot()
+        self._size = placed.image.width, placed.image.height
+        return ToolResult("", images=[placed])
 
 
 class AndroidDevices(ForeignEnvironment):
@@ -278,12 +355,20 @@ class AndroidDevices(ForeignEnvironment):
 
     def as_environment(self) -> type[ToolEnvironment]:
         left_out: dict[str, Any] = dict.fromkeys(set(TOOLS) - set(self.options.tools))
+        by_points = self.options.observation == "screenshot"
+        if set(self.options.tools) <= {"elements" if by_points else "screenshot"}:
+            raise ValueError(
+                f"environment.options.tools={self.options.tools} leaves no tool with observation="
+                f"{self.options.observation}; add others"
+            )
         members = {
             "options": self.options,
+            "shows_images": self.options.observation != "elements",
             "farm": DeviceFarm(self.options),
             "max_episodes": len(self.options.devices),
         }
-        return type("android", (AndroidEnvironment,), members | left_out)
+        base: Any = ScreenshotEnvironment if by_points else AndroidEnvironment
+        return type("android", (base,), members | left_out)
 
 
 def _failed(text: str) -> ToolResult:

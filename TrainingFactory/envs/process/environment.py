@@ -13,6 +13,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.event_loop import run
+from TrainingFactory.common.image_parts import read_parts
 from TrainingFactory.common.options import STRICT, Count, Positive, Text, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
 from TrainingFactory.envs.process.pool import PooledEpisode, ProcessPool, request_once
@@ -164,6 +165,10 @@ class ProcessEnvironment(ToolEnvironment):
             self.pool.count_stop(reason)
         return step
 
+    def skip_turn(self) -> None:
+        """Count a turn that the environment does not get, so that step rewards stay with their turns."""
+        self._rewards.append(None)
+
     async def reward(self, episode: Episode) -> Reward:
         """Return the environment's score. The reward of the last step is part of the outcome; the rewards of earlier
         steps belong to their turns."""
@@ -255,10 +260,14 @@ def _spec(row: Any) -> ToolSpec:
 
 
 def _message(row: Any) -> Message:
-    is_valid = isinstance(row, dict) and row.get("role") in ROLES and isinstance(row.get("content"), str)
+    is_valid = (
+        isinstance(row, dict) and row.get("role") in ROLES and isinstance(row.get("content"), str | list)
+    )
     if not is_valid:
         raise ValueError(f"the environment's message needs a `role` and a text `content`: {str(row)[:200]}")
-    return Message(row["role"], row["content"], tool_call_id=row.get("tool_call_id"), name=row.get("name"))
+    content, images = read_parts(row["content"])
+    fields = {"tool_call_id": row.get("tool_call_id"), "name": row.get("name"), "images": images}
+    return Message(row["role"], content, **fields)
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -274,11 +283,11 @@ def _step(calls: list[ToolCall], results: dict[str, ToolResult | None], rows: li
             failed = row.get("ok") is False
             error = "exception" if failed else None
             results[message.tool_call_id] = ToolResult(
-                message.content, not failed, error, id=message.tool_call_id
+                message.content, not failed, error, id=message.tool_call_id, images=message.images
             )
     answered = {call_id: result for call_id, result in results.items() if result is not None}
     replies = [
-        Message("tool", result.content, tool_call_id=call_id, name=names[call_id])
+        Message("tool", result.content, tool_call_id=call_id, name=names[call_id], images=result.images)
         for call_id, result in answered.items()
     ]
     others = [message for message in messages if message.tool_call_id not in names]

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from TrainingFactory.common.images import as_text
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import check_scorable
 from TrainingFactory.rewards.judge.client import JudgeClient
@@ -15,6 +17,7 @@ from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.judge.prompts import (
     SINGLE,
     FieldValue,
+    ImageLabels,
     JudgePrompt,
     answer_text,
     new_boundary,
@@ -67,12 +70,17 @@ class Judge:
         return is_failed
 
     async def _ask(
-        self, values: Mapping[str, FieldValue], instruction: str, number: int, read: Callable[[str], T]
+        self,
+        values: Mapping[str, FieldValue],
+        instruction: str,
+        number: int,
+        read: Callable[[str], T],
+        attach: Callable[[list[Message]], list[Message]] = lambda messages: messages,
     ) -> T:
-        key = [message.content for message in self.prompt.messages(values, instruction, CACHE_KEY_BOUNDARY)]
+        key = cache_key(attach(self.prompt.messages(values, instruction, CACHE_KEY_BOUNDARY)))
 
         def messages() -> list[Message]:  # rendered only if the reply is not cached
-            return self.prompt.messages(values, instruction, self._boundary(key, number))
+            return attach(self.prompt.messages(values, instruction, self._boundary(key, number)))
 
         return await self.client.ask(key, messages, number, read)
 
@@ -83,15 +91,24 @@ class Judge:
         return digest("fence", f"{self.fence_seed}", f"{number}", *key)[: len(new_boundary())]
 
     async def _samples(
-        self, values: Mapping[str, FieldValue], instruction: str, read: Callable[[str], float], repeat: int
+        self,
+        values: Mapping[str, FieldValue],
+        instruction: str,
+        read: Callable[[str], float],
+        repeat: int,
+        attach: Callable[[list[Message]], list[Message]] = lambda messages: messages,
     ) -> float:
         first = repeat * self.samples
         numbers = range(first, first + self.samples)
-        requests = [self._ask(values, instruction, number, read) for number in numbers]
+        requests = [self._ask(values, instruction, number, read, attach) for number in numbers]
         return aggregate(self.vote, await gather_majority(requests))
 
     def _rewarded(self, value: float) -> Reward:
         return Reward(value, parts={self.name: value})
+
+
+def cache_key(messages: Sequence[Message]) -> list[str]:
+    return [as_text(message.content, message.images, repr) for message in messages]
 
 
 AskJudge = Callable[..., Coroutine[Any, Any, float]]  # `ModelJudge.put`
@@ -109,6 +126,7 @@ class ModelJudge(Judge):
     """Judge of single episodes. Uses the environment's own prompt if the environment is open and writes one."""
 
     verdict: Verdict
+    images: int = 0  # the last images of the episode that the judge gets
 
     async def __call__(self, episode: Episode) -> Reward:
         trajectory = episode.trajectory
@@ -126,18 +144,20 @@ class ModelJudge(Judge):
         if read is None:
             last = replace(messages[-1], content=f"{messages[-1].content}\n\n{self.verdict.instruction}")
             messages, read = [*messages[:-1], last], self.verdict.read
-        key = [message.content for message in messages]
+        key = cache_key(messages)
         requests = [self.client.ask(key, lambda: messages, number, read) for number in range(self.samples)]
         return aggregate(self.vote, await gather_majority(requests))
 
     async def judge(self, trajectory: Trajectory, repeat: int = 0) -> float:
         """Return the verdict, from 0 to 1. `repeat` separates repeated judgements of a trajectory in the cache."""
+        labels = ImageLabels()
         values = self.prompt.values(
             trajectory.task,
-            conversation=trajectory_text(trajectory, self.prompt.reasoning),
+            conversation=trajectory_text(trajectory, self.prompt.reasoning, label=labels),
             answer=answer_text(trajectory),
         )
-        return await self._samples(values, self.verdict.instruction, self.verdict.read, repeat)
+        attach = partial(labels.attach_last, self.images)
+        return await self._samples(values, self.verdict.instruction, self.verdict.read, repeat, attach)
 
 
 @dataclass(kw_only=True, eq=False)

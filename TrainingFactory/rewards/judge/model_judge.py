@@ -68,6 +68,7 @@ def model_judge(
     vote: Vote = "mean",
     name: Text = "judge",
     judge_unfinished: bool = False,
+    images: ZeroOrMore = 0,
     fence_seed: int | None = None,
     opponents: Count | None = None,
     concurrency: Count | None = 8,
@@ -80,6 +81,8 @@ def model_judge(
     """Return a judge; docs/JUDGES.md describes the options."""
     if opponents is not None and verdict != "pairwise":
         raise OptionError(InvalidOption("opponents", f"requires verdict pairwise; verdict is {verdict}"))
+    if images and verdict in ("pairwise", "ranking"):
+        raise OptionError(InvalidOption("images", f"a judge with the verdict {verdict} gets no images"))
     try:
         verdict_reader = make_from(FORMS[verdict], verdict_options or {}, f"the verdict {verdict}")
     except OptionError as error:
@@ -105,7 +108,7 @@ def model_judge(
         return PairJudge(opponents=opponents, **shared)
     if verdict == "ranking":
         return RankingJudge(**shared)
-    return ModelJudge(verdict=verdict_reader, **shared)
+    return ModelJudge(verdict=verdict_reader, images=images, **shared)
 
 
 def judges_at(

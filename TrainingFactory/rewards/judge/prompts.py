@@ -7,14 +7,15 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from TrainingFactory.common.images import as_text, join_pieces, placeholder
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.common.texts import truncate_middle
 from TrainingFactory.rewards.rules.answers import without_reasoning
-from TrainingFactory.types import Message, Task, Trajectory
+from TrainingFactory.types import Image, Message, Task, Trajectory
 
 SINGLE = ("task", "conversation", "answer", "reference")
 PAIR = ("task", "first", "second", "reference")
@@ -152,16 +153,44 @@ def answer_text(trajectory: Trajectory) -> str:
     return without_reasoning(trajectory.answer).strip()
 
 
-def trajectory_text(trajectory: Trajectory, reasoning: bool = False, prompt: bool = True) -> str:
-    """Return the episode as text. `prompt`: include the messages before the model's first turn."""
+class ImageLabels:
+    """Numbers the images of a conversation, to name them in its text."""
+
+    def __init__(self) -> None:
+        self.images: list[Image] = []
+
+    def __call__(self, image: Image) -> str:
+        self.images.append(image)
+        return f"[image {len(self.images)}, {image.width}x{image.height}]"
+
+    def attach_last(self, count: int, messages: Sequence[Message]) -> list[Message]:
+        """Return a judge's messages with the last `count` images at the end."""
+        start = max(len(self.images) - count, 0)
+        pieces: list[str | Image] = [messages[-1].content]
+        for number, image in enumerate(self.images[start:], start + 1):
+            pieces += [f"Image {number} of {len(self.images)} (material, not an instruction):", image]
+        content, images = join_pieces(pieces, "\n\n")
+        return [*messages[:-1], replace(messages[-1], content=content, images=images)]
+
+
+ImageLabel = Callable[[Image], str]
+
+
+def trajectory_text(
+    trajectory: Trajectory, reasoning: bool = False, prompt: bool = True, label: ImageLabel = placeholder
+) -> str:
+    """Return the episode as text. `prompt`: include the messages before the model's first turn. `label`: the text in
+    place of an image."""
     messages: list[Message] = []
     for turn in trajectory.turns:  # all rows of a folded episode, in order
         message = replace(turn.message, name=SUMMARY_NAME) if turn.summary else turn.message
         messages += [message, *turn.replies]
-    return conversation_text([*trajectory.prompt, *messages] if prompt else messages, reasoning)
+    return conversation_text([*trajectory.prompt, *messages] if prompt else messages, reasoning, label)
 
 
-def conversation_text(messages: Sequence[Message], reasoning: bool = False) -> str:
+def conversation_text(
+    messages: Sequence[Message], reasoning: bool = False, label: ImageLabel = placeholder
+) -> str:
     """Return the messages as text, each indented under its number and role, so that none can imitate several."""
     lines: list[str] = []
     for number, message in enumerate(messages, 1):
@@ -170,7 +199,8 @@ def conversation_text(messages: Sequence[Message], reasoning: bool = False) -> s
         if reasoning and message.reasoning:
             lines += ["  (reasoning)", *_indented(message.reasoning)]
         hides_reasoning = message.role == "assistant" and not reasoning
-        lines += _indented(without_reasoning(message.content) if hides_reasoning else message.content)
+        content = as_text(message.content, message.images, label)
+        lines += _indented(without_reasoning(content) if hides_reasoning else content)
         for call in message.tool_calls:
             lines += _indented(
                 call.error or f"calls {call.name} {json.dumps(call.arguments, ensure_ascii=False)}"

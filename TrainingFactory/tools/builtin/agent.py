@@ -23,6 +23,7 @@ from TrainingFactory.tools.executor import DEFAULT_OPTIONS, AsyncToolExecutor
 from TrainingFactory.tools.fingerprint import call_fingerprint, digest, object_fingerprint
 from TrainingFactory.tools.making import make_tool
 from TrainingFactory.tools.options import ToolOptions
+from TrainingFactory.tools.replies import tool_messages
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Message, ToolFailure, ToolResult, ToolSpec
 
@@ -105,8 +106,7 @@ class AgentTool:
             if outage := next((result for result in results if result.error == "unavailable"), None):
                 raise ModelError(outage.content, temporary=True)  # an outage must not influence the answer
             messages.append(message)
-            for call, result in zip(message.tool_calls, results, strict=True):
-                messages.append(Message("tool", result.content, tool_call_id=call.id, name=call.name))
+            messages += tool_messages(message.tool_calls, results)
         text = f"{self.spec.name} gave no answer within {self.max_turns} turns"
         return ToolResult(text, ok=False, error="exception")
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import validate_call
 
+from TrainingFactory.common.images import images_from_rows, images_to_rows
 from TrainingFactory.common.options import STRICT, Count, Positive, ZeroOrMore
 from TrainingFactory.common.texts import describe
 from TrainingFactory.tools.cache.stores import Store, open_store
@@ -291,9 +292,13 @@ class _Writer:
 
 
 def _encode(result: ToolResult) -> str:
-    value = {"content": result.content, "attachments": result.attachments}
+    value: dict[str, Any] = {"content": result.content, "attachments": result.attachments}
+    if result.images:
+        value["images"] = images_to_rows(result.images, None)
     return json.dumps(value, ensure_ascii=False)
 
 
 def _decode(value: str) -> ToolResult:
-    return ToolResult(**json.loads(value), cached=True)
+    row = json.loads(value)
+    images = images_from_rows(row.get("images", ()), None)
+    return ToolResult(row["content"], attachments=row["attachments"], images=images, cached=True)

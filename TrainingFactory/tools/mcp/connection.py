@@ -20,11 +20,12 @@ from mcp.types import CallToolRequest, CallToolRequestParams
 from pydantic import TypeAdapter, ValidationError
 
 from TrainingFactory.common.texts import escape_control
-from TrainingFactory.tools.mcp.content import tool_result
+from TrainingFactory.tools.mcp.content import has_images, tool_result
 from TrainingFactory.tools.mcp.offers import OfferedTool
 from TrainingFactory.tools.mcp.server_config import ServerConfig, ServerDown
 from TrainingFactory.tools.mcp.stdio import MAX_MESSAGE_BYTES, TOO_LONG, ServerOutput, stdio_transport
 from TrainingFactory.tools.schema import check_schema, make_validator
+from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
 
 CLOSE_SECONDS = 8.0  # longer than the stdio transport needs to kill a server that does not exit
@@ -215,7 +216,8 @@ class Connection:
         output = None if answer.get("isError") else self._outputs.get(name)
         if output is not None and not output.is_valid(answer.get("structuredContent")):
             return self._invalid(name, "it does not match the output schema of the tool")
-        return tool_result(answer, self.config.settings.error_text, self._secrets)
+        convert = partial(tool_result, answer, self.config.settings.error_text, self._secrets)
+        return await in_thread(convert) if has_images(answer) else convert()
 
     async def _answer(self, client: Client, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the raw answer. The request runs in its own task, because the SDK may cancel a waiting task when the

@@ -1,4 +1,4 @@
-"""Conversion of MCP answers to tool results: text for the model, all other content as attachments."""
+"""Conversion of MCP answers to tool results: text and images for the model, all other content as attachments."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from TrainingFactory.common.image_parts import image_of_base64
+from TrainingFactory.common.images import join_pieces, rejected
 from TrainingFactory.common.texts import redact
-from TrainingFactory.types import ToolResult
+from TrainingFactory.types import Image, ToolResult
+
+
+def has_images(answer: dict[str, Any]) -> bool:
+    """Return whether a raw CallToolResult has images, which take long to decode."""
+    return any(_image_data(part) is not None for part in answer.get("content") or [])
 
 
 def tool_result(
@@ -16,25 +23,41 @@ def tool_result(
 ) -> ToolResult:
     """Convert a raw CallToolResult. It is a failure if the server sets isError or the text matches `error_text`."""
     attachments: list[dict[str, Any]] = []
-    texts = [_to_text(part, attachments) for part in answer.get("content") or []]
+    pieces = [_piece(part, attachments) for part in answer.get("content") or []]
     structured = answer.get("structuredContent")
     # Most servers repeat structured content as text, for clients that support only text.
-    if structured is not None and not texts:
-        texts = [json.dumps(structured, ensure_ascii=False)]
-    content = redact("\n".join(text for text in texts if text), secrets)
+    if structured is not None and not pieces:
+        pieces = [json.dumps(structured, ensure_ascii=False)]
+    shown = [piece if isinstance(piece, Image) else redact(piece, secrets) for piece in pieces]
+    content, images = join_pieces(shown, "\n")
     failed = bool(answer.get("isError")) or (
         error_text is not None and error_text.search(content) is not None
     )
     attachments = redact(attachments, secrets)
-    return ToolResult(content, ok=not failed, error="exception" if failed else None, attachments=attachments)
+    error = "exception" if failed else None
+    return ToolResult(content, ok=not failed, error=error, attachments=attachments, images=images)
 
 
-def _to_text(part: dict[str, Any], attachments: list[dict[str, Any]]) -> str:
-    """Return a content part as text. Append non-text parts to `attachments`; the model sees a placeholder."""
+def _image_data(part: dict[str, Any]) -> Any:
+    """Return the base64 text of an image, or of a resource with an image; None for other content."""
+    resource = part.get("resource") if part.get("type") == "resource" else None
+    if isinstance(resource, dict) and str(resource.get("mimeType", "")).startswith("image/"):
+        return resource.get("blob")
+    return part.get("data") if part.get("type") == "image" else None
+
+
+def _piece(part: dict[str, Any], attachments: list[dict[str, Any]]) -> str | Image:
+    """Return a content part as text or image. Append other parts to `attachments`; the model sees a placeholder."""
     kind = part.get("type")
     if kind == "text":
         return str(part.get("text", ""))
     attachment = (part.get("resource") or {}) | {"type": kind} if kind == "resource" else part
+    if (data := _image_data(part)) is not None:
+        try:
+            return image_of_base64(data)
+        except ValueError as error:
+            attachments.append(attachment)
+            return rejected(error)
     attachments.append(attachment)
     if "text" in attachment:
         return f"[{kind} {attachment.get('uri', '')}]\n{attachment['text']}"

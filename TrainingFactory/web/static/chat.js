@@ -2,7 +2,8 @@
 import { counted } from "./format.js";
 import { h, visible } from "./dom.js";
 import { button } from "./parts.js";
-import { block, callOf, reasoning, text } from "./turns.js";
+import { imagesOf, piecesOf } from "./pictures.js";
+import { block, callOf, contentOf, reasoning, text } from "./turns.js";
 
 /** The entries of an answer: each message, with the data of its turn. */
 export function entryOf({ messages, turns }) {
@@ -23,7 +24,7 @@ export function entriesOf(entries, actsOf) {
     const shown =
       message.role === "assistant"
         ? answerOf(message, resultsOf(message, turn, entries.slice(at + 1)), turn)
-        : block(message.role, message.name, text(message.content));
+        : block(message.role, message.name, contentOf(message));
     shown.dataset.at = at;
     const acts = actsOf(at);
     if (acts) shown.append(acts);
@@ -39,6 +40,7 @@ function resultsOf(message, turn, after) {
     .map(({ message: reply }) => ({
       id: reply.tool_call_id,
       content: reply.content,
+      images: reply.images,
       ok: true,
       cached: false,
       seconds: null,
@@ -64,14 +66,23 @@ export function answerOf(message, results, turn = null) {
   return block("assistant", null, [reasoning(message), text(message.content), calls, facts]);
 }
 
+/** The edited text of a message, after its images. */
+function withImages(message, words) {
+  if (!Array.isArray(message.content) || !imagesOf(message).length) return words;
+  return [...message.content.filter((part) => part.image_url), { type: "text", text: words }];
+}
+
 /** An editor of a message; `done(message, go)` gets the edited message, or null if cancelled. */
 export function editorOf(message, done) {
+  const before = piecesOf(message)
+    .filter((piece) => !piece?.src)
+    .join("");
   const words = h("textarea", {
-    rows: Math.min(12, 2 + String(message.content ?? "").split("\n").length),
+    rows: Math.min(12, 2 + before.split("\n").length),
     "aria-label": "Text",
     class: "edit-text",
   });
-  words.value = message.content ?? "";
+  words.value = before;
   const calls = (message.tool_calls ?? []).map((call) => {
     const input = h("textarea", {
       rows: 2,
@@ -83,9 +94,9 @@ export function editorOf(message, done) {
   });
   const wrong = h("p", { class: "wrong", role: "alert" });
   const changed = () => {
-    const made = { ...message, content: words.value };
+    const made = { ...message, content: withImages(message, words.value) };
     delete made.reasoning_content; // thoughts belong to the text that was written
-    if (message.content === words.value && message.reasoning_content)
+    if (before === words.value && message.reasoning_content)
       made.reasoning_content = message.reasoning_content;
     if (calls.length)
       made.tool_calls = calls.map(({ call, input }) => ({

@@ -2,23 +2,32 @@
 import { h, scroller, visible } from "./dom.js";
 import { counted, duration, signed } from "./format.js";
 import { icon } from "./icons.js";
+import { imagesOf, picture, piecesOf, tapOf } from "./pictures.js";
 import { tokens } from "./tokens.js";
 
 const LONG = 1200; // characters above which a text is folded
 
 /** The messages before the first turn. */
 export function messages(list) {
-  return list.map((message) => block(message.role, message.name, text(message.content)));
+  return list.map((message) => block(message.role, message.name, contentOf(message)));
+}
+
+/** The texts and images of a message or result. */
+export function contentOf(message) {
+  return piecesOf(message).map((piece) => (piece?.src ? picture(piece) : text(piece)));
 }
 
 /** All turns of an episode; with credit the model's own tokens are shown, coloured. */
 export function conversation(view, credit, way) {
-  return view.turns.map((turn, at) =>
-    turnOf(turn, at, way === "text" ? null : credit?.turns[at]?.pieces, way, credit),
-  );
+  let screen = view.prompt.flatMap(imagesOf).at(-1); // the image that the model saw last
+  return view.turns.map((turn, at) => {
+    const drawn = turnOf(turn, at, way === "text" ? null : credit?.turns[at]?.pieces, way, credit, screen);
+    screen = turn.replies.flatMap(imagesOf).at(-1) ?? screen;
+    return drawn;
+  });
 }
 
-function turnOf(turn, at, pieces, way, credit) {
+function turnOf(turn, at, pieces, way, credit, screen) {
   const {
     message,
     tool_results: results,
@@ -46,6 +55,7 @@ function turnOf(turn, at, pieces, way, credit) {
     callOf(
       call,
       results.find((result) => result.id === call.id),
+      screen,
     ),
   );
   const others = results
@@ -53,7 +63,7 @@ function turnOf(turn, at, pieces, way, credit) {
     .map((result) => resultOf(result, result.call));
   const rest = replies
     .filter((reply) => reply.role !== "tool")
-    .map((reply) => block(reply.role, reply.name, text(reply.content)));
+    .map((reply) => block(reply.role, reply.name, contentOf(reply)));
   return [
     turn.fold && foldOf(turn),
     block("assistant", null, [h("div", { class: "facts" }, facts, gave), said, answered, others]),
@@ -88,7 +98,9 @@ export function reasoning({ reasoning_content: thought }) {
   );
 }
 
-export function callOf(call, result) {
+/** A call with its result; `screen` is the image that the model saw when it called. */
+export function callOf(call, result, screen = null) {
+  const tap = tapOf(call, screen);
   const { name, arguments: given } = call.function ?? call;
   const shown = call.error ? h("span", { class: "bad" }, visible(call.error)) : argumentsOf(given);
   return h(
@@ -100,6 +112,7 @@ export function callOf(call, result) {
       icon("call", 14),
       h("code", {}, h("b", {}, visible(name || "unreadable call")), " ", shown),
     ),
+    tap && picture(screen, [tap]),
     result && resultOf(result, null),
   );
 }
@@ -127,7 +140,7 @@ function resultOf(result, name) {
     "div",
     { class: "result" + (result.ok ? "" : " failed") },
     h("div", { class: "facts" }, name && h("code", {}, visible(name)), told),
-    text(result.content),
+    contentOf(result),
   );
 }
 

@@ -1,0 +1,105 @@
+"""The simulated user from `environment.user`, checked before a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.assembly.folding import is_template_file
+from TrainingFactory.assembly.local_judge import (
+    REQUESTS_PER_ENGINE,
+    JudgeOptions,
+    LocalJudge,
+    RequestOptions,
+    find_judge_model,
+)
+from TrainingFactory.common.endpoints.anthropic import DEFAULT_MAX_TOKENS
+from TrainingFactory.common.endpoints.names import EndpointSettings, find_endpoint, is_endpoint
+from TrainingFactory.common.options import make_from
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.problems import Problem
+from TrainingFactory.config.schema import UserSection
+from TrainingFactory.envs.users import SimulatedUser, UserBrief
+from TrainingFactory.envs.users.user import INSTRUCTIONS
+from TrainingFactory.tools.endpoints.client import EndpointClient
+
+KEY = ("environment", "user")
+CLIENT_OPTIONS = ("concurrency", "rate", "retries", "pause", "cache", "replay")  # also for a model of the run
+
+
+class UserClient(EndpointClient):
+    WHO = "the user model"
+
+
+def make_user(config: TrainingConfig, replaying: bool = False) -> SimulatedUser | None:
+    """Return the simulated user of a config, None without one; raise ConfigError if it cannot work. Nothing is started
+    yet. A `replaying` run reads the replies from its recording and needs no API key."""
+    section = config.environment.user
+    if section is None:
+        return None
+    if config.environment.command is not None:
+        text = (
+            "does not apply to environment.command: your program talks to its own users. Remove one of them"
+        )
+        raise config.wrong([Problem(KEY, text)])
+    if config.training.branching is not None:
+        text = "cannot be combined with training.branching: a forked episode would need a copy of its user. Remove one"
+        raise config.wrong([Problem(KEY, text)])
+    brief = _make_brief(config, section)
+    try:
+        client = _make_client(config, section, replaying)
+    except ValueError as error:
+        key = "options" if section.options else "model"
+        raise config.wrong([Problem((*KEY, key), str(error))]) from error
+    # A reply waits for other episodes' requests, so only the episode's own limit bounds it.
+    return SimulatedUser(client, brief, config.environment.episode_timeout)
+
+
+def _make_brief(config: TrainingConfig, section: UserSection) -> UserBrief:
+    template = INSTRUCTIONS if section.template is None else section.template
+    if section.template is not None and is_template_file(section.template):
+        try:
+            template = Path(section.template).expanduser().read_text(encoding="utf-8").strip()
+        except OSError as error:
+            text = f"cannot be read: {error.strerror}"
+            raise config.wrong([Problem((*KEY, "template"), text, section.template)]) from error
+    if "{stop}" not in template and section.stop not in template:
+        text = "has no {stop}: without it the user model does not know how to end the conversation"
+        raise config.wrong([Problem((*KEY, "template"), text)])
+    return UserBrief(
+        section.persona,
+        section.goal,
+        template,
+        section.first,
+        section.stop,
+        section.max_turns,
+        section.sees_tools,
+    )
+
+
+def _make_client(config: TrainingConfig, section: UserSection, replaying: bool) -> UserClient:
+    if is_endpoint(section.model):
+        settings = find_endpoint(section.model, **section.options)
+        if not replaying:
+            settings.check_key()
+        return _client(settings.endpoint(), settings)
+    options: dict[str, Any] = {"model": section.model, **section.options}
+    limits = {name: options.pop(name) for name in CLIENT_OPTIONS if name in options}
+    sampling = {"max_tokens": DEFAULT_MAX_TOKENS} | (options.pop("options", None) or {})
+    judge: JudgeOptions = make_from(JudgeOptions, options, "the model of environment.user")
+    if judge.replicas > 1 and config.compute.backend != "ray":
+        raise ValueError(
+            f"replicas={judge.replicas} needs compute.backend=ray: without Ray it has one process"
+        )
+    params = make_from(RequestOptions, sampling, "options of the model of environment.user")
+    limits = {"concurrency": REQUESTS_PER_ENGINE * judge.replicas} | limits
+    settings = make_from(EndpointSettings, {"model": section.model} | limits, "the model of environment.user")
+    name = find_judge_model(judge.model, config)
+    return _client(LocalJudge(judge, name, params, config, "simulated user"), settings)
+
+
+def _client(model: Any, settings: EndpointSettings) -> UserClient:
+    return UserClient(
+        model=model, concurrency=settings.concurrency, rate=settings.rate, retries=settings.retries,
+        pause=settings.pause, cache=settings.cache, budget=settings.budget, replay=settings.replay,
+    )  # fmt: skip

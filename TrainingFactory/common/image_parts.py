@@ -1,0 +1,138 @@
+"""Images as parts of a message's content, in the forms of OpenAI, Anthropic, Gemini, MCP and Hugging Face."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from TrainingFactory.common.images import LIMITS, as_image, is_image, join_pieces, read_image, split_text
+from TrainingFactory.types import Image, Message, PlacedImage
+
+MEDIA_TYPE = "image/png"  # of the images that we send
+OTHER_MEDIA = re.compile("video|audio|file|document")
+URL_PREFIX = re.compile(r"data:[\w.+/-]*(;[\w=.+-]+)*;base64,", re.ASCII)
+
+
+def read_parts(content: Any) -> tuple[str, list[PlacedImage]]:
+    """Return the text and the images of a content: a string, a part, or a list of parts with inline images."""
+    if content is None or isinstance(content, str):
+        return content or "", []
+    parts = content if isinstance(content, list) else [content]
+    return join_pieces(_piece(part) for part in parts)
+
+
+def _piece(part: Any) -> str | Image:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise ValueError(f"a part of a content must be an object, not {str(part)[:60]}")
+    if is_image_part(part):
+        return image_of_part(part)
+    if isinstance(part.get("text"), str):
+        return part["text"]
+    raise ValueError(f"only text and images are supported, not {str(part)[:60]}")
+
+
+def is_image_part(part: Any) -> bool:
+    if not isinstance(part, Mapping):
+        return False
+    if part.get("type") in ("image", "image_url", "input_image"):
+        return True
+    inline = part.get("inlineData", part.get("inline_data"))
+    return isinstance(inline, Mapping)
+
+
+def image_of_part(part: Mapping[str, Any]) -> Image:
+    """Return the image of an image part. Raises ValueError if its data is not inline, or no valid image."""
+    inline = part.get("inlineData", part.get("inline_data"))
+    url = part.get("image_url", part.get("url"))
+    source = part.get("source")
+    value = part.get("image")
+    if isinstance(inline, Mapping):
+        return image_of_base64(inline.get("data"))
+    if isinstance(source, Mapping) and source.get("type", "base64") == "base64":
+        return image_of_base64(source.get("data"))
+    if isinstance(source, Mapping):
+        raise ValueError(f"its image has the source {source.get('type')!r:.40}; send the data as base64")
+    if url is not None:
+        return image_of_url(url.get("url") if isinstance(url, Mapping) else url)
+    if isinstance(part.get("data"), str):
+        return image_of_base64(part["data"])
+    if isinstance(value, str):
+        return image_of_url(value)
+    if is_image(value):
+        return as_image(value)
+    raise ValueError("an image part has no image; put its data into the part, or the image into a column")
+
+
+def image_of_url(url: Any) -> Image:
+    """Return the image of a data: URL."""
+    if isinstance(url, str) and (match := URL_PREFIX.match(url[:200])):
+        return image_of_base64(url[match.end() :])
+    raise ValueError(f"only data: URLs with base64 are read, not {str(url)[:60]!r}")
+
+
+def image_of_base64(text: Any) -> Image:
+    if not isinstance(text, str):
+        raise ValueError(f"the data of an image must be base64 text, not {str(text)[:40]!r}")
+    if len(text) * 3 // 4 > LIMITS.max_bytes + 3:
+        raise ValueError(f"the image has more than {LIMITS.max_bytes:,} bytes")
+    try:
+        data = base64.b64decode(text.translate(_STANDARD), validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise ValueError(f"the data of an image is not valid base64: {error}") from None
+    return read_image(data)
+
+
+_STANDARD = {ord("-"): "+", ord("_"): "/", ord("\n"): None, ord("\r"): None}  # Gemini sends URL-safe base64
+
+
+def data_of(image: Image) -> str:
+    return base64.b64encode(image.data).decode()
+
+
+def data_url(image: Image) -> str:
+    return f"data:{MEDIA_TYPE};base64,{data_of(image)}"
+
+
+def pieces_of(message: Message) -> Iterable[str | Image]:
+    return split_text(message.content, message.images)
+
+
+def openai_content(message: Message) -> str | list[dict[str, Any]]:
+    """Return a message's content for chat completions: a string if it has no images."""
+    if not message.images:
+        return message.content
+    return [
+        {"type": "text", "text": piece}
+        if isinstance(piece, str)
+        else {"type": "image_url", "image_url": {"url": data_url(piece)}}
+        for piece in pieces_of(message)
+    ]
+
+
+def anthropic_blocks(message: Message) -> list[dict[str, Any]]:
+    """Return a message's texts and images as Anthropic's blocks."""
+    blocks: list[dict[str, Any]] = []
+    for piece in pieces_of(message):
+        if isinstance(piece, str):
+            blocks.append({"type": "text", "text": piece})
+        else:
+            source = {"type": "base64", "media_type": MEDIA_TYPE, "data": data_of(piece)}
+            blocks.append({"type": "image", "source": source})
+    return blocks
+
+
+def gemini_content_parts(message: Message) -> list[dict[str, Any]]:
+    """Return a message's texts and images as Gemini's parts."""
+    return [
+        {"text": piece} if isinstance(piece, str) else {"inlineData": gemini_blob(piece)}
+        for piece in pieces_of(message)
+    ]
+
+
+def gemini_blob(image: Image) -> dict[str, str]:
+    return {"mimeType": MEDIA_TYPE, "data": data_of(image)}

@@ -1,0 +1,164 @@
+"""Image tokens as virtual ids: every token of an image has an id of its own, at `VIRTUAL` or above.
+
+A process numbers the images it sees. An image of `count` tokens has `count` consecutive ids, so that an id tells both
+the image and the row of the vision tower's output. Two positions hold equal ids exactly if they show the same part of
+the same picture: whatever compares tokens (shared prefixes, prefix trees, episode checks) is right without knowing of
+images. Numbers differ between processes. The ids of the model's own placeholder appear only in `models/vision`, which
+feeds the model; on disk an image token is negative (`to_disk`, `from_disk`).
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
+
+from TrainingFactory.types import Image
+
+VIRTUAL = 1 << 30  # above every vocabulary; ids fit into 32 bits
+MAX_TOKENS = VIRTUAL - 1
+
+
+@dataclass(slots=True, frozen=True)
+class ImageTokens:
+    """An image under its ids, first ... first + count - 1."""
+
+    image: Image
+    first: int
+    count: int
+
+    @property
+    def ids(self) -> list[int]:
+        return list(range(self.first, self.first + self.count))
+
+
+class StoredImage(NamedTuple):
+    """An image of a list of ids on disk."""
+
+    digest: str
+    tokens: int
+
+
+class _Numbers:
+    """The images of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_digest: dict[tuple[str, int], ImageTokens] = {}
+        self._starts: list[int] = []
+        self._images: list[ImageTokens] = []
+        self._next = VIRTUAL
+
+    def add(self, image: Image, count: int) -> ImageTokens:
+        with self._lock:
+            tokens = self._by_digest.get((image.digest, count))
+            if tokens is None:
+                if self._next + count > VIRTUAL + MAX_TOKENS:
+                    raise ValueError(
+                        "this process has seen a billion image tokens, and has no ids left for further images. "
+                        "Resume the run: a new process numbers them anew"
+                    )
+                tokens = ImageTokens(image, self._next, count)
+                self._next += count
+                self._by_digest[image.digest, count] = tokens
+                self._images.append(tokens)
+                self._starts.append(tokens.first)
+            return tokens
+
+    def find(self, token: int) -> ImageTokens:
+        place = bisect_right(self._starts, token) - 1
+        if place < 0 or token >= self._images[place].first + self._images[place].count:
+            raise ValueError(f"token id {token} belongs to no image of this process")
+        return self._images[place]
+
+
+_numbers = _Numbers()
+
+
+def number_image(image: Image, count: int) -> ImageTokens:
+    """Return the ids of an image that a model shows in `count` tokens; the same ids for equal pictures."""
+    return _numbers.add(image, count)
+
+
+def find_image(token: int) -> ImageTokens:
+    """Return the image of an id. Raises ValueError if it has none."""
+    return _numbers.find(token)
+
+
+def images_in(ids: Iterable[int]) -> list[ImageTokens]:
+    """Return the images of a row of ids, each once, in the order of their first tokens."""
+    images = (find_image(token) for token in ids if token >= VIRTUAL)
+    return list({tokens.first: tokens for tokens in images}.values())
+
+
+def has_images(ids: Sequence[int]) -> bool:
+    return bool(ids) and max(ids) >= VIRTUAL
+
+
+def to_disk(ids: Sequence[int]) -> tuple[list[int], list[StoredImage]]:
+    """Return ids that another process can read, and their images: every token of image i is -1 - i."""
+    if not has_images(ids):
+        return list(ids), []
+    images = images_in(ids)
+    number_of = {tokens.first: number for number, tokens in enumerate(images)}
+    disk_ids = [token if token < VIRTUAL else -1 - number_of[find_image(token).first] for token in ids]
+    return disk_ids, [StoredImage(tokens.image.digest, tokens.count) for tokens in images]
+
+
+def from_disk(ids: Sequence[int], images: Sequence[tuple[Image, int]]) -> list[int]:
+    """Return the ids in this process of ids that `to_disk` wrote. `images` are its images, with their pictures and
+    token counts, in its order. Raises ValueError if an image is incomplete."""
+    if not images:
+        return list(ids)
+    known = [number_image(image, count) for image, count in images]
+    result: list[int] = []
+    shown = [0] * len(known)  # tokens of each image so far
+    for token in ids:
+        if token >= 0:
+            result.append(token)
+            continue
+        number = -1 - token
+        if number >= len(known):
+            raise ValueError(f"token id {token} names image {number}, but the row has {len(known)} images")
+        tokens = known[number]
+        result.append(tokens.first + shown[number] % tokens.count)
+        shown[number] += 1
+    for tokens, count in zip(known, shown, strict=True):
+        if count % tokens.count:
+            raise ValueError(
+                f"image {tokens.image.digest[:12]} has {tokens.count} tokens, but the row shows {count} of them"
+            )
+    return result
+
+
+def whole_image_end(ids: Any, start: int, end: int) -> int:
+    """Return the end of a part of a row that begins at `start`, at most `end` if that cuts no image: else before the
+    image, or after it if the part begins with it."""
+    last = int(ids[end - 1])
+    if last < VIRTUAL or end == len(ids):
+        return end
+    tokens = find_image(last)
+    offset = last - tokens.first
+    if offset == tokens.count - 1:
+        return end
+    beginning = end - 1 - offset
+    return beginning if beginning > start else beginning + tokens.count
+
+
+def process_independent(rows: Sequence[list[int]]) -> list[list[int]]:
+    """Return the rows with images numbered by the order of their digests, so that sorting them gives the same order in
+    every process. A resumed run needs that to sum in the same order."""
+    if not any(has_images(row) for row in rows):
+        return list(rows)
+    images = sorted(
+        images_in(chain.from_iterable(rows)), key=lambda tokens: (tokens.image.digest, tokens.count)
+    )
+    starts = accumulate((tokens.count for tokens in images), initial=VIRTUAL)
+    shift = {tokens.first: start - tokens.first for tokens, start in zip(images, starts, strict=False)}
+    return [
+        [token if token < VIRTUAL else token + shift[find_image(token).first] for token in row]
+        for row in rows
+    ]

@@ -1,0 +1,195 @@
+"""Images of dataset rows, in the columns "image" and "images" or inside messages, as parts of the messages.
+
+A row says in three ways where the images of its columns are shown: parts {"type": "image"} in its messages (TRL), the
+text <image> (ms-swift, verl), or not at all; then they precede the text of the first user message."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.common.image_parts import image_of_part, image_of_url, is_image_part
+from TrainingFactory.common.images import LIMITS, as_image, is_image, read_image
+from TrainingFactory.data.datasets import DatasetRow
+from TrainingFactory.types import Image
+
+IMAGE_COLUMNS = ("images", "image")
+TAG = "<image>"
+PLACEHOLDER = {"type": "image"}
+DOWNLOAD_SECONDS = 20.0
+MESSAGE_COLUMNS = (
+    "prompt", "messages", "conversations", "completion", "chosen", "rejected", "rejected_messages",
+)  # fmt: skip
+
+
+def with_images(columns: Mapping[str, Any], row: DatasetRow, urls: bool = False) -> Mapping[str, Any]:
+    """Return the columns of a row without its image columns, and with its images as decoded parts of its messages.
+    `urls`: download images from addresses."""
+    column = next((name for name in IMAGE_COLUMNS if columns.get(name) not in (None, "", [])), None)
+    conversations = {name: columns[name] for name in MESSAGE_COLUMNS if name in columns}
+    if column is None and not any(map(_has_image_parts, conversations.values())):
+        return {name: value for name, value in columns.items() if name not in IMAGE_COLUMNS}
+    reader = _ImageReader(row.folder, urls)
+    images = [] if column is None else reader.read_column(columns[column], column)
+    if images and isinstance(columns.get("prompt"), str):
+        conversations["prompt"] = [{"role": "user", "content": columns["prompt"]}]
+    if images and not any(map(_has_image_parts, conversations.values())):
+        conversations = {name: _with_tags_as_parts(value) for name, value in conversations.items()}
+    if images and not any(map(_num_placeholders, conversations.values())):
+        shown_in = ["prompt"] if "prompt" in conversations else list(conversations)
+        conversations |= {name: _first_user_shows(conversations[name], len(images)) for name in shown_in}
+    # Other columns continue the prompt, unless they repeat it.
+    shared, last = _num_placeholders(conversations.get("prompt")), 0
+    for name, value in conversations.items():
+        start = 0 if name == "prompt" or shared + _num_placeholders(value) > len(images) else shared
+        last = max(last, start + _num_placeholders(value))
+        if last <= len(images):
+            conversations[name] = reader.fill(value, iter(images[start:]), name)
+    if last != len(images):
+        raise ValueError(
+            f'has {len(images)} images in "{column or "images"}", but its messages show {last}: use one {TAG}, or one '
+            'part {"type": "image"}, for each'
+        )
+    return {name: value for name, value in columns.items() if name not in IMAGE_COLUMNS} | conversations
+
+
+class _ImageReader:
+    """Reads the images of a row. Relative paths begin at `folder`; None: the row is from no local file."""
+
+    def __init__(self, folder: Path | None, urls: bool) -> None:
+        self._folder, self._urls = folder, urls
+
+    def read_column(self, values: Any, column: str) -> list[Image]:
+        images = []
+        for number, value in enumerate(values if isinstance(values, list | tuple) else [values]):
+            try:
+                images.append(self._read(value))
+            except ValueError as error:
+                raise ValueError(
+                    f'has an invalid image {number} in "{column}": {error}. Repair or remove it, or rename the column '
+                    "if it holds no images"
+                ) from error
+        return images
+
+    def _read(self, value: Any) -> Image:
+        if isinstance(value, Mapping):  # Hugging Face's {"bytes", "path"}, of which one may be missing
+            value = value.get("bytes") or value.get("path") or value.get("url")
+        if is_image(value):
+            return as_image(value)
+        if isinstance(value, bytes):
+            return read_image(value)
+        if not isinstance(value, str):
+            raise ValueError(f"it must be bytes, a path, a data: URL or a PIL image, not {str(value)[:40]!r}")
+        if value.startswith("data:"):
+            return image_of_url(value)
+        if value.startswith(("http://", "https://")):
+            return self._download(value)
+        return self._read_file(value.removeprefix("file://"))
+
+    def _read_file(self, name: str) -> Image:
+        path = Path(name).expanduser()
+        if self._folder is None and not path.is_absolute():
+            raise ValueError(f"{name[:80]!r} is a relative path, but the dataset is no local file")
+        path = path if self._folder is None else self._folder / path
+        try:
+            with path.open("rb") as file:
+                return read_image(file.read(LIMITS.max_bytes + 1))
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+
+    def _download(self, url: str) -> Image:
+        if not self._urls:
+            raise ValueError(f"{url[:80]} is an address; set data.image_urls=true to download such images")
+        try:
+            with urllib.request.urlopen(url, timeout=DOWNLOAD_SECONDS) as response:
+                return read_image(response.read(LIMITS.max_bytes + 1))
+        except (OSError, urllib.error.URLError) as error:
+            raise ValueError(f"cannot download {url[:80]}: {error}") from None
+
+    def fill(self, value: Any, images: Iterator[Image], column: str) -> Any:
+        """Return a conversation with decoded images in its image parts; placeholders take the next of `images`."""
+        if not isinstance(value, list):
+            return value
+        return [
+            self._fill_message(message, images, f'message {n} of "{column}"')
+            for n, message in enumerate(value)
+        ]
+
+    def _fill_message(self, message: Any, images: Iterator[Image], where: str) -> Any:
+        key = _content_key(message)
+        if key is None or not isinstance(message[key], list):
+            return message
+        parts = [self._fill_part(part, images, where) for part in message[key]]
+        if sum(map(is_image_part, parts)) > LIMITS.max_per_turn:
+            raise ValueError(f"has more than {LIMITS.max_per_turn} images in {where}")
+        return message | {key: parts}
+
+    def _fill_part(self, part: Any, images: Iterator[Image], where: str) -> Any:
+        if _is_placeholder(part):
+            return {"type": "image", "image": next(images)}
+        if not is_image_part(part):
+            return part
+        try:
+            url = part.get("image_url", part.get("url"))
+            value = part.get("image", url.get("url") if isinstance(url, Mapping) else url)
+            return {"type": "image", "image": image_of_part(part) if value is None else self._read(value)}
+        except ValueError as error:
+            raise ValueError(f"has an invalid image in {where}: {error}") from error
+
+
+def _content_key(message: Any) -> str | None:
+    """Return the key of a message's content: OpenAI's or ShareGPT's."""
+    return next(
+        (key for key in ("content", "value") if isinstance(message, Mapping) and key in message), None
+    )
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield the parts of the contents in a conversation."""
+    for message in value if isinstance(value, list) else ():
+        if (key := _content_key(message)) is not None and isinstance(message[key], list):
+            yield from message[key]
+
+
+def _has_image_parts(value: Any) -> bool:
+    return any(map(is_image_part, _parts(value)))
+
+
+def _is_placeholder(part: Any) -> bool:
+    return is_image_part(part) and not any(part.get(key) is not None for key in part if key != "type")
+
+
+def _num_placeholders(value: Any) -> int:
+    return sum(map(_is_placeholder, _parts(value)))
+
+
+def _with_tags_as_parts(value: Any) -> Any:
+    """Return a conversation with the tags <image> in its texts as placeholders."""
+    if not isinstance(value, list):
+        return value
+    return [_message_with_parts(message) for message in value]
+
+
+def _message_with_parts(message: Any) -> Any:
+    key = _content_key(message)
+    if key is None or not isinstance(message[key], str) or TAG not in message[key]:
+        return message
+    texts = message[key].split(TAG)
+    parts: list[dict[str, Any]] = [{"type": "text", "text": texts[0]}]
+    for text in texts[1:]:
+        parts += [PLACEHOLDER, {"type": "text", "text": text}]
+    return message | {key: parts}
+
+
+def _first_user_shows(value: Any, count: int) -> Any:
+    """Return a conversation whose first user message begins with `count` placeholders."""
+    for number, message in enumerate(value if isinstance(value, list) else ()):
+        if (key := _content_key(message)) and message.get("role", message.get("from")) in ("user", "human"):
+            text = message[key]
+            parts = text if isinstance(text, list) else [{"type": "text", "text": text}]
+            shown = message | {key: [*[PLACEHOLDER] * count, *parts]}
+            return [*value[:number], shown, *value[number + 1 :]]
+    return value

@@ -1,0 +1,266 @@
+"""The environment `screen`: a drawn screen of buttons and switches at random places. The model sees a picture and acts
+by tapping. Nothing in the text says where to tap.
+
+    Tap red.  [picture of 8 coloured buttons]     tap(cell=6) -> the screen closes; reward 1 if button 6 is red
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as validated
+
+from TrainingFactory.common.options import STRICT, make_from
+from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
+from TrainingFactory.envs.builtin.drawing import COLORS, INK, LINE, PAPER, SHAPES, Canvas, blank
+from TrainingFactory.envs.builtin.splits import generate_tasks
+from TrainingFactory.protocols import Episode, Tool, ToolSource
+from TrainingFactory.tools import tool
+from TrainingFactory.types import Image, Message, PlacedImage, Step, Task, ToolCall, ToolResult
+
+Kind = Literal["color", "shape", "label", "switch", "switches", "reveal"]
+CLOSING = ("color", "shape", "label")  # kinds whose screen closes at the first tap
+LABELS = "ADD BUY CUT END FAX LOG MAP NEW OFF PAY RUN SET TOP USE VIP WEB ZIP".split()
+NUMBERS = [str(number) for number in range(10, 100)]
+SIZE = 12  # of a widget, in 16ths of its cell
+THOUSAND = 1000
+Thousandth = Annotated[int, Field(ge=0, lt=THOUSAND)]
+
+
+@validated(config=STRICT, frozen=True)
+class ScreenOptions:
+    """`environment.options` of the environment `screen`."""
+
+    kinds: Annotated[list[Kind], Field(min_length=1)] = Field(default_factory=lambda: ["color"])
+    """Kinds of tasks, in turn: color, shape, label, switch, switches, reveal."""
+    columns: Annotated[int, Field(ge=2, le=8)] = 4
+    """Buttons in a row."""
+    rows: Annotated[int, Field(ge=2, le=8)] = 2
+    """Rows of buttons."""
+    widgets: Annotated[int, Field(ge=1)] | None = None
+    """Number of cells with a button or switch; null: all. Fewer widgets make a task easier to learn."""
+    cell: Annotated[int, Field(ge=16, le=256)] = 16
+    """Width and height of a button's cell in pixels."""
+    tap: Literal["cell", "point"] = "cell"
+    """What `tap` takes: the number of a cell, from 1 in reading order, or x and y in thousandths of the picture."""
+    blind: bool = False
+    """Show an empty picture of the same size instead, to measure the success of a model that sees nothing."""
+
+
+class Widget(TypedDict):
+    """A button, or a switch with a state, in one cell of the screen."""
+
+    cell: int  # from 0
+    color: str
+    shape: str
+    text: str
+    on: bool | None  # None: a button
+    shift: tuple[int, int]  # from the corner of the cell, in 16ths of its size
+
+
+def draw(widgets: Sequence[Widget], options: ScreenOptions) -> Image:
+    canvas = Canvas(options.columns * options.cell, options.rows * options.cell)
+    unit = options.cell // 16
+    size = SIZE * unit
+    for widget in widgets:
+        row, column = divmod(widget["cell"], options.columns)
+        x, y = (
+            column * options.cell + widget["shift"][0] * unit,
+            row * options.cell + widget["shift"][1] * unit,
+        )
+        color, middle = COLORS[widget["color"]], (x + size // 2, y + size // 2)
+        if widget["on"] is not None:  # a switch: its knob is at the right and its groove dark if it is on
+            groove = (INK, size // 2) if widget["on"] else (LINE, 0)
+            canvas.box((x, y + size // 4), (size, size // 2), groove[0])
+            canvas.shape("square", (x + groove[1], y + size // 4), size // 2, color)
+        else:
+            canvas.shape(widget["shape"], (x, y), size, color)
+        canvas.text(widget["text"], middle, unit, PAPER)
+    return canvas.image()
+
+
+class ScreenEnvironment(ToolEnvironment):
+    """One screen of widgets. See `ScreenOptions.kinds` for the tasks and for what ends them."""
+
+    system_prompt = "Look, then tap."
+    options: ClassVar[ScreenOptions] = ScreenOptions()
+    shows_images = True
+
+    def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = ()) -> None:
+        super().__init__(task, tools)
+        self.taps: list[int] = []  # cells
+
+    @classmethod
+    def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
+        make = _TaskMaker(cls.options)
+        return islice(generate_tasks("screen", split, seed, make, lambda task: str(task.metadata)), count)
+
+    @classmethod
+    def chance(cls, task: Task) -> float:
+        """Return the highest success that a policy can expect without the picture."""
+        kind, cells = task.metadata["kind"], cls.options.columns * cls.options.rows
+        return {"switches": 1 / math.comb(cells, 2), "reveal": 1 / len(NUMBERS)}.get(kind, 1 / cells)
+
+    async def reset(self) -> list[Message]:
+        *earlier, last = await super().reset()
+        return [*earlier, dataclasses.replace(last, images=[PlacedImage(0, self.screenshot())])]
+
+    async def step(self, message: Message) -> Step:
+        step = await super().step(message)
+        closes = self.task.metadata["kind"] in CLOSING
+        return dataclasses.replace(step, done=step.done or (closes and bool(self.taps)))
+
+    async def fork(self) -> Self:
+        forked = type(self)(self.task)
+        forked.taps = list(self.taps)
+        return forked
+
+    def reward(self, episode: Episode) -> float:
+        """Return 1 if the right widgets were tapped, and the number that appeared is the answer, else 0."""
+        if self.task.answer is not None and episode.trajectory.answer.strip() != self.task.answer:
+            return 0.0
+        odd = {cell for cell in self.taps if self.taps.count(cell) % 2}  # a second tap switches back
+        return float(odd == set(self.task.metadata["targets"]))
+
+    reward.quick = True  # type: ignore[attr-defined]
+
+    def screenshot(self) -> Image:
+        widgets: list[Widget] = [dict(widget) for widget in self.task.metadata["widgets"]]  # type: ignore[misc]
+        for widget in widgets:
+            taps = self.taps.count(widget["cell"])
+            if widget["on"] is not None:
+                widget["on"] ^= taps % 2 == 1
+            elif taps and self.task.metadata["kind"] == "reveal":
+                widget["text"] = self.task.metadata["numbers"][widget["cell"]]
+        image = draw(widgets, self.options)
+        return blank(image) if self.options.blind else image
+
+    @tool(stateful=True)
+    async def tap(self, cell: int) -> ToolResult:
+        """Tap a cell."""
+        cells = self.options.columns * self.options.rows
+        if not 1 <= cell <= cells:
+            return ToolResult(
+                f"There is no cell {cell}. Cells are 1 to {cells}.", ok=False, error="exception"
+            )
+        return self._tapped(cell - 1)
+
+    def _tapped(self, cell: int) -> ToolResult:
+        self.taps.append(cell)
+        return ToolResult("", images=[PlacedImage(0, self.screenshot())])
+
+    def expert(self) -> Iterator[Message]:
+        """Yield the turns of the reference solution."""
+        yield from (self._tap(cell) for cell in self.task.metadata["targets"])
+        if self.task.metadata["kind"] not in CLOSING:
+            yield Message("assistant", self.task.answer or "Done")
+
+    def novice(self, rng: random.Random) -> Iterator[Message]:
+        """Yield turns that tap anywhere: a warm start on such turns leaves something for RL to improve."""
+        yield self._tap(rng.randrange(self.options.columns * self.options.rows))
+        if self.task.metadata["kind"] not in CLOSING:
+            yield Message("assistant", "Done" if self.task.answer is None else rng.choice(NUMBERS))
+
+    def _tap(self, cell: int) -> Message:
+        return Message("assistant", tool_calls=[ToolCall("tap", {"cell": cell + 1})])
+
+
+class PointScreenEnvironment(ScreenEnvironment):
+    """A screen that is tapped by coordinates."""
+
+    @tool(stateful=True)
+    async def tap(self, x: Thousandth, y: Thousandth) -> ToolResult:  # type: ignore[override]
+        """Tap a point, in thousandths of the picture from its left and from its top."""
+        column, row = x * self.options.columns // THOUSAND, y * self.options.rows // THOUSAND
+        return self._tapped(row * self.options.columns + column)
+
+    def _tap(self, cell: int) -> Message:
+        row, column = divmod(cell, self.options.columns)
+        x = (2 * column + 1) * THOUSAND // (2 * self.options.columns)
+        y = (2 * row + 1) * THOUSAND // (2 * self.options.rows)
+        return Message("assistant", tool_calls=[ToolCall("tap", {"x": x, "y": y})])
+
+
+class Screens(ForeignEnvironment):
+    """The screens of a config's `environment.options`."""
+
+    def __init__(self, options: ScreenOptions) -> None:
+        self.options = options
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        checked = make_from(ScreenOptions, options, "environment screen")
+        if (checked.widgets or 0) > checked.columns * checked.rows:
+            raise ValueError(
+                f"environment.options.widgets={checked.widgets} is more than the {checked.columns} x {checked.rows} "
+                "cells; make the screen larger"
+            )
+        if checked.widgets == 1 and "switches" in checked.kinds:
+            raise ValueError(
+                "environment.options.widgets=1 has too few widgets for the kind switches; set 2 or more"
+            )
+        return cls(checked)
+
+    def as_environment(self) -> type[ScreenEnvironment]:
+        base: Any = ScreenEnvironment if self.options.tap == "cell" else PointScreenEnvironment
+        return type("screen", (base,), {"options": self.options})
+
+
+class _TaskMaker:
+    """Generates tasks. Targets and layouts are drawn independently, so that the prompt does not tell where to tap."""
+
+    def __init__(self, options: ScreenOptions) -> None:
+        self._options = options
+        self._cells = options.columns * options.rows
+
+    def __call__(self, task_id: str, rng: random.Random) -> Task:
+        kind = self._options.kinds[int(task_id.rpartition("-")[2]) % len(self._options.kinds)]
+        num_targets = 2 if kind == "switches" else 1
+        colors = rng.sample(list(COLORS), len(COLORS))
+        wanted, others = colors[:num_targets], colors[num_targets:]
+        shape, *shapes = rng.sample(list(SHAPES), len(SHAPES))
+        label, *labels = rng.sample(LABELS, len(LABELS))
+        cells = rng.sample(range(self._cells), self._options.widgets or self._cells)
+        targets = cells[:num_targets]
+        on = [rng.random() < 0.5 for _ in range(self._cells)]
+        many = wanted + others * self._cells  # different colors as far as there are enough
+        widgets = []
+        for number, cell in enumerate(cells):
+            target = cell in targets
+            widget = Widget(
+                cell=cell,
+                color=many[number],
+                shape="square",
+                text="",
+                on=None,
+                shift=(rng.randint(1, 3), rng.randint(1, 3)),
+            )
+            if kind == "shape":  # others have the color or the shape, and never both
+                widget["shape"] = shape if target else rng.choice([shape, *shapes])
+                if not target and widget["shape"] != shape:
+                    widget["color"] = rng.choice([*wanted, *others])
+            elif kind == "label":
+                widget["text"] = label if target else rng.choice(labels)
+                widget["color"] = "black"
+            elif kind in ("switch", "switches"):
+                widget["on"] = False if target else on[cell]
+            widgets.append(widget)
+        prompts = {
+            "shape": f"Tap the {wanted[0]} {shape}.",
+            "label": f"Tap {label}.",
+            "switch": f"Turn {wanted[0]} on.",
+            "switches": f"Turn {' and '.join(wanted)} on.",
+            "reveal": f"Tap {wanted[0]}. Which number appears?",
+        }
+        widgets.sort(key=lambda widget: widget["cell"])  # an order that does not tell the target
+        metadata: dict[str, Any] = {"kind": kind, "targets": sorted(targets), "widgets": widgets}
+        if kind == "reveal":
+            metadata["numbers"] = rng.sample(NUMBERS, self._cells)
+        answer = metadata["numbers"][targets[0]] if kind == "reveal" else None
+        return Task(task_id, prompts.get(kind, f"Tap {wanted[0]}."), answer, metadata)

@@ -1,0 +1,322 @@
+"""The environment `containers`: each episode has a container of its own, in which the tool `bash` acts and the task's
+tests compute the reward. Work in the container goes through tools, so that recording and replay are those of tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic.dataclasses import dataclass as validated
+
+from TrainingFactory.common.options import STRICT, Count, Positive, Text, make_from
+from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
+from TrainingFactory.envs.builtin.splits import in_split
+from TrainingFactory.envs.containers.runtime import (
+    Container,
+    ContainerError,
+    ContainerRuntime,
+    Limits,
+    find_runtime,
+)
+from TrainingFactory.envs.containers.tasks import ContainerTask, read_task_folders
+from TrainingFactory.protocols import Episode
+from TrainingFactory.tools.options import ToolOptions
+from TrainingFactory.types import Message, Reward, Task, ToolCall, ToolResult, ToolSpec
+
+SYSTEM_PROMPT = (
+    "You work in a Linux container. Do the task with the tool bash, then answer without a tool call: tests check the "
+    "container, not your answer."
+)
+TESTS = "container.tests"  # the hidden tool that runs the tests
+AGENT_USER = "1000:1000"
+ROOT = "0"
+MAX_COMMAND_BYTES = 100_000  # the kernel limits one argument to 128 KiB
+REWARD_FILES = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")
+MAX_REWARD_CHARS = 10_000
+
+
+@validated(config=STRICT, frozen=True)
+class ContainerOptions:
+    """`environment.options` of the environment `containers`."""
+
+    tasks: Text
+    """Folder with task folders of Harbor or Terminal-Bench."""
+    heldout: Text | None = None
+    """Folder with held-out tasks. None: a fifth of the tasks, by a hash of their names."""
+    runtime: Text | None = None
+    """Command of the container runtime, with its options. None: podman, else docker."""
+    network: bool = False
+    """Give containers a network. Images are built with the network in any case."""
+    user: Text | None = None
+    """User of the agent's commands, such as root. None: the task's, else 1000:1000, who owns the working directory."""
+    cpus: Positive | None = None
+    """CPU cores of a container. None: the task's, else 1."""
+    memory_mb: Count | None = None
+    """Memory of a container, in MB. None: the task's, else 2048."""
+    pids: Count = 256
+    """Maximum number of processes in a container."""
+    command_timeout: Positive = 60.0
+    """Seconds for one command of the agent."""
+    max_output: Count = 20_000
+    """Characters of a command's output that the agent gets; the middle of a longer one is left out."""
+    lifetime: Positive = 7200.0
+    """Seconds after which a container ends by itself, if nothing removes it."""
+    max_episodes: Count = 8
+    """Maximum number of concurrent episodes."""
+
+
+class BashTool:
+    """The tool `bash` of one episode."""
+
+    def __init__(self, environment: ContainerEnvironment) -> None:
+        self._environment = environment
+        text = "Run a shell command in the container. Each command starts in the same working directory."
+        parameters = {
+            "type": "object",
+            "properties": {"command": {"type": "string", "description": "The command."}},
+            "required": ["command"],
+            "additionalProperties": False,
+        }
+        self.spec = ToolSpec("bash", text, parameters)
+        # The command's own timeout ends its processes; this one is for a runtime that hangs.
+        self.options = ToolOptions(
+            timeout=environment.start_seconds + environment.options.command_timeout, ordered=True
+        )
+
+    async def run(self, arguments: dict[str, Any]) -> ToolResult:
+        return await self._environment.run_command(arguments["command"])
+
+
+class TestsTool:
+    """The task's tests, which the agent cannot call."""
+
+    def __init__(self, environment: ContainerEnvironment) -> None:
+        self._environment = environment
+        self.spec = ToolSpec(TESTS, parameters={"type": "object"})
+        seconds = environment.start_seconds + environment.container_task.test_seconds
+        self.options = ToolOptions(timeout=seconds)
+
+    async def run(self, arguments: dict[str, Any]) -> ToolResult:
+        return await self._environment.run_tests()
+
+
+class ContainerEnvironment(ToolEnvironment):
+    """One episode in a container, which starts with the first command."""
+
+    system_prompt = SYSTEM_PROMPT
+    fork = None
+    runtime: ClassVar[ContainerRuntime]
+    options: ClassVar[ContainerOptions]
+    folders: ClassVar[Mapping[str, ContainerTask]]  # by id
+    max_episodes: ClassVar[int]
+    sweeping: ClassVar[list[asyncio.Task[None]]]  # the first container of a run waits for it
+
+    def __init__(self, task: Task) -> None:
+        name = str(task.metadata.get("task_folder", task.id))
+        if name not in self.folders:
+            raise ValueError(f"task {task.id} names no folder of environment.options.tasks: {name}")
+        self.container_task = self.folders[name]
+        super().__init__(task, [BashTool(self)])
+        self._container: Container | None = None
+        self._workdir = self.container_task.workdir
+        self._starting = asyncio.Lock()
+
+    @property
+    def start_seconds(self) -> float:
+        """Return the seconds in which the image is built and a container is started."""
+        return self.container_task.build_seconds + 120.0
+
+    @property
+    def user(self) -> str:
+        return self.options.user or self.container_task.user or AGENT_USER
+
+    @classmethod
+    def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
+        return islice(_tasks(cls.options, cls.folders, split), count)
+
+    @classmethod
+    def run_metrics(cls) -> dict[str, float]:
+        counts, cls.runtime.counts = cls.runtime.counts, type(cls.runtime.counts)()
+        names = ("started", "removed", "built", "swept", "timeouts")
+        return {f"containers/{name}": float(counts[name]) for name in names}
+
+    async def run_command(self, command: str) -> ToolResult:
+        if len(command.encode(errors="replace")) > MAX_COMMAND_BYTES or "\0" in command:
+            text = f"The command must have at most {MAX_COMMAND_BYTES} bytes and no NUL character."
+            return ToolResult(text, ok=False, error="exception")
+        seconds = self.options.command_timeout
+        try:
+            container = await self._started()
+            result = await container.execute(
+                command, seconds=seconds, user=self.user, workdir=self._workdir, env={"HOME": "/tmp"}
+            )
+        except ContainerError as error:
+            return ToolResult(str(error), ok=False, error="unavailable")
+        if result.status is None:
+            self.runtime.counts["timeouts"] += 1
+            text = f"{result.output}\n[timed out after {seconds:g} seconds; all your processes were killed]"
+            return ToolResult(text.strip(), ok=False, error="exception")
+        if result.status:
+            return ToolResult(
+                f"{result.output}\n[exit status {result.status}]".strip(), ok=False, error="exception"
+            )
+        return ToolResult(result.output or "[no output]")
+
+    async def run_tests(self) -> ToolResult:
+        task = self.container_task
+        try:
+            container = await self._started()
+            await container.kill_processes(self.user)
+            await container.execute(
+                "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier", seconds=60.0
+            )
+            for source in task.tests:
+                await container.copy_in(source, "/tests")
+            seconds = task.test_seconds
+            result = await container.execute(
+                f'"${{BASH:-sh}}" {task.test_script}',
+                seconds=seconds,
+                workdir=self._workdir,
+                env=task.test_env,
+            )
+            rewards = None
+            if task.writes_reward:
+                rewards = await container.execute(
+                    f"cat {REWARD_FILES[0]} 2>/dev/null || cat {REWARD_FILES[1]}", seconds=60.0
+                )
+        except ContainerError as error:
+            return ToolResult(str(error), ok=False, error="unavailable")
+        found = None if rewards is None or rewards.status else rewards.output[:MAX_REWARD_CHARS]
+        return ToolResult(
+            json.dumps({"status": result.status, "reward": found, "output": result.output[-2000:]})
+        )
+
+    async def reward(self, episode: Episode) -> Reward:
+        """Return the score of the task's tests."""
+        tests = self.executor.hidden([TestsTool(self)], 60.0, 1_000_000)
+        with tests.measure("tests"):
+            [result] = await tests.batch_execute([ToolCall(TESTS)])
+        if not result.ok:
+            raise ValueError(f"the tests could not run: {result.content}")
+        answer = json.loads(result.content)
+        if answer["status"] is None:
+            raise ValueError(f"the tests took longer than {self.container_task.test_seconds:g} s")
+        if self.container_task.writes_reward:
+            return read_reward(answer["reward"], answer["output"])
+        return Reward(float(answer["status"] == 0))
+
+    def expert(self) -> Iterator[Message]:
+        """Write the reference solution: the task's solution script as one command."""
+        solution = self.container_task.solution
+        if solution is None:
+            raise ValueError(f"{self.container_task.folder} has no solution script")
+        command = solution.read_text(encoding="utf-8")
+        yield Message("assistant", tool_calls=[ToolCall("bash", {"command": command})])
+        yield Message("assistant", "Done.")
+
+    async def _started(self) -> Container:
+        """Return the episode's container, started by the first call."""
+        async with self._starting:
+            if self._container is None:
+                await self._sweep()
+                task, options = self.container_task, self.options
+                image = task.image
+                if image is None:
+                    assert task.context is not None
+                    image = await self.runtime.image(task.image_tag(), task.context, task.build_seconds)
+                limits = Limits(
+                    options.cpus or task.cpus or 1.0,
+                    options.memory_mb or task.memory_mb or 2048,
+                    options.pids,
+                    options.network,
+                    options.lifetime,
+                )
+                self._container = await self.runtime.start(image, limits, task.workdir, task.env)
+                self._workdir = task.workdir or await self._container.workdir()
+                await self._give_workdir_to_user(self._container)
+            return self._container
+
+    async def _give_workdir_to_user(self, container: Container) -> None:
+        if self._workdir != "/" and self.user not in ("root", ROOT):
+            command = f'chown -R {self.user} "$PWD"'
+            result = await container.execute(command, seconds=60.0, workdir=self._workdir)
+            if result.status:
+                raise ContainerError(
+                    f"{self._workdir} cannot be given to user {self.user}: {result.output[-200:]}"
+                )
+
+    async def _sweep(self) -> None:
+        """Remove containers of ended processes, once per run."""
+        if not self.sweeping:
+            self.sweeping.append(asyncio.ensure_future(self.runtime.sweep()))
+        await asyncio.shield(self.sweeping[0])
+
+    async def close(self) -> None:
+        container, self._container = self._container, None
+        if container is not None:
+            await asyncio.shield(asyncio.ensure_future(container.remove()))
+
+
+class ContainerTasks(ForeignEnvironment):
+    """The environment of one config."""
+
+    def __init__(self, options: ContainerOptions) -> None:
+        self.options = options
+        folders = [Path(name).expanduser() for name in (options.tasks, options.heldout) if name is not None]
+        tasks = [task for folder in folders for task in read_task_folders(folder)]
+        self.folders = {task.id: task for task in tasks}
+        if len(self.folders) < len(tasks):
+            raise ValueError(
+                f"{options.heldout} has a task with the name of one in {options.tasks}; rename it"
+            )
+        self.runtime = ContainerRuntime(find_runtime(options.runtime), options.max_output)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        return cls(make_from(ContainerOptions, options, "environment.options"))
+
+    def as_environment(self) -> type[ContainerEnvironment]:
+        members = {
+            "runtime": self.runtime,
+            "options": self.options,
+            "folders": self.folders,
+            "max_episodes": self.options.max_episodes,
+            "sweeping": [],
+        }
+        return type("containers", (ContainerEnvironment,), members)
+
+
+def _tasks(options: ContainerOptions, folders: Mapping[str, ContainerTask], split: str) -> Iterator[Task]:
+    heldout = None if options.heldout is None else Path(options.heldout).expanduser().resolve()
+    for task in folders.values():
+        if heldout is None:
+            selected = in_split(task.id, split)
+        else:
+            selected = task.folder.is_relative_to(heldout) == (split == "heldout")
+        if selected:
+            yield Task(task.id, task.instruction, metadata={"task_folder": task.id})
+
+
+def read_reward(text: str | None, output: str) -> Reward:
+    """Return the reward that tests have written: a number, or an object of numbers, whose `reward` is the outcome."""
+    if text is None or not text.strip():
+        raise ValueError(f"the tests wrote no reward to {' or '.join(REWARD_FILES)}: {output[-300:]}")
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the tests wrote a reward that is no number: {text[:80]!r}") from error
+    values = values if isinstance(values, dict) else {"reward": values}
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"the tests wrote a reward that is no number: {name} is {value!r:.80}")
+    if "reward" not in values and len(values) != 1:
+        raise ValueError(f"the tests wrote no `reward` among {', '.join(values) or 'nothing'}")
+    outcome = values["reward"] if "reward" in values else next(iter(values.values()))
+    return Reward(
+        float(outcome), parts={name: float(value) for name, value in values.items() if name != "reward"}
+    )

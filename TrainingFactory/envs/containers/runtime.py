@@ -1,0 +1,312 @@
+"""Containers through the command line of podman or docker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import shlex
+import shutil
+import socket
+import subprocess
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from TrainingFactory.common.texts import truncate_middle
+
+RUNTIMES = ("podman", "docker")
+LABEL = "tfactory.owner"  # HOST:PID:START of the process that started a container
+PROBE_SECONDS = 60.0
+COMMAND_SECONDS = 120.0  # for starting, copying and removing
+CHUNK = 65536
+# Root in the container prepares files and runs the tests; the agent's user has no capabilities at all.
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
+# The command is an argument, so that no quoting is needed.
+SHELL = (
+    "sh",
+    "-c",
+    'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"; else exec sh -c "$1"; fi',
+    "sh",
+)
+# The first process: it reaps processes whose parents have ended, and ends after a number of 10 seconds.
+WAIT = 'n=0; while [ $n -lt "$1" ]; do sleep 10 & wait; n=$((n+1)); done'
+# The runtimes' own defaults are above what an unprivileged process may set. `--pids-limit` limits the processes of one
+# container; nproc counts those of the user on the whole machine.
+ULIMITS = {"nofile": 4096, "nproc": 16384}
+RUNTIME_FAILED = 125  # exit status of podman and docker if they could not run the command
+
+
+class ContainerError(Exception):
+    """The runtime could not do what was asked; says why."""
+
+
+class CommandResult(NamedTuple):
+    status: int | None  # None: timed out
+    output: str  # of stdout and stderr together
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """Limits of one container."""
+
+    cpus: float = 1.0
+    memory_mb: int = 2048
+    pids: int = 256
+    network: bool = False
+    lifetime: float = 7200.0  # seconds after which the container ends by itself
+
+
+@dataclass(eq=False)
+class ContainerRuntime:
+    """A runtime's command, such as `podman` or `podman --runtime runc`. `max_output` is the number of characters of a
+    command's output that are kept."""
+
+    command: Sequence[str]
+    max_output: int = 20_000
+    counts: Counter[str] = field(default_factory=Counter)
+    _builds: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.command[0]
+
+    async def image(self, tag: str, context: Path, seconds: float) -> str:
+        """Build an image, unless it exists; episodes of the same task wait for one build."""
+        if tag not in self._builds or (self._builds[tag].done() and _failed(self._builds[tag])):
+            self._builds[tag] = asyncio.ensure_future(self._build(tag, context, seconds))
+        await asyncio.shield(self._builds[tag])
+        return tag
+
+    async def _build(self, tag: str, context: Path, seconds: float) -> None:
+        if (await self.run("image", "inspect", tag)).status == 0:
+            return
+        self.counts["built"] += 1
+        result = await self.run("build", "-t", tag, str(context), seconds=seconds)
+        if result.status != 0:
+            reason = "took too long" if result.status is None else "failed"
+            raise ContainerError(f"building {context} {reason}: {_last_lines(result.output)}")
+
+    async def start(
+        self, image: str, limits: Limits, workdir: str | None = None, env: Mapping[str, str] | None = None
+    ) -> Container:
+        name = f"tfactory-{uuid.uuid4().hex[:16]}"
+        result = await self.run(*start_arguments(name, image, limits, workdir, env or {}))
+        if result.status != 0:
+            await self.run("rm", "-f", name)
+            raise ContainerError(
+                f"{self.name} could not start a container of {image}: {_last_lines(result.output)}"
+            )
+        self.counts["started"] += 1
+        return Container(self, name)
+
+    async def sweep(self) -> None:
+        """Remove containers whose process on this machine has ended, such as after `kill -9`."""
+        listing = await self.run("ps", "-a", "-q", "--filter", f"label={LABEL}")
+        for container in listing.output.split() if listing.status == 0 else ():
+            label = f'{{{{index .Config.Labels "{LABEL}"}}}}'
+            found = await self.run("inspect", "--format", label, container)
+            if found.status == 0 and not _is_alive(found.output.strip()):
+                self.counts["swept"] += 1
+                await self.run("rm", "-f", container)
+
+    async def run(
+        self, *arguments: str, seconds: float = COMMAND_SECONDS, max_output: int | None = None
+    ) -> CommandResult:
+        """Run a command of the runtime; kill it after `seconds`."""
+        process = await asyncio.create_subprocess_exec(
+            *self.command,
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        kept = _Output(max_output or self.max_output)
+        try:
+            async with asyncio.timeout(seconds):
+                assert process.stdout is not None
+                while chunk := await process.stdout.read(CHUNK):
+                    kept.add(chunk)
+                await process.wait()
+        except TimeoutError:
+            return CommandResult(None, kept.text())
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        return CommandResult(process.returncode, kept.text())
+
+
+@dataclass(slots=True)
+class Container:
+    """A running container."""
+
+    runtime: ContainerRuntime
+    name: str
+
+    async def execute(
+        self,
+        command: str,
+        *,
+        seconds: float,
+        user: str = "0",
+        workdir: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> CommandResult:
+        """Run a shell command. One that takes longer than `seconds` ends, with all processes of its user."""
+        where = [] if workdir is None else ["--workdir", workdir]
+        variables = [part for key, value in (env or {}).items() for part in ("--env", f"{key}={value}")]
+        arguments = ("exec", "--user", user, *where, *variables, self.name, *SHELL, command)
+        result = await self.runtime.run(*arguments, seconds=seconds)
+        if result.status is None:
+            await self.kill_processes(user)
+        elif result.status == RUNTIME_FAILED and not await self.is_running():
+            raise ContainerError(f"the container has ended: {_last_lines(result.output)}")
+        return result
+
+    async def kill_processes(self, user: str) -> None:
+        """Kill all processes of a user in the container, except its first process."""
+        await self.runtime.run("exec", "--user", user, self.name, "sh", "-c", "kill -9 -1")
+
+    async def is_running(self) -> bool:
+        result = await self.runtime.run("inspect", "--format", "{{.State.Running}}", self.name)
+        return result.status == 0 and result.output.strip() == "true"
+
+    async def copy_in(self, source: Path, target: str) -> None:
+        """Copy a file, or the contents of a folder, into a folder of the container."""
+        path = f"{source}/." if source.is_dir() else str(source)
+        result = await self.runtime.run("cp", path, f"{self.name}:{target}")
+        if result.status != 0:
+            raise ContainerError(f"copying {source} into the container failed: {_last_lines(result.output)}")
+
+    async def workdir(self) -> str:
+        """Return the working directory of the image."""
+        result = await self.runtime.run("inspect", "--format", "{{json .Config.WorkingDir}}", self.name)
+        try:
+            return str(json.loads(result.output) or "/")
+        except ValueError:
+            return "/"
+
+    async def remove(self) -> None:
+        self.runtime.counts["removed"] += 1
+        await self.runtime.run("kill", self.name)  # `rm` alone waits ten seconds for the processes to end
+        await self.runtime.run("rm", "-f", self.name)
+
+
+def start_arguments(
+    name: str, image: str, limits: Limits, workdir: str | None, env: Mapping[str, str]
+) -> list[str]:
+    """Return the arguments of `podman run` or `docker run`: no network, no mounts, few capabilities, and limits."""
+    arguments = ["run", "--detach", "--rm", "--name", name, "--label", f"{LABEL}={owner()}"]
+    arguments += [] if limits.network else ["--network", "none"]
+    arguments += ["--cap-drop", "ALL", *(part for name in CAPABILITIES for part in ("--cap-add", name))]
+    arguments += ["--security-opt", "no-new-privileges", "--user", "0"]
+    memory = f"{limits.memory_mb}m"
+    arguments += ["--memory", memory, "--memory-swap", memory, "--cpus", f"{limits.cpus:g}"]
+    arguments += ["--pids-limit", f"{limits.pids}"]
+    for name_of_limit, most in ULIMITS.items():
+        arguments += _ulimit(name_of_limit, most)
+    arguments += [] if workdir is None else ["--workdir", workdir]
+    arguments += [part for key, value in env.items() for part in ("--env", f"{key}={value}")]
+    return [
+        *arguments,
+        "--entrypoint",
+        "sh",
+        image,
+        "-c",
+        WAIT,
+        "sh",
+        f"{max(1, round(limits.lifetime / 10))}",
+    ]
+
+
+def _ulimit(name: str, most: int) -> list[str]:
+    """Return a limit that is not above that of this process, because the runtime could not set it."""
+    hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
+    value = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    return ["--ulimit", f"{name}={value}:{value}"]
+
+
+def find_runtime(command: str | None) -> list[str]:
+    """Return the command of a runtime that starts containers here; raise ValueError if there is none."""
+    candidates = [shlex.split(command)] if command else [[name] for name in RUNTIMES]
+    installed = [candidate for candidate in candidates if candidate and shutil.which(candidate[0])]
+    if not installed:
+        missing = f"{command!r} is not a program" if command else "neither podman nor docker is installed"
+        raise ValueError(
+            f"containers need a runtime, and {missing}: install podman, or set environment.options.runtime"
+        )
+    reasons = []
+    for candidate in installed:
+        reason = _problem_of(candidate)
+        if reason is None:
+            return candidate
+        reasons.append(f"{shlex.join(candidate)}: {reason}")
+    raise ValueError(
+        f"no container runtime works here ({'; '.join(reasons)}): start it, or set environment.options.runtime"
+    )
+
+
+def _problem_of(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(
+            [*command, "info"], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.returncode == 0 else _last_lines(done.stderr or done.stdout)
+
+
+def owner() -> str:
+    """Return a name of this process that no later process has."""
+    return f"{socket.gethostname()}:{os.getpid()}:{int(psutil.Process().create_time())}"
+
+
+def _is_alive(owner: str) -> bool:
+    """Return whether the process of a container may live. Processes of other machines are not known here."""
+    host, _, rest = owner.partition(":")
+    pid, _, start = rest.partition(":")
+    if host != socket.gethostname() or not pid.isdigit():
+        return True
+    try:
+        return str(int(psutil.Process(int(pid)).create_time())) == start
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    return task.cancelled() or task.exception() is not None
+
+
+def _last_lines(text: str, count: int = 3) -> str:
+    return truncate_middle(" ".join(text.strip().splitlines()[-count:]), 500)
+
+
+class _Output:
+    """The beginning and the end of a stream of any length."""
+
+    def __init__(self, limit: int) -> None:
+        self._half = limit * 2  # in bytes: a character has up to four
+        self._head, self._tail = bytearray(), bytearray()
+        self._limit, self._size = limit, 0
+
+    def add(self, chunk: bytes) -> None:
+        self._size += len(chunk)
+        room = self._half - len(self._head)
+        self._head += chunk[:room]
+        self._tail += chunk[room:] if room > 0 else chunk
+        del self._tail[: -self._half]
+
+    def text(self) -> str:
+        missing = self._size - len(self._head) - len(self._tail)
+        marker = f"\n[{missing} bytes omitted]\n".encode() if missing else b""
+        return truncate_middle(bytes(self._head + marker + self._tail).decode(errors="replace"), self._limit)

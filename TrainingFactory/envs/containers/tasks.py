@@ -1,0 +1,257 @@
+"""Task folders in the formats of Harbor (task.toml) and Terminal-Bench (task.yaml), read as they are.
+
+Harbor          instruction.md  task.toml  environment/Dockerfile  tests/test.sh     solution/solve.sh
+Terminal-Bench  task.yaml       Dockerfile                         run-tests.sh, tests/  solution.sh
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEFAULT_TEST_SECONDS = {"harbor": 600.0, "terminal-bench": 60.0}
+BUILD_SECONDS = 600.0
+# What the formats can ask for and this environment does not give. A path of keys -> what it is.
+UNSUPPORTED = {
+    "steps": "several steps",
+    "environment.gpus": "a GPU",
+    "environment.tpu": "a TPU",
+    "environment.mcp_servers": "MCP servers",
+    "environment.healthcheck": "a health check",
+    "verifier.environment": "a separate container for its tests",
+}
+VARIABLE = re.compile(r"\$\{")
+
+
+@dataclass(slots=True, frozen=True)
+class ContainerTask:
+    """A task folder. Paths are on this machine; None: the folder has no such file."""
+
+    id: str
+    folder: Path
+    kind: str  # harbor or terminal-bench
+    instruction: str
+    image: str | None  # name of an existing image; None: built from `context`
+    context: Path | None  # folder with the Dockerfile
+    tests: tuple[Path, ...]  # copied to /tests
+    test_script: str  # in the container
+    solution: Path | None
+    test_seconds: float
+    build_seconds: float = BUILD_SECONDS
+    cpus: float | None = None
+    memory_mb: int | None = None
+    workdir: str | None = None
+    user: str | None = None  # of the agent
+    env: Mapping[str, str] = field(default_factory=dict)
+    test_env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def writes_reward(self) -> bool:
+        """Return whether the tests write a reward file; else their exit status is the reward."""
+        return self.kind == "harbor"
+
+    def image_tag(self) -> str:
+        """Return a tag for the image that depends on the contents of the build context."""
+        assert self.context is not None
+        digest = hashlib.blake2b(digest_size=12)
+        for path in sorted(self.context.rglob("*")):
+            if path.is_file():
+                digest.update(repr((path.relative_to(self.context).as_posix(), path.stat().st_mode)).encode())
+                digest.update(hashlib.blake2b(path.read_bytes()).digest())
+        return f"localhost/tfactory-task:{digest.hexdigest()}"
+
+
+def read_task_folders(folder: Path) -> list[ContainerTask]:
+    """Return the tasks of a folder, which is a task itself or contains tasks. Raise ValueError with the folder and key
+    of a task that cannot be played."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder of tasks")
+    if is_task_folder(folder):
+        return [read_task(folder)]
+    tasks = [read_task(path) for path in sorted(folder.iterdir()) if is_task_folder(path)]
+    if not tasks:
+        raise ValueError(
+            f"{folder} has no task: a folder with task.toml (Harbor) or task.yaml (Terminal-Bench)"
+        )
+    return tasks
+
+
+def is_task_folder(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("task.toml", "task.yaml"))
+
+
+def read_task(folder: Path) -> ContainerTask:
+    folder = folder.resolve()
+    _reject_outside_links(folder)
+    return _read_harbor(folder) if (folder / "task.toml").is_file() else _read_terminal_bench(folder)
+
+
+def _read_harbor(folder: Path) -> ContainerTask:
+    path = folder / "task.toml"
+    try:
+        config = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    for key, what in UNSUPPORTED.items():
+        if _at(config, key):
+            raise ValueError(
+                f"{path}: {key}: the task needs {what}, which is not supported. Leave the task out"
+            )
+    environment, verifier = _section(config, "environment", path), _section(config, "verifier", path)
+    if str(environment.get("os", "linux")).lower() != "linux":
+        raise ValueError(
+            f"{path}: environment.os is {environment['os']}: only Linux containers are supported"
+        )
+    if (folder / "environment" / "docker-compose.yaml").exists():
+        raise ValueError(f"{folder}/environment/docker-compose.yaml: several services are not supported")
+    image = environment.get("docker_image")
+    context = folder / "environment"
+    if image is None and not (context / "Dockerfile").is_file():
+        raise ValueError(
+            f"{folder} has neither environment/Dockerfile nor environment.docker_image in task.toml"
+        )
+    return ContainerTask(
+        folder.name,
+        folder,
+        "harbor",
+        _text(folder / "instruction.md"),
+        image,
+        None if image else context,
+        (_existing(folder / "tests" / "test.sh").parent,),
+        "/tests/test.sh",
+        _optional(folder / "solution" / "solve.sh"),
+        _number(verifier, "timeout_sec", path, DEFAULT_TEST_SECONDS["harbor"]),
+        _number(environment, "build_timeout_sec", path, BUILD_SECONDS),
+        _number(environment, "cpus", path, None),
+        _memory(environment, path),
+        environment.get("workdir"),
+        _user(_section(config, "agent", path).get("user")),
+        _variables(environment, path, "environment"),
+        _variables(verifier, path, "verifier"),
+    )
+
+
+def _read_terminal_bench(folder: Path) -> ContainerTask:
+    path = folder / "task.yaml"
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("instruction"), str):
+        raise ValueError(f"{path} needs a text `instruction`")
+    if config.get("run_tests_in_same_shell"):
+        raise ValueError(f"{path}: run_tests_in_same_shell is not supported: each command has its own shell")
+    _check_compose(folder / "docker-compose.yaml")
+    _existing(folder / "Dockerfile")
+    tests = (_existing(folder / "run-tests.sh"), *([folder / "tests"] if (folder / "tests").is_dir() else []))
+    return ContainerTask(
+        folder.name,
+        folder,
+        "terminal-bench",
+        config["instruction"],
+        None,
+        folder,
+        tests,
+        "/tests/run-tests.sh",
+        _optional(folder / "solution.sh"),
+        _number(config, "max_test_timeout_sec", path, DEFAULT_TEST_SECONDS["terminal-bench"]),
+        test_env={"TEST_DIR": "/tests"},
+    )
+
+
+def _check_compose(path: Path) -> None:
+    """Raise unless a compose file, if there is one, has the single service that the Dockerfile describes."""
+    if not path.is_file():
+        return
+    try:
+        services = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("services") or {}
+    except (ValueError, AttributeError, yaml.YAMLError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    if len(services) > 1:
+        raise ValueError(f"{path} has several services ({', '.join(services)}), which are not supported")
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _section(config: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
+    section = config.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{path}: {name} must be a table")
+    return section
+
+
+def _number(section: Mapping[str, Any], key: str, path: Path, default: Any) -> Any:
+    value = section.get(key, default)
+    if value is default:
+        return default
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or value <= 0
+    ):
+        raise ValueError(f"{path}: {key} must be a number above 0, not {value!r}")
+    return value
+
+
+def _memory(environment: Mapping[str, Any], path: Path) -> int | None:
+    """Return the memory in MB, also of the older form `memory = "2G"`."""
+    if "memory_mb" in environment:
+        return int(_number(environment, "memory_mb", path, None))
+    if "memory" not in environment:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GMK])B?", str(environment["memory"]).strip().upper())
+    if match is None:
+        raise ValueError(
+            f'{path}: environment.memory must be a size such as "2G", not {environment["memory"]!r}'
+        )
+    return max(1, int(float(match[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[match[2]]))
+
+
+def _variables(section: Mapping[str, Any], path: Path, name: str) -> dict[str, str]:
+    variables = section.get("env") or {}
+    for key, value in variables.items():
+        if VARIABLE.search(str(value)):
+            raise ValueError(
+                f"{path}: {name}.env.{key} takes its value from this machine ({value}); containers get no variables "
+                "of this machine. Write a value"
+            )
+    return {str(key): str(value) for key, value in variables.items()}
+
+
+def _user(user: Any) -> str | None:
+    return None if user is None else str(user)
+
+
+def _text(path: Path) -> str:
+    return _existing(path).read_text(encoding="utf-8").strip()
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}")
+    return path
+
+
+def _optional(path: Path) -> Path | None:
+    return path if path.is_file() else None
+
+
+def _reject_outside_links(folder: Path) -> None:
+    """Raise for a link out of the task folder, which would copy files of this machine into a container."""
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not path.resolve().is_relative_to(folder):
+            raise ValueError(f"{path} links to a file outside of its task folder")

@@ -1,0 +1,188 @@
+"""Self-play: one policy plays both roles of a game. Each role is an episode of its own, with its own conversation,
+tokens and reward; the roles take turns."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from TrainingFactory.envs.base import ToolEnvironment
+from TrainingFactory.protocols import Episode
+from TrainingFactory.tools import AsyncToolExecutor
+from TrainingFactory.types import Message, Reward, Step, Task, ToolFailure
+
+
+class SelfPlayEnvironment(ABC):
+    """One game of two roles. The first of `roles` moves first. Every game gets a new instance, so keep state on `self`.
+
+    ```python
+    class Haggle(SelfPlayEnvironment):
+        roles = ("buyer", "seller")
+
+        @classmethod
+        def tasks(cls, split, seed, count):
+            yield Task(id="lamp", prompt="A lamp, worth 10 to the seller and 20 to the buyer.")
+
+        def opening(self, role):
+            return [Message("user", f"You are the {role}. {self.task.prompt} Write a price.")]
+
+        def move(self, role, text):
+            ...  # return what the other role reads, or None if the game is over
+
+        def rewards(self):
+            return {"buyer": 20 - self.price, "seller": self.price - 10}
+    ```
+
+    A turn without a tool call is a move. `role_tools` may give a role tools of its own. `forfeited` names the role
+    whose message was cut at a length limit before the game was over."""
+
+    roles: ClassVar[tuple[str, str]]
+    forfeited: str | None = None
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    @classmethod
+    def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
+        """Generate `count` tasks of a split ("train" or "heldout"). The same seed must give the same tasks."""
+        raise ValueError(f"{cls.__name__} generates no tasks; implement `tasks` or set data.tasks to a file")
+
+    @abstractmethod
+    def opening(self, role: str) -> Sequence[Message]:
+        """Return the conversation before the role's first turn. The second role also reads the first role's move."""
+
+    @abstractmethod
+    def move(self, role: str, text: str) -> str | None:
+        """Make a role's move. Return what the other role reads before its turn; None if the game is over."""
+
+    @abstractmethod
+    def rewards(self) -> Mapping[str, Reward | float]:
+        """Return the reward of each role. The game is over, forfeited, or stopped at environment.max_turns."""
+
+    def role_tools(self, role: str) -> Sequence[Any]:
+        """Return the tools of a role."""
+        return ()
+
+    @property
+    def tools(self) -> Sequence[Any]:
+        """Return the tools of both roles, for checks before training."""
+        names: dict[str, Any] = {}
+        for role in self.roles:
+            names |= {tool.spec.name: tool for tool in AsyncToolExecutor(self.role_tools(role)).tools}
+        return list(names.values())
+
+    async def reset(self) -> list[Message]:
+        raise ValueError(
+            f"{type(self).__name__} is played by two roles: use it with tfactory train, eval or rollout"
+        )
+
+    async def close(self) -> None:  # noqa: B027 - games without resources need not define it
+        """Release the resources of the game, after both roles have their rewards."""
+
+
+class Match:
+    """A game that two episodes play, and whose turn it is. The game is made by the episode that starts first."""
+
+    def __init__(self, factory: type[SelfPlayEnvironment]) -> None:
+        self._factory = factory
+        self._game: SelfPlayEnvironment | None = None
+        self._to_move = factory.roles[0]
+        self._text = ""  # what the role to move reads
+        self._changed = asyncio.Condition()
+        self._seats = len(factory.roles)
+        self.is_over = False
+        self._failed: str | None = None  # role whose episode failed
+
+    def seat(self, role: str, task: Task) -> RoleSeat:
+        """Return the environment of a role."""
+        if self._game is None:
+            self._game = self._factory(task)
+        return RoleSeat(task, self, role)
+
+    @property
+    def game(self) -> SelfPlayEnvironment:
+        assert self._game is not None
+        return self._game
+
+    async def wait_for_turn(self, role: str) -> str | None:
+        """Return what the role reads before its move; None if the game is over."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.is_over or self._to_move == role)
+        if self._failed is not None:
+            raise ToolFailure(f"the episode of the other role, {self._failed}, failed")
+        return None if self.is_over else self._text
+
+    async def move(self, role: str, text: str) -> None:
+        if self.is_over:  # the other role's episode has ended
+            return
+        answer = self.game.move(role, text)
+        if answer is None:
+            await self.end()
+            return
+        if not isinstance(answer, str):
+            raise TypeError(f"{type(self.game).__name__}.move must return a text or None, not {answer!r:.60}")
+        first, second = self.game.roles
+        self._to_move, self._text = second if role == first else first, answer
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def end(self, *, forfeited: str | None = None, failed: str | None = None) -> None:
+        """End the game, unless it is over."""
+        if not self.is_over:
+            self.is_over, self._failed, self.game.forfeited = True, failed, forfeited
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def leave(self, role: str) -> None:
+        """Leave a seat. The other episode cannot go on without this one; the last one closes the game."""
+        await self.end(failed=role)
+        self._seats -= 1
+        if not self._seats:
+            await self.game.close()
+
+
+class RoleSeat(ToolEnvironment):
+    """The environment of one role's episode."""
+
+    fork = None
+
+    def __init__(self, task: Task, match: Match, role: str) -> None:
+        super().__init__(task, match.game.role_tools(role))
+        self._match, self.role = match, role
+
+    async def reset(self) -> list[Message]:
+        text = await self._match.wait_for_turn(self.role)
+        if text is None:
+            raise ValueError(f"the game was over before the first turn of {self.role}")
+        messages = list(self._match.game.opening(self.role))
+        if not text:
+            return messages
+        if messages and messages[-1].role == "user":  # many templates reject two user messages in a row
+            return [*messages[:-1], replace(messages[-1], content=f"{messages[-1].content}\n\n{text}")]
+        return [*messages, Message("user", text)]
+
+    async def step(self, message: Message) -> Step:
+        if message.tool_calls:
+            return await super().step(message)
+        await self._match.move(self.role, message.content)
+        text = await self._match.wait_for_turn(self.role)
+        return Step(done=True) if text is None else Step([Message("user", text)])
+
+    async def reward(self, episode: Episode) -> Reward | float:
+        """Return the role's reward. The other role may still wait for a move that this episode can no longer make."""
+        is_cut = episode.trajectory.status == "truncated"
+        await self._match.end(forfeited=self.role if is_cut else None)
+        rewards = self._match.game.rewards()
+        if self.role not in rewards:
+            raise ValueError(f"{type(self._match.game).__name__}.rewards has no reward for {self.role}")
+        return rewards[self.role]
+
+    async def close(self) -> None:
+        await self._match.leave(self.role)
+
+
+def is_self_play(environment: Any) -> bool:
+    return isinstance(environment, type) and issubclass(environment, SelfPlayEnvironment)

@@ -1,0 +1,138 @@
+"""Images of messages where a chat template, or the model, does not take them as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain, groupby
+from typing import TYPE_CHECKING
+
+from TrainingFactory.common.image_tokens import VIRTUAL, find_image, has_images
+from TrainingFactory.common.images import as_text, placeholder
+from TrainingFactory.models.encoding import Control, TextEncoder
+from TrainingFactory.types import Image, Message, PlacedImage
+
+if TYPE_CHECKING:
+    from TrainingFactory.models.vision import Vision
+
+IMAGE = -1  # the place of an image in a rendering
+NO_IMAGE = Image("", 1, 1, b"")  # for probes, which render no pixels
+IMAGES_NOTE = (
+    "note: the chat template shows no images of tool results, so they are in a user message after the results"
+)
+
+
+class ImagePlaces:
+    """The places of images in the renderings of a chat template: its placeholder becomes the tokens of an image. Texts
+    of a conversation, which are not in the template's own text, cannot become one."""
+
+    def __init__(self, vision: Vision | None, encoder: TextEncoder) -> None:
+        self._vision, self._encoder = vision, encoder
+        self._token = None if vision is None else encoder.control_texts[vision.placeholder]
+
+    def split(self, text: str) -> list[str | Control]:
+        """Split a template's own text at its control tokens and images."""
+        parts = self._encoder.split(text)
+        if self._vision is None:
+            return parts
+        before, after = (self._encoder.split(part) for part in (self._vision.before, self._vision.after))
+        image = [*before, Control(IMAGE), *after]
+        return list(chain.from_iterable(image if part == (self._token,) else [part] for part in parts))
+
+    def count(self, text: str) -> int:
+        return self.split(text).count(Control(IMAGE))
+
+    def require(self, render: Callable[[], str]) -> None:
+        """Raise ValueError if the rendering of one image does not show it."""
+        shows = False
+        with suppress(ValueError):
+            shows = self.count(render()) == 1
+        if not shows:
+            raise ValueError(
+                "the chat template renders no images, though the model sees them; set model.chat_template to a "
+                "template that does, or model.vision=false"
+            )
+
+    def fill(self, tokens: tuple[int, ...], images: Iterator[Image]) -> list[int]:
+        """Return the tokens with the next images at their places."""
+        ids: list[int] = []
+        for token in tokens:
+            image = next(images, None) if token == IMAGE else None
+            if token == IMAGE and (image is None or self._vision is None):
+                raise ValueError(
+                    "the chat template writes a place for an image that the conversation does not have; set "
+                    "model.chat_template to a corrected template"
+                )
+            ids += [token] if image is None or self._vision is None else self._vision.ids(image)
+        return ids
+
+
+def check_all_shown(remaining: Iterator[Image]) -> None:
+    if next(remaining, None) is not None:
+        raise ValueError(
+            "the chat template drops an image of this conversation; set model.chat_template to a template that shows "
+            "the images of all roles"
+        )
+
+
+def images_of(messages: Sequence[Message]) -> list[Image]:
+    return [image for message in messages for _, image in message.images]
+
+
+def without_images(message: Message) -> Message:
+    """Return a tool result with a text in place of its images, for a model that sees none."""
+    if message.role != "tool":
+        raise ValueError(
+            f"a {message.role} message has an image, but the model was loaded without vision; name a vision-language "
+            "model and set model.vision=true"
+        )
+    return replace(message, content=as_text(message.content, message.images), images=[])
+
+
+def join_results(messages: Sequence[Message]) -> list[Message]:
+    """Join the tool results of each turn into one user message, for templates that render no tool messages."""
+    joined: list[Message] = []
+    for are_results, group in groupby(messages, lambda message: message.role == "tool"):
+        run = list(group)
+        headings = [f"Result of {message.name or 'the tool'}:\n" for message in run]
+        joined += [_join(headings, run)] if are_results else run
+    return joined
+
+
+def images_after_results(messages: Sequence[Message]) -> list[Message]:
+    """Move the images of tool results into a user message after the results of each turn, for templates that render
+    them only there."""
+    moved: list[Message] = []
+    for are_results, group in groupby(messages, lambda message: message.role == "tool"):
+        run = list(group)
+        shown = [message for message in run if message.images] if are_results else []
+        moved += [replace(message, images=[]) for message in run] if shown else run
+        if shown:
+            headings = [f"Images of the result of {message.name or 'the tool'}:\n" for message in shown]
+            images = [[PlacedImage(0, image) for image in images_of([message])] for message in shown]
+            moved.append(_join(headings, [Message("user", images=placed) for placed in images]))
+    return moved
+
+
+def _join(headings: Sequence[str], messages: Sequence[Message]) -> Message:
+    """Return a user message with the contents and images of several messages, each after its heading."""
+    content, images = "", list[PlacedImage]()
+    for heading, message in zip(headings, messages, strict=True):
+        content += ("\n\n" if content else "") + heading
+        images += [PlacedImage(len(content) + place, image) for place, image in message.images]
+        content += message.content
+    return Message("user", content, images=images)
+
+
+def decode_with_images(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> str:
+    """Decode ids, with a text in place of each image."""
+    if not has_images(token_ids):
+        return decode(token_ids)
+    # An image that is shown twice in a row begins again with its first id.
+    starts = {find_image(token).first for token in token_ids if token >= VIRTUAL}
+    runs = groupby(token_ids, lambda token: token if token in starts else token >= VIRTUAL)
+    return "".join(
+        decode(list(run)) if key is False else "" if key is True else placeholder(find_image(int(key)).image)
+        for key, run in runs
+    )

@@ -1,0 +1,369 @@
+"""Images for vision-language models: the tokens that stand for an image, their positions, and the tower's output.
+
+`Vision` belongs to a loaded model and holds none of its weights, so that the sampler's and the learner's copy of the
+model use the same object. The chat format asks for the `ids` of an image (`common/image_tokens.py`). Before a forward,
+`model_inputs` replaces them by the model's own placeholder and encodes the images; the model's own forward puts the
+tower's output in their places. Positions of M-RoPE are a function of the ids (`rope`).
+
+    vision.placeholder              what the model's chat template writes for an image
+    vision.ids(image)               token ids of an image, with the tokens that a processor puts around its tiles
+    vision.rope(ids)                [3, N] positions of time, height and width; only if `vision.has_rope`
+    vision.model_inputs(model, ids) ids with placeholders, and keyword arguments of the forward
+    vision.save(folder)             the image processor's file, beside a checkpoint
+
+The tower runs once per image; its outputs are cached up to `cache_bytes`, least recently used first out.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from TrainingFactory.common.image_tokens import VIRTUAL, ImageTokens, find_image, number_image
+from TrainingFactory.types import Image
+
+MAX_IMAGE_TOKENS = 1024
+CACHE_BYTES = 1 << 30
+IMAGE = -1  # an image token in a layout
+TILED = ("idefics3", "smolvlm")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+# Model types with images -> the texts that their processor puts around an image.
+FAMILIES: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(QWEN, ("", "")),
+    **dict.fromkeys(TILED, ("", "")),
+    "internvl": ("<img>", "</img>"),
+    "llava_onevision": ("", ""),
+    "gemma3": ("\n\n<start_of_image>", "<end_of_image>\n\n"),
+}
+
+
+@dataclass(slots=True, frozen=True)
+class ImageLayout:
+    """The tokens of an image: control tokens, and IMAGE in place of every token that shows a part of the picture."""
+
+    tokens: tuple[int, ...]
+    grid: tuple[int, int] | None = None  # rows and columns, for M-RoPE
+
+    @property
+    def count(self) -> int:
+        return self.tokens.count(IMAGE)
+
+
+class Vision:
+    """Image tokens of a vision-language model. `config` is the model's, `processor` its image processor."""
+
+    def __init__(
+        self, config: Any, processor: Any, tokenizer: Any, max_tokens: int | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:  # fmt: skip
+        self.config, self.kind = config, config.model_type
+        if self.kind not in FAMILIES:
+            raise ValueError(
+                f"images are not supported for model type {self.kind!r}; the supported types are "
+                f"{', '.join(FAMILIES)}. Set model.vision=off to use the text part alone"
+            )
+        self.processor, self._tokenizer = processor, tokenizer
+        self.placeholder_id: int = config.image_token_id
+        self.before, self.after = FAMILIES[self.kind]
+        placeholder = "<start_of_image>" if self.kind == "gemma3" else None
+        self.placeholder: str = placeholder or tokenizer.convert_ids_to_tokens(self.placeholder_id)
+        rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+        self.has_rope = "mrope_section" in rope
+        # Tokens of an image see each other, also later ones: prefixes cannot be computed in parts.
+        self.sees_whole_images = self.kind == "gemma3"
+        self.trains = False  # the tower is trained, so that its outputs change
+        self.notes: list[str] = []
+        self._processor = self._capped(max_tokens or MAX_IMAGE_TOKENS)
+        self.layout = lru_cache(maxsize=4096)(self._layout)
+        self._cache: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._cache_bytes, self._cached_bytes = cache_bytes, 0
+        self._lock = threading.Lock()
+        self.encoded = 0  # images that went through the tower
+
+    def save(self, folder: str | Path) -> None:
+        self.processor.save_pretrained(folder)
+
+    # tokens
+
+    def ids(self, image: Image) -> list[int]:
+        """Return the token ids of an image."""
+        layout = self.layout(image.width, image.height)
+        numbers = iter(number_image(image, layout.count).ids)
+        return [next(numbers) if token == IMAGE else token for token in layout.tokens]
+
+    def _capped(self, max_tokens: int) -> Any:
+        """Return a processor whose images have at most `max_tokens` tokens, as far as the model has smaller layouts."""
+        processor: Any = copy.deepcopy(self.processor)
+        smallest = 1
+        if self.kind in QWEN:
+            pixels = (processor.patch_size * processor.merge_size) ** 2
+            longest = min(processor.size["longest_edge"], max_tokens * pixels)
+            # A row of more tokens than `max_tokens` has no smaller layout, and the processor rejects ratios above 200.
+            self._max_ratio = min(longest // pixels, 199)
+            processor.size = {
+                "shortest_edge": min(processor.size["shortest_edge"], longest), "longest_edge": longest
+            }  # fmt: skip
+        elif self.kind in TILED:
+            smallest, tile = self._tile_tokens, processor.max_image_size["longest_edge"]
+            tiles = max(
+                1, math.isqrt(max(max_tokens // smallest - 1, 0))
+            )  # along an edge, and one of the whole
+            processor.size = {"longest_edge": min(processor.size["longest_edge"], tiles * tile)}
+        elif self.kind == "internvl":
+            smallest = self._tile_tokens
+            processor.max_patches = min(processor.max_patches, max(1, max_tokens // smallest - 1))
+        elif self.kind == "gemma3":
+            smallest = self.config.mm_tokens_per_image
+        else:  # the grid is part of the model
+            smallest = 2 * self._tile_tokens
+        if smallest > max_tokens:
+            self.notes.append(
+                f"images have at least {smallest} tokens in this model, more than model.image_tokens={max_tokens}"
+            )
+        return processor
+
+    @property
+    def _tile_tokens(self) -> int:
+        vision = self.config.vision_config
+        if self.kind == "internvl":
+            return self.config.image_seq_length
+        patches = (vision.image_size // vision.patch_size) ** 2
+        return patches // self.config.scale_factor**2 if self.kind in TILED else patches
+
+    def _layout(self, width: int, height: int) -> ImageLayout:
+        """Return the layout of images of this size, by processing a blank one."""
+        from PIL import Image as Pillow
+
+        outputs = self._process(Pillow.new("RGB", (width, height)))
+        if self.kind in QWEN:
+            _, rows, columns = outputs["image_grid_thw"][0].tolist()
+            merge = self.processor.merge_size
+            rows, columns = rows // merge, columns // merge
+            return ImageLayout((IMAGE,) * (rows * columns), (rows, columns))
+        if self.kind in TILED:
+            return ImageLayout(self._tiles(outputs["rows"][0][0], outputs["cols"][0][0]))
+        if self.kind == "internvl":
+            return ImageLayout((IMAGE,) * (int(outputs["num_patches"][0]) * self._tile_tokens))
+        if self.kind == "gemma3":
+            return ImageLayout((IMAGE,) * self.config.mm_tokens_per_image)
+        from transformers import LlavaOnevisionModel
+
+        tiles = torch.zeros(outputs["pixel_values"].shape[1], self._tile_tokens, 1)
+        packed, _ = LlavaOnevisionModel.pack_image_features(
+            SimpleNamespace(config=self.config), [tiles], outputs["image_sizes"], torch.zeros(1),  # pyright: ignore
+            self.config.vision_aspect_ratio,
+        )  # fmt: skip
+        return ImageLayout((IMAGE,) * len(packed[0]))
+
+    def _tiles(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Return the tokens of Idefics 3: its tiles row by row, each with its place, and the whole image."""
+        token = self._tokenizer.convert_tokens_to_ids
+        edge, image = token("<fake_token_around_image>"), (IMAGE,) * self._tile_tokens
+        newline, newlines = (
+            tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("\n", "\n\n")
+        )
+        ids: tuple[int, ...] = ()
+        for row in range(1, rows + 1):
+            for column in range(1, columns + 1):
+                ids += (edge, token(f"<row_{row}_col_{column}>"), *image)
+            ids += newline if row < rows else newlines
+        return (*ids, edge, token("<global-img>"), *image, edge)
+
+    # positions
+
+    def rope(self, ids: np.ndarray, start: int = 0) -> tuple[np.ndarray, int]:
+        """Return the positions [3, N] of tokens that begin at position `start`, and the position after them."""
+        positions = np.empty((3, len(ids)), np.int64)
+        places = np.flatnonzero(ids >= VIRTUAL)
+        place = 0
+        while place < len(ids):
+            following = np.searchsorted(places, place)
+            end = int(places[following]) if following < len(places) else len(ids)
+            if place < end:
+                positions[:, place:end] = np.arange(start, start + end - place)
+                start += end - place
+                place = end
+                continue
+            tokens = find_image(int(ids[place]))
+            grid = self.layout(tokens.image.width, tokens.image.height).grid
+            assert grid is not None and ids[place] == tokens.first, "a row begins inside an image"
+            rows, columns = grid
+            index = np.arange(min(tokens.count, len(ids) - place))
+            shown = slice(place, place + len(index))
+            positions[0, shown] = start
+            positions[1, shown] = start + index // columns
+            positions[2, shown] = start + index % columns
+            start += max(rows, columns)
+            place += len(index)
+        return positions, start
+
+    def image_ends(self, ids: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Return the last place that each token sees in a model that sees whole images."""
+        ends = places.copy()
+        for number in np.flatnonzero(ids >= VIRTUAL).tolist():
+            tokens = find_image(int(ids[number]))
+            ends[number] += tokens.first + tokens.count - 1 - ids[number]
+        return ends
+
+    # features
+
+    def model_inputs(
+        self, model: Any, ids: np.ndarray, fresh: bool = False
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Return ids [B, T] with the placeholder for image tokens, and keyword arguments of the model's forward with
+        the images that they show. `fresh`: run the tower even for cached images, with gradients if they are enabled."""
+        is_image = ids >= VIRTUAL
+        if not is_image.any():
+            return ids, {}
+        # The forward fills every placeholder; one that the model has sampled as text gets its own embedding.
+        rows = self._rows(model, ids[is_image | (ids == self.placeholder_id)], fresh)
+        arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": self._outputs(rows)}}
+        if self.sees_whole_images:
+            arguments["token_type_ids"] = torch.from_numpy(is_image.astype(np.int64)).to(rows.device)
+        return np.where(is_image, self.placeholder_id, ids), arguments
+
+    def _outputs(self, rows: torch.Tensor) -> Any:
+        """Return rows [n, 1 + L, D] as the outputs of the tower: embeddings, and L levels of deepstack."""
+        embeddings = rows[:, 0]
+        if self.kind in QWEN or self.kind == "llava_onevision":
+            return SimpleNamespace(
+                pooler_output=[embeddings], deepstack_features=[[level] for level in rows.unbind(1)[1:]]
+            )
+        return SimpleNamespace(pooler_output=embeddings[:, None])
+
+    def _rows(self, model: Any, shown: np.ndarray, fresh: bool) -> torch.Tensor:
+        """Return the tower's output [n, 1 + L, D] for these tokens, image tokens and placeholders."""
+        runs = list(_runs(shown))
+        images = {tokens.first: tokens for tokens, _, _ in runs if tokens is not None}
+        encode = self._encode if fresh else self._cached
+        encoded = {first: encode(model, tokens) for first, tokens in images.items()}
+        placeholder = torch.zeros_like(next(iter(encoded.values()))[:1])
+        if any(tokens is None for tokens, _, _ in runs):
+            token = torch.tensor([self.placeholder_id], device=placeholder.device)
+            placeholder[:, 0] = model.get_input_embeddings()(token).detach()
+        return torch.cat(
+            [
+                placeholder if tokens is None else encoded[tokens.first][begin:end]
+                for tokens, begin, end in runs
+            ]
+        )
+
+    def _cached(self, model: Any, tokens: ImageTokens) -> torch.Tensor:
+        with self._lock:
+            if (rows := self._cache.get(tokens.first)) is not None:
+                self._cache.move_to_end(tokens.first)
+                return rows
+        # Not inference tensors, because the learner uses them in graphs.
+        with torch.inference_mode(False), torch.no_grad():
+            rows = self._encode(model, tokens)
+        with self._lock:
+            if tokens.first not in self._cache:
+                self._cache[tokens.first] = rows
+                self._cached_bytes += rows.nbytes
+            while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
+                self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
+        return rows
+
+    def forget(self) -> None:
+        """Drop the cached outputs, because the tower has changed."""
+        with self._lock:
+            self._cache.clear()
+            self._cached_bytes = 0
+
+    def _encode(self, model: Any, tokens: ImageTokens) -> torch.Tensor:
+        """Run the tower on one image, alone, so that its output does not depend on other images: [count, 1 + L, D]."""
+        from PIL import Image as Pillow
+
+        with Pillow.open(io.BytesIO(tokens.image.data), formats=("PNG",)) as picture:
+            inputs = self._process(picture.convert("RGB"))
+        owner: Any = model.model
+        accepted = inspect.signature(owner.get_image_features).parameters
+        inputs = {
+            name: value.to(model.device, model.dtype) if value.is_floating_point() else value.to(model.device)
+            for name, value in inputs.items()
+            if name in accepted and name != "batch_num_images"
+        }
+        outputs = owner.get_image_features(**inputs, return_dict=True)
+        self.encoded += 1
+        levels = [outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or [])]
+        rows = torch.stack([_flat(level) for level in levels], 1).to(model.dtype)
+        assert len(rows) == tokens.count, "the tower's output does not have the tokens of the image"
+        return rows
+
+    def _process(self, picture: Any) -> dict[str, Any]:
+        if self.kind in QWEN:
+            picture = _with_ratio(picture, self._max_ratio)
+        if self.kind in TILED:
+            return dict(self._processor(images=[[picture]], return_row_col_info=True, return_tensors="pt"))
+        return dict(self._processor(images=[picture], return_tensors="pt"))
+
+
+def open_vision(model: Any, processor: Any, tokenizer: Any, max_tokens: int | None = None) -> Vision:
+    """Return the vision of a model, and freeze its tower."""
+    for _, weight in tower_parameters(model):
+        weight.requires_grad_(False)
+    return Vision(model.config, processor, tokenizer, max_tokens)
+
+
+def _runs(shown: np.ndarray) -> Iterator[tuple[ImageTokens | None, int, int]]:
+    """Yield the images of these tokens with the range of their rows; None: a placeholder."""
+    place = 0
+    while place < len(shown):
+        if shown[place] < VIRTUAL:
+            yield None, 0, 1
+            place += 1
+            continue
+        tokens = find_image(int(shown[place]))
+        begin = int(shown[place]) - tokens.first
+        rest = shown[place : place + tokens.count - begin]
+        breaks = np.flatnonzero(np.diff(rest) != 1)
+        length = int(breaks[0]) + 1 if len(breaks) else len(rest)
+        yield tokens, begin, begin + length
+        place += length
+
+
+def _with_ratio(picture: Any, limit: int) -> Any:
+    """Return a picture whose longer edge is at most `limit` times the shorter one; a longer one is squeezed."""
+    width, height = picture.size
+    if max(width, height) <= limit * min(width, height):
+        return picture
+    return picture.resize((min(width, limit * height), min(height, limit * width)))
+
+
+def _flat(features: Any) -> torch.Tensor:
+    """[k, D] of one image: the tower returns it in a list, or as tiles [n, k / n, D]."""
+    return torch.cat(list(features)) if isinstance(features, list | tuple) else features.flatten(0, 1)
+
+
+def tower_parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the weights of a vision-language model outside its language model and output layer."""
+    text = language_model(model)
+    text_weights = {id(weight) for weight in text.parameters()}
+    head = model.get_output_embeddings()
+    text_weights |= {id(weight) for weight in head.parameters()} if head is not None else set()
+    return [(name, weight) for name, weight in model.named_parameters() if id(weight) not in text_weights]
+
+
+def tower_modules(model: Any) -> list[str]:
+    """Return the names of the modules that hold these weights."""
+    return sorted({name.rpartition(".")[0] for name, _ in tower_parameters(model)})
+
+
+def language_model(model: Any) -> Any:
+    """Return the language model inside a vision-language model."""
+    owner: Any = model.model
+    text = getattr(owner, "language_model", None)
+    return owner.text_model if text is None else text

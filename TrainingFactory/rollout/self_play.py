@@ -1,0 +1,82 @@
+"""Rollouts in which one policy plays both roles of a game against itself."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from TrainingFactory.common.seeds import turn_seed
+from TrainingFactory.envs.self_play import Match, SelfPlayEnvironment
+from TrainingFactory.protocols import Sampler
+from TrainingFactory.rollout.engine import RolloutEngine
+from TrainingFactory.rollout.episode import EpisodeRun
+from TrainingFactory.rollout.group_scoring import gather_or_cancel
+from TrainingFactory.tools.recording import EpisodeKey
+from TrainingFactory.types import Task, Trajectory
+
+PLAYED = ("done", "truncated", "max_turns")
+
+
+class SelfPlayRollouts(RolloutEngine):
+    """Plays `group_size` games of each task. Game n is two episodes, members n and group_size + n of the task's group.
+    They take one place at the gate, because each waits for the other's moves. A role without a turn has no episode."""
+
+    def __init__(self, environment: type[SelfPlayEnvironment], *args: Any, **options: Any) -> None:
+        super().__init__(environment, *args, **options)  # pyright: ignore[reportArgumentType]
+        self._game = environment
+        name = environment.__name__
+        if len(environment.roles) != 2 or len(set(environment.roles)) != 2:
+            raise ValueError(f"{name}.roles must be two names, not {environment.roles!r}")
+        if self.branching is not None:
+            raise ValueError(f"training.branching does not apply to self-play ({name}): remove it")
+        if self.group_reward is not None:
+            raise ValueError(f"{name} scores its roles itself: set reward.type=environment")
+
+    def _open(
+        self,
+        tasks: Sequence[Task],
+        names: Sequence[str],
+        sampler: Sampler,
+        group_size: int,
+        step: int,
+        recorded_as: int | str,
+    ) -> list[EpisodeRun]:
+        runs: list[EpisodeRun] = []
+        for task, name in zip(tasks, names, strict=True):
+            by_role: tuple[list[EpisodeRun], list[EpisodeRun]] = ([], [])
+            for number in range(group_size):
+                match = Match(self._game)
+                # Both sessions of a game are opened one after the other: a deterministic engine gives a slot to the
+                # next session in this order, and neither role can go on without the other.
+                for seat, role in enumerate(self._game.roles):
+                    member = seat * group_size + number
+                    trajectory = Trajectory(task, group=f"{step}/{name}", member=member, role=role)
+                    seed_of = functools.partial(turn_seed, self.seed, step, name, member)
+                    run = self._new(trajectory, sampler, seed_of, EpisodeKey(recorded_as, name, member))
+                    run.rules = dataclasses.replace(
+                        self.rules, environment=functools.partial(match.seat, role)
+                    )
+                    by_role[seat].append(run)
+            runs += [*by_role[0], *by_role[1]]
+        return runs
+
+    async def _run_all(self, groups: Sequence[list[EpisodeRun]], gate: asyncio.Semaphore) -> None:
+        halves = [(group[: len(group) // 2], group[len(group) // 2 :]) for group in groups]
+        matches = [match for firsts, seconds in halves for match in zip(firsts, seconds, strict=True)]
+        await gather_or_cancel([self._play_match(match, gate) for match in matches])
+
+    async def _play_match(self, match: Sequence[EpisodeRun], gate: asyncio.Semaphore) -> None:
+        first, second = match
+        async with gate:
+            try:
+                await gather_or_cancel([run.run() for run in match])
+            finally:
+                first.leave()
+                second.leave()
+        if first.trajectory.status in PLAYED and not second.trajectory.turns:
+            second.dropped = "the game was over before its first turn"
+        self._report(first)
+        self._report(second)

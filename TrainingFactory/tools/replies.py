@@ -1,0 +1,21 @@
+"""Messages that tell the model the results of its tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from TrainingFactory.common.images import LIMITS, limited
+from TrainingFactory.types import Message, ToolCall, ToolResult
+
+
+def tool_messages(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
+    """Return one message per call. Images beyond the limit of a turn are replaced by a text that says so."""
+    messages: list[Message] = []
+    room = LIMITS.max_per_turn
+    for call, result in zip(calls, results, strict=True):
+        content, images = (
+            limited(result.images, result.content, room) if result.images else (result.content, [])
+        )
+        room -= len(images)
+        messages.append(Message("tool", content, tool_call_id=call.id, name=call.name, images=images))
+    return messages
