@@ -127,7 +127,7 @@ class Contender:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Measure a hybrid beside full attention.")
     parser.add_argument("--size", choices=list(SIZES), default="tiny")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--groups", type=int, default=4)

@@ -147,7 +147,7 @@ def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:
 
 def state_bytes(shape: Any, slots: int, size: int) -> int:
     """Return the bytes of the states of recurrent layers in the native engine: of all slots, and their snapshots."""
-    return ((1 + SNAPSHOTS) * slots + 1) * row_bytes(shape, size)
+    return (1 + SNAPSHOTS) * slots * row_bytes(shape, size)
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:

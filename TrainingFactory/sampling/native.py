@@ -23,12 +23,12 @@ import numpy as np
 import torch
 
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image
+from TrainingFactory.sampling.batches import SampledTokens
 from TrainingFactory.sampling.cache.view import causal_model, routes_tokens, unsupported_model
 from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
 from TrainingFactory.sampling.planning import GUESSED_TOKENS, StepPlan, StepPlanner
 from TrainingFactory.sampling.requests import AdmissionRound, SamplingRequest, SessionSlot
-from TrainingFactory.sampling.runner import SampledTokens
 from TrainingFactory.sampling.table import MARGIN, SlotTable
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
@@ -106,7 +106,7 @@ class NativeEngine:
         self._table = SlotTable(slots, max_length, deterministic=deterministic, rope_of=rope_of)
         self._runner = AsyncRunner(causal, self._table, cache_bytes, vision)
         is_recurrent = bool(self._runner.states.shapes)
-        few_shapes = on_cuda and not is_recurrent  # no CUDA graphs with states
+        few_shapes = on_cuda and not is_recurrent and vision is None  # no CUDA graphs with states or images
         if few_shapes and not self._runner.tiled:
             # Steps that only decode are by far the cheapest, so decoding rows feed short replies token by token.
             self._table.ride = 32

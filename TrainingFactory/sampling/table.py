@@ -485,6 +485,7 @@ class SlotTable:
         return list(zip(low.tolist(), high.tolist(), strict=True))
 
     def exchange(self, pairs: list[tuple[int, int]]) -> None:
+        assert self.snapshots is None, "states stay in their slots"
         low, high = (np.array(side) for side in zip(*pairs, strict=True))
         all_slots, swapped = np.concatenate((low, high)), np.concatenate((high, low))
         self.changes += 1
@@ -496,8 +497,6 @@ class SlotTable:
         ):  # fmt: skip
             array[all_slots] = array[swapped]
         for a, b in pairs:
-            if self.snapshots is not None:
-                self.snapshots.exchange(a, b)
             self.seats[a], self.seats[b] = self.seats[b], self.seats[a]
             self.requests[a], self.requests[b] = self.requests[b], self.requests[a]
             for slot in (a, b):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,12 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 FLAWED = ROOT / "tests" / "kits" / "flawed_environment.py"
 
 
-def checked(flaw: str, **options: Any) -> EnvironmentReport:
+def checked(flaw: str, num_episodes: int = 8) -> EnvironmentReport:
     environment = {
         "environment_id": f"process:{sys.executable} {FLAWED}",
         "options": {"args": {"flaw": flaw}, "episodes_per_process": 256},
     }
-    return check_environment(TrainingConfig(environment=environment), **{"num_episodes": 8} | options)
+    return check_environment(TrainingConfig(environment=environment), num_episodes=num_episodes)
 
 
 def failures(report: EnvironmentReport) -> list[str]:

@@ -145,8 +145,8 @@ def test_states_take_part_of_the_memory(caplog: pytest.LogCaptureFixture) -> Non
         shape.row_bytes for shape in NativeEngine(model, slots=1, max_length=64)._runner.states.shapes
     )
     engine = NativeEngine(model, slots=60, max_length=64, cache_bytes=40 * state)
-    assert engine._table.slots == 12 and engine._table.snapshots and engine._table.snapshots.count == 7
-    assert "12 slots instead of 60" in caplog.text
+    assert engine._table.slots == 13 and engine._table.snapshots and engine._table.snapshots.count == 7
+    assert "13 slots instead of 60" in caplog.text
     check(model, play(engine, grouped_prompts(1, 14, 20, 5), turns=1))
     with pytest.raises(ValueError, match=r"states of one sequence need .* sampling\.cache_gib"):
         NativeEngine(model, slots=2, max_length=64, cache_bytes=3 * state)
@@ -275,7 +275,7 @@ def test_the_estimate_of_states_is_their_size(key: str) -> None:
     assert row_bytes(config, 4) == state
     assert attention_layers(config) == len(runner.shapes)
     snapshots = runner.table.snapshots
-    assert snapshots is not None and snapshots.rows == 3 * slots + 1
+    assert snapshots is not None and snapshots.rows == 3 * slots
     shape = runner.shapes[0]
     if key != "kimi_linear":  # latent attention has one vector for all heads
         cache = len(runner.shapes) * shape.token_bytes * 64 * (slots + 1)

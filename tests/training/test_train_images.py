@@ -75,9 +75,13 @@ def test_a_resumed_run_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert loaded.vision is not None  # a checkpoint that was trained with images sees them
 
 
+@pytest.mark.slow
 def test_sft_learns_with_images(tmp_path: Path) -> None:
-    sections = {"algorithm": "sft", "max_steps": 6, "learning_rate": 3e-3}
-    assert training(tmp_path, "sft", training=sections, lora={"r": 4}).train().state == "finished"
+    sections = {"algorithm": "sft", "max_steps": 4, "learning_rate": 3e-3}
+    assert (
+        training(tmp_path, "sft", training=sections, lora={"enabled": True, "r": 4}).train().state
+        == "finished"
+    )
     losses = [row["loss"] for row in rows(tmp_path / "sft" / "metrics.jsonl")]
     assert losses[-1] < losses[0] - 0.5
     checkpoint = RunFolder(tmp_path / "sft").checkpoints()[-1]
@@ -86,6 +90,7 @@ def test_sft_learns_with_images(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_tower_can_be_trained(tmp_path: Path) -> None:
     model = MODEL | {"train_tower": True}
     config = brief(tmp_path, model=model, training={"max_steps": 1})

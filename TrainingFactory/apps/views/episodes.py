@@ -110,7 +110,9 @@ def _turn(turn: Json, step_reward: float | None) -> TurnView:
 
 def _takes_thousandths(spec: Json) -> bool:
     properties = spec.get("parameters", {}).get("properties", {})
-    return all(isinstance(properties.get(n), dict) and properties[n].get("maximum") == 1000 for n in ("x", "y"))
+    return all(
+        isinstance(properties.get(n), dict) and properties[n].get("maximum") == 1000 for n in ("x", "y")
+    )
 
 
 def _set_sources(data: Json, run: str | None) -> None:
