@@ -25,6 +25,7 @@ import torch
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image
 from TrainingFactory.sampling.batches import SampledTokens
 from TrainingFactory.sampling.cache.view import causal_model, routes_tokens, unsupported_model
+from TrainingFactory.sampling.compaction import exchange, scattered
 from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
 from TrainingFactory.sampling.planning import GUESSED_TOKENS, StepPlan, StepPlanner
@@ -380,16 +381,16 @@ class NativeEngine:
         """Move running slots to the front after COMPACT_AFTER sparse steps (CUDA graphs only)."""
         if not self._planner.few_shapes:
             return
-        pairs = self._table.scattered()
+        pairs = scattered(self._table)
         self._sparse = self._sparse + 1 if pairs else 0
         if self._sparse < COMPACT_AFTER:
             return
         self._sparse = 0
         self._land()
-        pairs = self._table.scattered()
+        pairs = scattered(self._table)
         if not pairs:
             return
-        self._table.exchange(pairs)
+        exchange(self._table, pairs)
         self._runner.copy_pages()
 
     def _deliver(self, results: Sequence[tuple[SamplingRequest, Completion | BaseException]]) -> None:

@@ -467,34 +467,3 @@ class SlotTable:
         self.flying[slot] = 0
         self.epoch[slot] += 1
         return request
-
-    # -- compaction
-
-    def scattered(self) -> list[tuple[int, int]]:
-        """Return pairs of slots whose exchange moves the running slots to the front, if that halves the rows."""
-        running_slots = np.flatnonzero(self.running)
-        count = len(running_slots)
-        if self.deterministic or not count or running_slots[-1] + 1 < max(2 * count, 4):
-            return []
-        high = running_slots[running_slots >= count]
-        low = np.flatnonzero(~self.running[:count])
-        return list(zip(low.tolist(), high.tolist(), strict=True))
-
-    def exchange(self, pairs: list[tuple[int, int]]) -> None:
-        assert self.snapshots is None, "states stay in their slots"
-        low, high = (np.array(side) for side in zip(*pairs, strict=True))
-        all_slots, swapped = np.concatenate((low, high)), np.concatenate((high, low))
-        self.changes += 1
-        self.pages.exchange(low, high, int(self.stored[all_slots].max()))
-        for array in (
-            self.ids, self.rope, self.logprobs, self.stored, self.lengths, self.pure, self.chunked, self.running,
-            self.used, self.limit, self.seed, self.stops, self.temperature, self.top_p, self.top_k,
-            self.min_p, self.hashes, self.head, self.mark, self.free,
-        ):  # fmt: skip
-            array[all_slots] = array[swapped]
-        for a, b in pairs:
-            self.seats[a], self.seats[b] = self.seats[b], self.seats[a]
-            self.requests[a], self.requests[b] = self.requests[b], self.requests[a]
-            for slot in (a, b):
-                if (session_slot := self.seats[slot]) is not None:
-                    session_slot.slot = slot

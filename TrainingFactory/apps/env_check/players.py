@@ -10,7 +10,7 @@ from TrainingFactory.assembly.endpoint_rollouts import ClosedSession, TextFormat
 from TrainingFactory.common.user_code import load_objects
 from TrainingFactory.protocols import Environment, EnvironmentFactory
 from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
-from TrainingFactory.types import Completion, Message, Task, Trajectory, Turn
+from TrainingFactory.types import Completion, Message, SamplingParams, Task, Trajectory, Turn
 
 # Returns the model's next message; raises StopIteration if it has none.
 Player = Callable[[Sequence[Message]], Message]
