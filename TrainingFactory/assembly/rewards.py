@@ -27,6 +27,7 @@ from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import RewardWorkerPool
 from TrainingFactory.rewards.workers.process import RewardProcess
 from TrainingFactory.training.preflight import group_too_small
+from TrainingFactory.training.reward_clock import RewardClock
 from TrainingFactory.types import Task
 
 Key = tuple[str | int, ...]
@@ -147,7 +148,8 @@ def reward_model_folder(config: TrainingConfig) -> Path | None:
 
 def uses_environment_reward(reward: RewardFunction | None) -> bool:
     """Return whether the environment's own reward is the reward or a part of it."""
-    return reward is None or environment_reward in _inside(reward)
+    configured = reward.reward if isinstance(reward, RewardClock) else reward
+    return configured is None or environment_reward in _inside(configured)
 
 
 def uses_only_environment_reward(reward: RewardFunction | None) -> bool:

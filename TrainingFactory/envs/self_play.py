@@ -7,7 +7,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from TrainingFactory.envs.base import ToolEnvironment
 from TrainingFactory.protocols import Episode
@@ -184,5 +184,5 @@ class RoleSeat(ToolEnvironment):
         await self._match.leave(self.role)
 
 
-def is_self_play(environment: Any) -> bool:
+def is_self_play(environment: Any) -> TypeGuard[type[SelfPlayEnvironment]]:
     return isinstance(environment, type) and issubclass(environment, SelfPlayEnvironment)

@@ -24,9 +24,9 @@ class SelfPlayRollouts(RolloutEngine):
     """Plays `group_size` games of each task. Game n is two episodes, members n and group_size + n of the task's group.
     They take one place at the gate, because each waits for the other's moves. A role without a turn has no episode."""
 
-    def __init__(self, environment: type[SelfPlayEnvironment], *args: Any, **options: Any) -> None:
-        super().__init__(environment, *args, **options)  # pyright: ignore[reportArgumentType]
-        self._game = environment
+    def __init__(self, environment: Any, *args: Any, **options: Any) -> None:
+        super().__init__(environment, *args, **options)
+        self._game: type[SelfPlayEnvironment] = environment
         name = environment.__name__
         if len(environment.roles) != 2 or len(set(environment.roles)) != 2:
             raise ValueError(f"{name}.roles must be two names, not {environment.roles!r}")

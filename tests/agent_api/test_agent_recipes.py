@@ -22,6 +22,7 @@ from TrainingFactory.assembly.rewards import make_reward
 from TrainingFactory.assembly.sampler import make_rollouts
 from TrainingFactory.config import load_config
 from TrainingFactory.config.loading import key_value
+from TrainingFactory.training.reward_clock import RewardClock
 from TrainingFactory.types import Message, Reward, Task, ToolCall, Trajectory
 
 AGENT_FOLDER = Path(__file__).resolve().parents[2] / ".servers" / "agents"
@@ -102,7 +103,7 @@ def test_a_program_gets_the_answer_only_if_it_scores_itself(
     async def play() -> Trajectory:
         await program.endpoint.open()
         try:
-            rollouts = make_rollouts(config, program, talker.chat, reward=make_reward(config))
+            rollouts = make_rollouts(config, program, talker.chat, reward=RewardClock(make_reward(config)))
             task = Task("t", "Where?", "Rome", {"level": 3, "solution": "Rome"})
             [[episode]] = await rollouts.rollout_batch([task], talker)
             return episode
